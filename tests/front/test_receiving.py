@@ -97,7 +97,7 @@ def test_a_request_that_is_too_large_for_its_method_is_refused(tmp_path: Path) -
         with refused() as found:
             stub(b"x" * (1 << 20), timeout=30)
     assert found[0].reason == "too-large"
-    assert "has 1048576 bytes, it takes at most 65536" in found[0].text
+    assert "has 1048576 bytes; the limit is 65536" in found[0].text
 
 
 def test_health_is_watched_by_a_few_of_one_caller_and_not_by_all_its_streams(tmp_path: Path) -> None:
@@ -135,9 +135,9 @@ async def _these(*requests: bytes) -> AsyncIterator[bytes]:
 @pytest.mark.parametrize(
     ("requests", "code", "text"),
     [
-        (_never, Code.INCOMPLETE, "was not whole within 0.1 s"),
+        (_never, Code.INCOMPLETE, "was not complete within 0.1 s"),
         (_these, Code.BAD_MESSAGE, "ended without a request"),
-        (lambda: _these(b"x" * (ENROLMENT_BYTES + 1)), Code.TOO_LARGE, "it takes at most 16384"),
+        (lambda: _these(b"x" * (ENROLMENT_BYTES + 1)), Code.TOO_LARGE, "the limit is 16384"),
     ],
 )
 def test_what_is_no_request_is_refused(requests: Any, code: Code, text: str) -> None:
@@ -157,7 +157,7 @@ def test_the_later_messages_of_an_upload_are_no_larger_than_a_chunk() -> None:
         async for one in Receiver(Limits()).all(_these(b"h" * (3 << 20), b"c" * (2 << 20)), UPLOAD, "a"):
             found.append(len(one))
 
-    with pytest.raises(RefusedError, match="2097152 bytes, it takes at most 1114112"):
+    with pytest.raises(RefusedError, match="2097152 bytes; the limit is 1114112"):
         asyncio.run(read())
     assert found == [3 << 20]
 

@@ -1,4 +1,4 @@
-"""The devices' calls over gRPC: each hands its work to the device API, in a pool of threads."""
+"""The gRPC service for devices. Each call runs the device API in a thread pool."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from fleetdistill_server.store.traffic import Sending
 T = TypeVar("T")
 
 LONGEST_WAIT_SECONDS = 60.0
-# After a wake-up the devices spread over [0, waiting / this] seconds.
+# After a wake-up, devices return at random times within [0, waiting / WAKES_PER_SECOND] seconds.
 WAKES_PER_SECOND = 1000
 
 
 class DeviceService(service_pb2_grpc.DeviceServiceServicer):
-    """The device calls over gRPC; each hands its work to the device API.
+    """Implements the device calls over gRPC with the device API.
 
     Args:
-        api: Answers them.
-        pool: Where the work is done.
-        commits: Where calls that only check and commit are done, by default in the pool too.
-        limits: How slow a stream may be.
-        uploads: Where uploads are worked on, by default in the pool too.
+        api: Implements the calls.
+        pool: Threads for the device API's blocking work.
+        commits: Thread for calls that only check and commit; None uses `pool`.
+        limits: Limits, such as the longest stall of a stream.
+        uploads: Threads for uploads; None uses `pool`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         self._uploads = uploads or pool
         self._commits = commits
         self._limits = limits or Limits()
-        # By call and not by device: a device may call again before its broken call is noticed.
+        # Keyed by call, not by device: a device may call again before its broken call is detected.
         self._waiting: dict[asyncio.Event, DeviceKey] = {}
 
     async def CheckIn(self, request: service_pb2.CheckInRequest, context: Any) -> service_pb2.CheckInResponse:
@@ -92,14 +92,14 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         return found
 
     def _look(self, identity: service_pb2.Identity) -> tuple[service_pb2.NextAskResponse | None, DeviceKey]:
-        """What there is to do, and for whom: the run by its name, also for a device that does not name it."""
+        """Returns the next ask, if any, and the device with its run's name, which the request may omit."""
         return self._api.next_ask(identity), (self._api.sessions.run_name(identity.run), identity.device)
 
     async def _wait_for_work(self, who: DeviceKey, wait_seconds: float) -> None:
-        """Waits for a wake-up; who calls has shown that it is this device."""
+        """Waits for a wake-up of an authenticated device, at most `wait_seconds`."""
         event = asyncio.Event()
         self._waiting[event] = who
-        # A device that waits here is not silent, so its lease must not end meanwhile. In this order NaN is the longest.
+        # A waiting device is alive, so its lease must not expire. This order of arguments maps NaN to the longest wait.
         longest = min(LONGEST_WAIT_SECONDS, self._api.sessions.lease_seconds / 2)
         try:
             await asyncio.wait_for(event.wait(), max(0.0, min(longest, wait_seconds)))
@@ -113,7 +113,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         return len(self._waiting) / WAKES_PER_SECOND
 
     async def wake_waiting(self) -> None:
-        """Ends the long poll of every device that has work, or whose run is over."""
+        """Ends the long polls of devices that have an open ask or whose run has ended."""
         runs = {run for run, _ in self._waiting.values()}
         for run in runs:
             row, ready = await self._work_of(run)
@@ -137,31 +137,31 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
                 async for batch in batches:
                     await in_pool(self._uploads, context, partial(upload.take, batch))
             return service_pb2.UploadResponse(receipt=await in_pool(self._uploads, context, upload.finish))
-        except RefusedError as refusal:  # the stream's own; one of the device API's has ended the call already
+        except RefusedError as refusal:  # of the stream itself; errors of the device API have ended the call
             await abort(context, refusal)
         finally:
-            # Not here: it may have to wait for an fsync. At shutdown the pool is gone, and with it the session.
+            # In the pool, because it may wait for an fsync. At shutdown neither the pool nor the session exists.
             with contextlib.suppress(RuntimeError):
                 self._uploads.submit(upload.abandon)
 
-    async def Download(  # type: ignore[override]  # of messages as bytes, see `DownloadsAreBytes`
+    async def Download(  # type: ignore[override]  # sends serialised messages, see `DownloadsAreBytes`
         self, request: service_pb2.DownloadRequest, context: Any
     ) -> AsyncIterator[bytes]:
         async with contextlib.aclosing(self._responses(request, context)) as responses:
             async for response in responses:
                 await self._write(context, response)
         nothing: bytes
-        for nothing in ():  # written above, where a device that does not take it is noticed
+        for nothing in ():  # written above, where a stalled device is detected
             yield nothing
 
     async def _write(self, context: Any, response: bytes) -> None:
-        """Sends a message of a stream, to a device that takes it in good time."""
+        """Sends one message; ends the call if the device does not accept it within `stall_seconds`."""
         seconds = self._limits.stall_seconds
         try:
             async with asyncio.timeout(seconds):
                 await context.write(response)
         except TimeoutError:
-            text = f"the device did not take a chunk within {seconds:g} s; go on from what has come"
+            text = f"the device did not accept a chunk within {seconds:g} s; resume the download"
             await abort(context, RefusedError(Code.INCOMPLETE, text))
 
     async def _responses(self, request: service_pb2.DownloadRequest, context: Any) -> AsyncGenerator[bytes, None]:
@@ -173,7 +173,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
                     async for response in responses:
                         yield response
             finally:
-                with contextlib.suppress(RuntimeError):  # at shutdown the pool is gone
+                with contextlib.suppress(RuntimeError):  # at shutdown the pool no longer exists
                     self._pool.submit(chunks.end)
 
     def _open_download(self, request: service_pb2.DownloadRequest) -> tuple[tuple[Payload, Sending], DeviceKey]:
@@ -181,7 +181,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         return self._api.downloads.open(request), (self._api.sessions.run_name(identity.run), identity.device)
 
     async def _ahead(self, context: Any, chunks: Sending) -> AsyncGenerator[bytes, None]:
-        """The chunks as messages; the next ones are made while these are sent."""
+        """Yields the chunks as serialised messages, and prepares the next ones while these are sent."""
         make = partial(_next_responses, chunks)
         making = asyncio.ensure_future(self._call(context, make))
         try:
@@ -196,7 +196,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         return await in_pool(self._pool, context, work)
 
     async def _durable_call(self, context: Any, work: Callable[[], T]) -> T:
-        """As `_call`, for work that mostly waits for its commit: no thread of the pool waits with it."""
+        """Like `_call`, for work that mostly waits for its commit; does not block a thread of the pool."""
         if self._commits is None:
             return await self._call(context, work)
         future = asyncio.wrap_future(self._commits.call(work))
@@ -208,7 +208,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
 
     @contextlib.asynccontextmanager
     async def _open_call(self, context: Any, who: DeviceKey) -> AsyncIterator[None]:
-        """Counts a call that stays open, of a device that has shown who it is, or ends it as one too many."""
+        """Counts an open call of an authenticated device; ends the call if it exceeds a limit."""
         try:
             place = self._api.limiter.open_call(who)
         except RefusedError as refusal:
@@ -218,7 +218,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
 
 
 class _Upload:
-    """What one stream brings: a header and then chunks."""
+    """One upload stream: a header, then chunks."""
 
     def __init__(self, api: DeviceApi) -> None:
         self._api = api
@@ -226,7 +226,7 @@ class _Upload:
         self._session: UploadSession | RepeatedUpload | None = None
 
     def take(self, requests: list[service_pb2.UploadRequest]) -> None:
-        """Takes the next messages. Raises RefusedError, as `UploadSession` does too."""
+        """Processes the next messages. Raises RefusedError."""
         with self._lock:
             for request in requests:
                 self._take(request)
@@ -238,20 +238,20 @@ class _Upload:
         elif message == "chunk" and self._session is not None:
             self._session.feed(request.chunk)
         else:
-            raise RefusedError(Code.BAD_MESSAGE, "an upload is one header and then chunks")
+            raise RefusedError(Code.BAD_MESSAGE, "an upload stream must contain one header, then chunks")
 
     def held(self) -> int:
-        """Bytes that the server has of the upload by now."""
+        """Returns the number of bytes received so far."""
         return self._session.held if self._session is not None else 0
 
     def finish(self) -> service_pb2.Receipt:
-        """Ends the upload with its receipt."""
+        """Completes the upload and returns its receipt."""
         if self._session is None:
-            raise RefusedError(Code.BAD_MESSAGE, "an upload must begin with its header")
+            raise RefusedError(Code.BAD_MESSAGE, "an upload stream must begin with its header")
         return self._session.finish()
 
     def abandon(self) -> None:
-        """Ends the stream, once nothing of it is worked on any more."""
+        """Ends the stream after the message in progress."""
         with self._lock:
             if self._session is not None:
                 self._session.abandon()

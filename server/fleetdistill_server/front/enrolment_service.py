@@ -1,4 +1,4 @@
-"""The enrolment calls over gRPC. Who may make them is `roles.py`'s business."""
+"""The gRPC service for enrolment. `security/roles.py` defines who may call it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fleetdistill_server.store.store import Store
 
 
 class EnrolmentService(enrolment_pb2_grpc.EnrolmentServiceServicer):
-    """Gives devices their certificates."""
+    """Issues and renews certificates for devices."""
 
     def __init__(
         self, api: EnrolmentApi, store: Store, commit: Commit, pool: ThreadPoolExecutor, limiter: Limiter
@@ -36,12 +36,14 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServiceServicer):
         except RefusedError as refusal:
             await abort(context, refusal)
         work = self._pool.submit(self._enrol, request)
-        work.add_done_callback(lambda _: place.release())  # who hangs up does not end the work, and keeps its place
+        work.add_done_callback(
+            lambda _: place.release()
+        )  # a cancelled call does not stop the work, so its share stays reserved
         return await ended(context, asyncio.wrap_future(work))
 
     async def Renew(self, request: enrolment_pb2.RenewRequest, context: Any) -> enrolment_pb2.RenewResponse:
         holder = holder_in(context)
-        assert holder is not None  # the guard lets in nobody else
+        assert holder is not None  # the guard admits only callers with a certificate
         return await in_pool(self._pool, context, partial(self._renew, request, holder))
 
     def _enrol(self, request: enrolment_pb2.EnrolRequest) -> enrolment_pb2.EnrolResponse:

@@ -1,4 +1,4 @@
-"""How a gRPC call of the server ends: with work done in a pool of threads, or with a status from the table of codes."""
+"""Maps errors to gRPC statuses with google.rpc details, by the table in `fleetdistill.wire.codes`."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from fleetdistill.wire.codes import DOMAIN, MEANINGS, Code
 T = TypeVar("T")
 logger = logging.getLogger("fleetdistill.server.refusals")
 
-# What a refusal says travels in trailers, of which gRPC takes 8 KiB.
+# Error texts are sent in trailers, which gRPC limits to 8 KiB.
 LONGEST_SENTENCE = 1000
 
 
 async def in_pool(pool: ThreadPoolExecutor, context: Any, work: Callable[[], T]) -> T:
-    """Does a call's work in the pool; whatever it raises ends the call with a status from the table."""
+    """Runs a call's work in the pool; any error ends the call with a status from the table."""
     return await ended(context, asyncio.get_running_loop().run_in_executor(pool, work))
 
 
 async def ended(context: Any, work: Awaitable[T]) -> T:
-    """Waits for a call's work; whatever it raises ends the call with a status from the table."""
+    """Awaits a call's work; any error ends the call with a status from the table."""
     try:
         return await work
     except FleetDistillError as error:
         await abort(context, error)
     except Exception:
         logger.exception("a call failed")
-        await abort(context, RefusedError(Code.INTERNAL, "a fault of the server; see its log"))
+        await abort(context, RefusedError(Code.INTERNAL, "internal error; see the server's log"))
 
 
 async def abort(context: Any, error: FleetDistillError) -> NoReturn:
-    """Ends a call with the error's status and its google.rpc details."""
+    """Ends a call with the error's status and google.rpc details."""
     refusal = error if isinstance(error, RefusedError) else _as_refusal(error)
     status = rich_status(refusal)
     await context.abort(
@@ -52,13 +52,13 @@ async def abort(context: Any, error: FleetDistillError) -> NoReturn:
 
 def _as_refusal(error: FleetDistillError) -> RefusedError:
     if isinstance(error, NoSpaceError):
-        return RefusedError(Code.NO_SPACE, f"{error}; no receipt is given, try again later")
+        return RefusedError(Code.NO_SPACE, f"{error}; no receipt was issued, retry later")
     logger.error("a call failed: %s", error)
-    return RefusedError(Code.INTERNAL, "the server's store failed; see its log")
+    return RefusedError(Code.INTERNAL, "the server's store failed; see the server's log")
 
 
 def rich_status(refusal: RefusedError) -> status_pb2.Status:
-    """The google.rpc.Status with one ErrorInfo that carries the reason and its details."""
+    """Returns the google.rpc.Status with one ErrorInfo, which has the reason and its details."""
     details = {name: value[:LONGEST_SENTENCE] for name, value in refusal.details.items()}
     info = error_details_pb2.ErrorInfo(reason=refusal.code, domain=DOMAIN, metadata=details)
     packed = any_pb2.Any()

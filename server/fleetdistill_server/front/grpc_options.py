@@ -1,4 +1,4 @@
-"""What gRPC itself enforces before a call reaches us: connections, streams, handshakes, windows."""
+"""Limits that gRPC enforces before a call reaches the server's code: connections, streams, handshakes, windows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.service.processes import open_files
 
 _DAY = 24 * 3600.0
-# Files that are not connections: the database, uploads under way, pipes.
+# Open files other than connections: the database, uploads in progress, pipes.
 _OTHER_FILES = 1024
 _ENROLMENT_STREAMS = 4
 _WINDOW_BYTES = 16 << 10
@@ -17,10 +17,10 @@ Options = list[tuple[str, int]]
 
 
 def channel_options(limits: Limits) -> Options:
-    """What gRPC enforces on the port of the devices.
+    """Returns the gRPC options of the port for devices.
 
-    A connection that does not finish its handshake, or that makes no call, is closed; so is one whose other end no
-    longer answers pings. Connections leave room for the files of the store.
+    gRPC closes connections that do not finish the handshake, make no call, or do not reply to pings. The number of
+    connections leaves file descriptors for the store.
     """
     return [
         ("grpc.server.max_pending_requests", limits.open_calls),
@@ -33,7 +33,7 @@ def channel_options(limits: Limits) -> Options:
 
 
 def enrolment_options(limits: Limits) -> Options:
-    """The same on the enrolment port, whose callers have shown nothing: a connection is good for one enrolment."""
+    """Returns the gRPC options of the enrolment port, whose callers are not authenticated."""
     return [
         ("grpc.server.max_pending_requests", limits.enrolments_at_once),
         ("grpc.max_concurrent_streams", _ENROLMENT_STREAMS),
@@ -50,7 +50,7 @@ def _of_both_ports(limits: Limits) -> Options:
         ("grpc.server_handshake_timeout_ms", _milliseconds(limits.handshake_seconds)),
         ("grpc.keepalive_time_ms", _milliseconds(limits.stall_seconds / 2)),
         ("grpc.keepalive_timeout_ms", _milliseconds(limits.handshake_seconds)),
-        # What a stream may bring that nobody reads yet. Measuring the link would let a fast one bring megabytes.
+        # Bounds the unread bytes of a stream. With the BDP probe, a fast link could buffer megabytes.
         ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
         ("grpc.http2.bdp_probe", 0),
     ]

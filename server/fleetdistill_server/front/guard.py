@@ -1,7 +1,7 @@
-"""The interceptor that checks every call against the table of `security/roles.py`, before a request is even parsed.
+"""The interceptor that checks every call against the table in `security/roles.py` before its request is parsed.
 
-A caller is what its connection proves: the role in its certificate, nobody on TLS without one (the enrolment port), or
-anybody on plain text.
+The connection determines the caller: the role in its certificate, anonymous on TLS without a certificate (the enrolment
+port), or any caller in plain text.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ T = TypeVar("T")
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no annotations
-    """Checks every call against `ALLOWED_CALLERS`, the certificate and the revocations; a server's first interceptor.
+    """Checks every call against `ALLOWED_CALLERS`, the certificate's expiry and the revocations.
 
-    Only then is a request read, by `receiving.Receiver`.
+    It must be the server's first interceptor. `receiving.Receiver` reads the request after these checks.
 
     Args:
-        revocations: A store for reading them, used in the event loop and by nobody else. It is one look into an index,
-            which in WAL mode waits for no writer.
-        tls: Whether the server speaks TLS. On plain text the device that a request names stands for its caller; that
-            it is this device is the business of the device API, which knows the secrets.
-        limits: How requests are read, and how many calls of people may stay open.
+        revocations: A store for reading revocations, used only in the event loop. A lookup is one index access, which
+            does not wait for writers in WAL mode.
+        tls: Whether the server uses TLS. In plain text the device that a request names counts as the caller; the device
+            API verifies its secret.
+        limits: Limits on reading requests and on open calls of operators and viewers.
     """
 
     def __init__(self, revocations: Store, tls: bool, limits: Limits = Limits()) -> None:  # noqa: B008  (it is frozen)
@@ -50,7 +50,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         self._limiter = Limiter(limits)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        """Puts the checks around a method's handler."""
+        """Wraps a method's handler in the checks."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is not None:
@@ -62,10 +62,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         )
 
     def admit(self, method: str, context: Any) -> Holder | None:
-        """Checks a call by its connection alone; returns whom its certificate names.
+        """Checks a call by its connection; returns the holder of its certificate, or None without a certificate.
 
         Raises:
-            RefusedError: This caller may not call the method, or its certificate is no longer good.
+            RefusedError: The caller may not call the method, or its certificate has expired or was revoked.
         """
         holder = holder_in(context) if self.tls else None
         without = Caller.ANONYMOUS if self.tls else Caller.PLAIN
@@ -74,36 +74,36 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
             self.still_good(holder)
         if caller not in ALLOWED_CALLERS.get(method, ()):
             name = f" {holder.name!r}" if holder else ""
-            may = ", ".join(sorted(ALLOWED_CALLERS.get(method, ()))) or "nobody"
-            raise RefusedError(Code.NOT_ALLOWED, f"{caller}{name} may not call {method}; it is for: {may}")
+            may = ", ".join(sorted(ALLOWED_CALLERS.get(method, ()))) or "none"
+            raise RefusedError(Code.NOT_ALLOWED, f"{caller}{name} may not call {method}; allowed callers: {may}")
         return holder
 
     async def _elsewhere(self, method: str, requests: AsyncIterator[bytes], context: Any) -> None:
-        """Refuses a method that is ours, and that this port does not have."""
+        """Rejects a known method that this port does not serve."""
         await _or_abort(context, self.admit, method, context)
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is served on the other port")
 
     def stay_open(self, method: str, caller: str) -> contextlib.AbstractContextManager[object]:
-        """A place for a call, where it is one that stays open. Raises RefusedError if its caller has too many."""
+        """Counts a call if its method stays open. Raises RefusedError if its caller has too many open calls."""
         return self._limiter.open_call(("", caller)) if method in LONG_LIVED else contextlib.nullcontext()
 
     def still_good(self, holder: Holder | None) -> None:
-        """Raises RefusedError if a certificate has expired or was revoked, it or its holder."""
+        """Raises RefusedError if a certificate has expired, or if it or its holder was revoked."""
         if holder is None:
             return
         if holder.expires_at < time.time():
-            text = f"the certificate of {holder.role} {holder.name!r} has expired; renew it, or enrol anew"
+            text = f"the certificate of {holder.role} {holder.name!r} has expired; renew it or enrol again"
             raise RefusedError(Code.EXPIRED, text)
         if self._revocations.credentials.is_revoked(*holder.subjects):
             raise RefusedError(Code.REVOKED, f"{holder.role} {holder.name[:64]!r} was revoked; ask the operator")
 
     def vouched(self, request: Any, holder: Holder | None) -> Holder | None:
-        """Whom a request speaks for: whom the certificate names, on plain text whom the request does.
+        """Returns the holder for whom a request is made: from the certificate, or in plain text from the request.
 
-        A request that names no run gets the one of the certificate.
+        Sets the run of a request that names none to the certificate's.
 
         Raises:
-            RefusedError: It speaks for another device than the certificate, or of a run that this is not for.
+            RefusedError: The request names another device or run than the certificate.
         """
         identity = _identity_of(request)
         if identity is None:
@@ -117,7 +117,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
 
 
 class _Guarded:
-    """One method behind its checks. Requests come in as bytes, and none is read or parsed before them."""
+    """One method with its checks. Requests arrive as bytes and are read and parsed after the checks."""
 
     def __init__(self, guard: Guard, method: str, handler: Any) -> None:
         self._guard = guard
@@ -127,7 +127,7 @@ class _Guarded:
         self._work = getattr(handler, kinds[2 * handler.request_streaming + handler.response_streaming])
 
     def handler(self) -> Any:
-        """The handler to serve instead. On the wire one request is a stream of one, which is read when we want it."""
+        """Returns the wrapped handler. It takes every request as a stream, so that it can defer reading it."""
         make = grpc.stream_stream_rpc_method_handler
         if not self._handler.response_streaming:
             make = grpc.stream_unary_rpc_method_handler
@@ -141,7 +141,7 @@ class _Guarded:
             with self._guard.stay_open(self._method, caller):
                 holder, request = await self._begin(requests, caller, holder)
                 answer = await self._work(request, _Context(context, self._guard, holder))
-                self._guard.still_good(holder)  # a long poll may have outlasted the certificate
+                self._guard.still_good(holder)  # the certificate may have expired during a long poll
         except FleetDistillError as error:
             await abort(context, error)
         return answer
@@ -168,7 +168,7 @@ class _Guarded:
         return self._guard.vouched(request, holder), request
 
     async def _requests(self, requests: AsyncIterator[bytes], holder: Holder | None) -> AsyncIterator[Any]:
-        """Raises to the method that reads them: it may be refusing something else, and a call can end only once."""
+        """Raises errors in the method that reads the requests, because a call can end only once."""
         async for data in requests:
             request = self._handler.request_deserializer(data)
             holder = self._guard.vouched(request, holder)
@@ -177,7 +177,7 @@ class _Guarded:
 
 
 class _Context:
-    """A call's context that looks at the certificate again before every message that is written to it."""
+    """A call's context that checks the certificate again before every message that it sends."""
 
     def __init__(self, context: Any, guard: Guard, holder: Holder | None) -> None:
         self._context = context
@@ -202,7 +202,7 @@ async def _or_abort(context: Any, check: Callable[..., T], *given: Any) -> T:
 
 @contextlib.contextmanager
 def open_guard(directory: Path, tls: bool, limits: Limits) -> Iterator[Guard]:
-    """A guard with a connection of its own to the store in a directory."""
+    """Opens a guard with its own connection to the store in a directory."""
     store = Store.open(directory)
     try:
         yield Guard(store, tls, limits)
@@ -211,22 +211,22 @@ def open_guard(directory: Path, tls: bool, limits: Limits) -> Iterator[Guard]:
 
 
 def holder_in(context: Any) -> Holder | None:
-    """Whom the certificate of a call's connection names; None without one, or if it names no role of ours."""
+    """Returns the holder of the connection's certificate; None without a certificate or with an unknown role."""
     pem = context.auth_context().get("x509_pem_cert")
     return holder_of(pem[0]) if pem else None
 
 
 def _caller(context: Any, holder: Holder | None) -> str:
-    """Who shares what one caller may have: the holder of a certificate, else everybody behind one address."""
+    """Returns the key under which calls are counted: the certificate's holder, or the network address."""
     return f"{holder.role}:{holder.name}" if holder else str(context.peer()).rpartition(":")[0]
 
 
 def _check_speaks_for(identity: service_pb2.Identity, holder: Holder) -> None:
     if identity.device != holder.name:
-        text = f"the certificate is for device {holder.name!r}, the request speaks for {identity.device[:64]!r}"
+        text = f"the certificate is for device {holder.name!r}, the request names {identity.device[:64]!r}"
         raise RefusedError(Code.NOT_ALLOWED, text)
     if holder.run and identity.run not in ("", holder.run):
-        text = f"the certificate is for run {holder.run!r}, the request is about {identity.run[:64]!r}"
+        text = f"the certificate is for run {holder.run!r}, the request names {identity.run[:64]!r}"
         raise RefusedError(Code.NOT_ALLOWED, text)
     if holder.run:
         identity.run = holder.run

@@ -1,6 +1,6 @@
-"""Bytes that are no message of ours end a call with a status of our table, like anything else that breaks the protocol.
+"""gRPC interceptors: a status for requests that cannot be decoded, and downloads as serialised messages.
 
-gRPC itself would answer UNKNOWN and write a stack trace for every such call, so that anybody could fill the log.
+For undecodable bytes gRPC itself would return UNKNOWN and log a stack trace per call, so any caller could fill the log.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fleetdistill.wire.codes import Code
 from fleetdistill_server.front.errors import abort
 
 _NO_MESSAGE = object()
-_SENTENCE = "the request's bytes are no message of this protocol"
+_SENTENCE = "the request is not a message of this protocol"
 
 
 class RefuseUndecodable(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Goes first in a server's list of interceptors, so that all others see messages."""
+    """Ends a call with `bad-message` if its request cannot be decoded."""
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call_details: Any) -> Any:
-        """Reads requests leniently, and refuses those that could not be read."""
+        """Wraps a handler so that decoding errors end the call with a status."""
         handler = await continuation(call_details)
         return None if handler is None else _guarded(handler)
 
@@ -32,7 +32,7 @@ class RefuseUndecodable(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 def _guarded(handler: Any) -> Any:
     name = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
     behaviour = getattr(handler, name)
-    # A handler that streams by context.write, as the health service's does, is awaited like one that gives one answer.
+    # A handler that streams with context.write, such as the health service's, is awaited like a unary one.
     make = _stream_answer if inspect.isasyncgenfunction(behaviour) else _one_answer
     return handler._replace(
         request_deserializer=_lenient(handler.request_deserializer),
@@ -72,7 +72,7 @@ def _stream_answer(behaviour: Callable[..., AsyncIterator[Any]], checked: Callab
 
 
 class _UndecodableError(Exception):
-    """Passes through a call's own code, which does what it does for every broken stream."""
+    """Passes through the handler's code, which cleans up as for any broken stream."""
 
 
 def _message(request: Any) -> Any:
@@ -94,7 +94,7 @@ _DOWNLOAD = "/fleetdistill.wire.v1.DeviceService/Download"
 
 
 class DownloadsAreBytes(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Sends what `Download` gives as it is: it has its messages serialised already."""
+    """Sends the messages of `Download` unchanged, because they are already serialised."""
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call_details: Any) -> Any:
         handler = await continuation(call_details)

@@ -1,4 +1,7 @@
-"""The calls of operators and viewers over gRPC: the views of the command line, typed. `roles.py` says who may call."""
+"""The gRPC service for operators and viewers, with the command line's views as messages.
+
+`security/roles.py` defines who may call it.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,10 @@ from fleetdistill_server.views.watch import changes, is_over
 T = TypeVar("T", bound=Message)
 MOST_ROWS = 1000
 PAGE_BYTES = 1 << 20
-"""Of one list with texts in an answer: callers take 4 MiB."""
+"""Largest size of one list with texts in a response; callers accept 4 MiB in total."""
 _SHORT_BYTES = PAGE_BYTES // 8
-"""Of one list of names and numbers."""
-_FRAME_BYTES = 6  # around a message in a list
+"""Largest size of one list of names and numbers."""
+_FRAME_BYTES = 6  # overhead of a message in a list
 _LONGEST_REASON = 512
 _CHANGES: dict[str, type[Any]] = {
     "run": operations_pb2.RunProgress,
@@ -48,11 +51,11 @@ _SHORT: dict[str, type[Any]] = {
     "bytes": operations_pb2.BytesOfDevice,
     "bytes_by_kind": operations_pb2.BytesOfKind,
 }
-"""Lists of a run whose rows are a name and numbers."""
+"""Lists of a run whose rows consist of a name and numbers."""
 
 
 class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
-    """What operators do and viewers see."""
+    """Implements the calls of operators and viewers."""
 
     def __init__(self, api: DeviceApi, directory: Path, pool: ThreadPoolExecutor, pki: Path, enrol_port: int) -> None:
         self._store, self._commit = api.store, api.commit
@@ -73,8 +76,8 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         seen: dict[str, Row] = {}
         while True:
             new = await in_pool(self._pool, context, partial(self._changes, request.run, seen))
-            for told in pages(map(_change, new), PAGE_BYTES, MOST_ROWS):
-                yield operations_pb2.WatchRunResponse(changes=told)
+            for page in pages(map(_change, new), PAGE_BYTES, MOST_ROWS):
+                yield operations_pb2.WatchRunResponse(changes=page)
             if is_over(new):
                 return
             await asyncio.sleep(POLL_SECONDS)
@@ -128,7 +131,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         fit = PAGE_BYTES * 3 // token_bytes(authority)
         wanted = max(request.count, len(request.devices))
         if wanted > fit:
-            text = f"{wanted} tokens do not fit into one answer, at most {fit} do; ask for them in turn"
+            text = f"{wanted} tokens do not fit into one response; request at most {fit} at a time"
             raise RefusedError(Code.BAD_MESSAGE, text)
         given = (authority, self._enrol_port, request.count, request.expires_seconds, request.run, request.devices)
         try:
@@ -138,7 +141,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 
 
 def pages(messages: Iterable[T], most_bytes: int, most: int = MOST_ROWS) -> Iterator[list[T]]:
-    """The messages in lists of at most so many, and of so many bytes; a message that is larger has its own."""
+    """Yields the messages in lists of at most `most` messages and `most_bytes` bytes; a larger message is alone."""
     page: list[T] = []
     size = 0
     for one in messages:
@@ -153,12 +156,12 @@ def pages(messages: Iterable[T], most_bytes: int, most: int = MOST_ROWS) -> Iter
 
 
 def _newest(kind: type[Any], rows: list[Row]) -> list[Any]:
-    """The newest rows that fit, as messages, oldest first."""
+    """Returns the newest rows that fit into a page, as messages, oldest first."""
     return next(pages((_filled(kind, row) for row in reversed(rows)), PAGE_BYTES), [])[::-1]
 
 
 def _first(messages: Iterable[T]) -> list[T]:
-    """The first messages that fit, of a list of names and numbers."""
+    """Returns the first messages that fit into a list of names and numbers."""
     return next(pages(messages, _SHORT_BYTES), [])
 
 
@@ -170,7 +173,7 @@ def _revoke_device(request: operations_pb2.RevokeDeviceRequest, store: Store) ->
 
 
 def _cancel_run(run: str, store: Store) -> bool:
-    """Only the engine, or a command on this machine, can forget devices: an engine would no longer come to it."""
+    """Cancels a run. A run with devices to forget is rejected, because its engine would not forget them after that."""
     row = store.runs.get(run)
     if row is not None and row["status"] not in OVER and store.devices.to_forget(run):
         text = f"run {run!r} has devices to forget first; try again after its next round"
@@ -179,19 +182,19 @@ def _cancel_run(run: str, store: Store) -> bool:
 
 
 def _filled(kind: type[Any], row: Row) -> Any:
-    """A message with those values of a row that it has fields for; None leaves a field absent."""
+    """Returns a message with the values of a row for which it has fields; None leaves a field unset."""
     fields = kind.DESCRIPTOR.fields_by_name
     return kind(**{name: value for name, value in row.items() if name in fields and value is not None})
 
 
 def _answers(row: Row) -> operations_pb2.AnswersOfDevice:
-    """A row of accuracies, whose names are those of the devices' answers."""
+    """Returns the accuracies of one device's answers by name."""
     rates = [operations_pb2.AnswerAccuracy(name=name, accuracy=rate) for name, rate in row.items() if name != "device"]
     return operations_pb2.AnswersOfDevice(device=row["device"], answers=rates)
 
 
 def _change(row: Row) -> operations_pb2.RunChange:
-    """One of the changes that `fleetdistill runs watch` shows."""
+    """Returns one change as `fleetdistill runs watch` shows it."""
     kind = row["kind"]
     return operations_pb2.RunChange(**{kind: _filled(_CHANGES[kind], row)})
 

@@ -1,4 +1,4 @@
-"""The front as a separate process."""
+"""The main function of the front's process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = logging.getLogger("fleetdistill.server.front")
 
 
 def main() -> int:
-    """Entry point of the front's process."""
-    parser = argparse.ArgumentParser(prog="fleetdistill-front", description="The gRPC front of a store.")
+    """Runs a front and returns the process's exit status."""
+    parser = argparse.ArgumentParser(prog="fleetdistill-front", description="Serves a store over gRPC.")
     parser.add_argument("config", type=Path, help="The run.toml; [server] and [limits] are read.")
     parser.add_argument("--port", type=int, help="Port of [server] listen, to keep it through a restart.")
     parser.add_argument("--enrol-port", type=int, help="Port of [server] enrol_listen, likewise.")

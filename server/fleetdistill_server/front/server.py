@@ -1,7 +1,7 @@
-"""The gRPC front: speaks to devices, writes to the store, and knows neither torch nor any method.
+"""The gRPC front: serves devices, writes to the store, and imports neither torch nor any method.
 
-Run by `fleetdistill serve` as `python -m fleetdistill_server.front`. The event loop only moves messages; the work of
-the device API (checks, file writes, waiting for commits) happens in a pool of threads, so no call stalls the others.
+`fleetdistill serve` runs it as `python -m fleetdistill_server.front`. The event loop only moves messages. The device
+API's work (checks, file writes, waiting for commits) runs in a thread pool, so no call blocks the others.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from fleetdistill_server.store.store import Store
 logger = logging.getLogger("fleetdistill.server.front")
 
 POOL_THREADS = 16
-# Uploads write, hash and read what is staged: a pool of their own, so that they never make a heartbeat wait.
+# Uploads write, hash and read files. A separate pool keeps them from delaying heartbeats.
 UPLOAD_THREADS = 16
 
 _FILES = (service_pb2, enrolment_pb2, operations_pb2)
 SERVICES = tuple(one.full_name for file in _FILES for one in file.DESCRIPTOR.services_by_name.values())
-"""Names of our own services, as health and reflection know them; the first one is there on plain text too."""
+"""Names of fleetdistill's services for health and reflection; the first is also served in plain text."""
 
 ENGINE = "fleetdistill.engine"
-"""The engine's name in the health service."""
+"""Name of the engine in the health service."""
 
 
 OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Without it a second server could silently share the port.
+    # Otherwise a second server could silently share the port.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -69,7 +69,7 @@ OPTIONS = [
 def open_api(
     config: ServerSection, limits: Limits, wake_engine: Callable[[], None]
 ) -> Iterator[tuple[DeviceApi, CommitThread]]:
-    """A device API over the server's store, reading with one connection and writing with a commit thread."""
+    """Opens a device API on the server's store, with one connection for reading and a commit thread for writing."""
     directory = Path(config.store)
     reader, writer = Store.open(directory), Store.open(directory)
     commits = CommitThread(writer)
@@ -87,7 +87,7 @@ def open_api(
 
 
 async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callable[[Ports], None]) -> int:
-    """Serves until SIGINT or SIGTERM. Calls `ready` with the ports. Returns the exit status."""
+    """Serves until SIGINT or SIGTERM, and returns the exit status. Calls `ready` with the ports once it listens."""
     directory, tls = Path(config.store), config.tls()
     wakeups = Wakeups(ends)
     loop = asyncio.get_running_loop()
@@ -110,7 +110,7 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
             ports = listen_on(server, enrolment, config.listen, tls)
         except RuntimeError:
             where = config.listen if tls is None else f"{config.listen} and {tls.enrol_listen}"
-            text = "the address is in use or not ours; choose another with [server] listen or enrol_listen"
+            text = "the address is in use or not this machine's; set another in [server] listen or enrol_listen"
             logger.error("cannot listen on %s: %s", where, text)
             return EXIT_CANNOT_LISTEN
         except ConfigurationError as error:
@@ -123,7 +123,7 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
         ready(ports)
         tasks = [asyncio.create_task(_pass_wakeups(wakeups, service)), asyncio.create_task(_sweep(api, pool))]
         tasks.append(asyncio.create_task(_sweep_forever(directory, pool)))
-        tasks.append(asyncio.create_task(_tell_of_the_engine(status, directory, api, pool)))
+        tasks.append(asyncio.create_task(_update_engine_health(status, directory, api, pool)))
         await stop.wait()
         for task in tasks:
             task.cancel()
@@ -132,7 +132,7 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
 
 
 async def _make_server(service: DeviceService, guard: Guard, limits: Limits, status: health.aio.HealthServicer) -> Any:
-    """A server with what it offers on plain text too."""
+    """Returns a server with the services that are also offered in plain text."""
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), *OPTIONS, *channel_options(limits)]
     server = grpc.aio.server(
         interceptors=[guard, RefuseUndecodable(), DownloadsAreBytes()],
@@ -150,7 +150,7 @@ async def _make_server(service: DeviceService, guard: Guard, limits: Limits, sta
 
 
 def _bare_enrolment_server(guard: Guard, limits: Limits) -> Any:
-    """A server for the enrolment port, where strangers call: it takes small messages, few at a time, and no more."""
+    """Returns a server for the enrolment port; unauthenticated callers may send few, small messages."""
     options = [("grpc.max_receive_message_length", ENROLMENT_BYTES), *OPTIONS, *enrolment_options(limits)]
     return grpc.aio.server(interceptors=[guard, RefuseUndecodable()], options=options)
 
@@ -168,22 +168,22 @@ async def _sweep(api: DeviceApi, pool: ThreadPoolExecutor) -> None:
         await _guarded(loop.run_in_executor(pool, api.sessions.end_leases))
 
 
-async def _tell_of_the_engine(status: health.aio.HealthServicer, directory: Path, api: DeviceApi, pool: Any) -> None:
-    """Keeps the health of the engine: it gives signs of life, or its run is over, so that none is needed."""
+async def _update_engine_health(status: health.aio.HealthServicer, directory: Path, api: DeviceApi, pool: Any) -> None:
+    """Updates the engine's health: serving while heartbeats arrive, or once its run has ended."""
     loop, beats = asyncio.get_running_loop(), Beats(directory)
 
-    def is_well() -> bool:
+    def is_healthy() -> bool:
         if beats.silent_seconds() < SILENT_SECONDS and beats.seen:
             return True
         run = served_run(directory)
         return run is not None and (api.store.runs.get(run) or {}).get("status") in OVER
 
-    async def look() -> None:
-        well, answer = await loop.run_in_executor(pool, is_well), health_pb2.HealthCheckResponse
-        await status.set(ENGINE, answer.SERVING if well else answer.NOT_SERVING)
+    async def update() -> None:
+        healthy, status_of = await loop.run_in_executor(pool, is_healthy), health_pb2.HealthCheckResponse
+        await status.set(ENGINE, status_of.SERVING if healthy else status_of.NOT_SERVING)
 
     while True:
-        await _guarded(look())
+        await _guarded(update())
         await asyncio.sleep(BEAT_SECONDS)
 
 
@@ -197,5 +197,5 @@ async def _sweep_forever(directory: Path, pool: ThreadPoolExecutor) -> None:
 async def _guarded(work: Awaitable[object]) -> None:
     try:
         await work
-    except Exception:  # whatever it is: the task that ended here would never be noticed
-        logger.exception("background work failed; trying again")
+    except Exception:  # otherwise the task would end unnoticed
+        logger.exception("a background task failed; retrying")

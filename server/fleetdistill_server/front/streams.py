@@ -1,6 +1,6 @@
-"""Streams of messages between the event loop and the pool: one reads or sends while the other works.
+"""Batches of stream messages, so that the event loop reads while the thread pool processes.
 
-Without it every chunk would cross from one to the other and back before the next one is touched.
+Without batches every chunk would cross between the two before the next one is read.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fleetdistill.wire.codes import Code
 T = TypeVar("T")
 
 BATCH = 4
-"""Most messages of one stream that are worked on at once, and most that wait meanwhile."""
+"""Largest number of messages of one stream that are processed together, and that wait meanwhile."""
 
 
 async def in_batches(messages: AsyncIterator[T]) -> AsyncGenerator[list[T], None]:
-    """Gives what has come so far, 1 to `BATCH` messages, and reads on while its user works on them.
+    """Yields lists of 1 to `BATCH` messages and reads ahead while the caller processes them.
 
     Raises:
-        Exception: What `messages` raises, after everything that came before it.
+        Exception: Any error of `messages`, after the messages that preceded it.
     """
     waiting: asyncio.Queue[T | BaseException] = asyncio.Queue(BATCH)
     reader = asyncio.create_task(_read(messages, waiting))
@@ -52,7 +52,7 @@ async def _read(messages: AsyncIterator[T], waiting: asyncio.Queue[T | BaseExcep
 
 
 def _taken(first: T | BaseException, waiting: asyncio.Queue[T | BaseException]) -> tuple[list[T], BaseException | None]:
-    """The first message and all that wait behind it, and how the stream ended, if it has."""
+    """Returns the first message with all that wait behind it, and the error or end of the stream, if any."""
     batch: list[T] = []
     message = first
     while not isinstance(message, BaseException):
@@ -66,12 +66,12 @@ def _taken(first: T | BaseException, waiting: asyncio.Queue[T | BaseException]) 
 async def with_progress_deadline(
     messages: AsyncIterator[T], seconds: float, held: Callable[[], int], enough: int
 ) -> AsyncIterator[T]:
-    """Gives the messages of a stream as long as `held` grows by `enough` bytes in each `seconds` of waiting for them.
+    """Yields the messages of a stream while `held` grows by `enough` bytes per `seconds` of waiting.
 
-    Only the sender's time counts, not the time that its messages are worked on.
+    Time in which the messages are processed does not count.
 
     Raises:
-        RefusedError: `incomplete`, when the sender is too slow.
+        RefusedError: `incomplete`: the sender is too slow.
     """
     loop = asyncio.get_running_loop()
     iterator = aiter(messages)
@@ -92,5 +92,5 @@ async def with_progress_deadline(
 
 
 def _too_slow(brought: int, enough: int, seconds: float) -> RefusedError:
-    text = f"the stream brought {brought} bytes in {seconds:g} s, of {enough} that it has to"
-    return RefusedError(Code.INCOMPLETE, f"{text}; what came is kept, go on from there")
+    text = f"the stream sent {brought} bytes in {seconds:g} s, but at least {enough} are required"
+    return RefusedError(Code.INCOMPLETE, f"{text}; the bytes received are kept, resume the upload")

@@ -1,6 +1,6 @@
-"""The front's TLS: its certificate, reloaded when the files change, so that rotation needs no restart.
+"""TLS of the front. Certificates are reloaded when their files change, so rotation needs no restart.
 
-gRPC asks `_Files.changed` at every new connection; connections that are open stay so.
+gRPC calls `_Files.changed` for every new connection. Open connections are not affected.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ logger = logging.getLogger("fleetdistill.server.tls")
 
 @dataclass(frozen=True)
 class Ports:
-    """Where a front listens; `enrol` is None on plain text."""
+    """The ports of a front; `enrol` is None in plain text."""
 
     devices: int
     enrol: int | None = None
 
 
 def listen_on(server: Any, enrolment: Any, listen: str, tls: Tls | None) -> Ports:
-    """Takes the ports of the gRPC servers of devices and, with TLS, of enrolment.
+    """Binds the ports of the gRPC servers for devices and, with TLS, for enrolment.
 
     Raises:
-        RuntimeError: An address cannot be had; gRPC's own.
+        RuntimeError: An address cannot be bound (raised by gRPC).
         ConfigurationError: The PKI cannot be read.
     """
     if tls is None:
@@ -50,36 +50,38 @@ def listen_on(server: Any, enrolment: Any, listen: str, tls: Tls | None) -> Port
 def add_services(
     server: Any, enrolment: Any, store: Path, api: DeviceApi, pool: ThreadPoolExecutor, tls: Tls, ports: Ports
 ) -> None:
-    """Adds what is offered with TLS only: enrolment, and the calls of people. `store` is the store's directory."""
+    """Adds the services that require TLS, enrolment and operations. `store` is the store's directory."""
     from fleetdistill.wire.v1 import enrolment_pb2_grpc, operations_pb2_grpc
     from fleetdistill_server.front.enrolment_service import EnrolmentService
-    from fleetdistill_server.front.operations_service import OperationsService  # loads rich, which plain text needs not
+    from fleetdistill_server.front.operations_service import (
+        OperationsService,
+    )  # imports rich, which plain text does not need
 
     certificates = EnrolmentApi(tls.directory, tls.certificate_days)
     service = EnrolmentService(certificates, api.store, api.commit, pool, api.limiter)
-    for one in (server, enrolment):  # to enrol on one, to renew on the other; `roles.py` says which
+    for one in (server, enrolment):  # one port enrols, the other renews; see `security/roles.py`
         enrolment_pb2_grpc.add_EnrolmentServiceServicer_to_server(service, one)
     assert ports.enrol is not None
     try:
         note_enrol_port(store, ports.enrol)
-    except StoreError as error:  # the disk may be full; devices are served all the same
+    except StoreError as error:  # the disk may be full; devices can be served anyway
         logger.error("%s; until the next start `fleetdistill enrol` needs --enrol-port %d", error, ports.enrol)
     operations = OperationsService(api, store, pool, tls.directory, ports.enrol)
     operations_pb2_grpc.add_OperationsServiceServicer_to_server(operations, server)
 
 
 def check_files(directory: Path) -> None:
-    """Raises ConfigurationError if a server could not speak TLS with this PKI, or could not enrol devices."""
+    """Raises ConfigurationError if a server cannot use this PKI for TLS or for enrolment."""
     _Files(directory).configuration()
     Authority(directory)
 
 
 def _credentials(directory: Path, client_certificates: bool) -> Any:
-    """Credentials of a port.
+    """Returns the credentials of a port.
 
     Args:
-        directory: Of the PKI.
-        client_certificates: Whether a client must show a certificate of an accepted CA.
+        directory: Directory of the PKI.
+        client_certificates: Whether clients must present a certificate of an accepted CA.
 
     Raises:
         ConfigurationError: The files cannot be read.
@@ -90,7 +92,7 @@ def _credentials(directory: Path, client_certificates: bool) -> Any:
 
 
 class _Files:
-    """The server's certificate and the accepted CAs, as they stand on the disk."""
+    """The files with the server's certificate and the accepted CAs."""
 
     def __init__(self, directory: Path) -> None:
         self._paths = (directory / SERVER, directory / AUTHORITIES)
@@ -109,17 +111,17 @@ class _Files:
             raise ConfigurationError(text) from error
         if not (key and chain):
             raise ConfigurationError(
-                f"{self._paths[0]} must hold a key and a certificate; `fleetdistill pki renew-server`"
+                f"{self._paths[0]} must contain a key and a certificate; run `fleetdistill pki renew-server`"
             )
         self._stamp = stamp
         return grpc.ssl_server_certificate_configuration([(key, chain)], authorities)
 
     def changed(self) -> Any:
-        """What is new since the last look, None for nothing. Trouble keeps what was there: nobody is cut off."""
+        """Returns a new configuration if the files have changed and can be read, else None."""
         try:
             return None if self._stamps() == self._stamp else self.configuration()
         except (OSError, ConfigurationError) as error:
-            logger.error("the changed certificate is not used: %s", error)
+            logger.error("the changed certificate is not used, the previous one stays in use: %s", error)
             return None
 
     def _stamps(self) -> tuple[tuple[int, int], ...]:
