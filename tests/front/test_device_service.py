@@ -430,7 +430,7 @@ def test_a_header_that_names_more_than_any_machine_holds_is_refused(client: Clie
     assert found[0].status is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("order", ["chunk first", "two headers", "nothing", "no message"])
+@pytest.mark.parametrize("order", ["chunk first", "two headers", "nothing", "not a message"])
 def test_an_upload_is_one_header_and_then_chunks(client: Client, store: Store, order: str) -> None:
     name, payload = ask(store, client), make_payload()
     header, chunks = client.header(name, payload), as_messages(in_pieces(payload, PIECE))
@@ -438,7 +438,7 @@ def test_an_upload_is_one_header_and_then_chunks(client: Client, store: Store, o
         "chunk first": chunks,
         "two headers": [header, header, *chunks],
         "nothing": [],
-        "no message": [service_pb2.UploadRequest()],
+        "not a message": [service_pb2.UploadRequest()],
     }
     with refused() as found:
         client.send(messages[order])

@@ -24,7 +24,7 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.service import heartbeat, serve_lock, supervisor
-from fleetdistill_server.service.heartbeat import FILE, Beats, begin_beats, forget_beats, served
+from fleetdistill_server.service.heartbeat import FILE, Beats, begin_beats, clear_heartbeat, served
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
@@ -80,7 +80,7 @@ def test_what_an_earlier_engine_left_is_no_sign_of_life(tmp_path: Path, seconds:
     assert (beats.silent_seconds(), beats.seen) == (1, False)
     beat(tmp_path, 1e9 + 1)
     assert (beats.silent_seconds(), beats.seen) == (0, True)
-    forget_beats(tmp_path)
+    clear_heartbeat(tmp_path)
     assert not (tmp_path / FILE).exists()
 
 
@@ -153,7 +153,7 @@ def test_a_hung_engine_is_killed_and_started_again(
     look(serving, seconds, 2)
     assert (engine.code, engine.starts) == (None, 1)
     (event,) = serving.store.history.events(RUN, ENGINE_FAILED)
-    assert event["text"] == "the engine hangs: it gave no sign of life for 60 s, and was killed"
+    assert event["text"] == "the engine hangs: it sent no heartbeat for 60 s and was killed"
     assert [one.getMessage() for one in caplog.records].count(event["text"]) == 1
     look(serving, seconds, 599)
     assert engine.starts == 1, "the new one is given the time that its start takes"
@@ -216,7 +216,7 @@ def test_a_stopped_engine_is_seen_killed_and_replaced(tmp_path: Path) -> None:
             before = completed(store)
             wait_until(lambda: completed(store) > before, "the next engine's round", 120)
             wait_until(lambda: health_of_engine(port) == answer.SERVING, "the engine's health")
-            assert "gave no sign of life" in store.history.events(RUN, ENGINE_FAILED)[0]["text"]
+            assert "sent no heartbeat" in store.history.events(RUN, ENGINE_FAILED)[0]["text"]
             store.close()
 
 

@@ -1,1 +1,1 @@
-"""What an operator writes: run.toml, its sections, their checks. Imports the SDK alone."""
+"""run.toml: its sections and their checks. Imports only the SDK."""

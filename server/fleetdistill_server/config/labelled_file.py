@@ -1,4 +1,4 @@
-"""Labelled data that an operator names in run.toml: an `.npz` with the arrays `inputs` and `labels`."""
+"""Labelled data named in run.toml: an `.npz` file with the arrays `inputs` and `labels`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fleetdistill.errors import DataError, in_words
 
 
 def read_labelled(file: str) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Reads both arrays, unchecked.
+    """Returns the arrays `inputs` and `labels` of a file, unchecked.
 
     Raises:
-        DataError: The file is missing or damaged, or lacks an array.
+        DataError: The file is missing or damaged, or an array is missing.
     """
     try:
         if not zipfile.is_zipfile(file):
-            with open(file, "rb"):  # a missing file is named as such
+            with open(file, "rb"):  # reports a missing file as such
                 raise DataError(f"{file!r} needs arrays inputs and labels: it is not an .npz file")
         with np.load(file) as arrays:
             return arrays["inputs"], arrays["labels"]

@@ -1,4 +1,4 @@
-"""What one device, and all devices together, may ask of the server at a time: `[limits]` of run.toml."""
+"""`[limits]` of run.toml: limits on the load that one device, or all devices together, may cause."""
 
 from __future__ import annotations
 

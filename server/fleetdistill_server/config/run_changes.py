@@ -1,4 +1,4 @@
-"""How two configurations of a run differ, setting by setting, and what is said of it."""
+"""The differences between two configurations of a run, setting by setting."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 Changes = Mapping[str, tuple[Any, Any]]
-"""`section.key` to the value before and after; None where there was or is none."""
+"""Maps `section.key` to the values before and after; None for a missing setting."""
 
 
 def changes_between(known: Mapping[str, Any], given: Mapping[str, Any]) -> Changes:
-    """The settings that differ, by name."""
+    """Returns the settings that differ, by name."""
     before, after = _flat(known), _flat(given)
     keys = sorted(before.keys() | after.keys())
     return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
 
 
-def told(changes: Changes) -> str:
-    """What changed, in one line."""
+def describe_changes(changes: Changes) -> str:
+    """Returns the changes as one line of text."""
     return "; ".join(f"{key} was {before!r}, is {after!r}" for key, (before, after) in changes.items())
 
 
-def refusal(name: str, changes: Changes) -> str:
-    """The sentence about a run that cannot be changed so."""
+def conflict_message(name: str, changes: Changes) -> str:
+    """Returns the error message for changes that an existing run does not allow."""
     return (
-        f"run {name!r} exists with another configuration: {told(changes)}; "
+        f"run {name!r} exists with another configuration: {describe_changes(changes)}; "
         "put the old values back, or give the changed run a new name"
     )
 

@@ -1,4 +1,4 @@
-"""run.toml: what an operator writes, checked whole before anything starts."""
+"""run.toml, which is checked completely before anything starts."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ OPERATORS = (
     "threads",
     "import",
 )
-"""Settings of [run] that may change between starts of one run, because they say how it is operated, not what it is."""
+"""Settings of [run] that may change between starts of a run, because they do not identify it."""
 
 
 class RunSection(Section):
-    """[run]: the job itself."""
+    """[run]: name, method and rounds of the run."""
 
     name: Annotated[str, Field(pattern=f"^{NAME}$")]
     method: str = "feddkc"
@@ -55,7 +55,7 @@ class RunSection(Section):
     threads: Annotated[int, Field(ge=1, lt=2**32)] = 1
     start_from: Annotated[str, Field(pattern=f"^({NAME})?$")] = ""
     modules: Annotated[list[str], Field(alias="import")] = []  # noqa: RUF012  (pydantic copies it)
-    """Modules to import, which register methods; `import` is no name for it in Python."""
+    """Modules that register methods; `import` is a keyword in Python."""
 
     @model_validator(mode="after")
     def _check_start(self) -> RunSection:
@@ -65,7 +65,7 @@ class RunSection(Section):
 
 
 class ContractSection(Section):
-    """[contract]: what every device must fit."""
+    """[contract]: classes and input shape, which every device must match."""
 
     classes: int | list[str]
     input_shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
@@ -82,12 +82,12 @@ class ContractSection(Section):
         return given
 
     def class_names(self) -> list[str]:
-        """Names in label order; numbers where only a count was given."""
+        """Returns the names in label order; numbers if only a count is given."""
         return [str(label) for label in range(self.classes)] if isinstance(self.classes, int) else self.classes
 
 
 class ModelSection(Section):
-    """[model]: zoo names, or package.module:factory."""
+    """[model]: models by zoo name or as package.module:factory."""
 
     extractor: str = "digits_extractor"
     server: str = "digits_server"
@@ -95,7 +95,7 @@ class ModelSection(Section):
 
 
 class ProxySection(Section):
-    """[proxy]: the labelled data set that the server hands to every device, for methods that need one."""
+    """[proxy]: the labelled data set that devices download, for methods that need one."""
 
     data: str = ""
     name: Annotated[str, Field(max_length=64)] = ""
@@ -111,10 +111,10 @@ class ProxySection(Section):
 
 
 class EvaluationSection(Section):
-    """[evaluation]: the operator's labelled data, for scoring the run's global model after each round.
+    """[evaluation]: the operator's labelled data, on which the run's global model is scored after each round.
 
     Attributes:
-        trusted_rows: So many rows of each class may also help to judge what devices send; 0 keeps them apart.
+        trusted_rows: Rows per class that are also used to check what devices send; 0 for none.
     """
 
     data: str = ""
@@ -122,10 +122,10 @@ class EvaluationSection(Section):
 
 
 class RunConfig(Section):
-    """A whole run.toml.
+    """A complete run.toml.
 
     Attributes:
-        method: The method's own settings, [method]; checked against its configuration class.
+        method: The method's settings, [method]; checked against its configuration class.
     """
 
     run: RunSection
@@ -138,10 +138,10 @@ class RunConfig(Section):
     limits: Limits = Limits()
 
     def method_config(self) -> Any:
-        """The method's configuration, complete for the contract's number of classes.
+        """Returns the method's configuration, completed for the contract's number of classes.
 
         Raises:
-            ConfigurationError: Unknown method or setting, wrong type, or out of range.
+            ConfigurationError: The method or a setting is unknown, of the wrong type or out of range.
         """
         config = checked_settings(self.run.method, self.method)
         try:
@@ -150,9 +150,9 @@ class RunConfig(Section):
             raise ConfigurationError(f"[method] {error}") from error
 
     def fixed_part(self) -> dict[str, Any]:
-        """What is kept of a run: what it is, and in [run] how it is operated too (`OPERATORS`).
+        """Returns the settings that the store keeps for a run: those that identify it, and all of [run].
 
-        A proxy set may move; its digest is in the contract.
+        The path of the proxy set is left out, because the contract contains its digest.
         """
         fixed = self.model_dump(
             mode="json", by_alias=True, exclude={"server": True, "limits": True, "evaluation": True, "proxy": {"data"}}
@@ -161,10 +161,10 @@ class RunConfig(Section):
 
 
 def checked_settings(method: str, settings: Mapping[str, Any]) -> Any:
-    """A method's configuration from what an operator gives, before the number of classes is known.
+    """Returns a method's configuration from the operator's settings, before the number of classes is known.
 
     Raises:
-        ConfigurationError: Unknown method or setting, wrong type, or out of range.
+        ConfigurationError: The method or a setting is unknown, of the wrong type or out of range.
     """
     try:
         cls = config_class(method, settings)
@@ -175,7 +175,7 @@ def checked_settings(method: str, settings: Mapping[str, Any]) -> Any:
     known: dict[str, Any] = {field.name: (types[field.name], field.default) for field in dataclasses.fields(cls)}
     section = create_model(cls.__name__, __base__=Settings, **known)
     try:
-        # In JSON, where strict takes 1 for a float and not for a bool.
+        # In JSON mode, where strict accepts 1 for a float but not for a bool.
         given = section.model_validate_json(json.dumps(settings, default=str)).model_dump(exclude_unset=True)
         return cls.from_settings(given)
     except ValidationError as error:
@@ -185,7 +185,7 @@ def checked_settings(method: str, settings: Mapping[str, Any]) -> Any:
 
 
 def _check_form(cls: type[LocalTraining], settings: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError for a setting that only another form of the method has."""
+    """Raises ConfigurationError for a setting that belongs to another form of the method."""
     here = {field.name for field in dataclasses.fields(cls)}
     for form, other in cls.other_forms().items():
         there = {field.name for field in dataclasses.fields(other)} - here
@@ -195,7 +195,7 @@ def _check_form(cls: type[LocalTraining], settings: Mapping[str, Any]) -> None:
 
 
 def completed_part(known: dict[str, Any]) -> dict[str, Any]:
-    """The fixed part that an earlier version has stored, with the defaults of the settings that it did not know yet."""
+    """Returns a fixed part that an earlier version stored, with defaults for settings added since."""
     sections: dict[str, type[Section]] = {"run": RunSection, "contract": ContractSection, "model": ModelSection}
     completed = {}
     for name, values in known.items():
@@ -209,8 +209,8 @@ def load_run_config(path: Path) -> RunConfig:
     """Reads and checks a run.toml.
 
     Raises:
-        ConfigurationError: The file cannot be read, or a setting is unknown, of the wrong type or out of range; the
-            message names section and key.
+        ConfigurationError: The file cannot be read, or a setting is unknown, of the wrong type or out of range. The
+            message names its section and key.
     """
     values = read_toml(path)
     try:
@@ -220,7 +220,7 @@ def load_run_config(path: Path) -> RunConfig:
 
 
 def run_config(values: dict[str, Any]) -> RunConfig:
-    """Checks settings that are given as nested dicts, method included.
+    """Checks settings given as nested dicts, including the method's.
 
     Raises:
         ConfigurationError: As `load_run_config`.
@@ -243,4 +243,4 @@ _SETTINGS = {
     "evaluation": list(EvaluationSection.model_fields),
     **server_config.SETTINGS,
 }
-"""Known sections, and the known settings of each."""
+"""Known sections and the settings of each."""

@@ -1,4 +1,4 @@
-"""What the front reads of run.toml: `[server]` and `[limits]`. Imports no method, so the front stays light."""
+"""The sections of run.toml that the front reads: `[server]` and `[limits]`. Imports no methods."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def _host_and_port(address: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(_host_and_port)]
-"""`host:port`; port 0 takes a free one."""
+"""`host:port`; the system assigns a free port for 0."""
 
 
 class ServerSection(Section):
-    """[server]: where and how the server runs; may change between starts of one run."""
+    """[server]: addresses, files and timing of the server; may change between starts of a run."""
 
     listen: Address = "127.0.0.1:50051"
     store: str = "fleetdistill-store"
@@ -45,7 +45,7 @@ class ServerSection(Section):
     keep_free_bytes: Annotated[int, Field(ge=0)] = 100 << 20
 
     def tls(self) -> Tls | None:
-        """How the front speaks TLS; None for plain text. The enrolment port is on the host of `listen` by default."""
+        """Returns the TLS settings, or None for plain text. Enrolment uses the host of `listen` by default."""
         if not self.pki:
             return None
         usual = f"{self.listen.rpartition(':')[0]}:{ENROL_PORT}"
@@ -72,7 +72,7 @@ def _with_port(address: str, port: int) -> str:
 
 
 class ServerConfig(BaseModel):
-    """The sections of a run.toml that say how it is served; other sections are ignored."""
+    """The sections of run.toml that the front needs; other sections are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

@@ -1,4 +1,4 @@
-"""What is wrong with settings, in our words: of every error that Pydantic finds in run.toml or in [method]."""
+"""Error messages for settings, from the errors that Pydantic finds in run.toml or in [method]."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fleetdistill.names import NAME_RULE, did_you_mean
 _LONGEST_VALUE = 80
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _BRANCHES = ("int", "float", "str", "bool")
-"""How Pydantic names the branch of a union at the end of a setting's place."""
+"""Names that Pydantic appends to a setting's location for the branches of a union."""
 
 _WHOLE, _NUMBER, _TEXT = "a whole number", "a number", "text in quotes"
 EXPECTED: Mapping[str, Callable[[dict[str, Any]], str]] = {
@@ -35,20 +35,20 @@ EXPECTED: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "less_than_equal": lambda of: f"at most {of['le']}",
     "too_short": lambda of: f"a list of at least {of['min_length']}",
     "string_too_long": lambda of: f"at most {of['max_length']} characters",
-    "string_pattern_mismatch": lambda of: NAME_RULE,  # a name's is the only pattern
+    "string_pattern_mismatch": lambda of: NAME_RULE,  # names are the only settings with a pattern
     "literal_error": lambda of: str(of["expected"]),
     "value_error": lambda of: str(of["error"]).removeprefix("must be "),
 }
-"""What a setting must be, by the type of Pydantic's error and its context."""
+"""Maps Pydantic's error types to texts for what was expected, given the error's context."""
 
 
 def sentences(error: ValidationError, known: Mapping[str, Sequence[str]], section: str = "") -> str:
-    """Says of every problem where it is, what is wrong and what was expected.
+    """Returns the error message, which gives each problem's location, value and expected value.
 
     Args:
-        error: What Pydantic found.
-        known: Settings of each section; the sections under "".
-        section: Where all of it is, for the settings of a method.
+        error: Pydantic's error.
+        known: Settings by section; the sections are under "".
+        section: Section of all settings, for the settings of a method.
     """
     problems: dict[str, list[ErrorDetails]] = {}
     for one in error.errors():
@@ -65,14 +65,14 @@ def _sentence(where: str, found: Sequence[ErrorDetails], known: Mapping[str, Seq
         return f"{where} is missing"
     expected = " or ".join(dict.fromkeys(_expected(one) for one in found))
     if first["type"] == "value_error" and len(path) == 1:
-        return f"{where}: {expected}"  # of the section as a whole: its settings are no help
+        return f"{where}: {expected}"  # the error concerns the whole section, so its value does not help
     value = first["input"]
     close = did_you_mean(value, _choices(first)) if isinstance(value, str) else ""
     return f"{where} is {_shown(value)}, must be {expected}{close}"
 
 
 def _unknown(path: Sequence[str], known: Mapping[str, Sequence[str]]) -> str:
-    """A key that is not known: the section where it is, or one that is close, and what there is."""
+    """Returns the message for an unknown key, with the section it belongs to or a similar name, and all known keys."""
     what, there = ("setting", known[path[0]]) if path[1:] else ("section", known[""])
     elsewhere = [name for name, keys in known.items() if path[-1] in keys and name]
     hint = f"; it belongs to [{elsewhere[0]}]." if path[1:] and elsewhere else did_you_mean(path[-1], there)
@@ -81,7 +81,7 @@ def _unknown(path: Sequence[str], known: Mapping[str, Sequence[str]]) -> str:
 
 def _expected(one: ErrorDetails) -> str:
     say = EXPECTED.get(one["type"])
-    return say(one.get("ctx", {})) if say else "of another kind"
+    return say(one.get("ctx", {})) if say else "of another type"
 
 
 def _choices(one: ErrorDetails) -> list[str]:
@@ -101,6 +101,6 @@ def _where(one: ErrorDetails, section: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as TOML has it, or nearly; of a long one the beginning."""
+    """Returns a value in a notation close to TOML, truncated to `_LONGEST_VALUE` characters."""
     text = "none" if value is None else json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

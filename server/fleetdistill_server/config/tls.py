@@ -1,4 +1,4 @@
-"""TLS of a server: the same settings in run.toml, for the supervisor and for the front."""
+"""The TLS settings of a server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ENROL_PORT = 50052
-"""Where devices enrol unless the operator says otherwise."""
+"""Default port for enrolment."""
 
 
 @dataclass(frozen=True)
@@ -14,9 +14,9 @@ class Tls:
     """TLS of a front.
 
     Attributes:
-        directory: Of the PKI.
+        directory: Directory of the PKI.
         enrol_listen: `host:port` of the enrolment port.
-        certificate_days: Life of a device's certificate.
+        certificate_days: Lifetime of a device's certificate in days.
     """
 
     directory: Path

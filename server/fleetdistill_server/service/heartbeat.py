@@ -1,9 +1,9 @@
-"""The engine's sign of life: a file in the store's directory whose time a thread of the engine sets every second.
+"""The engine's heartbeat: a file in the store's directory whose modification time the engine updates every second.
 
-A thread of its own, because a distillation may keep the engine from all else for hours, and that is no hang. So a beat
-proves that the process runs, not that its round comes on: it stops where the process is stopped, frozen or stuck in the
-kernel. A file and not a row, because an engine that waits for months, or for space on a full disk, writes nothing. Who
-watches counts seconds of its own in which the file did not change, whatever the system's clock says.
+A separate thread writes it, because a distillation may occupy the engine for hours without being hung. The heartbeat
+therefore proves that the process runs, not that its round progresses: it stops when the process is stopped, frozen or
+blocked in the kernel. It is a file and not a row, because an engine that waits for devices or for disk space does not
+write to the database. Observers measure with their own monotonic clock how long the file has not changed.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from fleetdistill_server.service.serve_lock import served_run
 FILE = "engine.beat"
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 15.0
-"""After so long without a beat the engine is said to hang."""
+"""Seconds without a heartbeat after which the engine is reported as hung."""
 
 
 def begin_beats(directory: Path) -> None:
-    """Beats from now on until this process ends."""
+    """Starts a thread that sends heartbeats until this process exits."""
     path = directory / FILE
 
     def beat() -> None:
         while True:
-            with contextlib.suppress(OSError):  # a full disk, or a store that is being deleted
+            with contextlib.suppress(OSError):  # the disk is full, or the store is being deleted
                 path.touch()
             time.sleep(BEAT_SECONDS)
 
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
 
-def forget_beats(directory: Path) -> None:
-    """Deletes what an earlier engine has left."""
+def clear_heartbeat(directory: Path) -> None:
+    """Deletes the heartbeat file of an earlier engine."""
     with contextlib.suppress(OSError):
         (directory / FILE).unlink(missing_ok=True)
 
 
 class Beats:
-    """Watches an engine.
+    """Observes an engine's heartbeat.
 
     Args:
-        directory: The store's.
-        clock: Seconds that nobody can set.
+        directory: The store's directory.
+        clock: A monotonic clock in seconds.
 
     Attributes:
-        seen: Whether it has beaten since this object was made.
+        seen: Whether a heartbeat has arrived since this object was created.
     """
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,9 +61,9 @@ class Beats:
         self.seen = False
 
     def silent_seconds(self) -> float:
-        """Seconds without a beat; to be called again and again.
+        """Returns the seconds since the last heartbeat; must be called regularly.
 
-        A gap between two calls counts for one beat at most: who was stopped itself has heard nothing meanwhile.
+        A gap between two calls counts as at most one heartbeat interval, because the caller may have been suspended.
         """
         now, found = self._clock(), _time_of(self._path)
         self._silent += min(now - self._looked, BEAT_SECONDS)
@@ -75,18 +75,18 @@ class Beats:
 
 @dataclass(frozen=True)
 class Served:
-    """Which run of a store a server works on, and whether its engine hangs."""
+    """The run that a server is serving from a store, and whether its engine hangs."""
 
     run: str | None = None
     hangs: bool = False
 
 
-NOBODY = Served()
-"""No run is served."""
+NOT_SERVED = Served()
+"""The state of a store that no server is serving."""
 
 
 def served(directory: Path) -> Served:
-    """Looks at a store's server; for some seconds where its engine seems to hang."""
+    """Returns the state of a store's server; takes 3 s if its engine seems to hang."""
     run = served_run(directory)
     return Served(run, run is not None and _hangs(directory))
 
@@ -96,7 +96,7 @@ def _hangs(directory: Path) -> bool:
     last = _time_of(path)
     if last is None or abs(time.time() - last / 1e9) < SILENT_SECONDS:
         return False
-    time.sleep(3 * BEAT_SECONDS)  # the clock may have been set: does it beat?
+    time.sleep(3 * BEAT_SECONDS)  # the system clock may have been changed, so wait for a heartbeat
     return _time_of(path) == last
 
 

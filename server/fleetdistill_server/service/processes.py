@@ -1,4 +1,4 @@
-"""What the server's processes share: exit statuses, not outliving the supervisor, and how memory is kept."""
+"""Shared by the server's processes: exit statuses, environments, ending with the supervisor, file limits."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _KEEP_FREED_MEMORY = {
 }
 """Environment of a front, so that glibc reuses the memory of one chunk for the next; other C libraries ignore it.
 
-By default glibc returns each megabyte to the system and takes it again, page by page, which costs more than all checks
-of an upload. It also keeps a heap for each thread, so 16 threads hold 16 times the memory that one stream needs.
+By default glibc returns each megabyte to the system and requests it again, page by page, which costs more than checking
+an upload. It also keeps a heap per thread, so 16 threads hold 16 times the memory that one stream needs.
 """
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Ends this process, as SIGTERM would, once the process that started it is gone.
+    """Sends this process SIGTERM once its parent has exited.
 
     Args:
-        parent: Its id, by default that of the parent now; a child that takes long to start may have lost it already.
+        parent: The parent's process id; None for the current parent. A slow child may already have lost its parent.
     """
     expected = os.getppid() if parent is None else parent
 
@@ -49,17 +49,17 @@ def child_environment() -> dict[str, str]:
 
 
 def front_environment() -> dict[str, str]:
-    """Returns the environment of a front; what the operator has set stays."""
+    """Returns the environment of a front; variables that the operator has set take precedence."""
     return {**_KEEP_FREED_MEMORY, **child_environment()}
 
 
 def open_files() -> int:
-    """How many files this process may have open."""
+    """Returns how many files this process may have open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return soft if soft != resource.RLIM_INFINITY else 1 << 20
 
 
 def allow_open_files() -> None:
-    """Every connection is an open file, and systems begin with few: takes as many as are allowed."""
+    """Raises this process's limit on open files to the hard limit, because every connection is an open file."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

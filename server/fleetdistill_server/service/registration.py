@@ -1,9 +1,8 @@
-"""Entering a run in the store, new or known: what may change between two starts of it, and what belongs to it for good.
+"""Registers a run in the store when a server starts, and decides which settings may change between two starts.
 
-Settings of [run] that say how long and with how many devices the run goes belong to whoever operates it; they may
-change at each start. All else is the run's identity: another value is another run, and is refused once a round of this
-one is completed, even if it was undone since. Before that the run is replaced, so that no mistake in run.toml uses up
-a name; but only when a server starts, not beneath a front whose devices hold the run's contract.
+The settings of [run] for its length and number of devices may change at each start (`OPERATORS`). All other settings
+identify the run. If one of them changes after a round was completed, even one that was rolled back since, the start
+fails. Before that, the run is replaced, so that a mistake in run.toml does not use up the run's name.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from typing import Any
 
 from fleetdistill.errors import RunError
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.config.run_changes import Changes, changes_between, refusal, told
+from fleetdistill_server.config.run_changes import Changes, changes_between, conflict_message, describe_changes
 from fleetdistill_server.config.run_config import OPERATORS, RunConfig, completed_part
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
 
-_MINE = {f"run.{name}" for name in OPERATORS}
+_CHANGEABLE = {f"run.{name}" for name in OPERATORS}
 
 
 def register(store: Store, config: RunConfig) -> None:
-    """Enters a run, or takes a known one up with what the operator has changed. One transaction, or nothing.
+    """Registers a new run, or resumes a known one with changed settings, in one transaction.
 
-    A finished run whose `rounds` was raised goes on. What was changed is an event of the run.
+    A finished run continues if its `rounds` was raised. Changes are recorded as an event of the run.
 
     Raises:
-        RunError: The run is known and cannot go on with this configuration; the message says why.
+        RunError: The run exists and cannot continue with this configuration.
     """
     name, settings = config.run.name, json.loads(json.dumps(config.fixed_part()))
     with store.transaction():
@@ -42,35 +41,35 @@ def register(store: Store, config: RunConfig) -> None:
                 f"`fleetdistill runs delete {name}`"
             )
         changes = changes_between(completed_part(json.loads(row["config"])), settings)
-        if changes.keys() - _MINE:
+        if changes.keys() - _CHANGEABLE:
             _replace(store, row, settings, changes)
             return
         if "run.rounds" in changes:
             _check_rounds(row, config.run.rounds)
         if changes:
             store.runs.change(name, settings, _with_settings(row["contract"], config))
-            store.history.add_event(name, "settings-changed", told(changes))
-        if row["status"] == "finished" and _wants_more(row, config.run.rounds):
+            store.history.add_event(name, "settings-changed", describe_changes(changes))
+        if row["status"] == "finished" and _has_rounds_left(row, config.run.rounds):
             store.runs.end(name, "running", "")
 
 
 def is_prepared(store: Store, config: RunConfig) -> bool:
-    """Whether a run was begun with this identity and has its contract, so that its models are known to work."""
+    """Returns whether the run has been prepared with this configuration, so that its models are known to work."""
     row = store.runs.get(config.run.name)
     if row is None or row["contract"] is None:
         return False
     changes = changes_between(completed_part(json.loads(row["config"])), config.fixed_part())
-    return not changes.keys() - _MINE
+    return not changes.keys() - _CHANGEABLE
 
 
 def _replace(store: Store, row: Row, settings: Mapping[str, Any], changes: Changes) -> None:
     name = row["name"]
     if row["completed_rounds"] or any(one["status"] == "undone" for one in store.runs.rounds(name)):
-        raise RunError(refusal(name, {key: both for key, both in changes.items() if key not in _MINE}))
+        raise RunError(conflict_message(name, {key: both for key, both in changes.items() if key not in _CHANGEABLE}))
     answers = len(store.asks.uploads(name))
     store.runs.delete(name)
     store.runs.begin(name, settings)
-    text = f"a run of this name without a completed round was replaced: {told(changes)}"
+    text = f"a run of this name without a completed round was replaced: {describe_changes(changes)}"
     if answers == 1:
         text += "; 1 answer to it was deleted, so its device needs a new state_dir"
     elif answers:
@@ -79,7 +78,7 @@ def _replace(store: Store, row: Row, settings: Mapping[str, Any], changes: Chang
 
 
 def _check_rounds(row: Row, rounds: int) -> None:
-    """A run cannot have fewer rounds than it has completed; the last one may do more than others, so one is needed."""
+    """Raises RunError if `rounds` is below the completed rounds, or equals them while the last round is still due."""
     completed, over = row["completed_rounds"], row["status"] == "finished"
     if 0 < rounds < completed + (not over):
         raise RunError(
@@ -88,12 +87,12 @@ def _check_rounds(row: Row, rounds: int) -> None:
         )
 
 
-def _wants_more(row: Row, rounds: int) -> bool:
+def _has_rounds_left(row: Row, rounds: int) -> bool:
     return rounds == 0 or rounds > row["completed_rounds"]
 
 
 def _with_settings(contract: bytes | None, config: RunConfig) -> bytes | None:
-    """The contract as devices read it at their next check-in."""
+    """Returns the contract with the changed settings, which devices read at their next check-in."""
     if contract is None:
         return None
     changed = contract_pb2.Contract.FromString(contract)

@@ -1,4 +1,4 @@
-"""Ending a run for good: cancelling it, and deleting it with all that it keeps."""
+"""Cancels runs, and deletes runs with all their data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from fleetdistill_server.store.store import Store
 
 
 def mark_cancelled(store: Store, run: str) -> bool:
-    """Ends a run now; see `fleetdistill_server.engine.cancelling.cancel`. Needs no torch, and deletes no files."""
+    """Marks a run as cancelled, without torch and without deleting files.
+
+    Returns whether that changed its status. See `fleetdistill_server.engine.cancelling.cancel`.
+    """
     with store.transaction():
         row = store.runs.get(run)
         if row is None:
@@ -21,21 +24,21 @@ def mark_cancelled(store: Store, run: str) -> bool:
 
 
 def delete(directory: Path, store: Store, run: str) -> Pruned:
-    """Deletes a run with its rows, payloads and checkpoint, in whatever state it is; what other runs need stays.
+    """Deletes a run in any state with its rows, payloads and checkpoints, except files that other runs need.
 
-    The rows go in one transaction, then the files. If that is broken off, the next call deletes what is left.
+    Deletes the rows in one transaction, then the files. If interrupted, the next call deletes the rest.
 
     Args:
-        directory: Of the store.
-        store: Of the run.
-        run: The run.
+        directory: The store's directory.
+        store: The store.
+        run: Name of the run.
 
     Returns:
-        What it had; nothing for a run that is not there.
+        What was deleted; empty for an unknown run.
 
     Raises:
         RunError: The run is being served.
-        StoreError: Another process deletes or makes a backup, and does not end.
+        StoreError: Another process holds the deletion lock, for example during a backup.
     """
     with kept_from_serving(directory) as served:
         if served == run:

@@ -1,6 +1,6 @@
-"""Which run of a store is being served: one `fleetdistill serve` at a time holds the store's `serve.lock`.
+"""The lock `serve.lock` of a store: held by one `fleetdistill serve` at a time, and containing the name of its run.
 
-The lock ends with the process that holds it, however that ends. What the file holds is the run's name.
+The operating system releases the lock when the process that holds it exits.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _WAIT_SECONDS = 1.0
 
 
 def take(store: Path, run: str) -> IO[Any]:
-    """Takes the lock for a run; hold on to what it returns, and close it in the end.
+    """Acquires the lock for a run and returns the open file; closing the file releases the lock.
 
     Raises:
-        RunError: Another server holds it.
+        RunError: Another server holds the lock.
     """
     until = time.monotonic() + _WAIT_SECONDS
     with disk_errors(f"locking the store {store}"):
         while (lock := lock_file(store / _FILE)) is None:
-            if time.monotonic() > until:  # somebody who only looks holds it for an instant
+            if time.monotonic() > until:  # `served_run` holds the lock for an instant
                 raise RunError(f"another `fleetdistill serve` uses the store {store}; stop it first")
             time.sleep(0.05)
         lock.truncate(0)
@@ -39,7 +39,7 @@ def take(store: Path, run: str) -> IO[Any]:
 
 @contextlib.contextmanager
 def kept_from_serving(store: Path) -> Iterator[str | None]:
-    """Keeps every server from this store for a while; if one has it already, gives the run that it works on."""
+    """Prevents servers from starting on this store within the block; yields the run that is served, or None."""
     with disk_errors(f"locking the store {store}"):
         lock = lock_file(store / _FILE)
     if lock is None:
@@ -51,9 +51,9 @@ def kept_from_serving(store: Path) -> Iterator[str | None]:
 
 
 def served_run(store: Path) -> str | None:
-    """The run of this store that a server works on at this moment; None for none."""
+    """Returns the run of this store that a server is serving, or None."""
     path = store / _FILE
-    with disk_errors(f"looking at {path}"):
+    with disk_errors(f"reading {path}"):
         if not path.exists():
             return None
         lock = lock_file(path)

@@ -1,9 +1,8 @@
-"""`fleetdistill serve`: starts the front and the engine of one run, restarts either when it dies, stops both cleanly.
+"""`fleetdistill serve`: starts the front and the engine of one run, restarts either when it exits, stops both cleanly.
 
-The supervisor owns the wake-up pipes and hands them to every child it starts, so a restarted child is woken as before.
-Both children read one file, the configuration as it was when the server started: an operator who edits run.toml
-meanwhile changes nothing until the next start.
-It computes nothing and holds no state: killed itself, it can simply be started again.
+The supervisor owns the wake-up pipes and passes them to every child that it starts. Both children read one copy of the
+configuration, so an edit of run.toml takes effect at the next start of the server. The supervisor has no state of its
+own and can be restarted at any time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.logs import about
 from fleetdistill_server.service import serve_lock
-from fleetdistill_server.service.heartbeat import Beats, forget_beats
+from fleetdistill_server.service.heartbeat import Beats, clear_heartbeat
 from fleetdistill_server.service.processes import (
     EXIT_CANNOT_LISTEN,
     EXIT_CONFIGURATION,
@@ -41,19 +40,19 @@ from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
 MAX_RESTARTS = 5
-"""Engine failures without a completed round, or a steady time, between them after which the run is stopped."""
+"""Restarts of a failing engine, without a completed round or `STEADY_SECONDS` in between, before the run is stopped."""
 STEADY_SECONDS = 3600.0
-"""An engine that has lived so long is past the point where the one before it failed: runs may idle for months."""
+"""Seconds after which an engine counts as having passed the earlier failure; runs may idle for months."""
 _LOOK_SECONDS = 0.1
 _STOP_SECONDS = 10.0
 _START_SECONDS = 600.0
-"""Until an engine's first sign of life: to import torch may take minutes."""
+"""Seconds until an engine's first heartbeat is required; importing torch may take minutes."""
 NO_SPACE_SECONDS = 10.0
 _SERVED_FILE = "served.toml"
 
 
 class Child:
-    """One process that is kept alive."""
+    """A child process that can be restarted."""
 
     def __init__(
         self,
@@ -76,18 +75,18 @@ class Child:
         self.process = self._start()
 
     def restart(self) -> None:
-        """Starts the process again after it failed."""
+        """Restarts a failed process after a delay."""
         self.failures += 1
         time.sleep(min(0.2 * self.failures, 2.0))
         self.start_again()
 
     def start_again(self) -> None:
-        """Starts the process again after it ended, at once."""
+        """Restarts a process that has exited, without a delay."""
         self.started = time.monotonic()
         self.process = self._start()
 
     def stop(self, at_once: bool = False) -> None:
-        """Asks the process to end, and ends it if it does not; or ends it `at_once`."""
+        """Terminates the process, and kills it after `_STOP_SECONDS` or if `at_once`."""
         if at_once:
             self.process.kill()
             self.process.wait()
@@ -101,14 +100,14 @@ class Child:
 
     def _start(self) -> subprocess.Popen[str]:
         errors = self._log.open("ab") if self._log else None
-        # A session of its own: Ctrl-C in the terminal reaches the supervisor alone, which then ends the children.
+        # In a new session, so that Ctrl-C in the terminal reaches only the supervisor, which then stops the children.
         tied = ["--wakeups", str(self._ends), "--parent", str(os.getpid())]
         return subprocess.Popen(
             [sys.executable, "-m", self._module, *self.arguments, *tied],
             pass_fds=(self._ends.read, self._ends.write),
             stdout=subprocess.PIPE if self._keep_output else None,
             stderr=errors,
-            # gRPC's own lines on standard error would stand before our sentence.
+            # gRPC would print its own lines on standard error before the error message.
             env={"GRPC_VERBOSITY": "NONE", **self._environment},
             text=True,
             start_new_session=True,
@@ -127,16 +126,16 @@ class Supervisor:
     """Keeps front and engine of one run alive.
 
     Args:
-        config: The run.toml; front and engine get a copy, `served.toml` in the store's directory.
-        on_listening: Called with the port whenever the front has begun to listen.
-        log: File for what front and engine say; by default they say it on standard error.
+        config: The configuration; front and engine read a copy, `served.toml` in the store's directory.
+        on_listening: Called with the port whenever a front has started to listen.
+        log: File for the standard error of front and engine; None for the supervisor's standard error.
         most_short_rounds: As in `Engine`, for a simulation.
-        stopped: Set, as `stop` does, it makes `serve` return.
+        stopped: Event that makes `serve` return; `stop` sets it.
         log_options: `--log-format` and `--log-level` of front and engine.
 
     Attributes:
-        port: Where the front listens, None before it does.
-        enrol_port: Where devices enrol, None before the front listens there and on plain text.
+        port: Port on which the front listens; None until it is known.
+        enrol_port: Port for enrolment; None until it is known, and in plain text.
     """
 
     def __init__(
@@ -158,11 +157,11 @@ class Supervisor:
         self.enrol_port: int | None = None
         self.engine: Child | None = None
         self._beats = Beats(Path(config.server.store))
-        self._engine_due: float | None = None  # when the engine, which has no space, is to be started again
+        self._engine_due: float | None = None  # when an engine that lacked disk space is restarted
         self.store = Store.open(Path(config.server.store))
         self.store.check()
         self.lock = serve_lock.take(Path(config.server.store), config.run.name)
-        # Before any process starts, so that a changed configuration is refused here, to the operator's face.
+        # Register before any process starts, so that a changed configuration fails in the foreground.
         register(self.store, config)
         self._arguments = [str(_write_served(config)), *log_options]
 
@@ -170,20 +169,20 @@ class Supervisor:
         """Makes `serve` return; may be called from a signal handler.
 
         Args:
-            at_once: Front and engine are killed, which loses nothing, in place of being asked to end.
+            at_once: Whether to kill front and engine instead of terminating them; no data is lost either way.
         """
         self._at_once = at_once
         self._stopped.set()
 
     def serve(self, *, until_finished: bool = False, on_over: Callable[[str], None] = lambda status: None) -> bool:
-        """Serves until `stop`, or until the run is over and every device knows it.
+        """Serves until `stop` is called.
 
         Args:
-            until_finished: End by itself.
-            on_over: Called once with the run's status, finished or cancelled, when it is over.
+            until_finished: Also return once the run has ended and every device has been notified.
+            on_over: Called once with the run's status, finished or cancelled, when the run has ended.
 
         Returns:
-            Whether the run is over.
+            Whether the run has ended.
 
         Raises:
             RunError: The front cannot listen, the configuration does not work, or the engine keeps failing.
@@ -192,13 +191,13 @@ class Supervisor:
         module, environment = "fleetdistill_server.front", front_environment()
         self._front = Child(module, self._arguments, front_ends, self._log, environment, keep_output=True)
         self._read_port()
-        told = False
+        notified = False
         try:
             while not self._stopped.wait(_LOOK_SECONDS):
                 self._look_after_front()
                 self.look_after_engine()
-                if not told and (status := self._status()) in OVER:
-                    told = True
+                if not notified and (status := self._status()) in OVER:
+                    notified = True
                     on_over(status)
                 if until_finished and self._is_over():
                     break
@@ -211,7 +210,7 @@ class Supervisor:
             self.lock.close()
 
     def _read_port(self) -> None:
-        """The front says `listening PORT` when it has begun, with TLS after `enrolling PORT`."""
+        """Reads the ports that the front prints: `listening PORT`, with TLS after `enrolling PORT`."""
         stdout = self._front.process.stdout
         assert stdout is not None
 
@@ -232,8 +231,8 @@ class Supervisor:
         if code == EXIT_CANNOT_LISTEN and self.port is None:
             where = self._log or "the log above"
             raise RunError(f"the front cannot listen on {self._config.server.listen}; see {where}")
-        logger.warning("the front ended with %s; starting it again", code)
-        # Devices know these ports, even if the first start drew them freely.
+        logger.warning("the front exited with status %s; restarting it", code)
+        # Devices use these ports, even if the system assigned them at the first start.
         known = {"--port": self.port, "--enrol-port": self.enrol_port}
         ports = [f"{option}={port}" for option, port in known.items() if port is not None]
         self._front.arguments = [*self._arguments, *ports]
@@ -242,8 +241,8 @@ class Supervisor:
 
     def look_after_engine(self) -> None:
         if self.engine is None:
-            # Only once the front listens: a second server of the same run fails there, before its engine takes the
-            # run over from the first one's.
+            # Only after the front listens: a second server of the same run fails to listen, before its engine could
+            # take over the run.
             if self.port is not None and self._status() != "cancelled":
                 given = [*self._arguments]
                 if self._most_short_rounds is not None:
@@ -273,24 +272,24 @@ class Supervisor:
         self._note_progress(self.engine)
         if self.engine.failures >= MAX_RESTARTS:
             reason = f"the engine failed {self.engine.failures + 1} times at the same point, {self._why(code)}"
-            with contextlib.suppress(StoreError):  # the disk may be full too; the operator hears of it all the same
+            with contextlib.suppress(StoreError):  # the disk may be full too; the error is reported anyway
                 self.store.runs.end(self._config.run.name, "stopped", reason)
-            raise RunError(f"{reason}; its log says why, the state is intact")
-        logger.warning("the engine ended with %s; starting it again", code)
+            raise RunError(f"{reason}; see its log for the cause, the run's state is intact")
+        logger.warning("the engine exited with status %s; restarting it", code)
         self.engine.restart()
 
     def expect_beats(self) -> None:
-        """Of an engine that is about to start; what the one before it left says nothing of it."""
+        """Resets the heartbeat before an engine is started."""
         directory = Path(self._config.server.store)
-        forget_beats(directory)
+        clear_heartbeat(directory)
         self._beats = Beats(directory)
 
     def _end_if_it_hangs(self, engine: Child) -> None:
-        """Kills an engine that gives no sign of life: only SIGKILL ends a stopped process. It is then started again."""
+        """Kills an engine without heartbeats, so that it is restarted; only SIGKILL ends a stopped process."""
         silent, limit = self._beats.silent_seconds(), self._config.server.engine_timeout_seconds
         if silent < (limit if self._beats.seen else max(limit, _START_SECONDS)):
             return
-        text = f"the engine hangs: it gave no sign of life for {silent:.0f} s, and was killed"
+        text = f"the engine hangs: it sent no heartbeat for {silent:.0f} s and was killed"
         logger.warning("%s", text, extra=about(run=self._config.run.name, event=ENGINE_FAILED))
         engine.process.kill()
         engine.process.wait()
@@ -298,22 +297,22 @@ class Supervisor:
             self.store.history.add_event(self._config.run.name, ENGINE_FAILED, text)
 
     def _when_there_may_be_space(self, engine: Child) -> None:
-        """A full disk is no failure of the engine: it is started again after a while, as often as it takes."""
+        """Restarts an engine that lacked disk space after `NO_SPACE_SECONDS`; this does not count as a failure."""
         now = time.monotonic()
         if self._engine_due is None:
             self._engine_due = now + NO_SPACE_SECONDS
-            logger.warning("the engine waits for space on the disk; it is tried again in %g s", NO_SPACE_SECONDS)
+            logger.warning("the engine waits for disk space; retrying in %g s", NO_SPACE_SECONDS)
         elif now >= self._engine_due:
             self._engine_due = None
             engine.start_again()
 
     def _why(self, code: int) -> str:
-        """What the engine last said of itself, or how its process ended."""
+        """Returns the engine's exit status and last recorded failure."""
         last = self._last_failure()
         return f"last with {code}" + (f": {last}" if last else "")
 
     def _last_failure(self) -> str:
-        """What the engine last said of its end; empty if it said nothing."""
+        """Returns the engine's last recorded failure, or an empty string."""
         failures = self.store.history.events(self._config.run.name, ENGINE_FAILED)
         return str(failures[-1]["text"]) if failures else ""
 

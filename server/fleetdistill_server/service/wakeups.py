@@ -1,7 +1,7 @@
-"""Wake-ups between the front and the engine: a byte in a pipe, no data.
+"""Wake-ups between the front and the engine: one byte in a pipe, without data.
 
-The supervisor makes the pipes and hands their ends to each child it starts, so they outlive both. A lost wake-up
-costs time, never correctness: whoever waits also looks by itself every second.
+The supervisor creates the pipes and passes their ends to each child it starts, so the pipes outlive both. A lost
+wake-up costs time but not correctness, because waiting processes also poll every second.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Ends:
-    """What one process holds: reads here to be woken, writes there to wake the other. -1 for none."""
+    """The pipe ends of one process: it reads wake-ups from one and sends them to the other; -1 for no pipe."""
 
     read: int = -1
     write: int = -1
@@ -26,13 +26,13 @@ class Ends:
 
     @classmethod
     def parse(cls, text: str) -> Ends:
-        """Reads what `str` wrote."""
+        """Parses the output of `str`."""
         read, write = text.split(",")
         return cls(int(read), int(write))
 
 
 def make_pair() -> tuple[Ends, Ends]:
-    """Makes the pipes for two processes that wake each other."""
+    """Creates the pipes for two processes that wake each other."""
     first_read, second_write = os.pipe()
     second_read, first_write = os.pipe()
     for end in (first_read, second_write, second_read, first_write):
@@ -41,7 +41,7 @@ def make_pair() -> tuple[Ends, Ends]:
 
 
 class Wakeups:
-    """One process's side, for an asyncio program."""
+    """The wake-ups of one asyncio process."""
 
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
@@ -50,21 +50,21 @@ class Wakeups:
             asyncio.get_running_loop().add_reader(ends.read, self._drain)
 
     def wake_other(self) -> None:
-        """Wakes the other process. A full pipe means that a wake-up is already waiting there."""
+        """Wakes the other process. If the pipe is full, a wake-up is already pending."""
         if self._ends.write >= 0:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._ends.write, b"x")
 
     async def wait(self, seconds: float = POLL_SECONDS) -> None:
-        """Returns when woken, or after `seconds`."""
+        """Waits for a wake-up, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
-            # Not wait_for: up to Python 3.11 it may lose a cancellation that comes together with a wake-up.
+            # Up to Python 3.11, wait_for may lose a cancellation that coincides with a wake-up.
             async with asyncio.timeout(seconds):
                 await self._woken.wait()
         self._woken.clear()
 
     def _drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            if not os.read(self._ends.read, 1 << 16):  # every writer is gone: the end would be readable for ever
+            if not os.read(self._ends.read, 1 << 16):  # without writers the pipe would stay readable forever
                 asyncio.get_running_loop().remove_reader(self._ends.read)
         self._woken.set()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fleetdistill.errors import RunError
-from fleetdistill_server.config.run_changes import changes_between, refusal
+from fleetdistill_server.config.run_changes import changes_between, conflict_message
 from fleetdistill_server.store.back_off import rounds_left_out
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.history import History
@@ -41,7 +41,7 @@ class Runs:
             if known is not None:
                 changes = changes_between(json.loads(known["config"]), json.loads(json.dumps(config)))
                 if changes:
-                    raise RunError(refusal(name, changes))
+                    raise RunError(conflict_message(name, changes))
                 return
             row = {"name": name, "config": json.dumps(config), "status": "preparing", "created_at": time.time()}
             self._db.insert("runs", {**row, "completed_rounds": 0, "next_round": 1})

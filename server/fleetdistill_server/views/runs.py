@@ -18,7 +18,7 @@ from fleetdistill.knowledge import GENERAL
 from fleetdistill.printable import printable
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.certificates import Role
-from fleetdistill_server.service.heartbeat import NOBODY, Served
+from fleetdistill_server.service.heartbeat import NOT_SERVED, Served
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.guards import count_replacements, guards_by_round, replacement_rows
 from fleetdistill_server.store.run_names import no_such_run
@@ -63,12 +63,12 @@ class View:
         return [*facts, *(_table(title, rows) if rows else Text(f"{title} (0)") for title, rows in lists.items())]
 
 
-def runs(store: Store, served: Served = NOBODY) -> View:
+def runs(store: Store, served: Served = NOT_SERVED) -> View:
     """Returns all runs; `served` is the run that a server currently works on."""
     return View({"runs": [_run_row(row, served) for row in store.runs.all()]})
 
 
-def run(store: Store, name: str, served: Served = NOBODY) -> View:
+def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
     """Returns one run: its rounds, accuracies, traffic and events.
 
     Args:
