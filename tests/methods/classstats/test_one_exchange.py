@@ -27,7 +27,7 @@ from fleetdistill.methods.classstats.class_variants import (
     LEAVE_ONE_OUT,
 )
 from fleetdistill.methods.classstats.exchange import SpacePlan
-from fleetdistill.methods.classstats.projection import project
+from fleetdistill.methods.classstats.projection import projection
 from fleetdistill.methods.classstats.shared_statistics import from_wire, merge, moments_of
 from fleetdistill.models.scattering import Scattering
 from fleetdistill.state.state_file import pack_state, unpack_state
@@ -50,13 +50,18 @@ def test_one_round_is_all_and_everybody_has_the_space() -> None:
     assert played.play().steps() == []
 
 
+def projected(features_nf: np.ndarray) -> np.ndarray:
+    """Features projected to 256 numbers, in float64."""
+    return features_nf.astype(np.float64) @ projection(features_nf.shape[1], 256).astype(np.float64)
+
+
 def test_the_space_is_that_of_all_rows_together_up_to_encoding() -> None:
     played = fleet("abc", rank=512).play()
     data = [half.local.data for half in played.halves.values()]
     big = [np.isin(one.labels, np.flatnonzero(np.bincount(one.labels) >= 5)) for one in data]
     inputs = torch.cat([one.inputs[torch.from_numpy(kept)] for one, kept in zip(data, big, strict=True)])
     labels = np.concatenate([one.labels.numpy()[kept] for one, kept in zip(data, big, strict=True)])
-    rows = project(extract(Scattering(SHAPE), inputs).flatten(1).numpy(), 256)
+    rows = projected(extract(Scattering(SHAPE), inputs).flatten(1).numpy())
     whole = moments_of(rows, labels)
     expected = make_space(whole, shrinkage_rule(256, whole.df))
     space = space_of(played)
@@ -76,7 +81,7 @@ def test_all_devices_and_the_server_give_the_same_general_answer() -> None:
     for half in played.halves.values():
         assert_allclose(extract(half.variants()[GENERAL], inputs), expected, atol=1e-5)
     space = space_of(played)
-    rows = project(extract(Scattering(SHAPE), inputs).flatten(1).numpy(), 256)
+    rows = projected(extract(Scattering(SHAPE), inputs).flatten(1).numpy())
     assert_allclose(expected, logits(space, coordinates(space, rows), CLASSES), atol=2e-2)
 
 

@@ -24,7 +24,7 @@ from fleetdistill.methods.classstats.class_space import (
     shrinkage_rule,
     shrunk,
 )
-from fleetdistill.methods.classstats.projection import project, projection, usual_dimensions
+from fleetdistill.methods.classstats.projection import projection, usual_dimensions
 from fleetdistill.methods.classstats.shared_statistics import (
     Moments,
     from_wire,
@@ -71,7 +71,7 @@ def test_fix_1_the_projection_is_the_bits_of_splitmix64() -> None:
 
 def test_fix_1_features_of_few_numbers_stay_as_they_are() -> None:
     rows = np.random.default_rng(0).random((3, 4))
-    assert (project(rows, 4) == rows).all()
+    assert (rows @ projection(4, 4) == rows).all()
     assert (projection(3, 4) == np.eye(3)).all()
 
 

@@ -38,18 +38,3 @@ def projection(features: int, dimensions: int) -> Array:
     words = splitmix64(SEED, (count + 63) // 64)
     bits = np.unpackbits(words.astype("<u8").view(np.uint8), bitorder="little")[:count]
     return np.asarray((2.0 * bits.reshape(features, dimensions) - 1) / np.sqrt(features), dtype=np.float32)
-
-
-def project(features_nf: Array, dimensions: int) -> Array:
-    """Returns projected features z = h G (line `features` of the page on classstats).
-
-    Args:
-        features_nf: h, `[n, F]`, any float dtype.
-        dimensions: D, at least 1; features of at most D numbers are not projected.
-
-    Returns:
-        `[n, min(F, D)]` float64.
-    """
-    features = features_nf.shape[1]
-    rows = features_nf.astype(np.float64)
-    return rows if features <= dimensions else np.asarray(rows @ projection(features, dimensions).astype(np.float64))
