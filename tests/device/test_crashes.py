@@ -208,7 +208,7 @@ def test_a_device_killed_before_the_app_has_heard_tells_it_after_the_restart(
     fleet.ask("d")
     crashing = make_device(fleet, tmp_path, first)
     with monkeypatch.context() as patch:
-        patch.setattr(*((DeviceEvents, "emit_scores") if moment == "before" else (Outbox, "outcome_reported")), die)  # type: ignore[call-overload]
+        patch.setattr(*((DeviceEvents, "emit_scores") if moment == "before" else (Outbox, "mark_reported")), die)  # type: ignore[call-overload]
         with pytest.raises(Crash):
             crashing.step(0)
     crashing.close(leave=False)

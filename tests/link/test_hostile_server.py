@@ -16,7 +16,7 @@ from torch import nn
 
 from fleetdistill import COLUMNS, Device, Event, Step
 from fleetdistill.errors import CannotAnswer, ConfigurationError, LinkError, WireError
-from fleetdistill.link.terms import MAX_ATTEMPTS, pause_of, plain
+from fleetdistill.link.terms import MAX_ATTEMPTS, pause_seconds, plain
 from fleetdistill.training.model import split_sequential
 from fleetdistill.training.time_limit import check_time, time_limit
 from fleetdistill.wire.codes import LONGEST_AFTER_SECONDS
@@ -298,11 +298,11 @@ def test_a_come_back_that_is_no_range_is_told_and_the_device_keeps_trying(
 
 def test_a_device_stays_away_for_an_hour_at_most_and_over_a_network_never_for_nothing() -> None:
     far = service_pb2.ComeBack(after_seconds=1e300, before_seconds=1.5e300)
-    assert pause_of(far, remote=True) == LONGEST_AFTER_SECONDS <= threading.TIMEOUT_MAX
-    assert pause_of(service_pb2.ComeBack(), remote=True) > 0
-    assert pause_of(service_pb2.ComeBack(), remote=False) == 0
+    assert pause_seconds(far, remote=True) == LONGEST_AFTER_SECONDS <= threading.TIMEOUT_MAX
+    assert pause_seconds(service_pb2.ComeBack(), remote=True) > 0
+    assert pause_seconds(service_pb2.ComeBack(), remote=False) == 0
     with pytest.raises(LinkError):
-        pause_of(service_pb2.ComeBack(after_seconds=math.nan), remote=True)
+        pause_seconds(service_pb2.ComeBack(after_seconds=math.nan), remote=True)
 
 
 # --- receipts and texts

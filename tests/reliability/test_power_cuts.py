@@ -77,12 +77,12 @@ def use_storage(disk: RecordedDisk) -> None:
             pending = answer_of(number)
             put = partial(storage.outbox.put, pending, PAYLOAD, b"state %d" % number, model)
             then(replace(now, pending=pending), put)
-            then(replace(now, noted=True), partial(storage.outbox.note_outcome, Outcome(pending, "some receipt")))
+            then(replace(now, noted=True), partial(storage.outbox.save_outcome, Outcome(pending, "some receipt")))
             if number == DROPPED:
                 then(replace(now, pending=None), storage.outbox.drop)
             else:
                 then(promoted(now, number), storage.outbox.promote)
-            then(replace(now, noted=False), storage.outbox.outcome_reported)
+            then(replace(now, noted=False), storage.outbox.mark_reported)
 
 
 def check_storage(root: Path, said: tuple[Any, ...]) -> None:

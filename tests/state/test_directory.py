@@ -368,7 +368,7 @@ def test_the_files_of_the_outbox_have_the_names_of_format_2(tmp_path: Path) -> N
         '"accuracy_in_use": 0.5, "answer": "personal"}, "scores": {"test": [[1, 0], [0, 1]]}, "payload": "ab"}'
     )
     assert (tmp_path / "outbox" / "manifest.json").read_text() == '{"format": 2, ' + answer[1:]
-    storage.outbox.note_outcome(Outcome(pending, "r1", tries=2))
+    storage.outbox.save_outcome(Outcome(pending, "r1", tries=2))
     assert (tmp_path / "outbox" / "outcome.json").read_text() == (
         f'{{"format": 2, "pending": {answer}, "receipt": "r1", "code": "", "text": "", "details": {{}}, "tries": 2}}'
     )
@@ -565,9 +565,9 @@ def test_attempts_are_counted_over_restarts(tmp_path: Path) -> None:
     for attempt in (1, 2):
         pending = Pending(round=3, step_number=2, attempt=attempt, samples=40)
         put(storage, pending)
-        storage.outbox.note_outcome(Outcome(pending, code="checksum"))
+        storage.outbox.save_outcome(Outcome(pending, code="checksum"))
         storage.outbox.drop()
-        storage.outbox.outcome_reported()
+        storage.outbox.mark_reported()
         kill(storage)
         storage = Storage(tmp_path)
         assert storage.outbox.next_attempt(3, 2) == attempt + 1
@@ -588,7 +588,7 @@ def test_a_crash_never_hides_from_the_app_what_became_of_an_answer(
         put(storage)
 
     def settle(storage: Storage) -> None:
-        storage.outbox.note_outcome(known)
+        storage.outbox.save_outcome(known)
         act(storage.outbox)
 
     found = set()
@@ -603,11 +603,11 @@ def test_a_crash_never_hides_from_the_app_what_became_of_an_answer(
 def test_an_outcome_is_kept_until_it_was_told(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     told = Outcome(Pending(3, 2, 1, 40, Replacement(True), {"test": [[1]]}), "", "late", "too late", {"device": "d"}, 4)
-    storage.outbox.note_outcome(told)
+    storage.outbox.save_outcome(told)
     kill(storage)
     again = Storage(tmp_path)
     assert again.outbox.outcome() == told
-    again.outbox.outcome_reported()
+    again.outbox.mark_reported()
     assert again.outbox.outcome() is None
     again.close()
 

@@ -61,7 +61,7 @@ class CheckIn:
 
     def check_in(self) -> service_pb2.CheckInResponse:
         """Checks the device in; uses the saved profile if there is one, so that an idle device does not load torch."""
-        profile = _profile_in(self._storage.load("profile.bin"))
+        profile = _parse_profile(self._storage.load("profile.bin"))
         if profile is None:
             terms = self._send_check_in(None)
             profile = self._profile_of(self.make_compute(terms.contract))
@@ -119,7 +119,7 @@ class CheckIn:
             self._compare_data()
 
     def _compare_data(self) -> None:
-        profile = _profile_in(self._storage.load("profile.bin"))
+        profile = _parse_profile(self._storage.load("profile.bin"))
         digest = digest_of_data(self._data)
         if profile is None or not self._storage.is_data_version(profile.data_version, digest):
             assert self._session.terms is not None  # checked in by `Device.step`
@@ -222,7 +222,7 @@ def _set_compressions(profile: contract_pb2.DeviceProfile) -> None:
     profile.compressions.extend(offered())
 
 
-def _profile_in(saved: bytes | None) -> contract_pb2.DeviceProfile | None:
+def _parse_profile(saved: bytes | None) -> contract_pb2.DeviceProfile | None:
     """Returns the saved profile, or None if there is none or it is damaged; the caller then makes a new one."""
     try:
         return contract_pb2.DeviceProfile.FromString(saved) if saved is not None else None

@@ -44,7 +44,7 @@ from fleetdistill.errors import (
 from fleetdistill.link.base import Link
 from fleetdistill.link.credentials import is_enrolled
 from fleetdistill.link.downloads import DOWNLOADS, Downloads, adopt_proxy_set
-from fleetdistill.link.terms import pause_of, plain
+from fleetdistill.link.terms import pause_seconds, plain
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.state.directory import MAX_SPOOL_BYTES, Storage
 from fleetdistill.wire.codes import Code, after_seconds, is_final
@@ -263,18 +263,18 @@ class Device:
             self._events.emit("interrupted", 0, "interrupted by Ctrl-C; the device resumes its work after a restart")
 
     def _run(self) -> None:
-        pause, trouble = _FIRST_PAUSE_SECONDS, ""
+        pause, last_error = _FIRST_PAUSE_SECONDS, ""
         while not self._stopped.is_set():
             try:
                 if self.step() is Step.FINISHED:
                     return
-                pause, trouble = _FIRST_PAUSE_SECONDS, ""
+                pause, last_error = _FIRST_PAUSE_SECONDS, ""
             except LinkError as error:
                 if self._stopped.is_set():
                     return
-                if str(error) != trouble:  # one event, not one for every attempt
-                    trouble = str(error)
-                    self._events.emit("lost-contact", 0, f"{trouble}; the device keeps trying")
+                if str(error) != last_error:  # one event, not one for each attempt
+                    last_error = str(error)
+                    self._events.emit("lost-contact", 0, f"{last_error}; the device keeps trying")
                 self._session.clock.wait(self._stopped, error.after_seconds + random.uniform(pause / 2, pause))
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
@@ -324,7 +324,7 @@ class Device:
                 return self._finish(response.finished)
             case _:
                 self._events.emit_reason(response.come_back.reason)
-                self._session.clock.wait(self._stopped, pause_of(response.come_back, self._session.link.remote))
+                self._session.clock.wait(self._stopped, pause_seconds(response.come_back, self._session.link.remote))
                 return Step.WAITED
 
     def stop(self) -> None:

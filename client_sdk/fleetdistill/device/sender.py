@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fleetdistill.device.events import Events
 from fleetdistill.device.session import Session
 from fleetdistill.errors import ExportError, FleetDistillError, LinkError, NoRoomError, RefusedError
-from fleetdistill.link.terms import beat_seconds, known_compression, plain
+from fleetdistill.link.terms import heartbeat_interval, known_compression, plain
 from fleetdistill.state import failpoints
 from fleetdistill.state.outbox import Outcome, Pending
 from fleetdistill.wire import payload as wire
@@ -68,7 +68,7 @@ class Sender:
 
     def _commit(self, outcome: Outcome) -> None:
         with self._session.guard.held():
-            self._storage.outbox.note_outcome(outcome)
+            self._storage.outbox.save_outcome(outcome)
             if outcome.receipt:
                 self._promote(outcome.pending)
             else:
@@ -80,7 +80,7 @@ class Sender:
         if outcome is None:
             return
         self._events.emit_outcome(outcome)
-        self._storage.outbox.outcome_reported()
+        self._storage.outbox.mark_reported()
         self.export_due()
 
     # --- sending
@@ -127,7 +127,7 @@ class Sender:
                 raise _closed(pending, status)
             else:
                 receipt = self._upload(pending, name, payload, status.next_byte)
-            _check_is_for(receipt, pending, payload)
+            _check_receipt(receipt, pending, payload)
         return receipt
 
     def _upload(
@@ -156,7 +156,7 @@ class Sender:
             yield
             return
         done = threading.Event()
-        seconds = beat_seconds(self._session.terms.heartbeat_seconds)
+        seconds = heartbeat_interval(self._session.terms.heartbeat_seconds)
         beat = threading.Thread(target=self._beat, args=(done, seconds), daemon=True)
         beat.start()
         try:
@@ -218,7 +218,7 @@ def _closed(pending: Pending, status: service_pb2.UploadStatusResponse) -> Refus
     return RefusedError(plain(status.closed_code, 64) or Code.CLOSED, f"{reason}; the answer is dropped")
 
 
-def _check_is_for(receipt: service_pb2.Receipt, pending: Pending, payload: Payload) -> None:
+def _check_receipt(receipt: service_pb2.Receipt, pending: Pending, payload: Payload) -> None:
     """Checks that a receipt belongs to this answer.
 
     Raises:

@@ -244,7 +244,7 @@ class LightCompute:
         }
 
     def _counts(self, model: LightModel, split: str) -> Counts:
-        return counts_of(model.of_rows(self._features_of(split)), self._data[split].labels, self._classes)
+        return counts_of(model.logits_of_features(self._features_of(split)), self._data[split].labels, self._classes)
 
     def _model(self, classifier: SpaceClassifier) -> LightModel:
         return LightModel(self._ready_extractor, self.contract.input_shape, self._classes, classifier)

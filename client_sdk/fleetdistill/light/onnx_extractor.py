@@ -125,7 +125,7 @@ def extractor_of(parts: Parts, input_shape: Sequence[int], threads: int) -> Onnx
 
 def _loaded(data: bytes, threads: int) -> Any:
     """Returns a checked onnxruntime session for a file."""
-    check_stands_alone(data)
+    check_self_contained(data)
     try:
         session = cpu_session(data, threads)
     except ImportError as error:
@@ -144,7 +144,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
-def check_stands_alone(data: bytes) -> None:
+def check_self_contained(data: bytes) -> None:
     """Raises WireError for a file with external data or non-standard operators, or that is not ONNX."""
     waiting: list[tuple[str, memoryview, int]] = [("model", memoryview(data), 0)]
     try:

@@ -81,7 +81,7 @@ class LightModel:
         """Returns the most probable class of each input, `[n]` int64."""
         return np.asarray(self(inputs).argmax(axis=1))
 
-    def of_rows(self, rows_nd: Array) -> Array:
+    def logits_of_features(self, rows_nd: Array) -> Array:
         """Returns logits `[n, C]` for projected features `[n, D]`."""
         return self.classifier.logits(coordinates(self.classifier.space, rows_nd), self.classes)
 

@@ -267,7 +267,7 @@ def checked(header: knowledge_pb2.PayloadHeader, data: bytes | memoryview, sha25
 
 
 def _payload(header: knowledge_pb2.PayloadHeader, data: bytes | memoryview, sha256: bytes) -> Payload:
-    """Returns a payload. Raises WireError if the data's size is not that of the tensors, which the digest allows."""
+    """Returns a payload. Raises WireError if its data and tensors differ in size, even if the digest matches."""
     payload = Payload(header.parts, wire.slots(header.parts), BytesSource(data), sha256)
     if payload.data_bytes != len(data):
         raise WireError(f"a download of {len(data)} bytes declares tensors of {payload.data_bytes} bytes")

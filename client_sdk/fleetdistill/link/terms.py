@@ -111,7 +111,7 @@ def check_ask(ask: service_pb2.Ask) -> None:
         raise WireError(f"an ask has first_attempt {ask.first_attempt}, expected at most {MAX_ATTEMPTS}; {_ADVICE}")
 
 
-def pause_of(come_back: service_pb2.ComeBack, remote: bool) -> float:
+def pause_seconds(come_back: service_pb2.ComeBack, remote: bool) -> float:
     """Returns how many seconds to wait before the next call.
 
     Random within the server's range, at most 3,600, and at least 0.1 on network links.
@@ -129,7 +129,7 @@ def pause_of(come_back: service_pb2.ComeBack, remote: bool) -> float:
     return max(drawn, SHORTEST_PAUSE_SECONDS) if remote else drawn
 
 
-def beat_seconds(wanted: float) -> float:
+def heartbeat_interval(wanted: float) -> float:
     """Returns the heartbeat interval in seconds: the server's value, clamped to 0.2 to 3,600."""
     return min(max(wanted, SHORTEST_BEAT_SECONDS), LONGEST_AFTER_SECONDS)
 

@@ -221,7 +221,7 @@ class Outbox:
 
     # --- outcomes, for the app
 
-    def note_outcome(self, outcome: Outcome) -> None:
+    def save_outcome(self, outcome: Outcome) -> None:
         """Stores an outcome before the outbox is emptied, so that its events are emitted even after a crash."""
         failpoints.hit("device.outcome.before-note")
         self._files.save(
@@ -234,7 +234,7 @@ class Outbox:
         """Returns the outcome that the app has no events of yet, or None; also None if the file is damaged."""
         return self._outcome("outbox/outcome.json")
 
-    def outcome_reported(self) -> None:
+    def mark_reported(self) -> None:
         """Marks the outcome as reported. After a crash before this call the events are emitted again."""
         with disk_errors(self.directory):
             (self._outbox / "outcome.json").replace(self.directory / "last_outcome.json")
