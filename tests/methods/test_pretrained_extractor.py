@@ -35,7 +35,7 @@ from fleetdistill_server.store.store import Store
 
 RUN = "given"
 PAGE = (Path(__file__).parents[2] / "docs/reference/methods/classstats.md").read_text(encoding="utf-8")
-SECTION = PAGE.split("## An extractor that has been trained before")[1].split("\n## ")[0]
+SECTION = PAGE.split("## Use a pretrained extractor")[1].split("\n## ")[0]
 ANSWERS = ("general", "personal")
 
 
