@@ -46,7 +46,7 @@ def end_of(config: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> i
 
 def engine_main(config: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(process, "end_with_parent", lambda parent: None)
-    monkeypatch.setattr(process, "begin_beats", lambda directory: None)
+    monkeypatch.setattr(process, "start_heartbeat", lambda directory: None)
     monkeypatch.setattr(sys, "argv", ["engine", str(config)])
     return process.main()
 

@@ -24,7 +24,7 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.service import heartbeat, serve_lock, supervisor
-from fleetdistill_server.service.heartbeat import FILE, Beats, begin_beats, clear_heartbeat, served
+from fleetdistill_server.service.heartbeat import FILE, HeartbeatMonitor, clear_heartbeat, served, start_heartbeat
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
@@ -56,7 +56,7 @@ def beat(directory: Path, at: float) -> None:
 def test_seconds_without_a_beat_are_counted_whatever_the_beats_say_of_the_time(
     tmp_path: Path, seconds: Seconds
 ) -> None:
-    beats = Beats(tmp_path, seconds)
+    beats = HeartbeatMonitor(tmp_path, seconds)
     for at in (1e9, 1e9 - 3600, 1e9 + 3600):  # the system's clock is set back and forward
         seconds.now += 1
         assert beats.silent_seconds() > 0
@@ -68,14 +68,14 @@ def test_seconds_without_a_beat_are_counted_whatever_the_beats_say_of_the_time(
 
 
 def test_who_stood_still_itself_takes_nobody_for_silent(tmp_path: Path, seconds: Seconds) -> None:
-    beats = Beats(tmp_path, seconds)
+    beats = HeartbeatMonitor(tmp_path, seconds)
     seconds.now += 3600
     assert beats.silent_seconds() == 1
 
 
 def test_what_an_earlier_engine_left_is_no_sign_of_life(tmp_path: Path, seconds: Seconds) -> None:
     beat(tmp_path, 1e9)
-    beats = Beats(tmp_path, seconds)
+    beats = HeartbeatMonitor(tmp_path, seconds)
     seconds.now += 1
     assert (beats.silent_seconds(), beats.seen) == (1, False)
     beat(tmp_path, 1e9 + 1)
@@ -85,9 +85,9 @@ def test_what_an_earlier_engine_left_is_no_sign_of_life(tmp_path: Path, seconds:
 
 
 def test_an_engine_beats_while_it_computes(tmp_path: Path) -> None:
-    code = f"from pathlib import Path\nfrom {begin_beats.__module__} import begin_beats\n"
-    code += f"begin_beats(Path({str(tmp_path)!r}))\nwhile True: pass"  # no event loop would come to its turn
-    beats, heard = Beats(tmp_path), 0
+    code = f"from pathlib import Path\nfrom {start_heartbeat.__module__} import start_heartbeat\n"
+    code += f"start_heartbeat(Path({str(tmp_path)!r}))\nwhile True: pass"  # no event loop would come to its turn
+    beats, heard = HeartbeatMonitor(tmp_path), 0
 
     def beats_again() -> bool:
         return beats.silent_seconds() == 0 and beats.seen
@@ -127,7 +127,7 @@ class Hung:
 
 @pytest.fixture
 def serving(tmp_path: Path, seconds: Seconds, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
-    monkeypatch.setattr(supervisor, "Beats", lambda directory: Beats(directory, seconds))
+    monkeypatch.setattr(supervisor, "HeartbeatMonitor", lambda directory: HeartbeatMonitor(directory, seconds))
     path = write_config(tmp_path)
     made = Supervisor(load_run_config(path))
     yield made
@@ -146,7 +146,7 @@ def test_a_hung_engine_is_killed_and_started_again(
 ) -> None:
     engine = Hung()
     serving.engine = engine  # type: ignore[assignment]
-    serving.expect_beats()
+    serving.reset_heartbeat()
     beat(tmp_path / "store", 1e9)
     look(serving, seconds, 60)
     assert engine.code is None

@@ -233,7 +233,7 @@ def test_a_run_that_is_served_is_not_deleted_and_others_are(directory: Path, sto
 
 
 def test_nobody_serves_a_store_while_a_run_is_deleted(directory: Path) -> None:
-    with serve_lock.kept_from_serving(directory) as served:
+    with serve_lock.without_server(directory) as served:
         assert served is None
         with pytest.raises(RunError, match="another `fleetdistill serve` uses the store"):
             serve_lock.take(directory, RUN)

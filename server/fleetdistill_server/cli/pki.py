@@ -37,7 +37,7 @@ from fleetdistill_server.security.pki import (
     rotate_authority,
 )
 from fleetdistill_server.security.tokens import create_tokens, state_of
-from fleetdistill_server.service.enrol_port import known_enrol_port
+from fleetdistill_server.service.enrol_port import load_enrol_port
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
@@ -273,7 +273,7 @@ def _port(given: int | None, store: Path) -> int:
         if not 1 <= given <= 65535:
             raise ConfigurationError(f"--enrol-port is {given}, must be 1 to 65535")
         return given
-    known = known_enrol_port(store)
+    known = load_enrol_port(store)
     if known is None:
         text = f"no server has started with the store {store} yet, so the tokens use enrolment port {ENROL_PORT}"
         typer.echo(f"warning: {text}; if [server] enrol_listen has another port, set --enrol-port", err=True)

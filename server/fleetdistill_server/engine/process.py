@@ -16,7 +16,7 @@ from fleetdistill_server.config.server_config import load_server_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
-from fleetdistill_server.service.heartbeat import begin_beats
+from fleetdistill_server.service.heartbeat import start_heartbeat
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE, allow_open_files, end_with_parent
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.service.wakeups import Ends, Wakeups
@@ -107,7 +107,7 @@ def main() -> int:
     allow_open_files()  # averaging maps the payloads of all answers at the same time
     try:
         store = Path(load_server_config(given.config).server.store)
-        begin_beats(store)
+        start_heartbeat(store)
         asyncio.run(_main(_Arguments(given.config, store, given.wakeups, given.most_short_rounds)))
     except (ConfigurationError, RunError) as error:
         logger.error("the engine stops: %s", error, extra=about(event=ENGINE_FAILED))

@@ -56,7 +56,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         if handler is not None:
             return _Guarded(self, method, handler).handler()
         return (
-            grpc.stream_stream_rpc_method_handler(partial(self._elsewhere, method))
+            grpc.stream_stream_rpc_method_handler(partial(self._wrong_port, method))
             if method in ALLOWED_CALLERS
             else None
         )
@@ -71,14 +71,14 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         without = Caller.ANONYMOUS if self.tls else Caller.PLAIN
         caller = Caller(holder.role.value) if holder else without
         if holder is not None:
-            self.still_good(holder)
+            self.check_valid(holder)
         if caller not in ALLOWED_CALLERS.get(method, ()):
             name = f" {holder.name!r}" if holder else ""
             may = ", ".join(sorted(ALLOWED_CALLERS.get(method, ()))) or "none"
             raise RefusedError(Code.NOT_ALLOWED, f"{caller}{name} may not call {method}; allowed callers: {may}")
         return holder
 
-    async def _elsewhere(self, method: str, requests: AsyncIterator[bytes], context: Any) -> None:
+    async def _wrong_port(self, method: str, requests: AsyncIterator[bytes], context: Any) -> None:
         """Rejects a known method that this port does not serve."""
         await _or_abort(context, self.admit, method, context)
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is served on the other port")
@@ -87,7 +87,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         """Counts a call if its method stays open. Raises RefusedError if its caller has too many open calls."""
         return self._limiter.open_call(("", caller)) if method in LONG_LIVED else contextlib.nullcontext()
 
-    def still_good(self, holder: Holder | None) -> None:
+    def check_valid(self, holder: Holder | None) -> None:
         """Raises RefusedError if a certificate has expired, or if it or its holder was revoked."""
         if holder is None:
             return
@@ -97,7 +97,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         if self._revocations.credentials.is_revoked(*holder.subjects):
             raise RefusedError(Code.REVOKED, f"{holder.role} {holder.name[:64]!r} was revoked; ask the operator")
 
-    def vouched(self, request: Any, holder: Holder | None) -> Holder | None:
+    def verified_holder(self, request: Any, holder: Holder | None) -> Holder | None:
         """Returns the holder for whom a request is made: from the certificate, or in plain text from the request.
 
         Sets the run of a request that names none to the certificate's.
@@ -110,7 +110,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
             return holder
         if not self.tls:
             holder = Holder(Role.DEVICE, identity.device)
-            self.still_good(holder)
+            self.check_valid(holder)
         elif holder is not None:
             _check_speaks_for(identity, holder)
         return holder
@@ -141,7 +141,7 @@ class _Guarded:
             with self._guard.stay_open(self._method, caller):
                 holder, request = await self._begin(requests, caller, holder)
                 answer = await self._work(request, _Context(context, self._guard, holder))
-                self._guard.still_good(holder)  # the certificate may have expired during a long poll
+                self._guard.check_valid(holder)  # the certificate may have expired during a long poll
         except FleetDistillError as error:
             await abort(context, error)
         return answer
@@ -153,7 +153,7 @@ class _Guarded:
             with self._guard.stay_open(self._method, caller):
                 holder, request = await self._begin(requests, caller, holder)
                 async for answer in self._work(request, _Context(context, self._guard, holder)):
-                    self._guard.still_good(holder)
+                    self._guard.check_valid(holder)
                     yield answer
         except FleetDistillError as error:
             await abort(context, error)
@@ -165,14 +165,14 @@ class _Guarded:
         if self._handler.request_streaming:
             return holder, self._requests(receiver.all(requests, self._method, caller), holder)
         request = self._handler.request_deserializer(await receiver.first(requests, self._method, caller))
-        return self._guard.vouched(request, holder), request
+        return self._guard.verified_holder(request, holder), request
 
     async def _requests(self, requests: AsyncIterator[bytes], holder: Holder | None) -> AsyncIterator[Any]:
         """Raises errors in the method that reads the requests, because a call can end only once."""
         async for data in requests:
             request = self._handler.request_deserializer(data)
-            holder = self._guard.vouched(request, holder)
-            self._guard.still_good(holder)
+            holder = self._guard.verified_holder(request, holder)
+            self._guard.check_valid(holder)
             yield request
 
 
@@ -186,7 +186,7 @@ class _Context:
 
     async def write(self, message: Any) -> None:
         """Sends a message of a stream."""
-        await _or_abort(self._context, self._guard.still_good, self._holder)
+        await _or_abort(self._context, self._guard.check_valid, self._holder)
         await self._context.write(message)
 
     def __getattr__(self, name: str) -> Any:

@@ -32,7 +32,7 @@ from fleetdistill_server.front.interceptors import DownloadsAreBytes, RefuseUnde
 from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES
 from fleetdistill_server.front.tls import Ports, add_services, listen_on
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.service.heartbeat import BEAT_SECONDS, SILENT_SECONDS, Beats
+from fleetdistill_server.service.heartbeat import BEAT_SECONDS, SILENT_SECONDS, HeartbeatMonitor
 from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.service.wakeups import POLL_SECONDS, Ends, Wakeups
@@ -170,7 +170,7 @@ async def _sweep(api: DeviceApi, pool: ThreadPoolExecutor) -> None:
 
 async def _update_engine_health(status: health.aio.HealthServicer, directory: Path, api: DeviceApi, pool: Any) -> None:
     """Updates the engine's health: serving while heartbeats arrive, or once its run has ended."""
-    loop, beats = asyncio.get_running_loop(), Beats(directory)
+    loop, beats = asyncio.get_running_loop(), HeartbeatMonitor(directory)
 
     def is_healthy() -> bool:
         if beats.silent_seconds() < SILENT_SECONDS and beats.seen:

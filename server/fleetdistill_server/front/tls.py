@@ -19,7 +19,7 @@ from fleetdistill_server.config.tls import Tls
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.pki import SERVER, Authority
 from fleetdistill_server.security.tokens import EnrolmentApi
-from fleetdistill_server.service.enrol_port import note_enrol_port
+from fleetdistill_server.service.enrol_port import save_enrol_port
 
 logger = logging.getLogger("fleetdistill.server.tls")
 
@@ -63,7 +63,7 @@ def add_services(
         enrolment_pb2_grpc.add_EnrolmentServiceServicer_to_server(service, one)
     assert ports.enrol is not None
     try:
-        note_enrol_port(store, ports.enrol)
+        save_enrol_port(store, ports.enrol)
     except StoreError as error:  # the disk may be full; devices can be served anyway
         logger.error("%s; until the next start `fleetdistill enrol` needs --enrol-port %d", error, ports.enrol)
     operations = OperationsService(api, store, pool, tls.directory, ports.enrol)

@@ -9,7 +9,7 @@ from fleetdistill_server.store.blobs import disk_errors
 _PORT_FILE = "enrol-port"
 
 
-def note_enrol_port(store: Path, port: int) -> None:
+def save_enrol_port(store: Path, port: int) -> None:
     """Saves the enrolment port of the store's front. Raises StoreError."""
     fresh = store / f"{_PORT_FILE}.new"
     with disk_errors(f"saving the enrolment port in {store}"):
@@ -17,7 +17,7 @@ def note_enrol_port(store: Path, port: int) -> None:
         fresh.replace(store / _PORT_FILE)
 
 
-def known_enrol_port(store: Path) -> int | None:
+def load_enrol_port(store: Path) -> int | None:
     """Returns the port on which a front of the store last enrolled devices, or None. Raises StoreError."""
     path = store / _PORT_FILE
     with disk_errors(f"reading {path}"):

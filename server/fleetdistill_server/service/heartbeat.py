@@ -24,7 +24,7 @@ SILENT_SECONDS = 15.0
 """Seconds without a heartbeat after which the engine is reported as hung."""
 
 
-def begin_beats(directory: Path) -> None:
+def start_heartbeat(directory: Path) -> None:
     """Starts a thread that sends heartbeats until this process exits."""
     path = directory / FILE
 
@@ -43,7 +43,7 @@ def clear_heartbeat(directory: Path) -> None:
         (directory / FILE).unlink(missing_ok=True)
 
 
-class Beats:
+class HeartbeatMonitor:
     """Observes an engine's heartbeat.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, RunError
-from fleetdistill_server.service.serve_lock import kept_from_serving
+from fleetdistill_server.service.serve_lock import without_server
 from fleetdistill_server.store.retention import Pruned, prune, sweep_all
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
@@ -40,7 +40,7 @@ def delete(directory: Path, store: Store, run: str) -> Pruned:
         RunError: The run is being served.
         StoreError: Another process holds the deletion lock, for example during a backup.
     """
-    with kept_from_serving(directory) as served:
+    with without_server(directory) as served:
         if served == run:
             raise RunError(
                 f"run {run!r} is being served; stop its server first, or only end the run with "

@@ -38,7 +38,7 @@ def take(store: Path, run: str) -> IO[Any]:
 
 
 @contextlib.contextmanager
-def kept_from_serving(store: Path) -> Iterator[str | None]:
+def without_server(store: Path) -> Iterator[str | None]:
     """Prevents servers from starting on this store within the block; yields the run that is served, or None."""
     with disk_errors(f"locking the store {store}"):
         lock = lock_file(store / _FILE)

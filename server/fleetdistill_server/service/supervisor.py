@@ -24,7 +24,7 @@ from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.logs import about
 from fleetdistill_server.service import serve_lock
-from fleetdistill_server.service.heartbeat import Beats, clear_heartbeat
+from fleetdistill_server.service.heartbeat import HeartbeatMonitor, clear_heartbeat
 from fleetdistill_server.service.processes import (
     EXIT_CANNOT_LISTEN,
     EXIT_CONFIGURATION,
@@ -156,7 +156,7 @@ class Supervisor:
         self.port: int | None = None
         self.enrol_port: int | None = None
         self.engine: Child | None = None
-        self._beats = Beats(Path(config.server.store))
+        self._beats = HeartbeatMonitor(Path(config.server.store))
         self._engine_due: float | None = None  # when an engine that lacked disk space is restarted
         self.store = Store.open(Path(config.server.store))
         self.store.check()
@@ -247,7 +247,7 @@ class Supervisor:
                 given = [*self._arguments]
                 if self._most_short_rounds is not None:
                     given += ["--most-short-rounds", str(self._most_short_rounds)]
-                self.expect_beats()
+                self.reset_heartbeat()
                 module, environment = "fleetdistill_server.engine", child_environment()
                 self.engine = Child(module, given, self._engine_ends, self._log, environment)
             return
@@ -256,10 +256,10 @@ class Supervisor:
             return
         code = self.engine.process.poll()
         if code is None and not self._run_is_over():
-            self._end_if_it_hangs(self.engine)
+            self._kill_if_hung(self.engine)
         if code is None or self._run_is_over():
             return
-        self.expect_beats()
+        self.reset_heartbeat()
         if code == EXIT_CONFIGURATION:
             row = self.store.runs.get(self._config.run.name)
             if self._most_short_rounds is not None and row is not None and row["status"] == "stopped":
@@ -267,7 +267,7 @@ class Supervisor:
             why = self._last_failure() or f"see {self._log or 'the log above'}"
             raise RunError(f"the engine cannot run this configuration: {why}")
         if code == EXIT_NO_SPACE:
-            self._when_there_may_be_space(self.engine)
+            self._restart_once_there_is_space(self.engine)
             return
         self._note_progress(self.engine)
         if self.engine.failures >= MAX_RESTARTS:
@@ -278,13 +278,13 @@ class Supervisor:
         logger.warning("the engine exited with status %s; restarting it", code)
         self.engine.restart()
 
-    def expect_beats(self) -> None:
+    def reset_heartbeat(self) -> None:
         """Resets the heartbeat before an engine is started."""
         directory = Path(self._config.server.store)
         clear_heartbeat(directory)
-        self._beats = Beats(directory)
+        self._beats = HeartbeatMonitor(directory)
 
-    def _end_if_it_hangs(self, engine: Child) -> None:
+    def _kill_if_hung(self, engine: Child) -> None:
         """Kills an engine without heartbeats, so that it is restarted; only SIGKILL ends a stopped process."""
         silent, limit = self._beats.silent_seconds(), self._config.server.engine_timeout_seconds
         if silent < (limit if self._beats.seen else max(limit, _START_SECONDS)):
@@ -296,7 +296,7 @@ class Supervisor:
         with contextlib.suppress(StoreError):
             self.store.history.add_event(self._config.run.name, ENGINE_FAILED, text)
 
-    def _when_there_may_be_space(self, engine: Child) -> None:
+    def _restart_once_there_is_space(self, engine: Child) -> None:
         """Restarts an engine that lacked disk space after `NO_SPACE_SECONDS`; this does not count as a failure."""
         now = time.monotonic()
         if self._engine_due is None:
