@@ -136,9 +136,16 @@ def test_the_log_of_a_device_that_was_killed_within_a_line_is_read(tmp_path: Pat
 def struck(seed: int, *targets: str) -> Scenario:
     """A counting run whose processes are killed again and again, with every upload sent twice; no other trouble."""
     blows = tuple(Blow(4 + 6 * number, 0.0, Action.KILL, targets[number % len(targets)], 0.0) for number in range(4))
-    terms = {"rounds": 3, "steps": 2, "deadline_seconds": 4.0, "quorum": 0.3, "twice": 1.0, "faulty": 0.0}
+    terms: dict[str, Any] = {
+        "rounds": 3,
+        "steps": 2,
+        "deadline_seconds": 4.0,
+        "quorum": 0.3,
+        "twice": 1.0,
+        "faulty": 0.0,
+    }
     wanted = scenario(seed)
-    return replace(wanted, **terms, devices=wanted.devices[:6], blows=blows, failpoints={})  # type: ignore[arg-type]
+    return replace(wanted, **terms, devices=wanted.devices[:6], blows=blows, failpoints={})
 
 
 def findings_of(wanted: Scenario, tmp_path: Path, mutation: str) -> dict[str, Any]:

@@ -110,7 +110,11 @@ def test_a_model_that_an_app_has_trained_before_is_kept_while_the_fleet_has_no_b
     fleet: Fleet, tmp_path: Path
 ) -> None:
     events, own = EventLog(), trained_model()
-    given = {"model": trained_model, "data": far_apart(6, seed=0), "validation_data": far_apart(60, seed=0)}
+    given: dict[str, Any] = {
+        "model": trained_model,
+        "data": far_apart(6, seed=0),
+        "validation_data": far_apart(60, seed=0),
+    }
     with make_device(fleet, tmp_path, events, export_onnx="finish", **given) as device:
         for _ in range(2):
             fleet.ask("d")
@@ -123,7 +127,7 @@ def test_a_model_that_an_app_has_trained_before_is_kept_while_the_fleet_has_no_b
     assert [(one.kind, one.values["accuracy_in_use"]) for one in verdicts] == [("kept", 1.0)] * 2
     assert reported(fleet) == [(1, False), (2, False)]
     fleet.store.runs.end(RUN, "finished", "2 rounds completed")
-    with make_device(fleet, tmp_path, export_onnx="finish", **given) as device:  # type: ignore[arg-type]
+    with make_device(fleet, tmp_path, export_onnx="finish", **given) as device:
         assert equal(weights(device), own.state_dict())
         assert device.step(0) is Step.FINISHED
     inputs = far_apart(60, seed=0)[0]
@@ -139,15 +143,15 @@ def test_a_model_that_an_app_has_trained_before_is_kept_while_the_fleet_has_no_b
 def test_after_a_kill_around_the_upload_the_app_gets_what_was_reported(
     fleet: Fleet, tmp_path: Path, moment: str, early_look: bool
 ) -> None:
-    given = {"validation_data": tiny_data(30, seed=4)}
+    given: dict[str, Any] = {"validation_data": tiny_data(30, seed=4)}
     fleet.ask("d")
-    crashing = make_device(fleet, tmp_path / "a", link=crashing_link(fleet.api, moment), **given)  # type: ignore[arg-type]
+    crashing = make_device(fleet, tmp_path / "a", link=crashing_link(fleet.api, moment), **given)
     joined = weights(crashing)
     with pytest.raises(Crash):
         crashing.step(0)
     assert equal(weights(crashing), joined), "no receipt, no delivery"
     crashing.close(leave=False)
-    with make_device(fleet, tmp_path / "a", **given) as device:  # type: ignore[arg-type]
+    with make_device(fleet, tmp_path / "a", **given) as device:
         if early_look:  # loads the state from before the answer that waits in the outbox
             assert equal(weights(device), joined)
         device.step(0)
@@ -155,7 +159,7 @@ def test_after_a_kill_around_the_upload_the_app_gets_what_was_reported(
         device.step(0)
         after = weights(device)
     other = Fleet()
-    with make_device(other, tmp_path / "b", **given) as undisturbed:  # type: ignore[arg-type]
+    with make_device(other, tmp_path / "b", **given) as undisturbed:
         for _ in range(2):
             other.ask("d")
             undisturbed.step(0)

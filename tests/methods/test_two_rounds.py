@@ -184,14 +184,20 @@ def affine_refinement(logits: Tensor, peak: float) -> Tensor:
 
 def test_feddkc() -> None:
     """Both optimisers go on from round to round; the server's logits of one round teach in the next."""
-    shared = {"batch_size": 4, "temperature": TAU, "beta": 0.7, "server_beta": 0.6, "server_learning_rate": 0.08}
+    shared: dict[str, Any] = {
+        "batch_size": 4,
+        "temperature": TAU,
+        "beta": 0.7,
+        "server_beta": 0.6,
+        "server_learning_rate": 0.08,
+    }
     config = FedDKCConfig(
         refinement="kkr",
         target_peak=0.36,
         local_epochs=2,
         server_epochs=2,
         teacher_guard=False,
-        **shared,  # type: ignore[arg-type]
+        **shared,
         **SGD,
     ).for_classes(CLASSES)
     server = FedDKCServer(config, make_context())

@@ -311,9 +311,9 @@ def test_a_device_cannot_have_another_ones_ask_by_its_own_name(world: World) -> 
     theirs = identity_of(NEIGHBOUR)
     payload = make_payload(3)
     name = asked(world, theirs, payload)
-    own = {"identity": identity_of(DEVICE)}
+    own: dict[str, Any] = {"identity": identity_of(DEVICE)}
     requests = {
-        "Download": service_pb2.DownloadRequest(**own, sha256=payload.sha256),  # type: ignore[arg-type]
+        "Download": service_pb2.DownloadRequest(**own, sha256=payload.sha256),
         "UploadStatus": service_pb2.UploadStatusRequest(**own, name=name),
         "Upload": upload_messages(identity_of(DEVICE), name, payload, 64),
     }
@@ -321,7 +321,7 @@ def test_a_device_cannot_have_another_ones_ask_by_its_own_name(world: World) -> 
         name: verdict(world, world.everyone["device"], f"{_service}/{name}", one) for name, one in requests.items()
     }
     assert found == {"Download": "not-found", "UploadStatus": "not-asked", "Upload": "not-asked"}
-    decline = service_pb2.DeclineRequest(**own, round=name.round, step_number=1)  # type: ignore[arg-type]
+    decline = service_pb2.DeclineRequest(**own, round=name.round, step_number=1)
     assert verdict(world, world.everyone["device"], f"{_service}/Decline", decline) == "served"
     row = world.store.asks.get(RUN, name.round, 1, NEIGHBOUR)
     assert row is not None

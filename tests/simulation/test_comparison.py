@@ -150,8 +150,8 @@ def test_the_summary_says_how_long_devices_local_only(exchanged: FleetReport) ->
 
 
 def test_a_method_without_such_figures_expects_nothing(tmp_path: Path) -> None:
-    without = {"with_alone": False, "with_fedavg": False}
-    report = simulate(Simulation(devices=2, train_limit=60, test_limit=20, rounds=1, out=tmp_path, **without))  # type: ignore[arg-type]
+    without: dict[str, Any] = {"with_alone": False, "with_fedavg": False}
+    report = simulate(Simulation(devices=2, train_limit=60, test_limit=20, rounds=1, out=tmp_path, **without))
     assert report.leave_one_out is None
     assert (
         {one.leave_one_out for one in report.devices} == {one.own_statistics_kept for one in report.devices} == {None}  # type: ignore[comparison-overlap]

@@ -89,8 +89,13 @@ class TestTraining:
 
         model = _linear()
         optimizer = make_optimizer(model.parameters(), learning_rate=0.1, momentum=0, nesterov=False, weight_decay=0)
-        plan = {"epochs": 2, "batch_size": 4, "generator": torch.Generator().manual_seed(0), "device": "cpu"}
-        report = train_epochs(model, data, optimizer=optimizer, loss=loss, **plan)  # type: ignore[arg-type]
+        plan: dict[str, Any] = {
+            "epochs": 2,
+            "batch_size": 4,
+            "generator": torch.Generator().manual_seed(0),
+            "device": "cpu",
+        }
+        report = train_epochs(model, data, optimizer=optimizer, loss=loss, **plan)
         assert [len(rows) for rows in seen] == [4, 4, 2] * 2
         epochs = torch.cat(seen).view(2, 10)
         assert torch.equal(epochs.sort(dim=1).values, torch.arange(10).expand(2, 10))

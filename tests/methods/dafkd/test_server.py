@@ -177,8 +177,8 @@ def test_distillation_brings_the_student_to_its_teacher_and_leaves_statistics_al
 
 
 def test_distillation_that_does_not_stay_finite_is_undone() -> None:
-    always = {"kd_start_round": 1, "maturity_guard": False}
-    averaging, distilling = make_server(kd_epochs=0, **always), make_server(kd_lr=1e30, kd_epochs=5, **always)  # type: ignore[arg-type]
+    always: dict[str, Any] = {"kd_start_round": 1, "maturity_guard": False}
+    averaging, distilling = make_server(kd_epochs=0, **always), make_server(kd_lr=1e30, kd_epochs=5, **always)
     run_round(averaging, two_devices())
     cohort = run_round(distilling, two_devices())
     assert states_equal(copied(distilling.model), copied(averaging.model))

@@ -52,8 +52,8 @@ def test_distillation_leaves_the_layers_above_the_cut_bit_identical(settings: di
 
 @pytest.mark.parametrize("steps", ["joint", "alternating"])
 def test_labels_train_dropped_layers_too(steps: str) -> None:
-    settings = {"distill_epochs": 0, "label_epochs": 1, "steps": steps}
-    server, device = disturbed_server(**settings), make_device(**settings)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"distill_epochs": 0, "label_epochs": 1, "steps": steps}
+    server, device = disturbed_server(**settings), make_device(**settings)
     before = state_of(device.local.model)
     device.handle(learn_ask(server, device, 2))
     assert changed(device.local.model, before) == set("abcd")
@@ -61,8 +61,8 @@ def test_labels_train_dropped_layers_too(steps: str) -> None:
 
 def test_the_device_descends_equation_12_through_the_frozen_head() -> None:
     how = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.1, "batch_size": 64, "label_epochs": 0}
-    settings = {**how, "distill_epochs": 1, "temperature": 2.0}
-    server, device = disturbed_server(**settings), make_device(**settings)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {**how, "distill_epochs": 1, "temperature": 2.0}
+    server, device = disturbed_server(**settings), make_device(**settings)
     ask = learn_ask(server, device, 2)
     mine = copy.deepcopy(device.model)
     t_bc = torch.from_numpy(np.array(ask.part("teacher", RefinedKnowledge).values))
@@ -82,8 +82,8 @@ def test_feature_gradients_give_the_heads_first_step(layer: int) -> None:
     how = {"optimizer": "sgd", "momentum": 0.0, "batch_size": 64, "distill_epochs": 1, "label_epochs": 0}
     models = []
     for mode in ("head", "feature_grad"):
-        settings = {**how, "s2c_mode": mode, "temperature": 3.0}
-        server, device = disturbed_server(**settings), make_device(**settings)  # type: ignore[arg-type]
+        settings: dict[str, Any] = {**how, "s2c_mode": mode, "temperature": 3.0}
+        server, device = disturbed_server(**settings), make_device(**settings)
         ask = learn_ask(server, device, layer)
         if layer == 1:  # with one head, t and v agree there: a teacher of another kind shows that gradients do
             ask = other_teacher(server, device, settings)
@@ -103,8 +103,14 @@ def other_teacher(server: FedD2SServer, device: FedD2SDevice, settings: dict[str
 
 
 def test_the_ablation_brings_features_together_instead() -> None:
-    settings = {"distance": "mse", "distill_epochs": 1, "label_epochs": 0, "batch_size": 64, "learning_rate": 1e-3}
-    server, device = disturbed_server(**settings), make_device(**settings)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {
+        "distance": "mse",
+        "distill_epochs": 1,
+        "label_epochs": 0,
+        "batch_size": 64,
+        "learning_rate": 1e-3,
+    }
+    server, device = disturbed_server(**settings), make_device(**settings)
     ask = learn_ask(server, device, 3)
     assert set(ask.parts) == {"plan", "features"}
     sent = triplets_of(server, device, 3)

@@ -215,8 +215,8 @@ def test_d2s_11_optimiser_steps_of_a_phase(steps: str, updates: int, monkeypatch
     def counting(*args: Any, **how: Any) -> Any:
         reports.append(train_steps(*args, **how).steps)
 
-    settings = {"steps": steps, "batch_size": 128, "warmup_epochs": 0, "local_epochs": 4}
-    server, device = make_server(**settings), make_device(rows=800, **settings)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"steps": steps, "batch_size": 128, "warmup_epochs": 0, "local_epochs": 4}
+    server, device = make_server(**settings), make_device(rows=800, **settings)
     monkeypatch.setattr("fleetdistill.methods.fedd2s.device.train_steps", counting)
     monkeypatch.setattr("fleetdistill_server.methods.fedd2s.server.train_steps", counting)
     run_round(server, {"d0": device})

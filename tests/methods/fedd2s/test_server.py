@@ -121,8 +121,14 @@ def test_samples_average_weighs_copies_by_their_rows() -> None:
 def test_alternating_takes_a_step_on_each_loss_and_joint_one_on_their_sum() -> None:
     """One full batch, SGD without momentum: both worked out by hand for the server's copy."""
     for steps in ("joint", "alternating"):
-        how = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.1, "batch_size": 64, "local_epochs": 1}
-        server, device = make_server(steps=steps, temperature=2.0, **how), make_device()  # type: ignore[arg-type]
+        how: dict[str, Any] = {
+            "optimizer": "sgd",
+            "momentum": 0.0,
+            "learning_rate": 0.1,
+            "batch_size": 64,
+            "local_epochs": 1,
+        }
+        server, device = make_server(steps=steps, temperature=2.0, **how), make_device()
         sent = triplets_of(server, device, 3)
         p_bc = server.soft_labels(server.head(3), sent.at_layer + 1)
         trained = server.clients_to_server(sent, p_bc, FakeCohort({}))
@@ -188,8 +194,8 @@ def test_the_teacher_guard_takes_a_network_at_chance_for_none(right: int, own: f
 
 
 def test_a_copy_that_diverges_is_left_out_of_the_mean_and_its_device_learns_from_its_labels() -> None:
-    settings = {"warmup_epochs": 0, "distill_epochs": 0, "batch_size": 64}
-    server, fleet = make_server(**settings), make_fleet(2, **settings)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"warmup_epochs": 0, "distill_epochs": 0, "batch_size": 64}
+    server, fleet = make_server(**settings), make_fleet(2, **settings)
     fleet["d1"].columns_of = lambda layer: {  # type: ignore[method-assign]
         "a": np.full((20, WIDTHS[0]), 3e38, np.float32),
         "d": np.zeros((20, CLASSES), np.float32),
@@ -197,12 +203,12 @@ def test_a_copy_that_diverges_is_left_out_of_the_mean_and_its_device_learns_from
     cohort = run_round(server, fleet)
     assert [(kind, device) for kind, device, _ in cohort.events] == [("copy-left-out", "d1")]
     assert not cohort.sent("d1", "learn")[0]["teacher"].valid  # type: ignore[attr-defined]
-    alone = make_server(**settings)  # type: ignore[arg-type]
+    alone = make_server(**settings)
     run_round(alone, make_fleet(1, **settings))
     assert not changed(server.network, state_of(alone.network))
     assert server.participations == {"d0": 1, "d1": 1}
     calm = make_fleet(2, **settings)
-    assert run_round(make_server(**settings), calm).events == []  # type: ignore[arg-type]
+    assert run_round(make_server(**settings), calm).events == []
 
 
 MODES = [{"distance": "mse"}, {"s2c_mode": "feature_grad"}, {}]

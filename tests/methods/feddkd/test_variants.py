@@ -172,10 +172,10 @@ def test_max_tells_an_app_at_once_that_its_model_lacks_embedding() -> None:
 @pytest.mark.parametrize(("model", "variant"), [("tiny_model", "plain"), ("norm_model", "plain"), ("norm_model", "bn")])
 def test_a_student_in_train_mode_differs_and_leaves_everything_as_it_was(model: str, variant: str) -> None:
     path = f"support.feddkd_fleet:{model}"
-    settings = {"model": path, "variant": variant}
+    settings: dict[str, Any] = {"model": path, "variant": variant}
     server, gradients = make_server(path, variant=variant), []
     for mode in ("eval", "train", "train"):
-        device = make_device(**settings, dkd_student_mode=mode)  # type: ignore[arg-type]
+        device = make_device(**settings, dkd_student_mode=mode)
         device.handle(teach(server=server))
         before, modes = state_of(device.local.model), [part.training for part in device.local.model.modules()]
         torch.manual_seed(2)

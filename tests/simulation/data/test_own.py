@@ -68,9 +68,14 @@ def test_a_pair_of_arrays_gives_a_fifth_of_each_class_to_the_test_part() -> None
 
 def test_bytes_are_scaled_and_floats_are_not() -> None:
     images = np.array([[[[0, 51]]], [[[255, 102]]]], np.uint8)
-    part = {"train_inputs": images, "train_labels": [0, 1], "test_inputs": images, "test_labels": [0, 1]}
-    assert own_dataset(part).train_images.flatten().tolist() == pytest.approx([0, 0.2, 1, 0.4])  # type: ignore[arg-type]
-    floats = own_dataset({**part, "train_inputs": 3.0 * images, "test_inputs": images})  # type: ignore[dict-item]
+    part: dict[str, Any] = {
+        "train_inputs": images,
+        "train_labels": [0, 1],
+        "test_inputs": images,
+        "test_labels": [0, 1],
+    }
+    assert own_dataset(part).train_images.flatten().tolist() == pytest.approx([0, 0.2, 1, 0.4])
+    floats = own_dataset({**part, "train_inputs": 3.0 * images, "test_inputs": images})
     assert floats.train_images.flatten().tolist() == [0, 153, 765, 306]
 
 
