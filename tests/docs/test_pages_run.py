@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked import ForkedProgram
 from support.outside import fresh_process
 from support.processes import PATIENCE_SECONDS, wait_until
 from typer.testing import CliRunner
@@ -90,11 +91,13 @@ class Reader:
 
     def shell(self, text: str) -> None:
         """Runs the lines of a block; scripts run side by side, as in terminals of their own."""
-        scripts = []
+        scripts: list[ForkedProgram] = []
         for line in text.splitlines():
             words = shlex.split(line, comments=True)
             if line.startswith("python "):
-                scripts.append(self.start(words[1:]))
+                script = ForkedProgram(words[1:], self.folder / f"script-{len(scripts)}.log", self.folder)
+                script.start()
+                scripts.append(script)
             elif words[:2] == ["fleetdistill", "serve"] and "--check" not in words:
                 self.serve(words)
             elif words[:1] == ["fleetdistill"]:
@@ -104,7 +107,7 @@ class Reader:
                 if words[0] == "make":
                     assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), line
         for script in scripts:
-            assert script.wait(PATIENCE_SECONDS) == 0, self.output(script)
+            assert script.ended() == 0, script.said
 
     def command(self, words: list[str]) -> None:
         """A command in this process."""

@@ -19,6 +19,7 @@ import onnxruntime
 import pytest
 import torch
 from numpy.testing import assert_allclose
+from support.forked import ForkedProgram
 from support.processes import PATIENCE_SECONDS
 from torch import Tensor, nn
 
@@ -82,14 +83,20 @@ def started(folder: Path, *command: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_the_page_s_example_runs_as_it_stands(folder: Path) -> None:
+    devices: list[ForkedProgram] = []
     server = started(folder, "-c", "from fleetdistill_server.cli.app import app; app()", "serve", "run.toml")
     try:
-        devices = [started(folder, "app.py", str(part)) for part in range(3)]
-        said = [device.communicate(timeout=PATIENCE_SECONDS)[0] for device in devices]
+        devices = [ForkedProgram(["app.py", str(part)], folder / f"{part}.log", folder) for part in range(3)]
+        for device in devices:
+            device.start()
+        ended = [device.ended() for device in devices]
+        said = [device.said for device in devices]
     finally:
+        for device in devices:
+            device.kill()
         server.send_signal(signal.SIGINT)
         server.communicate(timeout=PATIENCE_SECONDS)
-    assert [device.returncode for device in devices] == [0, 0, 0], said
+    assert ended == [0, 0, 0], said
     assert all(text.endswith("\nown general personal\n") for text in said)
     inputs = np.random.default_rng(0).random((3, 3, 32, 32), dtype=np.float32)
     for part in range(3):

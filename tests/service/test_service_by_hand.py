@@ -10,14 +10,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.processes import PATIENCE_SECONDS
+from support.forked import ForkedProgram
+from support.processes import PATIENCE_SECONDS, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -48,13 +48,16 @@ class Program:
     def said(self) -> str:
         return "".join(self._lines)
 
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        until = time.monotonic() + PATIENCE_SECONDS
-        while (found := re.search(pattern, self.said)) is None:
-            assert time.monotonic() < until, f"{pattern!r} was not said: {self.said}"
-            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.said}"
-            time.sleep(0.05)
-        return found
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.ended()
 
     def ended(self) -> int:
         """Exit status, once it has ended by itself."""
@@ -62,15 +65,30 @@ class Program:
         self._reader.join(PATIENCE_SECONDS)
         return status
 
-    def interrupt(self) -> int:
-        """Presses Ctrl-C; exit status."""
-        self.process.send_signal(signal.SIGINT)
-        return self.ended()
-
     def _read(self) -> None:
         assert self.process.stdout is not None
         with self.process.stdout as stdout:
             self._lines.extend(stdout)
+
+
+def wait_for(program: Program | ForkedProgram, pattern: str) -> re.Match[str]:
+    """Waits until a program has said something."""
+
+    def found() -> re.Match[str] | None:
+        lives = program.is_alive
+        match = re.search(pattern, program.said)
+        assert match or lives, program.said
+        return match
+
+    match = wait_until(found, repr(pattern))
+    assert match is not None
+    return match
+
+
+def interrupt(program: Program | ForkedProgram) -> int | None:
+    """Presses Ctrl-C; exit status."""
+    program.send(signal.SIGINT)
+    return program.ended()
 
 
 class Hands:
@@ -78,21 +96,26 @@ class Hands:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.programs: list[Program] = []
+        self.programs: list[Program | ForkedProgram] = []
 
     def start(self, *words: str | Path) -> Program:
-        self.programs.append(Program(*words, cwd=self.folder))
-        return self.programs[-1]
+        program = Program(*words, cwd=self.folder)
+        self.programs.append(program)
+        return program
 
     def serve(self, config: Path) -> tuple[Program, str]:
         """The server, and where it listens."""
         server = self.start(*COMMAND, "serve", config)
-        return server, server.wait_for(r"is served on (127\.0\.0\.1:\d+)")[1]
+        return server, wait_for(server, r"is served on (127\.0\.0\.1:\d+)")[1]
 
-    def device(self, number: int, server: str) -> Program:
+    def device(self, number: int, server: str) -> ForkedProgram:
         app = ROOT / "examples" / "embed_in_app.py"
         own = ["--state-dir", f"out/device-{number}", "--model", MODELS[number], "--part", f"{number}/3"]
-        return self.start(sys.executable, app, "--server", server, *own, "--device-id", f"device-{number}")
+        words: list[str | Path] = [app, "--server", server, *own, "--device-id", f"device-{number}"]
+        program = ForkedProgram(words, self.folder / f"device-{len(self.programs)}.log", self.folder)
+        program.start()
+        self.programs.append(program)
+        return program
 
     def asks(self, *words: str) -> Any:
         """What a command of the operator prints as JSON."""
@@ -114,8 +137,7 @@ def hands(tmp_path: Path) -> Iterator[Hands]:
     finally:
         for program in reversed(hands.programs):
             with contextlib.suppress(ProcessLookupError):
-                program.process.kill()
-            program.ended()
+                program.kill()
 
 
 def example_run(folder: Path, rounds: int) -> Path:
@@ -135,18 +157,18 @@ def test_the_readmes_service_runs_goes_on_after_ctrl_c_and_finishes(hands: Hands
 
     # One device alone waits for the others; Ctrl-C ends it, and it may come again under its name.
     early = hands.device(0, address)
-    early.wait_for("checked-in")
-    assert early.interrupt() == 0
+    wait_for(early, "checked-in")
+    assert interrupt(early) == 0
     assert "stopping after this step" in early.said
     assert hands.asks("runs", "show", "digits")["status"] == "running"
 
     # Ctrl-C in every terminal in the middle of the run.
     devices = [hands.device(number, address) for number in range(3)]
-    server.wait_for(f"round closed, 2 of {ROUNDS} completed")
+    wait_for(server, f"round closed, 2 of {ROUNDS} completed")
     for device in devices:
-        device.process.send_signal(signal.SIGINT)
+        device.send(signal.SIGINT)
     assert [device.ended() for device in devices] == [0, 0, 0], [device.said for device in devices]
-    assert server.interrupt() == 0
+    assert interrupt(server) == 0
     before = hands.asks("runs", "show", "digits")
     assert before["status"] == "running (no server)"
     assert 2 <= sum(row["status"] == "closed" for row in before["rounds"]) < ROUNDS
@@ -164,8 +186,8 @@ def test_the_readmes_service_runs_goes_on_after_ctrl_c_and_finishes(hands: Hands
         assert_any_batch(hands.folder / f"out/device-{number}/model.onnx", (1, 8, 8))
     assert "agrees with PyTorch" in hands.says("export", "digits", "--out", "teacher.onnx")
     assert_any_batch(hands.folder / "teacher.onnx", (8, 4, 4))
-    assert server.interrupt() == 0
-    assert "stopped; the run is over" in server.said
+    assert interrupt(server) == 0
+    assert "stopped; the run has ended" in server.said
 
     # Once more: the run is over, and whoever comes is told so at once.
     server, address = hands.serve(config)
@@ -175,7 +197,7 @@ def test_the_readmes_service_runs_goes_on_after_ctrl_c_and_finishes(hands: Hands
     assert "round " not in again.said.split("finished")[0]
     closed = [row for row in hands.asks("runs", "show", "digits")["rounds"] if row["status"] == "closed"]
     assert len(closed) == ROUNDS
-    assert server.interrupt() == 0
+    assert interrupt(server) == 0
     assert hands.start(*COMMAND, "serve", config, "--until-finished").ended() == 0
 
 

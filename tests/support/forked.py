@@ -169,9 +169,10 @@ class ForkedProgram(Forked):
     Only its own process saves the start of Python and torch: what it starts itself are processes like any other.
     """
 
-    def __init__(self, words: Sequence[str | Path], log: Path) -> None:
+    def __init__(self, words: Sequence[str | Path], log: Path, folder: Path | None = None) -> None:
         self.log = log
-        super().__init__(_run_program, [str(word) for word in words], log, list(sys.path))
+        where = folder or Path.cwd()
+        super().__init__(_run_program, [str(word) for word in words], log.resolve(), where, list(sys.path))
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal."""
@@ -191,14 +192,15 @@ class ForkedProgram(Forked):
         return self.log.read_text() if self.log.exists() else ""
 
 
-def _run_program(points: str, words: list[str], log: Path, path: list[str]) -> None:
+def _run_program(points: str, words: list[str], log: Path, folder: Path, path: list[str]) -> None:
+    os.chdir(folder)
     with log.open("ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     failpoints.switch_on(points)
     sys.argv, sys.path[:] = words, path
     if words[0].endswith(".py"):
-        sys.path.insert(0, str(Path(words[0]).parent))
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
         runpy.run_path(words[0], run_name="__main__")
     else:
         from fleetdistill_server.start import main
