@@ -302,5 +302,5 @@ def test_before_the_first_delivery_there_is_only_the_general_answer(case: Any, t
         device = devices_of(store, blank, features, tmp_path, stack)[0]
         assert list(device.models) == ["general"]
         assert device.models.get("personal", device.model) is device.models["general"]
-        with pytest.raises(ModelError, match=r"no 'personal' model, only general; .* models.get\('personal'"):
+        with pytest.raises(ModelError, match=r"no 'personal' model, only general; .*models.get\('personal'"):
             device.models["personal"]
