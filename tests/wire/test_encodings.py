@@ -35,7 +35,7 @@ from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import RAW, ZSTD, Packer, choose, unpacked
 from fleetdistill.wire.payload import CHUNK_BYTES, chunk_data, chunks, digest, slots
-from fleetdistill.wire.quantize import LARGEST, LARGEST_STEP, in_steps, numbers_of
+from fleetdistill.wire.quantize import LARGEST, LARGEST_SCALE, dequantize, quantize
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, tensor_pb2
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.ingest import Ingest
@@ -55,8 +55,8 @@ def of_channels(per_channel: Any, like: Any) -> Any:
 
 @given(COLUMNS)
 def test_a_number_is_off_by_at_most_half_a_step_of_its_channel(numbers: Any) -> None:
-    elements, step, minimum = in_steps(numbers)
-    found = numbers_of(elements, step, minimum)
+    elements, step, minimum = quantize(numbers)
+    found = dequantize(elements, step, minimum)
     assert (found.dtype, found.shape, elements.dtype) == (np.float32, numbers.shape, np.uint8)  # type: ignore[comparison-overlap]
     assert step.shape == minimum.shape == numbers.shape[1:2]
     rounding = np.spacing(np.abs(numbers)) + of_channels(255 * np.spacing(step), numbers) + 2.0**-110
@@ -65,10 +65,10 @@ def test_a_number_is_off_by_at_most_half_a_step_of_its_channel(numbers: Any) -> 
 
 @given(COLUMNS)
 def test_encoding_again_what_was_decoded_changes_nothing(numbers: Any) -> None:
-    elements, step, minimum = in_steps(numbers)
+    elements, step, minimum = quantize(numbers)
     finest = np.spacing(np.abs(numbers).max(initial=0))  # below it, what is decoded is rounded to another number
     assume(((step == 0) | (step >= 4 * finest)).all())
-    again, step_again, minimum_again = in_steps(numbers_of(elements, step, minimum))
+    again, step_again, minimum_again = quantize(dequantize(elements, step, minimum))
     np.testing.assert_array_equal(minimum_again, minimum)
     np.testing.assert_allclose(step_again, step, rtol=1e-3)
     np.testing.assert_array_equal(again, elements)
@@ -77,8 +77,8 @@ def test_encoding_again_what_was_decoded_changes_nothing(numbers: Any) -> None:
 @given(COLUMNS, st.integers(0, 4))
 def test_a_channel_is_encoded_by_itself(numbers: Any, channel: int) -> None:
     assume(numbers.size and channel < numbers.shape[1])
-    alone = in_steps(numbers[:, channel : channel + 1])
-    for one, whole in zip(alone, in_steps(numbers), strict=True):
+    alone = quantize(numbers[:, channel : channel + 1])
+    for one, whole in zip(alone, quantize(numbers), strict=True):
         part = whole[:, channel : channel + 1] if whole.ndim > 1 else whole[channel : channel + 1]
         np.testing.assert_array_equal(one, part)
 
@@ -86,21 +86,21 @@ def test_a_channel_is_encoded_by_itself(numbers: Any, channel: int) -> None:
 @given(NUMBERS, st.integers(1, 5))
 def test_numbers_that_are_all_alike_come_back_exactly(number: float, rows: int) -> None:
     numbers = np.full((rows, 1, 2), number, np.float32)
-    elements, step, minimum = in_steps(numbers)
+    elements, step, minimum = quantize(numbers)
     assert (int(elements.max()), float(step[0])) == (0, 0.0)
-    np.testing.assert_array_equal(numbers_of(elements, step, minimum), numbers)
+    np.testing.assert_array_equal(dequantize(elements, step, minimum), numbers)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (0, 3, 2, 2), (2, 0), (2, 3, 0)])
 def test_a_column_without_numbers_is_encoded_too(shape: tuple[int, ...]) -> None:
-    elements, step, minimum = in_steps(np.zeros(shape, np.float32))
-    assert numbers_of(elements, step, minimum).shape == shape
+    elements, step, minimum = quantize(np.zeros(shape, np.float32))
+    assert dequantize(elements, step, minimum).shape == shape
     assert not step.any()
     assert not minimum.any()
 
 
 def test_the_ends_of_a_channel_come_back_exactly_and_by_hand() -> None:
-    elements, step, minimum = in_steps(f32([[0, -1], [255, 1], [100.4, 0.3]]))
+    elements, step, minimum = quantize(f32([[0, -1], [255, 1], [100.4, 0.3]]))
     np.testing.assert_array_equal(elements, [[0, 0], [255, 255], [100, 166]])  # 1.3 / (2 / 255) = 165.75
     np.testing.assert_allclose(step, [1, 2 / 255])
     np.testing.assert_array_equal(minimum, [0, -1])
@@ -212,7 +212,7 @@ def test_a_column_in_steps_is_taken() -> None:
         ("step", [1, -1e-9], "step -1e-09 outside [0, 513.757) at row 1"),
         (
             "step",
-            [np.nextafter(np.float32(LARGEST_STEP), np.float32(1e9)), 1],
+            [np.nextafter(np.float32(LARGEST_SCALE), np.float32(1e9)), 1],
             "step 513.757 outside [0, 513.757) at row 0",
         ),
         ("minimum", [0, np.nan], "non-finite minimum at row 1"),

@@ -36,8 +36,8 @@ class SampleKnowledge(Kind):
 
     wire_name = "sample_knowledge"
     possible_columns = ("features", "logits", "labels")
-    travels_in = None
-    in_channel_steps = True
+    wire_type = None
+    quantized_features = True
     rows_are_samples = True
     description = "{columns} of own samples"
 
@@ -116,7 +116,7 @@ class RefinedKnowledge(Kind):
     """Soft targets of the server for a device's own samples; none if `valid` is False."""
 
     wire_name = "refined_knowledge"
-    travels_in = None
+    wire_type = None
 
     valid: bool
     sample_ids: Array | None = None
@@ -136,7 +136,7 @@ class ProxyKnowledge(Kind):
 
     wire_name = "proxy_knowledge"
     possible_columns = ("features", "logits")
-    travels_in = None
+    wire_type = None
     description = "{columns} of the proxy set"
 
     valid: bool
@@ -250,7 +250,7 @@ class SoftPredictions(_Predictions):
     """Soft predictions `[M, C]` for features drawn from class statistics."""
 
     wire_name = "soft_predictions"
-    travels_in = None
+    wire_type = None
     description = "predictions on drawn rows"
 
     noise_seed: int

@@ -79,7 +79,7 @@ class ClassStatistics(_Statistics):
     """
 
     wire_name = "class_statistics"
-    travels_in = None
+    wire_type = None
 
     labels: list[int]
     counts: Array | None = None
@@ -169,7 +169,7 @@ class SharedStatistics(_Statistics):
     """
 
     wire_name = "shared_statistics"
-    travels_in = np.dtype(np.float16)
+    wire_type = np.dtype(np.float16)
 
     labels: list[int]
     counts: Array | None = None
@@ -293,7 +293,7 @@ class ClassSpace(Kind):
     """
 
     wire_name = "class_space"
-    travels_in = np.dtype(np.float16)
+    wire_type = np.dtype(np.float16)
     exact = frozenset({"shrinkage", "outside"})
 
     labels: list[int]

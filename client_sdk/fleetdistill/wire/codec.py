@@ -16,8 +16,8 @@ from google.protobuf.message import Message
 from fleetdistill.errors import KnowledgeError, WireError
 from fleetdistill.wire.kind import Array, Kind, OwnForm, Parts, field_errors, kind_of
 from fleetdistill.wire.payload import ELEMENT_TYPES, DataSource, Slot, array_of, digest, slots
-from fleetdistill.wire.quantize import LARGEST, in_steps
-from fleetdistill.wire.schema import FLOAT32, float_type, in_channel_steps
+from fleetdistill.wire.quantize import LARGEST, quantize
+from fleetdistill.wire.schema import FLOAT32, float_type, is_quantized
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
 
 KNOWLEDGE_TYPES = (
@@ -89,7 +89,7 @@ def encode(parts: Parts, knowledge_type: np.dtype | type = np.float32) -> Payloa
         part = message.parts.add(name=name)
         target = getattr(part, kind.wire_name)
         target.SetInParent()
-        wire_type = np.dtype(knowledge_type) if kind.travels_in is None else kind.travels_in
+        wire_type = np.dtype(knowledge_type) if kind.wire_type is None else kind.wire_type
         _Encoder(arrays, wire_type, type(kind)).fill(target, kind, name)
     all_slots = slots(message)
     source = ArraySource(all_slots, arrays)
@@ -134,7 +134,7 @@ class _Encoder:
             self._describe(target, item, path)
         elif kind == "NamedTensor":
             for name, array in item.items():
-                self._describe(target.add(name=name).tensor, array, f"{path}/{name}", self._kind.in_channel_steps)
+                self._describe(target.add(name=name).tensor, array, f"{path}/{name}", self._kind.quantized_features)
         elif kind is not None and field.is_repeated:
             for one in item:
                 self.fill(target.add(), one, path)
@@ -148,18 +148,18 @@ class _Encoder:
             with field_errors(path, item):
                 setattr(message, field.name, item)
 
-    def _describe(self, tensor: tensor_pb2.Tensor, array: Array, path: str, stepped: bool = False) -> None:
+    def _describe(self, tensor: tensor_pb2.Tensor, array: Array, path: str, quantized: bool = False) -> None:
         array = np.asarray(array)
-        if stepped and array.dtype.kind == "f" and in_channel_steps(self._wire_type, array.shape[1:]):
-            self._describe_steps(tensor, array, path)
+        if quantized and array.dtype.kind == "f" and is_quantized(self._wire_type, array.shape[1:]):
+            self._describe_quantized(tensor, array, path)
         else:
             self._add(tensor, _to_wire_type(array, float_type(self._wire_type), path))
 
-    def _describe_steps(self, tensor: tensor_pb2.Tensor, array: Array, path: str) -> None:
+    def _describe_quantized(self, tensor: tensor_pb2.Tensor, array: Array, path: str) -> None:
         with np.errstate(over="ignore"):
             numbers = array.astype(FLOAT32, copy=False)
         _check_range(array, np.abs(numbers) <= LARGEST, "uint8", path)
-        elements, step, minimum = in_steps(numbers)
+        elements, step, minimum = quantize(numbers)
         self._add(tensor, elements)
         tensor.encoding = tensor_pb2.ENCODING_CHANNEL_STEPS
         self._add(tensor.channels.step, step)

@@ -26,18 +26,18 @@ class Kind:
     Attributes:
         wire_name: Field of the message `Part` that holds it.
         possible_columns: Columns that a part can contain, which the app must allow; None if it never leaves a device.
-        travels_in: Number type of its floats on the wire; None for the run's knowledge type.
+        wire_type: Number type of its floats on the wire; None for the run's knowledge type.
         exact: Names of fields whose floats travel in float64.
-        in_channel_steps: Whether its named tensors are feature columns, which a run of uint8 sends in channel steps.
+        quantized_features: Whether its named tensors are feature columns, which a run of uint8 sends in channel steps.
         rows_are_samples: Whether each of its rows is about one of the device's own samples.
-        description: Description of the part in tables; `{columns}` stands for its columns about samples.
+        description: What it says about a device, for tables; `{columns}` stands for the columns about samples.
     """
 
     wire_name: ClassVar[str]
     possible_columns: ClassVar[tuple[str, ...] | None] = None
-    travels_in: ClassVar[np.dtype[Any] | None] = np.dtype(np.float32)
+    wire_type: ClassVar[np.dtype[Any] | None] = np.dtype(np.float32)
     exact: ClassVar[frozenset[str]] = frozenset()
-    in_channel_steps: ClassVar[bool] = False
+    quantized_features: ClassVar[bool] = False
     rows_are_samples: ClassVar[bool] = False
     description: ClassVar[str] = ""
 

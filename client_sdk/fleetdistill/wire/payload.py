@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 
 from fleetdistill.errors import WireError
 from fleetdistill.wire.compression import RAW, Packer, unpacked
-from fleetdistill.wire.quantize import numbers_of
+from fleetdistill.wire.quantize import dequantize
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
 
 CHUNK_BYTES = 1 << 20
@@ -191,7 +191,7 @@ def array_of(slot: Slot, source: DataSource) -> np.ndarray:
     if slot.channels is None:
         return elements
     step, minimum = (array_of(one, source) for one in slot.channels)
-    return numbers_of(elements, step, minimum)
+    return dequantize(elements, step, minimum)
 
 
 def _tensors(parts: knowledge_pb2.Parts) -> Iterator[tuple[str, str, tensor_pb2.Tensor]]:
@@ -239,10 +239,10 @@ def _dtype(path: str, tensor: tensor_pb2.Tensor) -> np.dtype:
     dtype = DTYPES.get(tensor.element_type)
     if dtype is None:
         raise WireError(f"tensor {path!r} has unknown element type {tensor.element_type}")
-    in_steps = tensor.encoding == tensor_pb2.ENCODING_CHANNEL_STEPS
-    if in_steps != tensor.HasField("channels"):
-        raise WireError(f"tensor {path!r} has {'no' if in_steps else 'needless'} steps and minima of its channels")
-    if in_steps and (dtype != np.uint8 or len(tensor.shape) < 2):
+    quantized = tensor.encoding == tensor_pb2.ENCODING_CHANNEL_STEPS
+    if quantized != tensor.HasField("channels"):
+        raise WireError(f"tensor {path!r} has {'no' if quantized else 'needless'} steps and minima of its channels")
+    if quantized and (dtype != np.uint8 or len(tensor.shape) < 2):
         text = f"tensor {path!r} is {dtype.name} {list(tensor.shape)[: MAX_AXES + 1]}"
         raise WireError(f"{text}, channel steps are uint8 with at least two axes")
     return dtype

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fleetdistill.wire.quantize import LARGEST, LARGEST_STEP
+from fleetdistill.wire.quantize import LARGEST, LARGEST_SCALE
 
 if TYPE_CHECKING:
     from fleetdistill.wire.kind import Kind
@@ -43,7 +43,7 @@ def float_type(knowledge_type: np.dtype | type | str) -> np.dtype:
     return FLOAT16 if found == UINT8 else found
 
 
-def in_channel_steps(knowledge_type: np.dtype | type | str, shape: Sequence[int]) -> bool:
+def is_quantized(knowledge_type: np.dtype | type | str, shape: Sequence[int]) -> bool:
     """Whether a feature column travels as steps of its channels; `shape` is that of one sample, and has channels."""
     return np.dtype(knowledge_type) == UINT8 and len(shape) > 0
 
@@ -73,7 +73,7 @@ class TensorSchema:
         above: Values must be larger than this, None for no bound.
         unique: Values may not repeat.
         row_sums: Least and most that the numbers of a row may sum to, None for no bound.
-        in_steps: Whether the elements are steps on the scale of their channel.
+        quantized: Whether the elements are steps on the scale of their channel.
         what: The column in words, for messages.
         channels: Of a feature column whose shape is only counted; None: its second axis.
     """
@@ -85,7 +85,7 @@ class TensorSchema:
     above: float | None = None
     unique: bool = False
     row_sums: tuple[float, float] | None = None
-    in_steps: bool = False
+    quantized: bool = False
     what: str = "value"
     channels: int | None = None
 
@@ -109,16 +109,16 @@ class TensorSchema:
         """
         if not isinstance(self.dtypes, Floats):
             return {"": self}
-        if self.dtypes is FEATURES and self.shape is not None and in_channel_steps(floats, self.shape[1:]):
-            return self._steps(self.shape)
+        if self.dtypes is FEATURES and self.shape is not None and is_quantized(floats, self.shape[1:]):
+            return self._quantized(self.shape)
         return {"": replace(self, dtypes=(float_type(floats),))}
 
-    def _steps(self, shape: tuple[int, ...]) -> dict[str, TensorSchema]:
+    def _quantized(self, shape: tuple[int, ...]) -> dict[str, TensorSchema]:
         """In channel steps: with its scales in these bounds, every number that it stands for is finite."""
-        too_large, too_long = (float(np.nextafter(np.float32(most), np.inf)) for most in (LARGEST, LARGEST_STEP))
+        too_large, too_long = (float(np.nextafter(np.float32(most), np.inf)) for most in (LARGEST, LARGEST_SCALE))
         scales = shape[1:2] if self.channels is None else (self.channels,)
         return {
-            "": replace(self, dtypes=(UINT8,), in_steps=True),
+            "": replace(self, dtypes=(UINT8,), quantized=True),
             "/step": TensorSchema((FLOAT32,), scales, low=0, high=too_long, what="step"),
             "/minimum": TensorSchema((FLOAT32,), scales, low=-LARGEST, high=too_large, what="minimum"),
         }
@@ -171,5 +171,5 @@ class PartSchema:
 
 def on_the_wire(kind: type[Kind], tensors: Tensors, knowledge_type: np.dtype | type | str) -> dict[str, TensorSchema]:
     """The tensors of a part as they travel in a run of that knowledge type, by path."""
-    floats = np.dtype(knowledge_type) if kind.travels_in is None else kind.travels_in
+    floats = np.dtype(knowledge_type) if kind.wire_type is None else kind.wire_type
     return {f"{path}{end}": one for path, schema in tensors.items() for end, one in schema.on_the_wire(floats).items()}

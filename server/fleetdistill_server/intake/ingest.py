@@ -169,9 +169,9 @@ class Ingest:
         if slot.dtype not in rule.types:
             expected = " or ".join(dtype.name for dtype in rule.types)
             raise self._refuse(Code.BAD_TENSOR, f"{slot.path} is {slot.dtype.name}, expected {expected}", slot)
-        if rule.in_steps != (slot.channels is not None):
+        if rule.quantized != (slot.channels is not None):
             forms = ("raw", "quantised per channel")
-            found, expected = forms if rule.in_steps else forms[::-1]
+            found, expected = forms if rule.quantized else forms[::-1]
             raise self._refuse(Code.BAD_TENSOR, f"{slot.path} is {found}, expected {expected}", slot)
         if rule.shape is not None and not _fits(slot.shape, rule.shape):
             text = f"{slot.path} has shape {list(slot.shape)}, expected {_shape_text(rule.shape)}"
