@@ -263,5 +263,5 @@ def test_a_malformed_header_is_refused_with_the_protocol_s_own_sentence() -> Non
     error = refusal(payload)
     assert said(error) == (
         Code.BAD_MESSAGE,
-        "device d1: tensor 'knowledge/logits' has encoding 9, this version knows raw and channel steps",
+        "device d1: tensor 'knowledge/logits' has encoding 9, must be raw or channel steps",
     )

@@ -334,7 +334,7 @@ def test_the_largest_float16_fits_and_infinity_is_left_to_the_server() -> None:
     ("kind", "message"),
     [
         (k.ModelParameters(parameters={"w": np.ones(2, np.complex64)}), "x/parameters/w: elements of type complex64"),
-        (k.ModelParameters(parameters={"w": np.array(["a"])}), "x/parameters/w: elements of type <U1 cannot travel"),
+        (k.ModelParameters(parameters={"w": np.array(["a"])}), "x/parameters/w: elements of type <U1 cannot be sent"),
         (k.Plan(values={"big": 2**63}), r"x/big: 9223372036854775808 does not fit its field"),
         (k.Plan(values={"none": None}), "x/none: None does not fit its field"),  # type: ignore[dict-item]
         (k.Plan(values={"list": [0.5]}), r"x/list: \[0.5\] does not fit its field"),  # type: ignore[list-item]
@@ -436,9 +436,9 @@ def _parts(*names: str, **tensor: Any) -> knowledge_pb2.Parts:
     [
         (_parts(element_type=0), "tensor 'model/parameters/w' has unknown element type 0"),
         (_parts(element_type=99), "tensor 'model/parameters/w' has unknown element type 99"),
-        (_parts(encoding=0), "tensor 'model/parameters/w' has encoding 0, this version knows raw and channel steps"),
-        (_parts(encoding=3), "tensor 'model/parameters/w' has encoding 3, this version knows raw and channel steps"),
-        (_parts(data=b"\0" * 4), "tensor 'model/parameters/w' carries its data in the header; data come in chunks"),
+        (_parts(encoding=0), "tensor 'model/parameters/w' has encoding 0, must be raw or channel steps"),
+        (_parts(encoding=3), "tensor 'model/parameters/w' has encoding 3, must be raw or channel steps"),
+        (_parts(data=b"\0" * 4), "tensor 'model/parameters/w' has its data in the header; send data in chunks"),
         (
             _parts(shape=[2, -1]),
             "tensor 'model/parameters/w' has shape [2, -1], axes must be >= 0, at most 16",
@@ -449,12 +449,15 @@ def _parts(*names: str, **tensor: Any) -> knowledge_pb2.Parts:
         ),
         (
             _parts(shape=[2**62, 2**62, 0]),
-            f"tensor 'model/parameters/w' has shape {[2**62, 2**62, 0]}, which no machine can hold",
+            f"tensor 'model/parameters/w' has shape {[2**62, 2**62, 0]}, must have at most {1 << 56} elements",
         ),
         (_parts("w", "v", "w"), "tensor 'model/parameters/w' appears twice"),
         (_parts(""), "a name is 0 characters long, must be 1 to 256: ''"),
         (_parts("n" * 257), f"a name is 257 characters long, must be 1 to 256: '{'n' * 40}'"),
-        (knowledge_pb2.Parts(parts=[knowledge_pb2.Part(name="x")]), "part 'x' has no kind that this version knows"),
+        (
+            knowledge_pb2.Parts(parts=[knowledge_pb2.Part(name="x")]),
+            "part 'x' has a kind that this version does not know",
+        ),
         (
             knowledge_pb2.Parts(parts=[knowledge_pb2.Part(plan=knowledge_pb2.Plan())]),
             "a name is 0 characters long, must be 1 to 256: ''",

@@ -242,10 +242,13 @@ def _shape(tensor: Any, *shape: int) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda t: t.ClearField("channels"), "tensor 'knowledge/features/cut' has no steps and minima of its channels"),
+        (
+            lambda t: t.ClearField("channels"),
+            "tensor 'knowledge/features/cut' must have steps and minima of its channels",
+        ),
         (
             lambda t: setattr(t, "encoding", tensor_pb2.ENCODING_RAW),
-            "tensor 'knowledge/features/cut' has needless steps and minima of its channels",
+            "tensor 'knowledge/features/cut' must not have steps and minima of its channels",
         ),
         (lambda t: t.channels.ClearField("step"), "tensor 'knowledge/features/cut/step' has encoding 0"),
         (lambda t: t.channels.ClearField("minimum"), "tensor 'knowledge/features/cut/minimum' has encoding 0"),
@@ -267,13 +270,13 @@ def _shape(tensor: Any, *shape: int) -> None:
         ),
         (
             lambda t: setattr(t, "element_type", tensor_pb2.ELEMENT_TYPE_FLOAT16),
-            "tensor 'knowledge/features/cut' is float16 [4, 2, 2], channel steps are uint8 with at least two axes",
+            "tensor 'knowledge/features/cut' is float16 [4, 2, 2]; channel steps must be uint8 with at least two axes",
         ),
         (
             lambda t: _shape(t, 16),
-            "tensor 'knowledge/features/cut' is uint8 [16], channel steps are uint8 with at least",
+            "tensor 'knowledge/features/cut' is uint8 [16]; channel steps must be uint8 with at least",
         ),
-        (lambda t: setattr(t.channels.step, "data", b"1234"), "'knowledge/features/cut/step' carries its data"),
+        (lambda t: setattr(t.channels.step, "data", b"1234"), "'knowledge/features/cut/step' has its data"),
     ],
 )
 def test_a_column_that_does_not_describe_itself_is_refused(change: Any, said: str) -> None:
@@ -361,10 +364,10 @@ def lying() -> bytes:
 
 
 BAD_FRAMES = {
-    "a bomb of 64 MiB": (packed(bytes(1 << 26)), "says that it holds 67108864 bytes, must be 1 to 1048576"),
-    "one byte over a chunk": (packed(bytes(CHUNK_BYTES + 1)), "says that it holds 1048577 bytes, must be 1 to 1048576"),
-    "no size": (streamed(bytes(64)), "does not say how many bytes it holds, must be 1 to 1048576"),
-    "nothing in it": (packed(b""), "says that it holds 0 bytes, must be 1 to 1048576"),
+    "a bomb of 64 MiB": (packed(bytes(1 << 26)), "states a size of 67108864 bytes, must be 1 to 1048576"),
+    "one byte over a chunk": (packed(bytes(CHUNK_BYTES + 1)), "states a size of 1048577 bytes, must be 1 to 1048576"),
+    "no size": (streamed(bytes(64)), "does not state its size, must be 1 to 1048576"),
+    "nothing in it": (packed(b""), "states a size of 0 bytes, must be 1 to 1048576"),
     "no frame": (b"not a frame, this", "is damaged"),
     "empty": (b"", "is damaged"),
     "cut off": (packed(bytes(range(200)))[:-9], "is damaged"),
@@ -385,7 +388,7 @@ def test_a_frame_that_is_no_chunk_is_refused(name: str) -> None:
 
 def test_a_compression_that_nobody_knows_is_refused() -> None:
     chunk = knowledge_pb2.TensorChunk(data=b"x", crc32c=google_crc32c.value(b"x"), compression=9)  # type: ignore[arg-type]
-    said = "a chunk is packed with compression 9, which this side has not offered"
+    said = "a chunk has compression 9, which this side does not support"
     assert refusal(encoded(), sent=[chunk]) == (Code.BAD_MESSAGE, said)
 
 
@@ -424,7 +427,7 @@ def without_zstandard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_the_library_nothing_is_offered_and_nothing_packed_is_taken() -> None:
     assert compression.offered() == ()
     assert choose(ZSTD, [ZSTD]) == RAW
-    with pytest.raises(WireError, match="which this side has not offered"):
+    with pytest.raises(WireError, match="which this side does not support"):
         unpacked(packed(b"x"), ZSTD, 100)
 
 

@@ -1,6 +1,6 @@
-"""Between the classes of `fleetdistill.knowledge` and protobuf parts with their data.
+"""Converts between the classes of `fleetdistill.knowledge` and payloads: protobuf parts with their data.
 
-One generic mapping by field names serves every kind, so that a new kind is a message and a class.
+One generic mapping by field names handles every kind, so a new kind needs a message and a class only.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ KNOWLEDGE_TYPES = (
     tensor_pb2.ELEMENT_TYPE_FLOAT16,
     tensor_pb2.ELEMENT_TYPE_UINT8,
 )
-"""Types that knowledge can travel in, for a device's profile."""
+"""Element types of knowledge that this version supports, for a device's profile."""
 
 
 class ArraySource:
-    """Arrays in memory as one run of bytes, without joining them."""
+    """Arrays in memory as one contiguous range of bytes, without copying them together."""
 
     def __init__(self, all_slots: tuple[Slot, ...], arrays: list[Array]) -> None:
         self._slots = all_slots
         self._views = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
 
     def read(self, start: int, size: int) -> bytes:
-        """Returns `size` bytes from `start` on, over the borders of arrays where need be."""
+        """Returns `size` bytes from offset `start`, also across arrays."""
         found = [
             self._views[number][max(start - slot.start, 0) : max(start + size - slot.start, 0)]
             for number, slot in enumerate(self._slots)
@@ -47,13 +47,13 @@ class ArraySource:
 
 @dataclass(frozen=True)
 class Payload:
-    """Parts with their data, wherever these are. Decode with `parts_of`.
+    """Parts and a source of their data. Decode it with `decode`.
 
     Attributes:
-        parts: The typed parts, tensors without data.
-        slots: Where each tensor stands in the data.
-        source: Gives the data by offset.
-        sha256: Digest of parts and data, 32 bytes.
+        parts: The typed parts; tensors have no data.
+        slots: Position of each tensor in the data.
+        source: Source of the data by offset.
+        sha256: SHA-256 digest of parts and data, 32 bytes.
     """
 
     parts: knowledge_pb2.Parts
@@ -63,25 +63,25 @@ class Payload:
 
     @property
     def data_bytes(self) -> int:
-        """Tensor bytes."""
+        """Size of all tensors in bytes."""
         return self.slots[-1].stop if self.slots else 0
 
     def header(self) -> knowledge_pb2.PayloadHeader:
-        """What travels before the chunks."""
+        """Returns the header that is sent before the chunks."""
         return knowledge_pb2.PayloadHeader(parts=self.parts, data_bytes=self.data_bytes, sha256=self.sha256)
 
 
 def encode(parts: Parts, knowledge_type: np.dtype | type = np.float32) -> Payload:
-    """Makes a payload of named parts.
+    """Encodes named parts to a payload.
 
     Args:
         parts: Part name to kind.
-        knowledge_type: float32 or float16, the type that features, logits and the like travel in; or uint8, with which
-            feature columns of own samples travel as steps of their channels and everything else as float16.
+        knowledge_type: Element type of features, logits and other knowledge: float32 or float16; or uint8, with which
+            feature columns of the device's samples are quantized by channel and everything else is float16.
 
     Raises:
-        KnowledgeError: A value does not fit `knowledge_type`; names the tensor and the row.
-        WireError: An array has a type that the wire does not know, or a value fits no field.
+        KnowledgeError: A value does not fit `knowledge_type`; the error names tensor and row.
+        WireError: An array has an unsupported type, or a value does not fit its field.
     """
     message = knowledge_pb2.Parts()
     arrays: list[Array] = []
@@ -99,11 +99,11 @@ def encode(parts: Parts, knowledge_type: np.dtype | type = np.float32) -> Payloa
 
 
 def decode(payload: Payload) -> dict[str, Kind]:
-    """Makes named parts of a payload; arrays are read (or mapped) from its source, read-only."""
+    """Decodes a payload to named parts; arrays are read or mapped from its source, read-only."""
     by_path = {slot.path: slot for slot in payload.slots}
     decoded: dict[str, Kind] = {}
     for part in payload.parts.parts:
-        kind = kind_of(part)  # `slots` refused a part without one
+        kind = kind_of(part)  # `slots` has rejected a part without a known kind
         reader = _Decoder(by_path, payload.source)
         decoded[part.name] = reader.read(kind, getattr(part, kind.wire_name), part.name)
     return decoded
@@ -192,7 +192,7 @@ class _Decoder:
             if message.HasField(field.name):
                 return array_of(self._by_path[path], self._source)
             if field.name in _required(cls):
-                raise WireError(f"part {path.partition('/')[0]!r} has no tensor {path!r}, which its kind must have")
+                raise WireError(f"part {path.partition('/')[0]!r} has no tensor {path!r}, which its kind requires")
             return None
         if kind == "NamedTensor":
             return {one.name: array_of(self._by_path[f"{path}/{one.name}"], self._source) for one in value}
@@ -206,13 +206,13 @@ class _Decoder:
 
 @functools.cache
 def _types_of(cls: type) -> Mapping[str, Any]:
-    """Types of a class's fields."""
+    """Returns the types of a class's fields, by name."""
     return get_type_hints(cls)
 
 
 @functools.cache
 def _required(cls: type) -> frozenset[str]:
-    """Fields of a kind that are arrays and never None."""
+    """Returns the names of a kind's required array fields."""
     return frozenset(name for name, kind in _types_of(cls).items() if kind == Array)
 
 
@@ -223,7 +223,7 @@ def _to_wire_type(array: Array, wire_type: np.dtype, path: str) -> Array:
         _check_range(array, np.isfinite(narrow) | ~np.isfinite(array), wire_type.name, path)
         array = narrow
     if array.dtype not in ELEMENT_TYPES:
-        raise WireError(f"{path}: elements of type {array.dtype} cannot travel")
+        raise WireError(f"{path}: elements of type {array.dtype} cannot be sent")
     return array
 
 

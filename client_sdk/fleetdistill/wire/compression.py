@@ -1,7 +1,7 @@
-"""Packing the bytes of chunks for the way: Zstandard at its fastest level, where both ends have it.
+"""Compression of chunks in transit: Zstandard at its fastest level, if both ends support it.
 
-Only the way is packed: offsets, sizes, digests and what is stored are those of the bytes before. The `zstandard`
-library is an extra of the SDK (`zstd`) and part of the server's.
+Offsets, sizes, digests and stored bytes are those of the uncompressed data. The library `zstandard` is the extra `zstd`
+of the SDK and a dependency of the server.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ RAW = knowledge_pb2.COMPRESSION_UNSPECIFIED
 ZSTD = knowledge_pb2.COMPRESSION_ZSTD
 
 _LEVEL = 1
-# Less is not worth the receiver's time; features shrink to 0.6, parameters to 0.93 (benchmarks/RESULTS.md).
+# Largest ratio at which compression is used; features shrink to 0.6, parameters to 0.93 (benchmarks/RESULTS.md).
 _MOST_LEFT = 0.9
-# Below it the frame's own bytes weigh more than what is saved.
+# Smaller chunks are not compressed, because the frame's overhead exceeds the saving.
 _LEAST_BYTES = 256
 
 
 def compression_of(name: str) -> knowledge_pb2.Compression.ValueType:
-    """The compression of a setting, `zstd` or `none`."""
+    """Returns the compression for a setting, `zstd` or `none`."""
     return {"zstd": ZSTD, "none": RAW}[name]
 
 
 @functools.cache
 def offered() -> tuple[knowledge_pb2.Compression.ValueType, ...]:
-    """What this process can pack and unpack; nothing without the extra `zstd`."""
+    """Returns the compressions that this process supports; empty without the extra `zstd`."""
     return (ZSTD,) if importlib.util.find_spec("zstandard") is not None else ()
 
 
 def choose(
     wanted: knowledge_pb2.Compression.ValueType, known: Collection[knowledge_pb2.Compression.ValueType]
 ) -> knowledge_pb2.Compression.ValueType:
-    """What two ends use: what one wants where the other, and this process, knows it; else no compression."""
+    """Returns `wanted` if the other end and this process support it, else no compression."""
     return wanted if wanted in known and wanted in offered() else RAW
 
 
 class Packer:
-    """Packs the chunks of one stream. A chunk that does not get smaller is sent as it is.
+    """Compresses the chunks of one stream. A chunk that does not shrink enough is sent uncompressed.
 
     Args:
-        compression: What the receiver takes, such as `choose` gives.
+        compression: Compression that the receiver supports, as returned by `choose`.
     """
 
     def __init__(self, compression: knowledge_pb2.Compression.ValueType = RAW) -> None:
@@ -58,11 +58,11 @@ class Packer:
             self._zstd = zstandard.ZstdCompressor(level=_LEVEL)
 
     def next_tensor(self) -> None:
-        """Another tensor begins, which may shrink where the last did not."""
+        """Starts a new tensor: tries compression again."""
         self._worth = True
 
     def pack(self, data: bytes) -> tuple[bytes, knowledge_pb2.Compression.ValueType]:
-        """Returns what to send and how it is packed; once one hardly shrank, its tensor's others are not tried."""
+        """Returns the bytes to send and their compression; a poor ratio stops compression for this tensor."""
         if self._zstd is None or not self._worth or len(data) < _LEAST_BYTES:
             return data, RAW
         packed: bytes = self._zstd.compress(data)
@@ -71,26 +71,26 @@ class Packer:
 
 
 def unpacked(data: bytes, compression: knowledge_pb2.Compression.ValueType, limit: int) -> bytes:
-    """The bytes before packing.
+    """Decompresses a chunk.
 
     Raises:
-        WireError: The compression is unknown here, the frame is damaged, or says that it holds more than `limit` bytes;
-            no more than that is ever allocated.
+        WireError: The compression is unsupported, the frame is damaged, or its content is larger than `limit` bytes.
+            At most `limit` bytes are allocated.
     """
     if compression == RAW:
         return data
     if compression not in offered():
-        raise WireError(f"a chunk is packed with compression {compression}, which this side has not offered")
+        raise WireError(f"a chunk has compression {compression}, which this side does not support")
     import zstandard
 
     try:
         size = zstandard.frame_content_size(data)
         if not 1 <= size <= limit:
-            stated = f"says that it holds {size} bytes" if size >= 0 else "does not say how many bytes it holds"
+            stated = f"states a size of {size} bytes" if size >= 0 else "does not state its size"
             raise WireError(f"a chunk's zstd frame {stated}, must be 1 to {limit}")
         found: bytes = zstandard.ZstdDecompressor().decompress(data, max_output_size=limit, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise WireError(f"a chunk's zstd frame is damaged: {error}") from error
     if len(found) != size:
-        raise WireError(f"a chunk's zstd frame holds {len(found)} bytes, it says {size}")
+        raise WireError(f"a chunk's zstd frame contains {len(found)} bytes, but states {size}")
     return found

@@ -1,4 +1,4 @@
-"""The base of all kinds of parts: what a kind says of itself, so that nothing else knows it by name."""
+"""Base class of all kinds of parts; each kind declares its own rules and wire form."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 Array = NDArray[Any]
 
 KINDS: dict[str, type[Kind]] = {}
-"""Every kind by its name; a class enters itself. `fleetdistill.knowledge` has those of this package."""
+"""All kinds by name. Subclasses register themselves; `fleetdistill.knowledge` defines those of this package."""
 
 
 class Kind:
     """A kind of part: a frozen dataclass whose fields are those of its message in `knowledge.proto`.
 
     Attributes:
-        wire_name: Field of the message `Part` that holds it.
+        wire_name: Name of its field in the message `Part`.
         possible_columns: Columns that a part can contain, which the app must allow; None if it never leaves a device.
-        wire_type: Number type of its floats on the wire; None for the run's knowledge type.
-        exact: Names of fields whose floats travel in float64.
-        quantized_features: Whether its named tensors are feature columns, which a run of uint8 sends in channel steps.
-        rows_are_samples: Whether each of its rows is about one of the device's own samples.
-        description: What it says about a device, for tables; `{columns}` stands for the columns about samples.
+        wire_type: Element type of its floats on the wire; None for the run's knowledge type.
+        exact: Names of fields whose floats are sent as float64.
+        quantized_features: Whether its named tensors are feature columns, which a run of uint8 quantizes by channel.
+        rows_are_samples: Whether each row belongs to one of the device's samples.
+        description: What a part reveals about a device, for tables; `{columns}` is replaced by its sample columns.
     """
 
     wire_name: ClassVar[str]
@@ -51,15 +51,15 @@ class Kind:
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """What the tensors of a sent part must be, by path within the part; any other one is refused.
+        """Returns the expected tensors of a part by path within it; other tensors are rejected.
 
         Args:
-            part: What was sent.
-            contract: What it must fit.
-            wanted: Paths of the feature columns that the ask wants; empty for all of the contract's.
+            part: The part that was sent.
+            contract: The run's contract.
+            wanted: Paths of the feature columns that the ask requires; empty for all of the contract's.
 
         Raises:
-            RefusedError: A tensor is missing, or a field that is no tensor does not fit.
+            RefusedError: A tensor is missing, or a field that is not a tensor is invalid.
         """
         return {}
 
@@ -67,67 +67,67 @@ class Kind:
     def check_data(
         cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, data: PartData, samples: int | None
     ) -> None:
-        """Checks what takes several tensors to see, once all data of the part are there.
+        """Checks conditions between several tensors, after all data of the part has been received.
 
         Args:
-            part: What was sent; its tensors are as `expected` wants them.
-            contract: What it must fit.
-            data: The arrays.
-            samples: How many the device has declared; None where it has declared nothing.
+            part: The part that was sent; its tensors have passed the checks of `expected`.
+            contract: The run's contract.
+            data: The part's arrays.
+            samples: Number of samples that the device declared; None if it declared none.
 
         Raises:
-            RefusedError: The tensors do not fit each other or the contract.
+            RefusedError: The tensors are inconsistent with each other or with the contract.
         """
 
 
 class OwnForm(Kind):
-    """A kind whose message the mapping by field names does not serve."""
+    """A kind with its own conversion to and from its message, instead of the mapping by field names."""
 
     def fill(self, message: Message, path: str) -> None:
-        """Writes it into an empty message. Raises WireError for a value that fits no field."""
+        """Writes the part to an empty message. Raises WireError for a value that does not fit its field."""
         raise NotImplementedError
 
     @classmethod
     def read(cls, message: Message) -> Self:
-        """Reads it from a message. Raises WireError for one that is none."""
+        """Reads the part from a message. Raises WireError for an invalid message."""
         raise NotImplementedError
 
 
 Parts = Mapping[str, Kind]
-"""Part name to part."""
+"""Parts by name."""
 
 
 class PartData(Protocol):
-    """The arrays of a part, by path within it."""
+    """The arrays of a part, by path within the part."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a tensor."""
+        """Returns whether the part has a tensor at this path."""
 
     def array(self, name: str, row: int | None = None) -> Array:
-        """A tensor, or one row of it; read only then."""
+        """Reads a tensor, or one of its rows."""
 
 
 def kind_of(part: knowledge_pb2.Part) -> type[Kind]:
-    """The kind of a part. Raises WireError if it has none that is known."""
+    """Returns the kind of a part. Raises WireError for a missing or unknown kind."""
     name = part.WhichOneof("kind")
     if name not in KINDS:
-        raise WireError(f"part {part.name!r} is of no known kind")
+        raise WireError(f"part {part.name!r} has an unknown kind")
     return KINDS[name]
 
 
 def declared_of(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> contract_pb2.PartShapes:
-    """What the contract declares for a part; an empty message where it declares nothing."""
+    """Returns the contract's declaration for a part; an empty message if there is none."""
     return next((one for one in contract.uploads if one.part == part.name), contract_pb2.PartShapes())
 
 
 def declared_shapes(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> Shapes:
-    """Shapes that the contract declares for the tensors of a part."""
+    """Returns the shapes that the contract declares for a part's tensors, by name."""
     return {one.name: tuple(one.shape) for one in declared_of(part, contract).tensors}
 
 
 @contextlib.contextmanager
 def field_errors(path: str, value: object) -> Iterator[None]:
-    """Protobuf's refusals of a value, in our words."""
+    """Converts protobuf's exceptions for a value to WireError."""
     try:
         yield
     except (TypeError, ValueError) as error:

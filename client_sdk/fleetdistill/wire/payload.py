@@ -1,7 +1,7 @@
-"""A payload: typed parts whose tensors stand apart as one run of bytes.
+"""Payloads: typed parts, with the data of all tensors in one contiguous range of bytes.
 
-The parts (a `Parts` message, tensors described but without data) travel and are stored whole; the data of all tensors
-follow each other in field order and are addressed by one byte offset, the same on the wire, in the spool and in a blob.
+The parts (a `Parts` message whose tensors have no data) are sent and stored whole. The data of all tensors follows in
+field order, addressed by one byte offset that is the same on the wire, in the spool and in a blob.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_PARTS = 100
 MAX_TENSORS = 10_000
 MAX_AXES = 16
 MAX_NAME = 256
-# No array of more elements can be made, not even an empty one such as [2**62, 2**62, 0].
+# numpy cannot create larger arrays, not even empty ones such as [2**62, 2**62, 0].
 MAX_ELEMENTS = 1 << 56
 
 DTYPES: dict[int, np.dtype[Any]] = {
@@ -46,15 +46,15 @@ ELEMENT_TYPES: dict[np.dtype[Any], Any] = {dtype: element_type for element_type,
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor stands, and how its bytes are read.
+    """Position and type of one tensor in a payload's data.
 
     Attributes:
-        path: Its place within the parts, such as `knowledge/features/cut`.
-        dtype: Type of one element.
+        path: Path within the parts, such as `knowledge/features/cut`.
+        dtype: Element type.
         shape: Sizes of the axes.
-        start: First byte of its data.
-        kind: Kind of the part that it belongs to, such as `sample_knowledge`.
-        channels: Slots of `step` and `minimum` where elements are steps on the scale of their channel, else None.
+        start: Offset of the first byte of the tensor's data.
+        kind: Kind of the part, such as `sample_knowledge`.
+        channels: Slots of `step` and `minimum` if the tensor is quantized by channel, else None.
     """
 
     path: str
@@ -66,17 +66,17 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's data."""
+        """Size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def stop(self) -> int:
-        """First byte after the tensor's data."""
+        """Offset of the first byte after the tensor's data."""
         return self.start + self.nbytes
 
 
 class Chunk(NamedTuple):
-    """A `TensorChunk` that is about to be sent, field by field; reading its data does not copy them."""
+    """The fields of a `TensorChunk` to send; accessing `data` does not copy it."""
 
     tensor: int
     offset: int
@@ -89,22 +89,21 @@ AnyChunk: TypeAlias = Chunk | knowledge_pb2.TensorChunk
 
 
 class DataSource(Protocol):
-    """Anything that gives a payload's bytes by offset: arrays in memory, a spool file, a blob.
+    """Source of a payload's bytes by offset: arrays in memory, a spool file or a blob.
 
-    One that can do so without a copy, such as a mapped file, has `view` too, with `read`'s arguments.
+    Sources that need no copy, such as mapped files, also have a method `view` with the arguments of `read`.
     """
 
     def read(self, start: int, size: int) -> bytes:
-        """Returns `size` bytes from `start` on."""
+        """Returns `size` bytes from offset `start`."""
 
 
 def slots(parts: knowledge_pb2.Parts) -> tuple[Slot, ...]:
-    """Finds every tensor of the parts in field order.
+    """Returns the slots of all tensors of the parts, in field order.
 
     Raises:
-        WireError: A tensor has an unknown type or encoding, a negative axis, too many or too long axes, no fitting
-            `channels`, or carries data inline; a name is empty, too long or doubled; there are more than `MAX_PARTS` or
-            `MAX_TENSORS`.
+        WireError: A tensor has an unknown type or encoding, an invalid shape, invalid `channels`, or inline data; a
+            name is empty, too long or repeated; or there are more than `MAX_PARTS` parts or `MAX_TENSORS` tensors.
     """
     found: list[Slot] = []
     if len(parts.parts) > MAX_PARTS:
@@ -118,7 +117,7 @@ def slots(parts: knowledge_pb2.Parts) -> tuple[Slot, ...]:
 
 
 def _slots_of(kind: str, path: str, tensor: tensor_pb2.Tensor, start: int) -> list[Slot]:
-    """The tensor's slot, and behind it those of its channels where it has them."""
+    """Returns the slot of a tensor, followed by those of its channels if it is quantized."""
     slot = Slot(path, _dtype(path, tensor), _shape(path, tensor), start, kind)
     if tensor.encoding == tensor_pb2.ENCODING_RAW:
         return [slot]
@@ -132,17 +131,17 @@ def _channel_slot(of: Slot, name: str, tensor: tensor_pb2.Tensor, start: int) ->
     found = Slot(path, _dtype(path, tensor), _shape(path, tensor), start, of.kind)
     if (found.dtype, found.shape, tensor.encoding) != (_FLOAT32, of.shape[1:2], tensor_pb2.ENCODING_RAW):
         text = f"tensor {path!r} is {found.dtype.name} {list(found.shape)}"
-        raise WireError(f"{text}, must be raw float32 {list(of.shape[1:2])}: one number for each channel")
+        raise WireError(f"{text}, must be raw float32 {list(of.shape[1:2])}: one number per channel")
     return found
 
 
 def data_bytes(parts: knowledge_pb2.Parts) -> int:
-    """Sum of the sizes of all tensors."""
+    """Returns the size of all tensors in bytes."""
     return sum(slot.nbytes for slot in slots(parts))
 
 
 def digest(parts: knowledge_pb2.Parts, data: Iterator[bytes]) -> bytes:
-    """SHA-256 of the parts and the data; what names a payload everywhere."""
+    """Returns the SHA-256 digest of parts and data, which identifies a payload."""
     running = hashlib.sha256(parts.SerializeToString(deterministic=True))
     for piece in data:
         running.update(piece)
@@ -150,7 +149,7 @@ def digest(parts: knowledge_pb2.Parts, data: Iterator[bytes]) -> bytes:
 
 
 def pieces(source: DataSource, start: int, stop: int) -> Iterator[bytes]:
-    """Reads `[start, stop)` in pieces of at most `CHUNK_BYTES`."""
+    """Yields the bytes `[start, stop)` in pieces of at most `CHUNK_BYTES`."""
     while start < stop:
         size = min(CHUNK_BYTES, stop - start)
         yield source.read(start, size)
@@ -163,13 +162,13 @@ def chunks(
     first_byte: int = 0,
     compression: knowledge_pb2.Compression.ValueType = RAW,
 ) -> Iterator[Chunk]:
-    """Cuts a payload's data, from `first_byte` on, into checksummed chunks that never span two tensors.
+    """Yields a payload's data from `first_byte` as checksummed chunks; a chunk belongs to one tensor.
 
     Args:
-        source: Gives the data.
-        all_slots: Where its tensors stand.
-        first_byte: Counted over all tensors, before packing.
-        compression: What the receiver takes; see `fleetdistill.wire.compression`.
+        source: Source of the data.
+        all_slots: Slots of the payload's tensors.
+        first_byte: Offset in the uncompressed data of all tensors.
+        compression: Compression that the receiver supports; see `fleetdistill.wire.compression`.
     """
     packer = Packer(compression)
     for number, slot in enumerate(all_slots):
@@ -180,12 +179,12 @@ def chunks(
 
 
 def chunk_data(chunk: AnyChunk) -> bytes:
-    """The tensor's bytes in a chunk, unpacked. Raises WireError for a frame that is damaged or holds over 1 MiB."""
+    """Returns a chunk's data, decompressed. Raises WireError for a damaged frame or one above 1 MiB."""
     return unpacked(chunk.data, chunk.compression, CHUNK_BYTES)
 
 
 def array_of(slot: Slot, source: DataSource) -> np.ndarray:
-    """Reads one tensor whole, as a read-only array: the numbers, where its elements stand for some."""
+    """Reads one tensor as a read-only array; quantized tensors are decoded."""
     data = getattr(source, "view", source.read)(slot.start, slot.nbytes)
     elements = np.require(np.frombuffer(data, slot.dtype).reshape(slot.shape), requirements="A")
     if slot.channels is None:
@@ -195,12 +194,12 @@ def array_of(slot: Slot, source: DataSource) -> np.ndarray:
 
 
 def _tensors(parts: knowledge_pb2.Parts) -> Iterator[tuple[str, str, tensor_pb2.Tensor]]:
-    """Kind of the part, path and description of every tensor, but for those of channels."""
+    """Yields the part's kind, the path and the description of each tensor, without those of channels."""
     for part in parts.parts:
         _check_name(part.name)
         kind = part.WhichOneof("kind")
         if kind is None:
-            raise WireError(f"part {part.name!r} has no kind that this version knows")
+            raise WireError(f"part {part.name!r} has a kind that this version does not know")
         for path, tensor in _walk(getattr(part, kind), part.name):
             yield kind, path, tensor
 
@@ -233,18 +232,18 @@ def _check_unique(paths: list[str]) -> None:
 
 def _dtype(path: str, tensor: tensor_pb2.Tensor) -> np.dtype:
     if tensor.data:
-        raise WireError(f"tensor {path!r} carries its data in the header; data come in chunks")
+        raise WireError(f"tensor {path!r} has its data in the header; send data in chunks")
     if tensor.encoding not in (tensor_pb2.ENCODING_RAW, tensor_pb2.ENCODING_CHANNEL_STEPS):
-        raise WireError(f"tensor {path!r} has encoding {tensor.encoding}, this version knows raw and channel steps")
+        raise WireError(f"tensor {path!r} has encoding {tensor.encoding}, must be raw or channel steps")
     dtype = DTYPES.get(tensor.element_type)
     if dtype is None:
         raise WireError(f"tensor {path!r} has unknown element type {tensor.element_type}")
     quantized = tensor.encoding == tensor_pb2.ENCODING_CHANNEL_STEPS
     if quantized != tensor.HasField("channels"):
-        raise WireError(f"tensor {path!r} has {'no' if quantized else 'needless'} steps and minima of its channels")
+        raise WireError(f"tensor {path!r} must {'' if quantized else 'not '}have steps and minima of its channels")
     if quantized and (dtype != np.uint8 or len(tensor.shape) < 2):
         text = f"tensor {path!r} is {dtype.name} {list(tensor.shape)[: MAX_AXES + 1]}"
-        raise WireError(f"{text}, channel steps are uint8 with at least two axes")
+        raise WireError(f"{text}; channel steps must be uint8 with at least two axes")
     return dtype
 
 
@@ -255,5 +254,5 @@ def _shape(path: str, tensor: tensor_pb2.Tensor) -> tuple[int, ...]:
             f"tensor {path!r} has shape {list(shape)[: MAX_AXES + 1]}, axes must be >= 0, at most {MAX_AXES}"
         )
     if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
-        raise WireError(f"tensor {path!r} has shape {list(shape)}, which no machine can hold")
+        raise WireError(f"tensor {path!r} has shape {list(shape)}, must have at most {MAX_ELEMENTS} elements")
     return shape

@@ -1,7 +1,7 @@
-"""Numbers as steps of one byte: uint8 elements on a scale that each channel of a feature column has for itself.
+"""Quantization of feature columns to uint8, with a separate scale for each channel.
 
-A channel is a position on axis 1: a feature map [N, D, H, W] has D of them, a row of features [N, D] too. Element e of
-channel d stands for `minimum[d] + e * step[d]`, computed in float32.
+A channel is a position on axis 1: feature maps [N, D, H, W] and rows of features [N, D] have D channels. Element e of
+channel d represents `minimum[d] + e * step[d]`, computed in float32.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST = float(np.finfo(np.float16).max)
-"""Largest size of a number that can be encoded, the same as float16's, so that runs of both types take the same."""
+"""Largest absolute value that can be encoded; equal to float16's, so that both types accept the same values."""
 LARGEST_SCALE = float(np.float32(2 * LARGEST / 255))
 _LEVELS = np.float32(255)
-# Numbers closer together than this are taken for alike: dividing would leave what float32 holds exactly.
+# Smaller spans are treated as 0, because the division would leave float32's normal range.
 _LEAST_SPAN = np.float32(2.0**-110)
 
 
 def quantize(numbers: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Encodes finite float32 numbers of at most `LARGEST`.
+    """Encodes finite float32 numbers of absolute value at most `LARGEST`.
 
-    A channel whose numbers are all alike has step 0, and so has a channel without numbers, whose minimum is 0. In any
-    other, a number is off by at most half its channel's step, and the rounding of float32.
+    A channel with equal numbers has step 0; a channel without numbers has step 0 and minimum 0. In other channels the
+    error is at most half the channel's step, plus float32 rounding.
 
     Args:
-        numbers: `[N, D, ...]` float32.
+        numbers: Array `[N, D, ...]`, float32.
 
     Returns:
-        `(elements, step, minimum)`: uint8 of the shape of `numbers`, and `[D]` float32 each.
+        `(elements, step, minimum)`: uint8 in the shape of `numbers`, and twice `[D]` float32.
     """
     across = tuple(axis for axis in range(numbers.ndim) if axis != 1)
     if not numbers.size:
@@ -45,7 +45,7 @@ def quantize(numbers: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray
 
 
 def dequantize(elements: NDArray[Any], step: NDArray[Any], minimum: NDArray[Any]) -> NDArray[Any]:
-    """Decodes what `quantize` encoded; read-only float32 of the shape of `elements`."""
+    """Decodes the result of `quantize` to read-only float32 in the shape of `elements`."""
     shape = (1, -1, *[1] * (elements.ndim - 2))
     found: NDArray[Any] = elements * step.reshape(shape)
     found += minimum.reshape(shape)

@@ -1,8 +1,8 @@
-"""What tensors and parts of a message must be: bytes, contract and ingest checks follow from this one description.
+"""Schemas of tensors and parts; byte counts, the contract and ingest checks are derived from them.
 
-A kind of part (`fleetdistill.wire.kind.Kind`) makes the tensors of a part from sizes. A server half gives it the sizes
-of a run or of a table, and reads bytes and terms of the contract from the result; the front gives it what the
-contract says, with `ROWS` for what a device is free to choose, and holds an upload against the result.
+A kind of part (`fleetdistill.wire.kind.Kind`) derives its tensors' schemas from sizes. A server half passes the sizes
+of a run or of a table and derives bytes and the contract from the result. The front passes the contract's values, with
+`ROWS` for sizes that a device can choose, and checks an upload against the result.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from fleetdistill.wire.kind import Kind
 
 ROWS = -1
-"""Stands in an expected shape for the number of rows, which is free but the same for all columns of a part."""
+"""Placeholder for the number of rows in an expected shape; free, but equal for all columns of a part."""
 
 FLOAT32, FLOAT16, FLOAT64 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<f8")
 INT64, INT32, INT8, UINT8 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("i1"), np.dtype("u1")
 
 
 class Floats(Enum):
-    """Element types that depend on the kind and on the run."""
+    """Element types that depend on the kind and the run."""
 
     KIND = "the number type of the kind, or of the run's knowledge"
     FEATURES = "the same, or steps of channels in a run of uint8"
@@ -38,24 +38,24 @@ KIND, FEATURES = Floats.KIND, Floats.FEATURES
 
 
 def float_type(knowledge_type: np.dtype | type | str) -> np.dtype:
-    """What knowledge travels in that is no feature column of own samples: float16 in a run of uint8."""
+    """Returns the element type of knowledge other than quantized feature columns: float16 in a run of uint8."""
     found = np.dtype(knowledge_type)
     return FLOAT16 if found == UINT8 else found
 
 
 def is_quantized(knowledge_type: np.dtype | type | str, shape: Sequence[int]) -> bool:
-    """Whether a feature column travels as steps of its channels; `shape` is that of one sample, and has channels."""
+    """Returns whether a feature column is sent quantized; `shape` is the shape of one sample."""
     return np.dtype(knowledge_type) == UINT8 and len(shape) > 0
 
 
 class TypedShape(tuple[int, ...]):
-    """A shape that also says in which type the elements travel."""
+    """A shape with the element type on the wire."""
 
     dtype: np.dtype
 
     @classmethod
     def of(cls, shape: tuple[int, ...], dtype: np.dtype) -> TypedShape:
-        """Both together."""
+        """Returns a shape with its element type."""
         made = cls(shape)
         made.dtype = dtype
         return made
@@ -63,19 +63,19 @@ class TypedShape(tuple[int, ...]):
 
 @dataclass(frozen=True)
 class TensorSchema:
-    """What one tensor must be.
+    """Conditions on one tensor.
 
     Attributes:
-        dtypes: Element types that are taken, the usual one first; or what the kind and the run make of it.
-        shape: Expected shape with `ROWS` for the row axis; None where any shape fits.
-        low: Smallest value, None for no bound. Floats must be finite in any case.
-        high: First value that is too large, None for no bound.
-        above: Values must be larger than this, None for no bound.
-        unique: Values may not repeat.
-        row_sums: Least and most that the numbers of a row may sum to, None for no bound.
-        quantized: Whether the elements are steps on the scale of their channel.
-        what: The column in words, for messages.
-        channels: Of a feature column whose shape is only counted; None: its second axis.
+        dtypes: Accepted element types, the default one first; or a `Floats` that depends on kind and run.
+        shape: Expected shape, with `ROWS` for the row axis; None for any shape.
+        low: Smallest value, inclusive; None for no bound. Floats must always be finite.
+        high: Upper bound, exclusive; None for no bound.
+        above: Lower bound, exclusive; None for no bound.
+        unique: Whether values must be unique.
+        row_sums: Smallest and largest sum of a row; None for no bound.
+        quantized: Whether the elements are quantized by channel.
+        what: Description of a value, for error messages.
+        channels: Number of channels of a flat feature column; None to use its second axis.
     """
 
     dtypes: tuple[np.dtype, ...] | Floats
@@ -91,21 +91,21 @@ class TensorSchema:
 
     @property
     def types(self) -> tuple[np.dtype, ...]:
-        """Element types of a tensor on the wire."""
+        """Accepted element types of a tensor on the wire."""
         assert not isinstance(self.dtypes, Floats)
         return self.dtypes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a tensor on the wire, of its usual type."""
+        """Size of a tensor on the wire in bytes, with its default type."""
         assert self.shape is not None
         return math.prod(self.shape) * self.types[0].itemsize
 
     def on_the_wire(self, floats: np.dtype) -> dict[str, TensorSchema]:
-        """The tensors that it is on the wire, by how their paths end.
+        """Returns the tensors that represent this one on the wire, by suffix of their paths.
 
         Args:
-            floats: The number type of the kind, or the run's knowledge type.
+            floats: Element type of the kind, or the run's knowledge type.
         """
         if not isinstance(self.dtypes, Floats):
             return {"": self}
@@ -114,7 +114,7 @@ class TensorSchema:
         return {"": replace(self, dtypes=(float_type(floats),))}
 
     def _quantized(self, shape: tuple[int, ...]) -> dict[str, TensorSchema]:
-        """In channel steps: with its scales in these bounds, every number that it stands for is finite."""
+        """Returns the tensors of a quantized column; the bounds of its scales make every decoded number finite."""
         too_large, too_long = (float(np.nextafter(np.float32(most), np.inf)) for most in (LARGEST, LARGEST_SCALE))
         scales = shape[1:2] if self.channels is None else (self.channels,)
         return {
@@ -125,25 +125,25 @@ class TensorSchema:
 
 
 Tensors = Mapping[str, TensorSchema]
-"""The tensors of a part by their path within it."""
+"""Schemas of a part's tensors, by path within the part."""
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartSchema:
-    """A part of a message: its tensors with their sizes, and what a contract says of it.
+    """Schema of a part of a message: its tensors with their sizes, and the contract's conditions.
 
     Attributes:
-        kind: Its kind.
-        tensors: Its tensors.
-        columns: What it holds of a device, in the words of `fleetdistill.COLUMNS`.
-        features: The feature columns that it holds or is made of, by cut, with the shape of one sample.
-        declared: Shapes that the contract declares for it.
-        least_samples: Samples that a class in it must have.
-        most_rows: The most directions that it may have.
-        rows_per_direction: Samples of a class, or degrees of freedom, that there must be for each direction.
-        sent: Whether these settings send it. Contracts have always declared parts that others send, so they are here.
+        kind: Kind of the part.
+        tensors: Schemas of its tensors, by path.
+        columns: What the part reveals about a device, as names of `fleetdistill.COLUMNS`.
+        features: Feature columns that the part contains or is computed from: shape of one sample by cut.
+        declared: Shapes that the contract declares for the part's tensors.
+        least_samples: Smallest number of samples of a class in the part.
+        most_rows: Largest number of directions.
+        rows_per_direction: Smallest number of samples, or degrees of freedom, per direction.
+        sent: Whether the settings send the part. Contracts also declare parts that only other settings send.
     """
 
     kind: type[Kind]
@@ -157,19 +157,19 @@ class PartSchema:
     sent: bool = True
 
     def when(self, sent: bool) -> PartSchema:
-        """The same, sent or only declared."""
+        """Returns the schema with another value of `sent`."""
         return replace(self, sent=sent)
 
     def on_the_wire(self, knowledge_type: np.dtype | type | str) -> dict[str, TensorSchema]:
-        """Its tensors as they travel in a run of that knowledge type, by path."""
+        """Returns the tensors on the wire in a run of a knowledge type, by path."""
         return on_the_wire(self.kind, self.tensors, knowledge_type)
 
     def nbytes(self, knowledge_type: np.dtype | type | str) -> int:
-        """Tensor bytes of the part."""
+        """Returns the part's tensor bytes in a run of a knowledge type."""
         return sum(one.nbytes for one in self.on_the_wire(knowledge_type).values())
 
 
 def on_the_wire(kind: type[Kind], tensors: Tensors, knowledge_type: np.dtype | type | str) -> dict[str, TensorSchema]:
-    """The tensors of a part as they travel in a run of that knowledge type, by path."""
+    """Returns a part's tensors on the wire in a run of a knowledge type, by path."""
     floats = np.dtype(knowledge_type) if kind.wire_type is None else kind.wire_type
     return {f"{path}{end}": one for path, schema in tensors.items() for end, one in schema.on_the_wire(floats).items()}
