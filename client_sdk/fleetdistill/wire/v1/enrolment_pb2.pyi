@@ -3,8 +3,8 @@
 isort:skip_file
 How a device gets its certificate, and a new one before it expires. TLS only.
 
-`Enrol` is served on a port of its own that asks for no client certificate; `Renew` where the device calls are served.
-Errors are those of service.proto.
+`Enrol` is served on a separate port that does not require a client certificate, `Renew` on the port of the device
+calls. Errors are those of service.proto.
 """
 
 from google.protobuf import descriptor as _descriptor
@@ -22,7 +22,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class EnrolmentToken(_message.Message):
-    """What the operator hands to one device, as text: "fd1-" and this message in base64url without padding."""
+    """The enrolment token that the operator gives to one device. Its text form is "fd1-" and this message in base64url without
+    padding.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -30,9 +32,9 @@ class EnrolmentToken(_message.Message):
     CA_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
     secret: _builtins.bytes
-    """32 random bytes. The server keeps only their SHA-256."""
+    """32 random bytes. The server stores only their SHA-256."""
     ca: _builtins.bytes
-    """The CA certificate, X.509 DER: the device trusts this and nothing else when it enrols."""
+    """The CA certificate, X.509 DER; the only certificate that the device trusts for its enrolment."""
     port: _builtins.int
     """Port for enrolment on the server's host, 1 to 65535."""
     def __init__(
@@ -52,7 +54,7 @@ Global___EnrolmentToken: _TypeAlias = EnrolmentToken  # noqa: Y015
 
 @_typing.final
 class EnrolRequest(_message.Message):
-    """Asks for the first certificate, or for one after the last has expired."""
+    """Requests the first certificate, or a new one after the last has expired."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -62,7 +64,7 @@ class EnrolRequest(_message.Message):
     secret: _builtins.bytes
     """The token's secret, 32 bytes."""
     device: _builtins.str
-    """1 to 64 characters of letters, digits, '-', '_' and '.': the id that the certificate will carry."""
+    """Device id of the certificate: 1 to 64 characters of letters, digits, '-', '_' and '.'."""
     signing_request: _builtins.bytes
     """PKCS #10, DER, at most 4 KiB. Only the public key is used, ECDSA P-256; the signature proves its possession."""
     def __init__(
@@ -82,7 +84,7 @@ Global___EnrolRequest: _TypeAlias = EnrolRequest  # noqa: Y015
 
 @_typing.final
 class EnrolResponse(_message.Message):
-    """The certificate. The same token with the same key and id gets the same one again until the token expires."""
+    """The certificate. A repeated request with the same token, key and id gets the same certificate until the token expires."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -91,7 +93,7 @@ class EnrolResponse(_message.Message):
     certificate: _builtins.bytes
     """PEM: the device's certificate."""
     authorities: _builtins.bytes
-    """PEM: the CA certificates to trust from now on, the newest first; two while the CA changes."""
+    """PEM: the CA certificates to trust from now on, the newest first; two during a change of the CA."""
     def __init__(
         self,
         *,
@@ -108,13 +110,13 @@ Global___EnrolResponse: _TypeAlias = EnrolResponse  # noqa: Y015
 
 @_typing.final
 class RenewRequest(_message.Message):
-    """Asks for the next certificate; the one that the call is made with tells the device."""
+    """Requests the next certificate; the certificate of the connection identifies the device."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SIGNING_REQUEST_FIELD_NUMBER: _builtins.int
     signing_request: _builtins.bytes
-    """As in EnrolRequest, of the key that the present certificate has."""
+    """As in EnrolRequest, with the key of the current certificate."""
     def __init__(
         self,
         *,
@@ -130,7 +132,7 @@ Global___RenewRequest: _TypeAlias = RenewRequest  # noqa: Y015
 
 @_typing.final
 class RenewResponse(_message.Message):
-    """The next certificate, or the present one while more than half of its life is left."""
+    """The next certificate, or the current one if more than half of its lifetime is left."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EnrolmentServiceStub(object):
-    """Gives devices their certificates.
+    """Issues certificates to devices.
     """
 
     def __init__(self, channel):
@@ -48,18 +48,18 @@ class EnrolmentServiceStub(object):
 
 
 class EnrolmentServiceServicer(object):
-    """Gives devices their certificates.
+    """Issues certificates to devices.
     """
 
     def Enrol(self, request, context):
-        """Takes a one-time token for a certificate.
+        """Exchanges a one-time token for a certificate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Takes a valid certificate for its successor.
+        """Exchanges a valid certificate for its successor.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,7 @@ def add_EnrolmentServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EnrolmentService(object):
-    """Gives devices their certificates.
+    """Issues certificates to devices.
     """
 
     @staticmethod

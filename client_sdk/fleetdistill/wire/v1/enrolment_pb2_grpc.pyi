@@ -3,8 +3,8 @@
 isort:skip_file
 How a device gets its certificate, and a new one before it expires. TLS only.
 
-`Enrol` is served on a port of its own that asks for no client certificate; `Renew` where the device calls are served.
-Errors are those of service.proto.
+`Enrol` is served on a separate port that does not require a client certificate, `Renew` on the port of the device
+calls. Errors are those of service.proto.
 """
 
 from collections import abc as _abc
@@ -31,29 +31,29 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EnrolmentServiceStub:
-    """Gives devices their certificates."""
+    """Issues certificates to devices."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EnrolmentServiceAsyncStub: ...
     Enrol: _grpc.UnaryUnaryMultiCallable[_enrolment_pb2.EnrolRequest, _enrolment_pb2.EnrolResponse]
-    """Takes a one-time token for a certificate."""
+    """Exchanges a one-time token for a certificate."""
     Renew: _grpc.UnaryUnaryMultiCallable[_enrolment_pb2.RenewRequest, _enrolment_pb2.RenewResponse]
-    """Takes a valid certificate for its successor."""
+    """Exchanges a valid certificate for its successor."""
 
 @_typing.type_check_only
 class EnrolmentServiceAsyncStub(EnrolmentServiceStub):
-    """Gives devices their certificates."""
+    """Issues certificates to devices."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Enrol: _aio.UnaryUnaryMultiCallable[_enrolment_pb2.EnrolRequest, _enrolment_pb2.EnrolResponse]  # type: ignore[assignment]
-    """Takes a one-time token for a certificate."""
+    """Exchanges a one-time token for a certificate."""
     Renew: _aio.UnaryUnaryMultiCallable[_enrolment_pb2.RenewRequest, _enrolment_pb2.RenewResponse]  # type: ignore[assignment]
-    """Takes a valid certificate for its successor."""
+    """Exchanges a valid certificate for its successor."""
 
 class EnrolmentServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Gives devices their certificates."""
+    """Issues certificates to devices."""
 
     @_abc_1.abstractmethod
     def Enrol(
@@ -61,7 +61,7 @@ class EnrolmentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _enrolment_pb2.EnrolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_enrolment_pb2.EnrolResponse, _abc.Awaitable[_enrolment_pb2.EnrolResponse]]:
-        """Takes a one-time token for a certificate."""
+        """Exchanges a one-time token for a certificate."""
 
     @_abc_1.abstractmethod
     def Renew(
@@ -69,6 +69,6 @@ class EnrolmentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _enrolment_pb2.RenewRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_enrolment_pb2.RenewResponse, _abc.Awaitable[_enrolment_pb2.RenewResponse]]:
-        """Takes a valid certificate for its successor."""
+        """Exchanges a valid certificate for its successor."""
 
 def add_EnrolmentServiceServicer_to_server(servicer: EnrolmentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

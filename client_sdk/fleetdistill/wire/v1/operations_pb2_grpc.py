@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class OperationsServiceStub(object):
-    """What operators do and viewers see.
+    """Calls of operators and viewers.
     """
 
     def __init__(self, channel):
@@ -68,7 +68,7 @@ class OperationsServiceStub(object):
 
 
 class OperationsServiceServicer(object):
-    """What operators do and viewers see.
+    """Calls of operators and viewers.
     """
 
     def ListRuns(self, request, context):
@@ -86,7 +86,7 @@ class OperationsServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """Tells how a run goes on, until it is over or the caller hangs up.
+        """Streams the changes of a run until it is over or the caller disconnects.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,14 +100,14 @@ class OperationsServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelRun(self, request, context):
-        """Ends a run for good.
+        """Ends a run permanently.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateTokens(self, request, context):
-        """Makes one-time enrolment tokens.
+        """Creates one-time enrolment tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,7 +155,7 @@ def add_OperationsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OperationsService(object):
-    """What operators do and viewers see.
+    """Calls of operators and viewers.
     """
 
     @staticmethod

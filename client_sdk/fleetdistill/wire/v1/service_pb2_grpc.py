@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DeviceServiceStub(object):
-    """Between one device and the aggregation server.
+    """Calls from a device to the aggregation server.
     """
 
     def __init__(self, channel):
@@ -78,11 +78,11 @@ class DeviceServiceStub(object):
 
 
 class DeviceServiceServicer(object):
-    """Between one device and the aggregation server.
+    """Calls from a device to the aggregation server.
     """
 
     def CheckIn(self, request, context):
-        """Compares the device with the contract and registers it. Safe to repeat.
+        """Checks the device against the contract and registers it. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,21 +117,21 @@ class DeviceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UploadStatus(self, request, context):
-        """Tells how far an upload has come, to resume or settle it.
+        """Returns the status of an upload, to resume it or to get its receipt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Upload(self, request_iterator, context):
-        """Takes an answer; the receipt comes after the commit.
+        """Uploads an answer; the receipt follows the commit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Download(self, request, context):
-        """Gives a payload that an ask or the contract names.
+        """Downloads a payload that an ask or the contract refers to.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -189,7 +189,7 @@ def add_DeviceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DeviceService(object):
-    """Between one device and the aggregation server.
+    """Calls from a device to the aggregation server.
     """
 
     @staticmethod
