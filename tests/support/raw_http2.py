@@ -65,18 +65,21 @@ class RawConnection:
         self._fill()
         readable, writable, _ = select.select([self.sock], [self.sock] if self._out else [], [], 0.05)
         moved = False
-        with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
-            if writable:
-                sent = self.sock.send(self._out[: 1 << 18])
-                self._out, moved = self._out[sent:], sent > 0
         try:
+            if writable:
+                moved = self._send()
             if readable:
                 moved = self._receive() or moved
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
             pass
-        except OSError:
+        except OSError:  # the server may close the connection at any time, also between two writes
             self.closed = True
         return moved
+
+    def _send(self) -> bool:
+        sent = self.sock.send(self._out[: 1 << 18])
+        self._out = self._out[sent:]
+        return sent > 0
 
     def _receive(self) -> bool:
         data = self.sock.recv(1 << 16)
