@@ -150,9 +150,9 @@ def _costs(row: Row) -> dict[str, str]:
 def _assumed(facts: Mapping[str, Any]) -> str:
     sizes = {"rounds": facts["rounds"]}
     sizes |= {name: value for name, value in facts["sizes"].items() if value is not None}
-    said = [f"{name.replace('_', ' ')} {_number(value)}" for name, value in sizes.items() if _number(value) != "0"]
+    assumed = [f"{name.replace('_', ' ')} {_number(value)}" for name, value in sizes.items() if _number(value) != "0"]
     own = f"{facts['settings_of']} has the settings and sizes of its run.toml.\n" if "settings_of" in facts else ""
-    return f"Assumes {facts['knowledge_type']} and, per device: {', '.join(said)}.\n{own}{_LEFT_OUT}"
+    return f"Assumes {facts['knowledge_type']} and, per device: {', '.join(assumed)}.\n{own}{_LEFT_OUT}"
 
 
 def _recommended(rows: Sequence[Row]) -> list[str]:

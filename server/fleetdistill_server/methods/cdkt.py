@@ -91,10 +91,10 @@ class CDKTServer(ServerMethod):
 
         def knowledge(outcomes: bool, embeddings: bool) -> Message:
             columns = ("features",) * embeddings + ("logits",) * outcomes
-            said = ProxyKnowledge.schema(
+            knowledge_schema = ProxyKnowledge.schema(
                 samples=sizes.proxy_samples, classes=sizes.classes, embedding=embedding, columns=columns
             )
-            return {"knowledge": said}
+            return {"knowledge": knowledge_schema}
 
         return [Exchange(step="train", down=knowledge(*config.down), up=knowledge(*config.up))]
 

@@ -379,9 +379,9 @@ class Runs:
         if row is None:
             return None
         config = json.loads(row.pop("config")).get("run", {})
-        said = {**row, "method": config.get("method", ""), "wanted_rounds": config.get("rounds") or None}
+        shown = {**row, "method": config.get("method", ""), "wanted_rounds": config.get("rounds") or None}
         return Progress(
-            run={**said, "reason": row["reason"] or ""},
+            run={**shown, "reason": row["reason"] or ""},
             rounds=self._db.rows(ROUND_PROGRESS, run),
             steps=self._db.rows(STEP_PROGRESS, run),
             events=self._db.rows("SELECT * FROM events WHERE run = ? AND id > ? ORDER BY id", run, after_event),

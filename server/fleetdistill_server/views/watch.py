@@ -49,13 +49,13 @@ def changes(store: Store, run: str, seen: dict[str, Row]) -> list[Row]:
     for event in found.events:
         seen["last event"] = {"id": event["id"]}
     rows = [("step", row) for row in found.steps] + [("round", row) for row in found.rounds] + [("run", found.run)]
-    told = [{"kind": "event", "event": row["kind"], **_without(row, "id", "kind")} for row in found.events]
+    changes = [{"kind": "event", "event": row["kind"], **_without(row, "id", "kind")} for row in found.events]
     for kind, row in rows:
         name = f"{kind} {row.get('round', '')} {row.get('step_number', '')}"
         if seen.get(name) != row:
             seen[name] = row
-            told.append({"kind": kind, **row})
-    return sorted(told, key=_sort_key)
+            changes.append({"kind": kind, **row})
+    return sorted(changes, key=_sort_key)
 
 
 def _without(row: Row, *names: str) -> Row:
@@ -238,7 +238,7 @@ def _round_sentence(row: Row) -> str:
     return ", ".join([text, *figures, sent])
 
 
-def show_changes(told: Iterable[list[Row]], *, as_json: bool, console: Console) -> None:
+def show_changes(changes: Iterable[list[Row]], *, as_json: bool, console: Console) -> None:
     """Displays changes as they arrive: a live table if `console` is a terminal, else lines. Ctrl-C stops."""
     live = console.is_terminal and not as_json
     screen = Live(console=console, auto_refresh=False) if live else None
@@ -251,7 +251,7 @@ def show_changes(told: Iterable[list[Row]], *, as_json: bool, console: Console) 
     printer: Printer = LiveTable(screen) if screen is not None else lines
     try:
         with shown:
-            for new in told:
+            for new in changes:
                 printer.show(new)
     except KeyboardInterrupt:
         return
