@@ -39,8 +39,8 @@ class Replacement:
     @property
     def text(self) -> str:
         """The decision as one sentence."""
-        # With several variants, the app's model can be an unchanged variant besides new ones.
-        new = f"the app's model is now {self.variant!r}" if self.variant else "the app's model is replaced"
+        # One of several variants is the model that the app gave, which stays; so "replaced" would be wrong.
+        new = f"the variant in use is {self.variant!r}" if self.variant else "the app's model is replaced"
         if self.accuracy is None:
             return new
         in_use = "none" if self.accuracy_in_use is None else f"{self.accuracy_in_use:.3f}"

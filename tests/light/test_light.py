@@ -405,7 +405,7 @@ def test_the_first_answer_is_taken_and_a_worse_one_is_not(space: ClassSpace) -> 
     first = learned(worker, space)
     assert first.replacement.replaced
     assert first.replacement.accuracy_in_use is None
-    assert first.replacement.text.startswith(f"the app's model is now {first.replacement.variant!r}: ")
+    assert first.replacement.text.startswith(f"the variant in use is {first.replacement.variant!r}: ")
     assert first.replacement.text.endswith("on validation data, none before")
     before = worker.delivered_model()(digits(2)[0])
     poor = replace(space, centres=np.roll(space.centres, 1, axis=0))

@@ -141,7 +141,7 @@ def test_what_is_delivered_beside_the_apps_network_is_not_called_its_replacement
         device.close()
     store.close()
     texts = {event.text for event in events if event.kind == "delivered"}
-    assert texts == {"round 1: the answer in use is 'general'"}
+    assert texts == {"round 1: the variant in use is 'general'"}
 
 
 def test_both_answers_are_there_after_a_restart(tmp_path: Path) -> None:

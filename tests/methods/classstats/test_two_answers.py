@@ -149,7 +149,7 @@ def test_the_table_has_both_answers_of_every_device_and_fits_a_small_terminal(tm
         above = next(number for number, line in enumerate(lines) if line.startswith(one.name if one else "mean"))
         general = (one.accuracy_fleet, one.own_accuracy_fleet) if one else (report.mean_accuracy_fleet,)
         assert all(f"{rate:.1%}" in lines[above] for rate in general)
-        assert lines[above + 1].split() == ["personal", "answer", *(f"{rate:.1%}" for rate in of[PERSONAL].values())]
+        assert lines[above + 1].split() == ["personal", "model", *(f"{rate:.1%}" for rate in of[PERSONAL].values())]
 
 
 def test_with_validation_data_the_app_gets_the_answer_that_is_best_on_it(tmp_path: Path) -> None:
