@@ -99,7 +99,7 @@ def test_the_digest_is_a_version_of_everything(tmp_path: Path) -> None:
         ({"labels": np.array([0, 1, 2, 3, 0, 1])}, "label 3 at row 3 is outside"),
         ({"labels": np.zeros(6)}, "labels are float64 of shape"),
         ({"labels": np.arange(5) % 3}, "6 inputs but 5 labels"),
-        ({"inputs": np.zeros((6, 3), np.float32)}, r"inputs of shape \[3\], the run has \[2, 2\]"),
+        ({"inputs": np.zeros((6, 3), np.float32)}, r"inputs of shape \[3\], but the run has \[2, 2\]"),
         ({"inputs": np.full((6, 2, 2), np.nan, np.float32)}, "NaN or infinity, first at row 0"),
         ({"inputs": np.zeros((6, 2, 2), np.uint8)}, "inputs are uint8"),
     ],
@@ -283,7 +283,7 @@ def test_another_part_than_a_proxy_set_is_refused() -> None:
 
 def test_a_proxy_set_of_another_shape_is_refused_by_the_device() -> None:
     sent = ProxySet(name="p", licence="l", inputs=np.zeros((2, 3), np.float32), labels=np.zeros(2, np.int32))
-    with pytest.raises(DataError, match=r"has inputs of shape \[3\], the run has \[4\]"):
+    with pytest.raises(DataError, match=r"has inputs of shape \[3\], but the run has \[4\]"):
         proxy_data(sent, [4], CLASSES)
 
 

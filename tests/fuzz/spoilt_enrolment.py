@@ -25,7 +25,7 @@ class _Lied(Enrolment):
         super().__init__("127.0.0.1:1", state_dir, "d", _TOKEN)
         self._liar, self._answer = liar, answer
 
-    def _ask(self, call: str, request: Any, server: str, credentials: Any) -> Any:
+    def _call(self, call: str, request: Any, server: str, credentials: Any) -> Any:
         self._liar.refuse()
         if call == "Renew":
             return self._liar.word(enrolment_pb2.RenewResponse(**self._answer))

@@ -155,7 +155,7 @@ def test_the_variable_kills_the_process_at_the_hit_that_it_names() -> None:
 def test_a_process_says_at_its_start_that_it_will_fail() -> None:
     done = run_python("print('works')", "disk.before-rename=kill@3")
     assert done.stdout == "works\n"
-    expected = f"warning: {VARIABLE} is set, this process fails on purpose: disk.before-rename=kill@3\n"
+    expected = f"warning: {VARIABLE} is set, so this process fails on purpose: disk.before-rename=kill@3\n"
     assert done.stderr == expected
 
 
@@ -176,7 +176,7 @@ def test_exit_ends_the_process_at_once() -> None:
     "action", ["", "stop", "kill:9", "sleep", "sleep:long", "error:ENOTHING", "exit:x", "kill@0", "kill@x"]
 )
 def test_an_unknown_action_is_refused(action: str) -> None:
-    with pytest.raises(FailpointError, match="asks for") as refusal:
+    with pytest.raises(FailpointError, match="has action") as refusal:
         failpoints.switch_on(f"disk.before-rename={action}")
     assert repr(action) in str(refusal.value)
 

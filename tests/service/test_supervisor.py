@@ -339,7 +339,7 @@ def test_a_simulation_that_falls_short_again_and_again_ends_with_a_sentence(tmp_
         supervisor.stop()
         serving.join()
     (failure,) = failures
-    assert str(failure).startswith("3 rounds in a row fell short of the quorum; the last event is of round 3: ")
+    assert str(failure).startswith("3 rounds in a row fell short of the quorum; the last event is from round 3: ")
     store = Store.open(tmp_path / "store")
     assert (run_row(store)["status"], run_row(store)["reason"]) == ("stopped", str(failure))
     store.close()

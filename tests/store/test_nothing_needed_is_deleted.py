@@ -140,13 +140,14 @@ class Retention(RuleBasedStateMachine):
 
     @rule(run=runs, data=st.data())
     def roll_back(self, run: str, data: st.DataObject) -> None:
-        """The round that is the newest closed one then may have given up its payloads."""
+        """The newest closed round is then an earlier one, whose payloads a prune may have released or deleted."""
         to = data.draw(st.sampled_from(self.store.runs.checkpoints(run)))
         done = roll_back(self.store, run, to["round"])
         row = self.store.runs.get(run) or {}
         assert (row["checkpoint"], row["completed_rounds"]) == (to["sha256"], done.completed_rounds)
         counted = [one for one in self.store.runs.rounds(run) if one["status"] == "closed"]
         assert len(counted) == done.completed_rounds
+        self.lost |= self.store.runs.payloads_between(run, 0, self.store.runs.first_kept_round(run))
         spoken = self.store.runs.payloads_between(run, 0, 1 << 40)
         self.lost |= {one for one in spoken if not self.store.blobs.has(one)}
 

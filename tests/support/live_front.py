@@ -85,6 +85,7 @@ def write_server_config(store: Path, config: ServerConfig) -> Path:
     """Writes what a front reads into the store's directory, by default without compression and reserve."""
     defaults = {"store": str(store), "compression": "none", "keep_free_bytes": 0}
     given = config.server.model_dump(exclude_unset=True)
+    store.mkdir(parents=True, exist_ok=True)
     path = store / "served.toml"
     path.write_text(as_toml(config.model_copy(update={"server": ServerSection(**{**defaults, **given})})))
     return path
