@@ -269,7 +269,7 @@ def test_a_run_that_is_started_again_with_another_proxy_set_is_refused(
         inputs, labels = arrays["inputs"], arrays["labels"]
     Engine(store, fleet[0], Wait([], lambda: None)).prepare()  # the same one is fine
     np.savez(file, inputs=inputs[::-1], labels=labels[::-1])
-    with pytest.raises(RunError, match=f"began with proxy set {digest.hex()[:12]}, but the file is"):
+    with pytest.raises(RunError, match=f"with a proxy set with digest {digest.hex()[:12]}, but the current file has"):
         Engine(store, fleet[0], Wait([], lambda: None)).prepare()
 
 

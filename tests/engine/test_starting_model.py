@@ -116,14 +116,17 @@ def changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another architecture": (
         {"model": {"device": "digits_mlp_small"}},
-        "the shape of .* in the model is .* in that run and .* in this run; use the same \\[model\\]",
+        "the shape of .* in the model is .* in that run and .* in this run; set the same \\[model\\] in both runs",
     ),
     "other classes": ({"contract": {"classes": 9}}, "\\[contract\\] classes is \\['0', .* in that run and \\['0', "),
     "another input shape": (
         {"contract": {"input_shape": [1, 16, 16]}},
         ".contract. input_shape is .1, 8, 8. in that run and .1, 16, 16. in this run",
     ),
-    "another kind of model": ({"run": {"method": "feddkc"}}, "feddkc starts from a predictor, but fedavg has model"),
+    "another kind of model": (
+        {"run": {"method": "feddkc"}},
+        "feddkc needs a predictor to start from, but fedavg provides model",
+    ),
     "a method that trains none": (
         {"run": {"method": "classstats"}},
         "classstats does not train a model on the server; remove start_from",

@@ -321,7 +321,7 @@ def test_an_answer_to_a_question_of_before_a_restore_is_not_taken_for_the_new_on
         assert device.step(0) is Step.ANSWERED
         dropped = case.events.of("dropped")
         assert dropped.values["code"] == "closed"
-        assert "the answer belongs to another ask than step 'train'" in dropped.text
+        assert "the answer does not belong to the current ask, step 'train'" in dropped.text
         assert case.uploads == []
         assert state_of(device) == b"0"
         assert device.step(0) is Step.ANSWERED, "the ask is still open, for an answer of its own"

@@ -88,7 +88,7 @@ def test_who_is_to_be_forgotten_is_not_kept_waiting_for_a_stopped_run(fleet: Fle
     fleet.store.devices.ask_to_forget(RUN, identity.device)
     response = fleet.api.next_ask(identity)
     assert response is not None
-    assert "has it forgotten" in response.finished
+    assert "requested its deletion" in response.finished
 
 
 def test_a_heartbeat_tells_whether_the_work_still_counts(fleet: Fleet) -> None:

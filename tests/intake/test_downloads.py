@@ -39,7 +39,7 @@ def test_a_payload_is_given_only_to_those_it_is_meant_for(fleet: Fleet) -> None:
         fetch(fleet, other, payload.sha256)
     assert (error.value.code, str(error.value)) == (
         Code.NOT_FOUND,
-        f"device d2: neither its asks nor the contract name payload {payload.sha256.hex()}",
+        f"device d2: neither its asks nor the contract refer to payload {payload.sha256.hex()}",
     )
 
 
@@ -48,7 +48,7 @@ def test_one_device_s_answer_is_not_another_s_to_fetch(fleet: Fleet) -> None:
     first, second = fleet.join("d1"), fleet.join("d2")
     receipt = fleet.send(first, make_payload())
     for identity in (first, second):
-        with pytest.raises(RefusedError, match="neither its asks nor the contract name payload"):
+        with pytest.raises(RefusedError, match="neither its asks nor the contract refer to payload"):
             fetch(fleet, identity, receipt.sha256)
 
 
@@ -56,7 +56,7 @@ def test_no_digest_names_no_payload(fleet: Fleet) -> None:
     """Neither in an ask without payload nor in a contract without initial weights."""
     identity = fleet.join()
     fleet.ask()
-    with pytest.raises(RefusedError, match="neither its asks nor the contract name payload"):
+    with pytest.raises(RefusedError, match="neither its asks nor the contract refer to payload"):
         fetch(fleet, identity, b"")
 
 

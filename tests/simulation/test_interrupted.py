@@ -183,7 +183,7 @@ def test_an_earlier_simulation_is_not_overwritten_unasked(tmp_path: Path) -> Non
     (wanted.out / "work" / "left-over").write_text("x")
     before = (wanted.out / "report.json").read_bytes()
     with pytest.raises(
-        ConfigurationError, match=r"has an earlier simulation; continue it with --resume.*--overwrite.*--out"
+        ConfigurationError, match=r"contains an earlier simulation; continue it with --resume.*--overwrite.*--out"
     ):
         simulate(wanted)
     with pytest.raises(
@@ -215,7 +215,7 @@ def test_the_command_resumes_with_the_settings_of_before(tmp_path: Path) -> None
     assert "rounds was 3, is 5" in told.stderr
     told = CliRunner().invoke(app, ["simulate", "--out", str(tmp_path / "none"), "--resume"])
     assert (told.exit_code, told.stdout) == (1, "")
-    assert "has no simulation to resume; start one without --resume" in told.stderr
+    assert "contains no simulation to resume; start one without --resume" in told.stderr
     told = CliRunner().invoke(app, ["simulate", *out, "--resume", "--overwrite"])
     assert "--resume and --overwrite cannot be combined" in told.stderr
 

@@ -230,7 +230,7 @@ def variance(server: FedAvgServer) -> torch.Tensor:
 SPOILED: dict[str, tuple[Callable[[FedAvgServer], None], str]] = {
     "not a number": (lambda server: first_weight(server).fill_(float("nan")), "is not finite"),  # type: ignore[dict-item]
     "infinite": (lambda server: first_weight(server).view(-1)[0].fill_(float("inf")), "is not finite"),  # type: ignore[dict-item]
-    "a negative variance": (lambda server: variance(server).fill_(-1.0), "running_var is negative, -1 "),  # type: ignore[dict-item]
+    "a negative variance": (lambda server: variance(server).fill_(-1.0), "running_var has a negative value, -1 "),  # type: ignore[dict-item]
     "too large to score": (lambda server: first_weight(server).fill_(3e38), "the global model cannot be scored"),  # type: ignore[dict-item]
 }
 
@@ -257,7 +257,7 @@ def test_a_spoiled_model_is_no_checkpoint(name: str, tmp_path: Path, monkeypatch
         ({"model": {"a.weight": torch.ones(2)}, "step": 3, "names": ["d0"], "empty": torch.empty(0)}, None),
         ({"model": {"a.weight": torch.tensor([1.0, float("nan")])}}, "model.a.weight is not finite"),
         ({"optimizer": [{"momentum": torch.tensor(-float("inf"))}]}, "optimizer.0.momentum is not finite"),
-        ({"bn.running_var": torch.tensor([0.0, -1e-3])}, "bn.running_var is negative, -0.001"),
+        ({"bn.running_var": torch.tensor([0.0, -1e-3])}, "bn.running_var has a negative value, -0.001"),
         ({"bn.running_mean": torch.tensor([0.0, -1e-3]), "n": torch.tensor([-1])}, None),
     ],
 )

@@ -1,1 +1,1 @@
-"""Runs a run's server half on top of the store. Imports `methods`, `service`, `store` and `config`."""
+"""Runs a run's server half on top of the store. Its modules may import `methods`, `service`, `store` and `config`."""

@@ -18,7 +18,7 @@ def cancel(store: Store, run: str) -> bool:
         run: Name of the run.
 
     Returns:
-        False if the run was already over.
+        True if this call ended the run; False if it was already over.
 
     Raises:
         ConfigurationError: The store has no run of this name.

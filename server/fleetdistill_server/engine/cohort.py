@@ -149,7 +149,7 @@ class StoreCohort:
         return devices_needed(asked, self._terms.quorum if quorum is None else quorum)
 
     def add_newcomers(self, devices: Sequence[str]) -> None:
-        """Adds devices outside this round's cohort, so that they receive the final result too."""
+        """Adds devices outside this round's cohort, so that they also receive the final result."""
         self._in_round |= set(devices) - set(self.devices)
 
     @property
@@ -168,7 +168,7 @@ class StoreCohort:
         return contract_pb2.DeviceProfile.FromString(row["profile"]).model_fingerprint
 
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
-        """Sends a payload that needs no knowledge in return; waits until every device has it or is out."""
+        """Sends a payload without requesting knowledge; waits until each device has it or is out of the round."""
         async for _ in self.ask(step, payload, quorum=0.0):
             pass
 
@@ -240,7 +240,7 @@ class StoreCohort:
         return True
 
     def _check_asked(self, ask: Row) -> None:
-        """Drops a device from the round if the stored payload of its ask is lost, since a replay differs from it."""
+        """Drops a device from the round if its ask's stored payload is lost, since a replay may compute another one."""
         try:
             self._store.blobs.open(ask["payload"], verify=True)
         except DamagedError as damage:

@@ -47,13 +47,13 @@ def method_context(config: RunConfig) -> MethodContext:
 
 
 def initial_payload(method: ServerMethod) -> Payload | None:
-    """Returns the initial weights that a newly built method gives to every device; None if it gives none."""
+    """Returns the initial weights that a new server half distributes to all devices; None if it distributes none."""
     start = method.initial()
     return None if start is None else encode({"initial": start})
 
 
 def extractor_payload(method: ServerMethod) -> Payload | None:
-    """Returns the extractor file that devices without PyTorch fetch; None if the method has none."""
+    """Returns the extractor file that devices without PyTorch download; None if the method has no such file."""
     file = method.extractor_file()
     return None if file is None else encode({"extractor": file})
 
@@ -64,10 +64,11 @@ def make_contract(
     """Builds a run's contract.
 
     Returns:
-        The contract, the initial weights and the extractor file; the last two are None if the method has none.
+        The contract, the initial weights and the extractor file; the last two are None if the method does not have
+        them.
 
     Raises:
-        ConfigurationError: The method requires a proxy set and the run has none.
+        ConfigurationError: The method requires a proxy set, but the run does not have one.
     """
     initial = initial_payload(method)
     extractor = extractor_payload(method)

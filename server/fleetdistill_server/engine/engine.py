@@ -42,13 +42,13 @@ logger = logging.getLogger("fleetdistill.server.engine")
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 60.0
 _DOUBLINGS = 16
-"""Upper bound on the exponent of a pause; pauses reach `_LONGEST_PAUSE_SECONDS` earlier."""
+"""Upper bound on the back-off exponent; pauses reach `_LONGEST_PAUSE_SECONDS` before it."""
 _REPORTED_AFTER = 3
-"""Number of consecutive short rounds after which the run's reason states them."""
+"""Number of consecutive short rounds after which the reason in the run's status reports them."""
 
 
 class _UnusableState(Exception):
-    """A round left the method in a state from which no later round can continue."""
+    """Raised if a round leaves the method in a state from which no later round can continue."""
 
 
 class Engine:
@@ -101,13 +101,13 @@ class Engine:
             if not await self._round(cohort):
                 await self._after_short_round(self._store.runs.short_rounds_in_a_row(self._name))
             elif self._endless:
-                await self._after_round_without_end(cohort)
+                await self._pause_if_unanswered(cohort)
         while not self._end():
             await self._waker.wait()
         self._waker.wake_other()
 
     def _end(self) -> bool:
-        """Ends the run; returns False while devices remain to be forgotten, which no engine does after the end."""
+        """Ends the run. Returns False if devices still have to be forgotten, which an ended run does not allow."""
         self.forget()
         with self._store.transaction():
             if self._store.devices.to_forget(self._name):
@@ -133,8 +133,8 @@ class Engine:
         if self._most_short_rounds is None:
             await self._pause(short)
 
-    async def _after_round_without_end(self, cohort: StoreCohort) -> None:
-        """Pauses after a round without answers, so that silent devices do not cause one round after another."""
+    async def _pause_if_unanswered(self, cohort: StoreCohort) -> None:
+        """Pauses after a round without answers, so that unresponsive devices do not cause frequent rounds."""
         self._unanswered = 0 if cohort.used else self._unanswered + 1
         if self._unanswered:
             await self._pause(self._unanswered)
@@ -147,7 +147,7 @@ class Engine:
             await self._waker.wait(min(left, POLL_SECONDS))
 
     def forget(self) -> None:
-        """Deletes the devices that operators asked to forget; call between rounds. Retried later if it cannot."""
+        """Forgets the devices whose deletion was requested, or leaves it to the next call. Call between rounds."""
         runs = self._store.runs
         forget_requested(self._store, self._name, self.method, lambda: runs.assert_owner(self._name, self.token))
 
@@ -166,7 +166,7 @@ class Engine:
             begun = load_starting_model(self._store, self._config, self.method)
         if row["contract"] is None:
             contract, initial, extractor = make_contract(self._config, self.method)
-            with self._store.transaction():  # excludes sweeps, which would delete blobs that no row names yet
+            with self._store.transaction():  # prevents sweeps, which would delete blobs that no row refers to yet
                 for payload in (initial, extractor, self.method.context.proxy_payload):
                     if payload is not None:
                         self._store.blobs.put(payload)
@@ -191,12 +191,13 @@ class Engine:
         now = self.method.context.proxy_digest
         if began != now:
             raise RunError(
-                f"[proxy] data: run {self._name!r} began with proxy set {began.hex()[:12] or 'none'}, but the file "
-                f"is {now.hex()[:12] or 'none'}; restore the original file, or choose another run name"
+                f"[proxy] data: run {self._name!r} began with a proxy set with digest "
+                f"{began.hex()[:12] or 'none'}, but the current file has digest {now.hex()[:12] or 'none'}; "
+                "restore the original file, or choose another run name"
             )
 
     def _check_readable(self) -> None:
-        """Verifies the payloads that every new device fetches and restores damaged ones."""
+        """Verifies the payloads that every new device downloads, and restores damaged ones."""
         contract = contract_pb2.Contract.FromString(self._row()["contract"])
         if self.method.context.proxy_payload is not None:
             self._store.blobs.put(self.method.context.proxy_payload)  # replaces a damaged file
@@ -206,7 +207,7 @@ class Engine:
             self._ensure_readable(contract.extractor_file, extractor_payload)
 
     def _ensure_readable(self, sha256: bytes, make: Callable[[ServerMethod], Payload | None]) -> None:
-        """Makes and stores a payload again if the stored file is damaged; making it can take seconds."""
+        """Recreates and stores a payload if the stored file is damaged; this can take seconds."""
         try:
             self._store.blobs.open(sha256, verify=True)
         except DamagedError:
@@ -247,7 +248,7 @@ class Engine:
     async def _until_due(self) -> Mapping[str, str]:
         """Waits until a round is due; returns the devices that may take part, with their data versions.
 
-        The wait may last months. Devices are forgotten in the meantime.
+        The wait can take months, so requests to forget a device are processed during it.
         """
         checked: tuple[object, ...] = ()
         logged = ""
@@ -288,7 +289,7 @@ class Engine:
         return 1 if alone else self._config.run.min_devices
 
     def _reload_if_changed(self) -> None:
-        """Reloads the method's state if the run's checkpoint has changed, as it does when a device is forgotten."""
+        """Reloads the method's state if the run's checkpoint has changed, for example after a device was forgotten."""
         if self._row()["checkpoint"] != self._checkpoint:
             self._restore()
 
@@ -354,7 +355,7 @@ class Engine:
             self._store.runs.assert_owner(self._name, self.token)
             self._store.secure_state(self._checkpoint, state)
             if short:
-                self._store.runs.end(self._name, "running", "")  # clears the reason that states the short rounds
+                self._store.runs.end(self._name, "running", "")  # clears the reason that reports short rounds
             spent = self._store.runs.close_round(
                 self._name, cohort.round, self._checkpoint, cohort.used, cohort.figures
             )

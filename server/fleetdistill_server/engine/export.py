@@ -21,8 +21,8 @@ _PARITY_SAMPLES = 64
 def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
     """Exports the server model to ONNX and compares its outputs with PyTorch's on up to 64 samples.
 
-    A model that reads inputs is compared on the proxy set, or on uniform noise in [0, 1) if the run has none. A model
-    that reads features is compared on features that a device uploaded.
+    A model that reads inputs is compared on the proxy set, or on uniform noise in [0, 1) if the run has no proxy set. A
+    model that reads features is compared on features that a device uploaded.
 
     Args:
         store: Store that contains the run.

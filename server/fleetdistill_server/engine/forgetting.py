@@ -1,12 +1,12 @@
 """Forgets a device: removes its part from the method's state and deletes its payloads from the store.
 
-The history of the rounds stays: the device's id and profile, its figures except those per class, its byte counts and
-events. So does its share in values that methods averaged or learned over many devices.
+The history of the rounds is kept: the device's id and profile, its figures except those per class, its byte counts and
+events. The device's share in values that methods averaged or learned over many devices is kept too.
 
 After `fleetdistill devices forget` the run no longer asks the device. Forgetting happens between two rounds: in the
 engine, or immediately in the command if no server serves the run, after closing an open round as short. It proceeds
 in three steps: commit a state without the device, delete everything that is no longer needed, mark the device as
-forgotten. A failure before the last step repeats all of them.
+forgotten. After a failure before the last step, all steps are repeated.
 """
 
 from __future__ import annotations
@@ -68,12 +68,14 @@ def forget_requested(
     Args:
         store: Store that contains the run.
         run: Name of the run.
-        method: The run's server half; loads the run's state and changes in place if a device is to be forgotten.
+        method: The run's server half; changed in place: if a device is to be forgotten, the run's state is loaded into
+            it.
         check: Called within the transaction; raises if this process must not change the run.
         wait_seconds: Longest wait, in seconds, for another process that sweeps the store or makes a backup.
 
     Returns:
-        False if the caller must try again, because another process is using the store or has changed the run.
+        True if no request is left. False if the caller must try again, because another process is using the store or
+        has changed the run.
     """
     devices = store.devices.to_forget(run)
     if not devices:
@@ -150,7 +152,7 @@ def ask_to_forget(store: Store, run: str, device: str, *, served: str | None) ->
         return False
     end_open_round(store, row)
     done = forget_requested(store, run, _method_of(row), wait_seconds=WAIT_SECONDS)
-    return done or device not in store.devices.to_forget(run)  # another process may have done it in the meantime
+    return done or device not in store.devices.to_forget(run)  # another process may have forgotten it meanwhile
 
 
 def end_open_round(store: Store, row: Row) -> None:

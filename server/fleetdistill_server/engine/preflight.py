@@ -26,8 +26,8 @@ class Built:
 
     Attributes:
         state_bytes: Size of the server half's state, in bytes.
-        initial_bytes: Size of the devices' initial weights, in bytes; 0 if the method gives none.
-        proxy_samples: Number of samples in the proxy set; 0 if the run has none.
+        initial_bytes: Size of the devices' initial weights, in bytes; 0 if the method distributes no weights.
+        proxy_samples: Number of samples in the proxy set; 0 if the run has no proxy set.
     """
 
     state_bytes: int
@@ -59,7 +59,7 @@ def build(config: RunConfig) -> Built:
 
 
 def evaluation_samples(config: RunConfig) -> int:
-    """Returns the number of evaluation samples, or 0 if the run has none.
+    """Returns the number of evaluation samples, or 0 if the run has no evaluation data.
 
     Raises:
         ConfigurationError: The file cannot be read, or its inputs do not have the contract's shape.

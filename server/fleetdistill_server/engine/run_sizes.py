@@ -21,13 +21,13 @@ from fleetdistill_server.methods.traffic import Sizes
 
 @dataclass(frozen=True)
 class RunSizes:
-    """Sizes that a run.toml determines.
+    """Sizes of a run's models and data, as determined by its run.toml.
 
     Attributes:
         method: Name of the run's method.
         config: The method's configuration.
         fleet: Sizes from [contract], [model] and [proxy], which apply to every method; the others are defaults.
-        own: Sizes that only the run's own method determines, by field name.
+        own: Sizes that apply to the run's method only, by field name.
     """
 
     method: str
@@ -70,7 +70,7 @@ def _fleet_sizes(context: MethodContext) -> Sizes:
 
 
 def _embedding_size(model: nn.Module, input_shape: tuple[int, ...]) -> dict[str, int]:
-    """Returns the size of a model's embedding; empty if the model has none."""
+    """Returns a model's embedding size as a field of `Sizes`; an empty dict if the model has no embedding."""
     if embedding_tap(model) is None:
         return {}
     with torch.inference_mode():

@@ -94,7 +94,8 @@ def _copy_networks(method: ServerMethod, other: ServerMethod, mine: str, theirs:
         raise ConfigurationError(f"{mine} does not train a model on the server; remove start_from")
     first = next(iter(wanted))
     if first not in there:
-        raise ConfigurationError(f"{mine} starts from a {first}, but {theirs} has {', '.join(there) or 'no network'}")
+        text = f"{mine} needs a {first} to start from, but {theirs} provides {', '.join(there) or 'no network'}"
+        raise ConfigurationError(f"{text}; choose a run that has a {first}")
     both = [name for name in wanted if name in there]
     for name in both:
         try:
@@ -103,7 +104,7 @@ def _copy_networks(method: ServerMethod, other: ServerMethod, mine: str, theirs:
             ours, its = (_shapes(one[name].state_dict()) for one in (wanted, there))
             key = next(key for key in sorted(ours.keys() | its.keys()) if ours.get(key) != its.get(key))
             text = f"the shape of {key} in the {name} is {its.get(key)} in that run and {ours.get(key)} in this run"
-            raise ConfigurationError(f"{text}; use the same [model]") from error
+            raise ConfigurationError(f"{text}; set the same [model] in both runs") from error
     return " and ".join(f"the {name}" for name in both)
 
 
@@ -112,17 +113,19 @@ def _shapes(state: dict[str, object]) -> dict[str, list[int]]:
 
 
 def _initial_of(store: Store, row: Row) -> ModelParameters | None:
-    """Returns the weights that a run's devices started from; None if the run's method gives none."""
+    """Returns the weights that a run's devices started from; None if the run's method distributes none."""
     sha256 = contract_pb2.Contract.FromString(row["contract"]).initial_weights
     part = decode(store.blobs.open(sha256)).get("initial") if sha256 else None
     return part if isinstance(part, ModelParameters) else None
 
 
 def _copy_initial(method: ServerMethod, initial: ModelParameters | None) -> None:
-    """Takes over the devices' initial weights if they are not part of the method's networks."""
+    """Copies the devices' initial weights if they are not part of the method's networks."""
     own = method.initial()
     if own is None or not method.keeps_initial:
         return
     if initial is None or Weights.of(initial).tensors != Weights.of(own).tensors:
-        raise ConfigurationError("the devices of that run started from another model; use the same [model]")
+        raise ConfigurationError(
+            "the devices of that run started from another model; set the same [model] in both runs"
+        )
     method.given_initial = initial

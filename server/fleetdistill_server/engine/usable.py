@@ -17,7 +17,7 @@ def reason_not_usable(state: Mapping[str, Any]) -> str | None:
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             return f"{name} is not finite"
         if name.endswith("running_var") and bool((tensor < 0).any()):
-            return f"{name} is negative, {float(tensor.min()):g}"
+            return f"{name} has a negative value, {float(tensor.min()):g}"
     return None
 
 

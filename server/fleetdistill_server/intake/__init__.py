@@ -1,1 +1,4 @@
-"""Implements the device API without a transport: check-in, asks, uploads, downloads. Imports `store` and `config`."""
+"""Implements the device API without a transport: check-in, asks, uploads and downloads.
+
+Modules of this package may import `store` and `config`.
+"""

@@ -14,7 +14,7 @@ class Commit(Protocol):
     """Runs a job in a durable transaction and returns its result."""
 
     def __call__(self, job: Callable[[Store], T], /) -> T:
-        """Runs the job and returns its result once its writes are on disk; raises what the job raises."""
+        """Runs the job and returns its result once its writes are on disk; propagates the job's exceptions."""
 
 
 class DirectCommit:

@@ -31,7 +31,7 @@ from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.intake")
 STOPPED_SECONDS = 30.0
-"""Shortest wait of a stopped run's devices before their next call; less if the lease is under four times as long."""
+"""Shortest wait, in seconds, before a stopped run's devices call again, or a quarter of the lease if that is less."""
 _LONGEST_SENTENCE = 1000
 _LONGEST_REASON = 512  # characters of a device's reason to decline
 
@@ -126,7 +126,7 @@ class DeviceApi:
             raise
 
     def next_ask(self, identity: service_pb2.Identity) -> service_pb2.NextAskResponse | None:
-        """Returns the device's oldest open ask, a wait or the run's end; None if there is nothing to do."""
+        """Returns the device's oldest open ask, a request to wait, or the run's end; None if none of these applies."""
         caller = self.sessions.caller(identity)
         run, device = caller["run"], caller["device"]
         row = self.store.asks.next_open(run, device)
@@ -136,7 +136,7 @@ class DeviceApi:
         if status is not None and status["status"] in OVER:
             return service_pb2.NextAskResponse(finished=f"{status['status']}: {status['reason']}")
         if caller["forget_asked_at"] is not None:
-            text = f"the operator removed {device} from run {run!r} and has it forgotten; the app keeps its model"
+            text = f"the operator removed {device} from run {run!r} and requested its deletion; the app keeps its model"
             return service_pb2.NextAskResponse(finished=f"{text} and may join under another id")
         if status is not None and status["status"] == "stopped":
             return _wait_for_restart(status["reason"], min(STOPPED_SECONDS, self.sessions.lease_seconds / 4))
@@ -178,7 +178,7 @@ class DeviceApi:
 
 
 def _wait_for_restart(reason: str, seconds: float) -> service_pb2.NextAskResponse:
-    """Tells devices of a stopped run to wait, because the operator may restart the run."""
+    """Returns a request to wait, for devices of a stopped run, because the operator may restart the run."""
     come_back = service_pb2.ComeBack(after_seconds=seconds, before_seconds=2 * seconds)
     come_back.reason = f"the run is stopped until its operator restarts it: {reason}"[:_LONGEST_SENTENCE]
     return service_pb2.NextAskResponse(come_back=come_back)

@@ -18,7 +18,7 @@ from fleetdistill_server.store.traffic import Counted, Sending
 
 
 class Downloads:
-    """Opens the payloads that a device's ask or its contract names."""
+    """Opens the payloads that a device's asks or its contract refer to."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Downloads:
         for_all = wanted in {contract.initial_weights, contract.proxy_digest, contract.extractor_file} - {b""}
         ask = self._store.asks.next_open(run, device) if for_all else self._store.asks.naming(run, device, wanted)
         if not wanted or not (for_all or ask):
-            text = f"device {device}: neither its asks nor the contract name payload {wanted.hex()}"
+            text = f"device {device}: neither its asks nor the contract refer to payload {wanted.hex()}"
             raise RefusedError(Code.NOT_FOUND, text)
         try:
             payload = self._store.blobs.open(wanted)
@@ -73,7 +73,7 @@ class Downloads:
         return payload, Sending(chunks, payload.slots, count)
 
     def _note_damage(self, run: str, ask: Row | None, damage: DamagedError) -> None:
-        """Records an event, once per payload; the engine makes the payload again if it can."""
+        """Records an event about a damaged payload, once per payload; the engine recreates the payload if it can."""
         if damage.sha256 not in self._damaged:
             self._damaged.add(damage.sha256)
             text, number = f"a payload for devices was lost on the server. {damage}", ask["round"] if ask else 0

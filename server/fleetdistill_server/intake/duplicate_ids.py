@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 ROOM = 1 << 20
-"""Default number of values that one reading holds in memory."""
+"""Default number of values that one pass over the column holds in memory."""
 _MOST_READINGS = 64
 Read = Callable[[], Iterator[np.ndarray]]
 
@@ -16,13 +16,13 @@ def first_repeat(read: Read, count: int, room: int = ROOM) -> tuple[int, int] | 
     """Returns the smallest duplicated value and the row of its second occurrence; None if all values differ.
 
     A strictly increasing column is read once. Any other column is read once per `room` values, smallest values first,
-    but at most about 64 times: longer columns hold a 64th of their values per reading. Memory use is twice the values
+    but at most about 64 times: for longer columns, each pass holds a 64th of the values. Memory use is twice the values
     held: 16 MiB with the default `room` for columns up to 512 MiB, and 1/32 of the column above that.
 
     Args:
         read: Returns the int64 column from its start, as an iterator over non-empty pieces.
         count: Length of the column.
-        room: Number of values to hold per reading, at least 2.
+        room: Number of values to hold per pass, at least 2.
     """
     if _is_increasing(read):
         return None
@@ -76,4 +76,4 @@ def _second_row(read: Read, value: int) -> int:
         if len(rows) > 1:
             return rows[1]
         first += len(piece)
-    raise AssertionError(f"{value} is no longer duplicated; the column changed between readings")
+    raise AssertionError(f"{value} is no longer duplicated; the column changed between two passes")

@@ -78,7 +78,7 @@ class Ingest:
         self._carry = b""
 
     def start(self, staging: Staging, earlier: Ingest | None = None) -> int:
-        """Continues in a staging area; returns the offset of the first missing byte.
+        """Resumes from the bytes in a staging area; returns the offset of the first missing byte.
 
         Staged bytes are read and checked again unless `earlier` has checked the same bytes of the same payload.
 
@@ -195,7 +195,7 @@ class Ingest:
         """Checks that a tensor of samples has at most as many rows as the device declared samples."""
         if KINDS[slot.kind].rows_are_samples and self._samples is not None and slot.shape[0] > self._samples:
             text = f"{slot.path} has {slot.shape[0]} rows, but the device declared {self._samples} samples"
-            # If this server was restored from a backup, the device's declaration may be newer: it checks in again.
+            # If this server was restored from a backup, the declaration may be newer; the device then checks in again.
             raise self._refuse(Code.BAD_VALUE, text, slot, check_in="again")
 
     def _unpacked(self, chunk: wire.AnyChunk, sent: bytes) -> bytes:
@@ -332,6 +332,6 @@ def _shape_text(shape: tuple[int, ...]) -> str:
 
 
 def _listed(parts: Mapping[str, str | None]) -> str:
-    """Lists the first parts and their kinds, with names cut to 64 characters."""
+    """Formats the first parts and their kinds for a message, with names cut to 64 characters."""
     listed = ", ".join(f"{name[:64]} ({kind})" for name, kind in sorted(parts.items())[:_MOST_QUOTED]) or "none"
     return listed if len(parts) <= _MOST_QUOTED else f"{listed} and {len(parts) - _MOST_QUOTED} more"

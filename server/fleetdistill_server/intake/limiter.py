@@ -54,7 +54,7 @@ class Allowance:
     def take(self, key: DeviceKey) -> float:
         """Takes a token and returns 0, or returns the seconds until one is available."""
         now = self._clock()
-        if len(self._left) > _MOST_KEYS:  # a full bucket is the same as none
+        if len(self._left) > _MOST_KEYS:  # a missing entry stands for a full bucket
             self._left = {one: (left, at) for one, (left, at) in self._left.items() if not self._is_full(left, at, now)}
         left, since = self._left.get(key, (float(self._most), now))
         left = min(self._most, left + (now - since) * self._most / self._seconds)
@@ -126,7 +126,7 @@ class Limiter:
         if self.limits is None:
             return
         with self._lock:
-            # The device's own limit comes first, so that a device beyond it takes nothing from the shared limit.
+            # The device's own limit comes first, so that a device that exceeds it does not use up the shared limit.
             _take_one(self._uploads, key, self.limits.uploads_per_hour_per_device, "uploads within an hour")
             try:
                 _take_one(self._all_uploads, _ALL, self.limits.uploads_per_hour, "uploads within an hour")

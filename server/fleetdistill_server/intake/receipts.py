@@ -23,7 +23,7 @@ def record(run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counte
     """Records an answer and its traffic; returns the receipt's row, or None if the ask no longer accepts answers."""
     payload, device = header.payload, ask["device"]
     first = store.asks.upload_of(ask["id"]) is None
-    if first and not store.blobs.has(payload.sha256):  # this transaction excludes sweeps, so it stays if it is there
+    if first and not store.blobs.has(payload.sha256):  # no sweep runs during this transaction
         raise RefusedError(Code.INCOMPLETE, f"device {device}: the payload is missing; send it again")
     row = store.asks.accept_upload(ask["id"], header.name.attempt, payload.sha256, payload.data_bytes, header.samples)
     if row is None:
@@ -40,7 +40,7 @@ def record(run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counte
 def _drop_if_to_forget(run: str, device: str, sha256: bytes, store: Store) -> None:
     """Deletes a late answer's payload immediately if its device is to be forgotten; sweeps delete all others.
 
-    Does not wait while a backup is made, which would block all commits; a sweep then deletes this payload too.
+    Does nothing while a backup is made, since waiting would block all commits; a later sweep deletes the payload.
     """
     known = store.devices.get(run, device)
     if known is not None and known["forget_asked_at"] is not None:
@@ -50,7 +50,7 @@ def _drop_if_to_forget(run: str, device: str, sha256: bytes, store: Store) -> No
 def other_ask(ask: Row) -> RefusedError:
     """Returns the error for an answer whose ask has another payload, which happens after a backup is restored."""
     step = f"step {ask['step']!r} of round {ask['round']}"
-    text = f"device {ask['device']}: the answer belongs to another ask than {step}"
+    text = f"device {ask['device']}: the answer does not belong to the current ask, {step}"
     return RefusedError(Code.CLOSED, f"{text}; the server was restored from a backup")
 
 

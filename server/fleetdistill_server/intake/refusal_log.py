@@ -33,7 +33,7 @@ class RefusalQuota:
             return False
 
     def changes(self) -> dict[DeviceKey, int]:
-        """Returns the total counts of unrecorded refusals that have grown since the last call, by device."""
+        """Returns the total of unrecorded refusals per device, for devices whose total grew since the last call."""
         with self._lock:
             grown = {key: count for key, count in self._left_out.items() if count > self._reported[key]}
             self._reported.update({key: count - self._reported[key] for key, count in grown.items()})
@@ -55,7 +55,7 @@ class RefusalLog:
         self._rows: dict[DeviceKey, int | None] = {}
 
     def note(self, run: str, number: int, device: str, refusal: RefusedError, *, known: bool = True) -> None:
-        """Records a refusal of a device; `known` says whether the device is registered in the run."""
+        """Records that a device was refused; `known` is True if the device is registered in the run."""
         if not self._quota.take(run, device if known else ""):
             return  # counted instead; see `note_left_out`
         self._commit(

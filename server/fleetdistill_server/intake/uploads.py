@@ -251,7 +251,7 @@ def _check_weight(device: str, samples: int, declared: int | None) -> None:
     if not 1 <= samples <= LARGEST_NUMBER:
         raise RefusedError(Code.BAD_VALUE, f"{text}, expected 1 to 2**63 - 1")
     if declared is not None and samples > declared:
-        # If this server was restored from a backup, the device's declaration may be newer: it checks in again.
+        # If this server was restored from a backup, the declaration may be newer; the device then checks in again.
         details = {"check_in": "again"}
         raise RefusedError(Code.BAD_VALUE, f"{text}, but the device declared {declared} samples", details)
 

@@ -1,4 +1,4 @@
-"""The server halves of all methods, by name. Each is a file or folder of that name; `register` adds your own."""
+"""The server halves of all methods, each in a file or folder of the method's name; `register` adds your own."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def register(method: str, server: type[ServerMethod]) -> None:
 
 
 def server_class(method: str, config: Any = None) -> type[ServerMethod]:
-    """Returns a method's server half for a configuration. Raises ConfigurationError for an unknown method."""
+    """Returns the class of a method's server half. Raises ConfigurationError for an unknown method."""
     usual = _default_class(method)
     return usual if config is None else usual.form(config)
 
@@ -71,7 +71,7 @@ def _default_class(method: str) -> type[ServerMethod]:
 
 
 def modules_of(method: str) -> list[str]:
-    """Returns the modules that another process must import to know a method that was registered in this process.
+    """Returns the modules that another process must import to use a method that was registered in this process.
 
     The list is empty for built-in methods and for methods of installed packages.
 

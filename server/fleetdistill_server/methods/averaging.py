@@ -27,7 +27,7 @@ _TRIMMED_SHARE = 5  # one device in five is left out at each end
 
 
 def capped(weights: Sequence[float]) -> list[float]:
-    """Caps weights at three times their median. At least one weight is needed; all must be at least 0."""
+    """Caps weights at three times their median. Requires at least one weight; all must be at least 0."""
     most = _MOST_WEIGHT * median(weights)
     return [min(weight, most) for weight in weights]
 
@@ -47,10 +47,10 @@ class WeightedMean:
     """The weighted mean of models or gradients, clipped around the devices' median unless `robust` is `off`.
 
     For each tensor let v be the coordinate-wise median over the devices, r_k = |x_k - v| the distances and m their
-    median. A device with r_k > 4m is left out of this tensor; any other counts as v + (x_k - v) min(1, 2m / r_k).
-    A device that is left out of more than half of the tensors is left out of all. No device moves a tensor by more than
-    2m w_k / sum(w). If all devices are within 2m, the result is bit-equal to the plain weighted mean. Integer buffers,
-    such as batch-norm's counters, become the median, or without clipping the maximum.
+    median. A device with r_k > 4m is left out of this tensor; any other contributes v + (x_k - v) min(1, 2m / r_k).
+    A device that is left out of more than half of the tensors is left out of all tensors. No device moves a tensor by
+    more than 2m w_k / sum(w). If all devices are within 2m, the result is bit-equal to the plain weighted mean. For
+    integer buffers, such as batch-norm's counters, the result is the median, or without clipping the maximum.
 
     Args:
         robust: The setting `robust`; `gross` and `strict` have the same effect here.
@@ -75,7 +75,7 @@ class WeightedMean:
         self._updates.append(_Update(device, sent, weight))
 
     def result(self, notes: Notes) -> ModelParameters:
-        """Returns the mean, in the element types that were sent.
+        """Returns the mean, in the element types of the models.
 
         Args:
             notes: Receives an event for each device that is left out, and for a device with most of the weight.
@@ -84,7 +84,7 @@ class WeightedMean:
             ValueError: No model was added.
         """
         if not self._updates:
-            raise ValueError("nothing was averaged")
+            raise ValueError("no model was added; call `add` before `result`")
         weights = [one.weight for one in self._updates]
         weights = capped(weights) if self._robust else weights
         _note_dominant_weight({one.device: weight for one, weight in zip(self._updates, weights, strict=True)}, notes)

@@ -31,11 +31,12 @@ class Needs:
     """What a method with given settings requires of the devices and the run.
 
     Attributes:
-        same_architecture: All devices run the same model, [model] device.
-        same_extractor: All devices' models begin with the same extractor, [model] extractor.
+        same_architecture: All devices run the same model, as set in `[model] device`.
+        same_extractor: All devices' models begin with the same extractor, as set in `[model] extractor`.
         proxy_set: Server and devices use a proxy set.
-        server_reads_inputs: [model] server is a complete model over inputs, not a predictor over features.
-        server_has_device_model: The server has a model like [model] device, whichever models the devices run.
+        server_reads_inputs: `[model] server` must name a complete model, which reads inputs and not features.
+        server_has_device_model: The server has a model of its own as set in `[model] device`, whichever models the
+            devices run.
     """
 
     same_architecture: bool = False
@@ -66,10 +67,10 @@ class ServerMethod:
     """When to choose this method, and its limits; without a final full stop."""
 
     advice: ClassVar[Mapping[str, str]] = {}
-    """Advice by feature column for a device whose features have another shape, unless changing the model is enough."""
+    """Advice for devices whose features have a wrong shape, by feature column; by default to change the model."""
 
     picks_devices: ClassVar[bool] = False
-    """Whether rounds ask only the devices that need something.
+    """Whether rounds ask only the devices that have something to send or to receive.
 
     If True, each round of a run without an end has all present devices as its cohort, whatever `devices_per_round` is,
     and after the first round a single present device is enough to start one.
@@ -97,15 +98,15 @@ class ServerMethod:
 
     @classmethod
     def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
-        """Returns the messages of a typical round for one device: one with knowledge to send and no guard firing.
+        """Returns the messages of one device in a typical round: it has knowledge to send, and no guard fires.
 
         This is the only description of a method's messages. Byte counts, and the contract's kinds, columns and shapes,
-        are derived from it. If rounds differ, each exchange states its rounds. Leave out what only the first round
-        sends (initial weights, the proxy set) and the result after the last round.
+        are derived from it. If rounds differ, each exchange states its rounds. Do not include messages of the first
+        round only (initial weights, the proxy set), or the result after the last round.
 
         Args:
             config: The method's configuration.
-            sizes: Sizes of a run (`self.sizes()`), or assumed ones for a table.
+            sizes: Sizes of a run (`self.sizes()`), or example sizes for the table of methods.
         """
         raise NotImplementedError
 
@@ -123,7 +124,7 @@ class ServerMethod:
 
     @classmethod
     def columns(cls, config: Any) -> Sequence[str]:
-        """Returns what leaves a device with these settings, as names of `fleetdistill.COLUMNS`."""
+        """Returns the kinds of data that leave a device with these settings, as names in `fleetdistill.COLUMNS`."""
         return columns_of(cls.exchanges(config, Sizes()))
 
     def requirements(self) -> contract_pb2.Requirements:
@@ -169,7 +170,7 @@ class ServerMethod:
         """Delivers the final result after the last round; by default does nothing."""
 
     def forget(self, device: str, notes: Notes) -> None:
-        """Drops the state of one device; called between rounds. By default does nothing."""
+        """Deletes one device's part of the state; called between rounds. By default does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that the next round depends on, as dicts, lists, numbers, strings and tensors."""
@@ -187,7 +188,7 @@ class ServerMethod:
         return {}
 
     def global_model(self) -> torch.nn.Module | None:
-        """Returns the global model, inputs to logits, which is scored after each round; None if there is none."""
+        """Returns the global model, which maps inputs to logits and is scored after each round; None by default."""
         return None
 
     def export(self) -> tuple[torch.nn.Module, tuple[int, ...]] | None:

@@ -86,7 +86,7 @@ class CDKTServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: CDKTConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """Returns the exchange of cdkt.md, section 8."""
+        """Returns the exchange that the specification cdkt.md defines in section 8."""
         embedding = sizes.cuts.get(EMBEDDING, (sizes.embedding,))
 
         def knowledge(outcomes: bool, embeddings: bool) -> Message:
@@ -130,7 +130,7 @@ class CDKTServer(ServerMethod):
             )
 
     def message(self, cohort: Cohort) -> PayloadFor:
-        """Returns message 1: the outputs of w_s on the proxy set; nothing in round 1 or if the guard fired."""
+        """Returns message 1: the outputs of w_s on the proxy set, omitted in round 1 or if the guard fired."""
         nothing: Parts = {"knowledge": ProxyKnowledge(valid=False, proxy_digest=self.context.proxy_digest)}
         if not self.config.exchange or not cohort.completed:
             return nothing
@@ -207,7 +207,7 @@ class CDKTServer(ServerMethod):
         return logits_and_embedding(self.model, x)[1]
 
     def hold_back_if_poor(self, own: Mapping[str, float | None], cohort: Cohort) -> None:
-        """Guard: withholds knowledge that is no better than chance and worse than the device's own, if that is known.
+        """Guard: withholds knowledge that is no better than chance, except from devices with no higher accuracy.
 
         Args:
             own: Accuracy of each device on the proxy set; None for a device that sent no outcomes.
@@ -232,7 +232,7 @@ class CDKTServer(ServerMethod):
         return self.context.proxy
 
     def forget(self, device: str, notes: Notes) -> None:
-        """Drops the device's entry in `held_back`; the global model is unchanged."""
+        """Removes the device from `held_back`; the global model is unchanged."""
         self.held_back.discard(device)
 
     def networks(self) -> Mapping[str, torch.nn.Module]:

@@ -19,7 +19,7 @@ __all__ = ["Cohort", "ColumnsFor", "DeviceAnswer", "Notes", "PayloadFor"]
 PayloadFor = Parts | Callable[[str], Parts] | None
 """Parts for all devices, or a function from device id to parts."""
 ColumnsFor = Callable[[str], Sequence[str]]
-"""A function from device id to the feature columns that its answer must have."""
+"""A function that maps a device id to the feature columns that the device's answer must have."""
 
 
 class DeviceAnswer:
@@ -64,11 +64,11 @@ class Notes(Protocol):
 
 
 class Cohort(Notes, Protocol):
-    """The devices of one round: `ask` them a step and iterate over the answers."""
+    """The devices of one round; `ask` sends them a step and yields their answers."""
 
     @property
     def round(self) -> int:
-        """Number of the round, from 1; rounds without a quorum count."""
+        """Number of the round, from 1; rounds that fell short of the quorum are included."""
 
     @property
     def completed(self) -> int:
@@ -83,8 +83,8 @@ class Cohort(Notes, Protocol):
         """Data version of each device of the cohort, hexadecimal; empty if the device reports none.
 
         Versions are those of the devices' profiles when the round started, also in a replay. An answer of this round is
-        computed from that version or a newer one. A method that stores the version with an answer may therefore ask
-        once too often, but never too rarely.
+        computed from that version or a newer one. A method that stores the version with an answer may therefore request
+        an answer unnecessarily, but never misses a change.
         """
 
     @property
@@ -104,7 +104,7 @@ class Cohort(Notes, Protocol):
 
         Args:
             step: Name of the device half's handler.
-            payload: Parts for all devices, or a function of the device id that gives each its own.
+            payload: Parts for all devices, or a function that maps a device id to the device's parts.
             to: Devices to ask; by default those that answered every earlier ask of this round.
             quorum: Share of the asked devices that must answer; by default the run's.
             columns: Feature columns of the contract that each device's answer must have; by default all of them.
@@ -117,10 +117,10 @@ class Cohort(Notes, Protocol):
         """
 
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
-        """Sends a payload that needs no knowledge in return; waits until each device has it or has left."""
+        """Sends a payload without requesting knowledge; waits until each device has received it or has left."""
 
     def needed(self, asked: int, quorum: float | None = None) -> int:
-        """Returns how many of `asked` devices must answer, with the run's quorum or another one."""
+        """Returns how many of `asked` devices must answer under `quorum`, which defaults to the run's quorum."""
 
     def sample(self, ratio: float) -> list[str]:
         """Draws the round's participants: max(1, floor(ratio * K)) of the cohort's K devices, in id order."""
@@ -130,7 +130,7 @@ class Cohort(Notes, Protocol):
 
 
 def ask_seed(run_seed: int, round_number: int, step: str, step_number: int, device: str) -> int:
-    """Returns the seed of one ask: a device's, in the round's step with the given number, from 1."""
+    """Returns the seed of a device's ask in one step of a round; steps are numbered from 1."""
     return derive_seed(run_seed, round_number, step, step_number, device)
 
 

@@ -1,4 +1,4 @@
-"""What a server half works with: shapes, seeds, and models whose initial weights follow from the run's seed."""
+"""Context of a server half: shapes, seeds, and models whose initial weights are derived from the run's seed."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class MethodContext:
         torch_device: Device that the server half computes on.
         seed: Root of the run's seed tree.
         knowledge_type: Element type of knowledge on the wire: float16, float32 or uint8.
-        proxy: The labelled proxy set, if the run has one.
+        proxy: The labelled proxy set, or None if the run does not use one.
         proxy_payload: The proxy set in the form that devices download.
-        evaluation_file: Path of the operator's labelled data, [evaluation] data; empty for none.
-        trusted_rows: Rows per class of the operator's data that screen what devices send.
+        evaluation_file: Path of the operator's labelled data, as set in `[evaluation] data`; empty if not set.
+        trusted_rows: Number of rows per class of the operator's data that are used to screen devices' statistics.
     """
 
     classes: int
@@ -69,15 +69,15 @@ class MethodContext:
         return self.proxy_payload.sha256 if self.proxy_payload is not None else b""
 
     def extractor(self) -> nn.Module:
-        """Builds the extractor that every device starts from, [model] extractor."""
+        """Builds the extractor that every device starts from, as set in `[model] extractor`."""
         build = lambda: build_model(self.models.extractor, input_shape=self.input_shape)  # noqa: E731
         return self._seeded("initial extractor", build, "extractor")
 
     def device_model(self) -> nn.Module:
-        """Builds the model that all devices run, [model] device.
+        """Builds the model that all devices run, as set in `[model] device`.
 
         Raises:
-            ConfigurationError: [model] device is not set.
+            ConfigurationError: `[model] device` is not set.
         """
         name = self.models.device
         if not name:
@@ -86,16 +86,16 @@ class MethodContext:
         return self._seeded("initial model", build, "device")
 
     def server_model(self, feature_shape: tuple[int, ...]) -> nn.Module:
-        """Builds the server's predictor over features, [model] server."""
+        """Builds the server's predictor, which maps features to logits, as set in `[model] server`."""
         name = self.models.server
         build = lambda: build_server_model(name, feature_shape=feature_shape, classes=self.classes)  # noqa: E731
         return self._seeded("server model", build, "server")
 
     def global_model(self) -> nn.Module:
-        """Builds the server's model over inputs: [model] server, or [model] device if that one reads features.
+        """Builds the server's model of inputs: `[model] server`, or `[model] device` if the former reads features.
 
         Raises:
-            ConfigurationError: Neither setting names a model over inputs.
+            ConfigurationError: Neither setting names a model that reads inputs.
         """
         name = self.models.device if self.models.server in SERVER_MODELS else self.models.server
         if not name:

@@ -18,7 +18,7 @@ from fleetdistill.knowledge import Parts
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, PayloadFor
 
 Version = Any
-"""Identifies what a device holds, such as a payload's digest: a number, or a list of numbers for several parts."""
+"""Identifies the content that a device holds: a number such as a digest, or a list of numbers for several parts."""
 
 
 class Deliveries:
@@ -104,7 +104,7 @@ class Deliveries:
             yield answer
 
     def lacks(self, device: str, digest: Version) -> bool:
-        """Returns whether a device holds another version, or none."""
+        """Returns whether a device holds a version other than this one, or no version."""
         return bool(self._acknowledged.get(device, self._nothing) != digest)
 
     def without_acknowledgement(self, devices: Sequence[str]) -> list[str]:
@@ -146,7 +146,7 @@ class Deliveries:
     # --- state
 
     def forget(self, device: str) -> None:
-        """Drops one device's entries."""
+        """Removes one device's entries."""
         self._acknowledged.pop(device, None)
         self._missed.pop(device, None)
 

@@ -1,4 +1,4 @@
-"""The operator's own labelled data, `[evaluation] data`."""
+"""Reads the operator's own labelled data, as set in `[evaluation] data`."""
 
 from __future__ import annotations
 

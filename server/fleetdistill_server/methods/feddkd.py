@@ -55,8 +55,8 @@ class Gradients:
     def rise_since(self, before: Gradients) -> float:
         """Returns the ratio of the mean loss to the previous step's, over devices with a finite loss in that step.
 
-        The ratio is infinite if one of these losses is no longer finite, or if all were 0 and one no longer is. It is 0
-        if there is nothing to compare.
+        The ratio is infinite if one of these losses is no longer finite, or if all were 0 and one is above 0 now. It is
+        0 if no device has both losses.
         """
         both = before.finite.keys() & self.losses.keys()
         earlier, now = (sum(one.losses[device] for device in both) for one in (before, self))
@@ -89,7 +89,7 @@ class Progress:
 
 
 class _StopDistilling(Exception):
-    """Ends the distillation of this round."""
+    """Raised to end the round's distillation."""
 
 
 class FedDKDServer(ServerMethod):
@@ -112,7 +112,7 @@ class FedDKDServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: FedDKDConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """Returns the exchanges of feddkd.md, section 8; models include buffers, gradients do not."""
+        """Returns the exchanges of section 8 of feddkd.md; models include buffers, gradients do not."""
         model = {"parameters": ModelParameters.schema(sizes.model)}
         gradient = {"gradient": DistillationGradient.schema(sizes.model)}
         return [
@@ -124,7 +124,7 @@ class FedDKDServer(ServerMethod):
         return Sizes(classes=self.context.classes, model=Weights.of(self.shared_parameters()))
 
     def initial(self) -> ModelParameters:
-        """Returns the whole model; with FedDKD_BN including the batch-norm layers that later stay on the devices."""
+        """Returns the whole model, for FedDKD_BN with the batch-norm layers, which later stay on the devices."""
         return model_parameters(self.model)
 
     async def round(self, cohort: Cohort) -> None:

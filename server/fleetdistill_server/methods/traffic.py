@@ -1,4 +1,4 @@
-"""A method's messages: its exchanges, the schema of their parts, and what is derived from them.
+"""A method's messages: its exchanges, the schema of their parts, and the figures derived from them.
 
 A server half describes its round once, in `exchanges`. Everything else is arithmetic over sizes: the bytes that
 `fleetdistill methods` prints, the kinds of an answer's parts, the columns that leave a device and, with the sizes of a
@@ -22,7 +22,7 @@ KnowledgeType = Literal["float16", "float32", "uint8"]
 KNOWLEDGE_TYPES: tuple[KnowledgeType, ...] = ("float16", "float32", "uint8")
 UP, DOWN = "up", "down"
 COLUMNS = ("features", "counts", "parameters", "gradients", "logits", "labels")
-"""What may leave a device in a method's parts, in the contract's order."""
+"""Kinds of data that may leave a device, in the contract's order."""
 MODEL = "parameters"
 """Name of the part with the model."""
 Message = Mapping[str, PartSchema]
@@ -38,20 +38,21 @@ class Sizes:
     `ServerMethod.sizes` returns the sizes of a run, including names and shapes of its tensors.
 
     Attributes:
-        samples: Samples of the device: N, in FedD2S K.
+        samples: Number of the device's samples: N, or K in FedD2S.
         features: Elements of one sample's features at the cut: FedDKC's F, FedD2S's s_1.
         channels: Channels of these features, their first axis; None if each element is its own channel.
         classes: Number of classes C.
-        model: W, the model's parameters that are sent; FedDKD_BN leaves batch-norm out.
-        proxy_samples: P, rows of the proxy set.
-        embedding: Inputs of the last layer: the F of CDKT-FL and of DaFKD.
-        generator: DaFKD's G.
-        discriminator: DaFKD's W_d; None for the model's size, or one layer if it shares the model's other layers.
-        layer_features: FedD2S's s_l at the distillation layer l, 0 for l = 1; None for the last layer (the logits),
-            where a run begins.
+        model: Number of the model's parameters that are sent, W; FedDKD_BN leaves batch-norm out.
+        proxy_samples: Number of rows of the proxy set, P.
+        embedding: Number of inputs of the last layer, F in CDKT-FL and DaFKD.
+        generator: Number of the generator's parameters, G in DaFKD.
+        discriminator: Number of the discriminator's parameters, W_d in DaFKD; None for the model's size, or one layer
+            if it shares the model's other layers.
+        layer_features: Elements of one sample's features at FedD2S's distillation layer l, s_l; 0 for l = 1. None for
+            the last layer (the logits), where a run begins.
         layer_channels: Channels of the features at layer l; None if each element is its own channel.
-        head: FedD2S's layers above l; 0 at the last layer.
-        extractor: W_e, the layers below the cut, for methods that send them separately.
+        head: Number of parameters of FedD2S's layers above l; 0 at the last layer.
+        extractor: Number of parameters of the layers below the cut, W_e, for methods that send them separately.
         cuts: The feature columns of a run by cut, each with the shape of one sample; empty in a table.
 
     Raises:
@@ -109,10 +110,10 @@ class Exchange:
     Attributes:
         step: Name of the step.
         down, up: Parts of the ask and of the answer, without metrics and plans, which have no tensors.
-        times: How often a round asks the step.
+        times: Number of times that a round asks the step.
         setting: Name of the setting that `times` comes from; empty for a step that is asked once per round.
-        first: Completed rounds before the step is asked for the first time.
-        end: Completed rounds after which the step is no longer asked; None if it is asked until the end.
+        first: Number of completed rounds before the step is asked for the first time.
+        end: Number of completed rounds after which the step is no longer asked; None if it is asked until the end.
         every: Number of rounds from one ask to the next, at least 1.
     """
 
@@ -153,7 +154,7 @@ def answer_kinds(exchanges: Sequence[Exchange]) -> dict[str, dict[str, str]]:
 
 
 def columns_of(exchanges: Sequence[Exchange]) -> list[str]:
-    """Returns what leaves a device, as names of `fleetdistill.COLUMNS`."""
+    """Returns the kinds of data that leave a device, as names in `fleetdistill.COLUMNS`."""
     found = {column for _, part in _answered(exchanges) for column in part.columns}
     return [column for column in COLUMNS if column in found]
 

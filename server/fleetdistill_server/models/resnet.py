@@ -1,6 +1,6 @@
 """FedDKC's server model, a ResNet20 on features instead of images.
 
-It has 2, 3 and 1 bottleneck blocks (expansion 4) of widths 16, 32 and 64, the only configuration found with the
+It has 2, 3 and 1 bottleneck blocks (expansion 4) of widths 16, 32 and 64, the only configuration that we found with the
 167.31k parameters of the paper's Table 3. The paper specifies neither blocks nor strides. The 3x3 convolutions of the
 first blocks of widths 32 and 64 halve height and width, which matches the table's number of operations.
 

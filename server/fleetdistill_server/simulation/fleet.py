@@ -105,7 +105,7 @@ def _load(wanted: Simulation) -> Dataset:
 
 
 def _prepare(wanted: Simulation, data: Dataset, work: Path) -> Fleet:
-    """Partitions the data and builds the run and its devices; deterministic, so that a resume rebuilds the same."""
+    """Partitions the data and builds the run and its devices; deterministic, so that a resume rebuilds both."""
     data = hold_out_proxy(wanted, data, work)
     split = deal(wanted, data)
     config = make_run_config(wanted, data, work)

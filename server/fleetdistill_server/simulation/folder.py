@@ -101,13 +101,13 @@ def saved_simulation(out: Path) -> Simulation:
         values["data_dir"] = Path(values["data_dir"]) if values["data_dir"] else None
         return Simulation(**values, out=out)
     except (OSError, ValueError, KeyError, TypeError, DataError) as error:
-        raise ConfigurationError(f"{out} has no simulation to resume; start one without --resume") from error
+        raise ConfigurationError(f"{out} contains no simulation to resume; start one without --resume") from error
 
 
 def _refuse(out: Path) -> None:
     if _is_begun(out) or (out / "report.json").exists():
         raise ConfigurationError(
-            f"{out} has an earlier simulation; continue it with --resume, replace it with --overwrite, or choose "
+            f"{out} contains an earlier simulation; continue it with --resume, replace it with --overwrite, or choose "
             "another folder with --out"
         )
 

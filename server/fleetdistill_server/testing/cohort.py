@@ -37,7 +37,7 @@ from fleetdistill_server.methods.cohort import (
 )
 
 Member = DeviceMethod | Callable[[Ask], Answer | None]
-"""Test double of a device: a device half, or a function from an ask to an answer, or to None for no answer."""
+"""Test double of a device: a device half, or a function that maps an ask to an answer, or to None for no answer."""
 
 
 def always(parts: Parts, samples: int = 1) -> Member:
@@ -207,7 +207,7 @@ class FakeCohort:
                 return None, str(reason)
 
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
-        """Sends a payload that needs no knowledge in return."""
+        """Sends a payload without requesting knowledge."""
         async for _ in self.ask(step, payload, quorum=0.0):
             pass
 

@@ -385,7 +385,9 @@ def test_a_forgotten_device_is_told_so_and_again_when_it_comes_back(tmp_path: Pa
         run.store.runs.end(RUN, "running", "")  # as if the others were still at it
         assert device.step(0.0) is Step.FINISHED
         assert sorted(device.models) == ["general", "personal"]
-    assert said[-1].startswith(f"finished: the operator removed {run.device} from run '{RUN}' and has it forgotten")
+    assert said[-1].startswith(
+        f"finished: the operator removed {run.device} from run '{RUN}' and requested its deletion"
+    )
     row = next(row for row in views.devices(run.store, RUN).lists["devices"] if row["device"] == run.device)
     assert str(row["forgotten"]).startswith("20")
     assert {one["forgotten"] for one in views.devices(run.store, RUN).lists["devices"]} == {None, row["forgotten"]}

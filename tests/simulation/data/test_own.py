@@ -86,9 +86,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no labels": ({"inputs": INPUTS}, "the data set has no labels"),
     "a name too many": ({**SPLIT, "images": INPUTS}, "the data set has unknown arrays images"),
-    "text": ({"inputs": np.array([["a"]]), "labels": [0]}, "inputs <U1 of shape [1, 1], expected floats or uint8"),
-    "lengths": ({**SPLIT, "test_labels": LABELS}, "the test set has labels int64 of shape [60], expected integers"),
-    "float labels": ({**SPLIT, "train_labels": LABELS[:45] / 2}, "the training set has labels float64"),
+    "text": (
+        {"inputs": np.array([["a"]]), "labels": [0]},
+        "inputs of dtype <U1 and shape [1, 1], expected floating-point or uint8",
+    ),
+    "lengths": (
+        {**SPLIT, "test_labels": LABELS},
+        "the test set has labels of dtype int64 and shape [60], expected one integer for each",
+    ),
+    "float labels": ({**SPLIT, "train_labels": LABELS[:45] / 2}, "the training set has labels of dtype float64"),
     "negative": (
         {**SPLIT, "train_labels": LABELS[:45] - 1},
         "the training set has label -1, expected integers",

@@ -191,7 +191,7 @@ class TestComparison:
         for bad in (curve("a", [1, 2], [0.5]), curve("a", [], []), curve("a", [0], [0.5])):
             with pytest.raises(DataError, match="cannot draw 'a'"):
                 plot_comparison(_axes(), [bad])
-        with pytest.raises(DataError, match="no curves"):
+        with pytest.raises(DataError, match="without curves"):
             plot_comparison(_axes(), [])
 
 
@@ -269,5 +269,5 @@ class TestDevices:
             DeviceCurves({"a": []}),
             DeviceCurves({"a": [0.1]}, {"global model": [0.1, 0.2]}),
         ):
-            with pytest.raises(DataError, match="cannot draw rounds"):
+            with pytest.raises(DataError, match="cannot plot rounds"):
                 plot_rounds(_axes(), bad)

@@ -91,7 +91,7 @@ class AveragedServer(ServerMethod):
         # acknowledge a message that contained everything.
         self.deliveries = Deliveries(nothing=[-1, -1])
 
-    # --- what it declares
+    # --- declarations
 
     @classmethod
     def needs(cls, config: AveragedConfig) -> Needs:
@@ -99,7 +99,7 @@ class AveragedServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: AveragedConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """Returns the exchanges of classstats.md, section 6, for a device with enough samples of every class.
+        """Returns the exchanges of section 6 of classstats.md, for a device with enough samples of every class.
 
         Soft predictions that `learn` sends are counted in `agree` if devices predict, else in a separate exchange.
         """
@@ -154,7 +154,7 @@ class AveragedServer(ServerMethod):
         load_parameters(self.extractor, mean.result(cohort))
 
     async def _collect_summaries(self, cohort: Cohort, asked: Sequence[str]) -> None:
-        """Asks devices for the summaries that the server lacks, and makes the merge again if there are new ones.
+        """Asks devices for the summaries that the server lacks, and recomputes the merge if it receives new ones.
 
         The run's quorum applies only until there is a first summary. Later, a new device that does not answer must not
         make the round fail for the others.
@@ -262,13 +262,13 @@ class AveragedServer(ServerMethod):
     # --- the merge
 
     def forget(self, device: str, notes: Notes) -> None:
-        """Makes the merge and the server's own predictor again without the device's summary."""
+        """Recomputes the merge and retrains the server's own predictor without the device's summary."""
         self.deliveries.forget(device)
         if self.parts.pop(device, None) is not None:
             self.merge_parts(notes)
 
     def merge_parts(self, notes: Notes) -> None:
-        """Makes the merge again from all summaries, in device-id order, rounded to the wire's type (3.3, 3.4)."""
+        """Recomputes the merge from all summaries, in device-id order, rounded to the wire's element type."""
         self._trusted = trusted_centres(self.context.trusted_data(), self._features_of) or self._trusted
         rules = Rules(robust=self.config.robust, trusted=self._trusted)
         whole, self._left_out = merged(self.parts, self.config.rank, rules, notes)
@@ -287,7 +287,7 @@ class AveragedServer(ServerMethod):
         return clip(rows, self.config.clip_norm) if self.config.clip_norm else rows
 
     def _usable_classes(self, whole: Classes, notes: Notes) -> Classes:
-        """Returns the shrunk merge of the classes that pass every guard (3.4, 3.9).
+        """Returns the shrunk merge of the classes that pass every guard (classstats.md, sections 3.4 and 3.9).
 
         If a guard rejects classes, shrinkage and training start again without them. A rejected class therefore has no
         influence on the pooled variance or on the server's own predictor.

@@ -35,7 +35,7 @@ class Rules:
 
 
 LeftOutReasons = dict[str, list[str]]
-"""For each device the reasons why statistics of it are left out, as sentences."""
+"""Maps each device to the reasons why its statistics are left out, as sentences."""
 
 
 def note_left_out(left_out: LeftOutReasons, notes: Notes, devices: Collection[str] | None = None) -> None:

@@ -22,7 +22,7 @@ from fleetdistill_server.methods.context import MethodContext
 
 
 class OwnPredictor:
-    """Trains the server's own predictor on rows drawn from the merged classes, and finds classes that do not work.
+    """Trains the server's own predictor on rows drawn from the merged classes, and finds unrecognised classes.
 
     Args:
         network: The predictor, features to logits; changes in place.
@@ -48,7 +48,7 @@ class OwnPredictor:
         self._feature_shape = feature_shape
 
     def soft_predictions(self, classes: Classes, seed: int) -> Array:
-        """Returns the predictor's soft predictions `[rows, C]` for the rows that devices draw with this seed (3.8)."""
+        """Returns the predictor's soft predictions `[rows, C]` for the rows that devices draw with this seed."""
         rows, _ = self.draw(classes, seed)
         return soft_targets(extract(self.network, rows), self.config.temperature).numpy()
 
@@ -85,7 +85,7 @@ class OwnPredictor:
         return poor
 
     def _train(self, classes: Classes, seed: int) -> None:
-        """Minimises the cross-entropy on drawn rows, with new rows in every epoch (3.9)."""
+        """Minimises the cross-entropy on drawn rows, with new rows in every epoch."""
         optimizer = make_local_optimizer(self.config, self.network.parameters())
         for epoch in range(self.config.server_epochs):
             rows, labels = self.draw(classes, derive_seed(seed, epoch))
@@ -110,15 +110,15 @@ class OwnPredictor:
         return {label: float(right[labels.cpu() == label].double().mean()) for label in classes}
 
     def draw(self, classes: Classes, seed: int) -> tuple[Tensor, Tensor]:
-        """Draws `drawn_rows` rows of each class: features `[rows, *feature_shape]` and labels `[rows]` (3.5)."""
+        """Draws `drawn_rows` rows of each class: features `[rows, *feature_shape]` and labels `[rows]`."""
         rows, labels = draw_classes(classes, self.config.drawn_rows, seed, nonnegative=self.nonnegative)
         where = self.context.torch_device
         return torch.from_numpy(rows).reshape(-1, *self._feature_shape).to(where), torch.from_numpy(labels).to(where)
 
 
 def least_recognised(classes: int) -> float:
-    """Returns the share of a class's drawn rows that must be recognised: twice chance.
+    """Returns the share of a class's drawn rows that must be recognised: twice the chance level.
 
-    Two classes are an exception: twice chance would be every row, so the share is 0.75. A single class needs none.
+    With two classes that would be every row, so 0.75 is used; with one class, 0.
     """
     return {1: 0.0, 2: 0.75}.get(classes, 2 / classes)

@@ -75,7 +75,7 @@ Screened = tuple[Fleet, list[LeftOut]]
 
 
 def capped(fleet: Mapping[str, DeviceStatistics], cap: float) -> Fleet:
-    """Scales counts so that no device counts for more than `cap` times the median device's rows.
+    """Scales counts so that no device contributes more than `cap` times the median device's rows.
 
     Every class keeps at least one row. Devices below the cap are returned unchanged.
     """
@@ -208,7 +208,7 @@ def _drop_misplaced_devices(fleet: Fleet, robust: str, most_left_out: int, trust
 
 
 class Near(NamedTuple):
-    """How many of a device's compared class means are nearest to the centre of their own class."""
+    """Number of a device's class means that are nearest to their own class's centre, and number of compared means."""
 
     right: int
     of: int

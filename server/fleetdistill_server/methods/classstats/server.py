@@ -103,7 +103,7 @@ class ClassStatsServer(ServerMethod):
             raise ConfigurationError(f"[contract] input_shape: {error}") from error
         return build_model(SCATTERING, input_shape=shape)
 
-    # --- what it declares
+    # --- declarations
 
     @classmethod
     def needs(cls, config: ClassStatsConfig) -> Needs:
@@ -112,7 +112,7 @@ class ClassStatsServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: ClassStatsConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """Returns the exchanges of oneshot.md, section 6, for a device with enough samples of every class."""
+        """Returns the exchanges of section 6 of oneshot.md, for a device with enough samples of every class."""
         dimensions = min(config.dimensions or 384, sizes.features)
         df, classes = max(sizes.samples - sizes.classes, 0), sizes.classes
         statistics = SharedStatistics.schema(
@@ -218,7 +218,7 @@ class ClassStatsServer(ServerMethod):
         return () if part is None else tuple(sorted(set(part[0].labels) - set(counted)))
 
     def _note_poor_classes(self, figures: Mapping[int, Sequence[float]], notes: Notes) -> None:
-        """Guard: adds an event for each class that leave-one-out recognises no more often than by chance."""
+        """Guard: adds an event for each class whose leave-one-out accuracy is no better than chance."""
         if self._space is None:
             return
         chance = 1 / len(self._space.labels)
@@ -232,7 +232,8 @@ class ClassStatsServer(ServerMethod):
     def is_due(self, present: Mapping[str, str]) -> bool:
         """Returns whether a present device lacks the space, or the server lacks its statistics.
 
-        An unresponsive device does not make a round due until it reconnects. A round that is due asks it too.
+        An unresponsive device does not make a round due until it reconnects. A round that is due for another reason
+        includes the device.
         """
         self.deliveries.update_present(present)
         return any(self._needs_round(*one) for one in present.items() if not self.deliveries.is_unresponsive(one[0]))
@@ -244,13 +245,13 @@ class ClassStatsServer(ServerMethod):
     # --- the merge
 
     def forget(self, device: str, notes: Notes) -> None:
-        """Makes the merge again without the device's statistics; the new merge does not depend on them."""
+        """Recomputes the merge without the device's statistics; the new merge does not depend on them."""
         self.deliveries.forget(device)
         if self._parts.pop(device, None) is not None:
             self.merge_parts(notes)
 
     def merge_parts(self, notes: Notes) -> None:
-        """Makes the merge and its space again from all statistics, in device-id order (3.5, 3.6)."""
+        """Recomputes the merge and its class space from all statistics, in device-id order."""
         self._trusted = trusted_centres(self.context.trusted_data(), self.fixed.of) or self._trusted
         rules = Rules(robust=self.config.robust, count_cap=self.config.count_cap, trusted=self._trusted)
         parts = {device: part for device, (part, _) in self._parts.items()}
@@ -305,7 +306,7 @@ class ClassStatsServer(ServerMethod):
         self.deliveries.load_state_dict(state)
 
     def global_model(self) -> nn.Module | None:
-        """Returns the general model (3.7), or None before the first space."""
+        """Returns the general model, or None before the first class space exists."""
         if self._space is None:
             return None
         return SpaceModel(self.fixed, self.context.classes).take(self._space)

@@ -1,1 +1,1 @@
-"""Server half of DaFKD: the rounds in `server`, the ensemble of teachers in `ensemble`."""
+"""Server half of DaFKD: `server` contains the rounds, `ensemble` the ensemble of teachers."""

@@ -86,7 +86,7 @@ class DaFKDServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: DaFKDConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """Returns the exchanges of dafkd.md, section 8. Only devices that run the server's model are sent w."""
+        """Returns the exchanges of section 8 of dafkd.md. Only devices that run the server's model receive w."""
         generator = {"generator": Generator.schema(sizes.generator)}
         model, predictions = ModelParameters.schema(sizes.model), _predictions(config, sizes)
         up = {
@@ -122,7 +122,7 @@ class DaFKDServer(ServerMethod):
             await self._standard_round(cohort)
 
     async def _standard_round(self, cohort: Cohort) -> None:
-        """The paper's variant: devices send discriminators; the server applies them to samples of theta^g_{t+1}."""
+        """Runs the paper's variant: devices send discriminators; the server uses them on samples of theta^g_{t+1}."""
         seed = _noise_seed(cohort)
         answers = await self._train(cohort, seed)
         teachers = self._average(answers, cohort)  # eqs. (4), (6)
@@ -131,7 +131,10 @@ class DaFKDServer(ServerMethod):
             self._distil(self.if_mature(teacher, cohort), cohort)  # eq. (8)
 
     async def _lagged_round(self, cohort: Cohort) -> None:
-        """Discriminators stay on the devices, which send predictions in the same exchange, with theta^g_t."""
+        """Runs a round in which discriminators stay on the devices, which send predictions for samples of theta^g_t.
+
+        The predictions are in the same answer as the models.
+        """
         seed = _noise_seed(cohort)
         samples = self.samples(seed)
         answers = await self._train(cohort, seed)
@@ -141,7 +144,10 @@ class DaFKDServer(ServerMethod):
             self._distil(self.if_mature(teacher, cohort), cohort)  # eq. (8)
 
     async def _exact_round(self, cohort: Cohort) -> None:
-        """Discriminators stay on the devices, which send predictions in a second exchange, with theta^g_{t+1}."""
+        """Runs a round in which the discriminators stay on the devices.
+
+        In a second exchange, devices receive theta^g_{t+1} and return predictions for its samples.
+        """
         seed = _noise_seed(cohort)
         answers = await self._train(cohort, seed)
         teachers = self._average(answers, cohort)  # eqs. (4), (6)
@@ -153,7 +159,7 @@ class DaFKDServer(ServerMethod):
     # --- steps of the rounds
 
     async def _train(self, cohort: Cohort, noise_seed: int) -> list[DeviceAnswer]:
-        """Sends message 1 and returns messages 2; devices train by eqs. (9) and (3)."""
+        """Sends message 1 and returns the answers, messages 2; devices train by eqs. (9) and (3)."""
         asked = cohort.sample(self.config.participation_ratio)
         message = partial(self.message, cohort=cohort, noise_seed=noise_seed)
         return [answer async for answer in cohort.ask("train", message, to=asked)]
@@ -230,7 +236,7 @@ class DaFKDServer(ServerMethod):
         return distillation_samples(self.generator, noise_seed, self.config.kd_samples, self.context.torch_device)
 
     def judged_ensemble(self, answers: list[DeviceAnswer], samples: Tensor, notes: Notes) -> Teacher | None:
-        """Returns the teacher of eqs. (7), (8) from the devices' models and discriminators; None if none is usable."""
+        """Returns the teacher of eqs. (7), (8) from models and discriminators; None if all are unusable."""
         judged = [self._judged(answer, samples, notes) for answer in answers]
         members = [one for one in judged if one is not None]
         if not members:
@@ -257,7 +263,7 @@ class DaFKDServer(ServerMethod):
     def weighted_ensemble(
         self, answers: list[DeviceAnswer], samples: Tensor, noise_seed: int, notes: Notes
     ) -> Teacher | None:
-        """Returns the teacher of eqs. (7), (8) from predictions that devices weighted; None if none is usable."""
+        """Returns the teacher of eqs. (7), (8) from predictions that devices weighted; None if all are unusable."""
         total_mc = torch.zeros(len(samples), self.context.classes, dtype=torch.float64)
         importance = list[Tensor]()
         for answer in answers:
@@ -286,7 +292,7 @@ class DaFKDServer(ServerMethod):
         return weighted_mc
 
     def if_mature(self, teacher: Teacher | None, notes: Notes) -> Teacher | None:
-        """Guard: returns None while the samples have too few classes; distilling on them lowers the accuracy."""
+        """Guard: returns the teacher, or None if the samples have too few classes for useful distillation."""
         if teacher is None:
             return None
         _, teacher_mc = teacher

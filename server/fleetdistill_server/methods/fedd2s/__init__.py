@@ -1,1 +1,1 @@
-"""Server half of FedD2S: the rounds in `server`, the schedule of distillation layers in `schedule`."""
+"""Server half of FedD2S: `server` contains the rounds, `schedule` the schedule of distillation layers."""

@@ -78,7 +78,7 @@ class Copies:
     accuracies: dict[str, float] = field(default_factory=dict)
 
     def add(self, sent: Triplets, p_bc: Tensor, trained: nn.Module | None) -> None:
-        """Adds one copy; None, a copy whose training failed, is left out."""
+        """Adds one copy; ignores None, which stands for a copy whose training failed."""
         if trained is not None:
             self.mean.add(sent.device, model_parameters(trained), len(sent.labels) if self.by_samples else 1)
             self.accuracies[sent.device] = _accuracy(p_bc, sent.labels)
@@ -105,7 +105,7 @@ class FedD2SServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: FedD2SConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """Returns the exchanges of fedd2s.md, section 8, with sample ids both ways."""
+        """Returns the exchanges of section 8 of fedd2s.md, with sample ids in both directions."""
         columns, channels = sizes.cuts or _counted_columns(sizes), _counted_channels(sizes)
         own = SampleKnowledge.schema(
             rows=sizes.samples, features=columns, columns=("features", "labels"), channels=channels
@@ -183,7 +183,7 @@ class FedD2SServer(ServerMethod):
         return torch.from_numpy(np.array(array)).to(self.context.torch_device)
 
     def head(self, layer: int) -> nn.Sequential:
-        """Returns theta^g_{+l}: layers l+1 to L, empty for l = L. The paper prints l to L, which runs layer l twice."""
+        """Returns theta^g_{+l}: layers l+1 to L, empty for l = L. The paper's l to L would run layer l twice."""
         return self.network[layer - 1 :]
 
     def soft_labels(self, part: nn.Module, features: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class FedD2SServer(ServerMethod):
     def reply(self, sent: Triplets, own_accuracy: float | None, cohort: Cohort) -> Parts:
         """Returns message 4: t and the head, or the ablations' features.
 
-        It contains no knowledge if a guard fires or the device's copy was left out of the mean.
+        The message contains no knowledge if a guard fires or the device's copy was left out of the mean.
 
         Args:
             sent: The device's triplets.
@@ -307,7 +307,7 @@ class FedD2SServer(ServerMethod):
         return True
 
     def forget(self, device: str, notes: Notes) -> None:
-        """Drops the device's number of rounds; the global network is unchanged."""
+        """Deletes the device's number of rounds; the global network is unchanged."""
         self.participations.pop(device, None)
 
     def networks(self) -> Mapping[str, torch.nn.Module]:

@@ -1,7 +1,6 @@
-"""Server half of FedDKC: the rounds in `server`, the refinements of knowledge in the other files.
+"""Server half of FedDKC: `server` contains the rounds, the other files the refinements of knowledge.
 
 Wu et al., Exploring the Distributed Knowledge Congruence in Proxy-data-free Federated Distillation, arXiv 2022 / ACM
-TIST 2024. Where to find the paper's symbols: φ by KKR, eqs. (9) to (14), in `kkr`; other kernels σ, eqs. (21) to (25),
-in `kernels`; ψ by SKR, eqs. (15) to (20), in `skr`; their common result type in `refined`; the search of ρ and θ in
-`bisect`.
+TIST 2024. `kkr` implements φ by KKR, eqs. (9) to (14), `kernels` other kernels σ, eqs. (21) to (25), and `skr` ψ by
+SKR, eqs. (15) to (20). `refined` has their common result type, `bisect` the search of ρ and θ.
 """

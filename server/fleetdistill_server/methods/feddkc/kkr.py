@@ -18,7 +18,7 @@ from fleetdistill_server.methods.feddkc.refined import (
     softmax,
 )
 
-_FLAT = 1e-6  # C·peak - 1 up to here is a constant row: eq. (14) divides by it
+_FLAT = 1e-6  # rows with C·peak - 1 up to this are constant: eq. (14) divides by it
 _TIE = 1e-9  # relative; softmax of equal logits may differ in the last digits
 _NEGATIVE = -1e-12  # rounding, not a class that the stretch pushed below zero
 

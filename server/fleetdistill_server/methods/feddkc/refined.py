@@ -1,4 +1,4 @@
-"""FedDKC's refined knowledge, and what its refinements have in common: checks, blocks of rows, and no refinement.
+"""FedDKC's refined knowledge, and the code that its refinements share: checks, blocks of rows, and the baseline.
 
 KKR gives every row of local logits the same peak, SKR the same entropy. Both compute in float64 on the logits' torch
 device. Rows are independent, and the results have no gradient, because refined knowledge is a constant teacher.

@@ -89,7 +89,7 @@ class FedDKCServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: FedDKCConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """Returns the exchange of feddkc.md, section 8, with sample ids both ways."""
+        """Returns the exchange of section 8 of feddkc.md, with sample ids in both directions."""
         n, c = sizes.samples, sizes.classes
         columns, channels = ("features", "logits", "labels"), sizes.cut_channels
         own = SampleKnowledge.schema(rows=n, features=sizes.at_cut, classes=c, columns=columns, channels=channels)
@@ -102,7 +102,7 @@ class FedDKCServer(ServerMethod):
     keeps_initial = True
 
     def initial(self) -> ModelParameters | None:
-        """Returns the common extractor; without a common one the server's predictor learns almost nothing."""
+        """Returns the extractor that all devices start from; without it the predictor learns almost nothing."""
         if not self.config.shared_initial:
             return None
         return self.given_initial or model_parameters(self.context.extractor(), scope="extractor")
@@ -237,13 +237,13 @@ class FedDKCServer(ServerMethod):
         return extract(lambda rows: self.predictor(rows.float()), features, model=self.predictor)
 
     def predict(self, upload: Upload, notes: Notes) -> None:
-        """Stores z^S = W^S(H) for the device's next message; a guard marks it as not to be sent."""
+        """Stores z^S = W^S(H) for the device's next message. If a guard fires, z^S is marked as not to be sent."""
         logits = self._predict(upload.features)
-        fits = self._fits_the_wire(logits, upload, notes)  # guard
+        fits = self._is_representable(logits, upload, notes)  # guard
         valid = fits and self._teaches(logits, upload, notes)  # guard
         self.knowledge[upload.device] = (upload.sample_ids, logits if fits else torch.zeros_like(logits), valid)
 
-    def _fits_the_wire(self, logits: Tensor, upload: Upload, notes: Notes) -> bool:
+    def _is_representable(self, logits: Tensor, upload: Upload, notes: Notes) -> bool:
         """Guard: returns whether the logits are finite and representable in the run's knowledge type."""
         reason = reason_not_sent(logits, self.context.knowledge_type)
         if reason:
@@ -264,7 +264,7 @@ class FedDKCServer(ServerMethod):
         return teaches
 
     def forget(self, device: str, notes: Notes) -> None:
-        """Drops the device's next logits; the predictor is unchanged."""
+        """Deletes the logits for the device's next message; the predictor is unchanged."""
         self.knowledge.pop(device, None)
 
     def networks(self) -> Mapping[str, torch.nn.Module]:

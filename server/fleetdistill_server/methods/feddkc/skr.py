@@ -28,7 +28,8 @@ def skr(logits: ArrayLike | Tensor, target: float, *, epsilon: float = 1e-3) -> 
 
     θ is bisected geometrically inside `unit_bracket`. A row with M equal maxima has exactly one root if
     log2 M < E < log2 C. A row with E <= log2 M gets the nearest distribution, 1/M on its maxima (`unreachable`); a
-    constant row is returned uniform (`degenerate`). A temperature before SKR would only rescale θ, so there is none.
+    constant row is returned uniform (`degenerate`). A temperature before SKR would only rescale θ, so SKR has no such
+    setting.
 
     Args:
         logits: Local knowledge z, `[N, C]`, any float dtype, finite.

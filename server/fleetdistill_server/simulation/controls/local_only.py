@@ -67,7 +67,8 @@ def train_local_only(
         spec: The device.
         config: The run's configuration, which has the method's local training.
         initial: Initial weights that the method distributes; None if it distributes none.
-        took_part: Whether the fleet's device took part in each completed round; this device trains in the same ones.
+        took_part: Whether the fleet's device took part in each completed round; here the device trains in the same
+            rounds.
         after_round: Called after each round.
 
     Returns:

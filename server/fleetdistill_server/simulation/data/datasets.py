@@ -83,7 +83,7 @@ class Dataset:
     train_clients: Tensor | None = None
 
     def with_training_rows(self, rows: npt.NDArray[np.int64]) -> Dataset:
-        """Returns a copy with only these training images; the test images stay."""
+        """Returns a copy with only these training images; the test images are unchanged."""
         clients = self.train_clients
         return replace(
             self,

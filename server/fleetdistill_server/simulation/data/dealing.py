@@ -57,7 +57,7 @@ def floor_or_largest(shares: Floats, total: int) -> Ints:
 
 
 def counts_from_pools(prior_c: Floats, pools_c: Ints, size: int, rounding: str = "largest_remainder") -> Ints:
-    """Returns how many rows a device takes from each class: `size` in total, by `prior_c` while the pools last.
+    """Returns how many rows a device takes from each class: `size` in total, by `prior_c` until a pool is empty.
 
     Args:
         prior_c: `[classes]` probabilities.

@@ -68,7 +68,7 @@ def own_dataset(given: Arrays | tuple[npt.ArrayLike, npt.ArrayLike], name: str =
 
 
 def read_dataset(file: Path) -> Dataset:
-    """Reads a data set from an .npz file with the arrays of `own_dataset`; its name defaults to the file's.
+    """Reads a data set from an .npz file with the arrays of `own_dataset`; the name defaults to the file's name.
 
     Raises:
         DataError: The file is missing or damaged, or its arrays do not form a data set.
@@ -106,7 +106,7 @@ def limited(data: Dataset, train_limit: int | None, image_size: int | None, seed
     """Limits the training images and reduces the image size, as `load_dataset` does.
 
     Raises:
-        ConfigurationError: `image_size` is given and the data are not images, or smaller than that.
+        ConfigurationError: `image_size` is given, but the data are not images or the images are smaller.
     """
     if train_limit is not None and train_limit < len(data.train_labels):
         data = data.with_training_rows(stratified_rows(data.train_labels.numpy(), train_limit, seed))
@@ -168,12 +168,13 @@ def _check_part(part: str, inputs: npt.NDArray[Any], labels: npt.NDArray[Any]) -
     where = {"train": "the training set", "test": "the test set", "whole": "the data set"}[part]
     if inputs.ndim < 2 or not (inputs.dtype == np.uint8 or np.issubdtype(inputs.dtype, np.floating)):
         raise DataError(
-            f"{where} has inputs {inputs.dtype} of shape {list(inputs.shape)}, expected floats or uint8 [N, ...]"
+            f"{where} has inputs of dtype {inputs.dtype} and shape {list(inputs.shape)}, expected floating-point or "
+            "uint8 inputs of shape [N, ...]"
         )
     if labels.shape != inputs.shape[:1] or not np.issubdtype(labels.dtype, np.integer) or len(labels) == 0:
         raise DataError(
-            f"{where} has labels {labels.dtype} of shape {list(labels.shape)}, expected integers, one for each of "
-            f"{len(inputs)} inputs, at least 1"
+            f"{where} has labels of dtype {labels.dtype} and shape {list(labels.shape)}, expected one integer for each "
+            f"of {len(inputs)} inputs, and at least one input"
         )
     if labels.min() < 0:
         raise DataError(f"{where} has label {labels.min()}, expected integers of at least 0")

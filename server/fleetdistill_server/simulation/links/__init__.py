@@ -1,1 +1,1 @@
-"""Runs a simulated fleet over the in-memory link or over gRPC."""
+"""The links of a simulation: in-memory, or gRPC between separate processes."""

@@ -1,4 +1,4 @@
-"""Runs a simulated fleet over one of the two links; both return the run's store."""
+"""Runs a simulated fleet over the in-memory link or over gRPC. Each function returns the run's store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DriveDevices:
         self._next = 0
 
     async def wait(self, seconds: float = 0.0) -> None:
-        """Runs one step of the next device; ignores `seconds`."""
+        """Runs one step of the next device and returns; ignores `seconds`."""
         self._devices[self._next % len(self._devices)].step(0.0)
         self._next += 1
         self._after_step()
@@ -169,7 +169,7 @@ def _watch_until_over(
     while any(process.poll() is None for process in processes):
         if failure:
             raise failure[0]
-        _check_not_stopped(supervisor.store, run)  # its error has the run's reason, unlike the supervisor's
+        _check_not_stopped(supervisor.store, run)  # raised first, because its error states the run's reason
         failed = [process for process in processes if process.poll() not in (None, 0)]
         if failed:
             raise RunError("a device process failed; its error is printed above")

@@ -70,7 +70,8 @@ def plot_rounds(ax: Axes, curves: DeviceCurves) -> None:
     """
     lengths = {len(one) for one in (*curves.devices.values(), *curves.controls.values())}
     if len(lengths) != 1 or not curves.devices or lengths == {0}:
-        raise DataError(f"cannot draw rounds: {len(curves.devices)} devices with curves of lengths {sorted(lengths)}")
+        text = f"cannot plot rounds: {len(curves.devices)} devices have curves of lengths {sorted(lengths)}"
+        raise DataError(f"{text}, expected at least one device, and curves of one length above 0")
     rates_jr = np.array(list(curves.devices.values()), dtype=np.float64)
     rounds = np.arange(1, rates_jr.shape[1] + 1)
     ends: list[tuple[str, float, str]] = []

@@ -103,12 +103,12 @@ def _further(history: FleetHistory, device: str, samples_1c: Ints) -> dict[str, 
 
 
 def _further_figures(counts_cc: Ints | None, samples_1c: Ints) -> dict[str, float]:
-    assert counts_cc is not None  # a device keeps a variant once it has it
+    assert counts_cc is not None  # a device that has a variant keeps it
     return {"accuracy": accuracy(counts_cc), "own_accuracy": _own(counts_cc, samples_1c)}
 
 
 def accuracy_or_none(counts_cc: Ints | None) -> float | None:
-    """Returns the accuracy of a confusion matrix; None for None."""
+    """Returns the accuracy of a confusion matrix; None if there is no matrix."""
     return None if counts_cc is None else accuracy(counts_cc)
 
 

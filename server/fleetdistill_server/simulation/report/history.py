@@ -41,7 +41,7 @@ class FleetHistory:
     products: Mapping[str, Sequence[Ints]] = field(default_factory=dict)
 
     def figures(self, samples_jc: Ints) -> list[Figures]:
-        """Returns CDKT-FL's figures of every round, in accuracy; `samples_jc` as in `scores.fleet_figures`."""
+        """Returns every round's CDKT-FL figures, computed from accuracy; `samples_jc` as in `scores.fleet_figures`."""
         rounds = zip(*self.devices.values(), strict=True)
         return [round_figures(kcc, samples_jc, server) for kcc, server in zip(rounds, self.server, strict=True)]
 

@@ -40,7 +40,7 @@ def accuracy(counts_cc: Cells) -> float:
 
 
 def f1_by_class(counts_cc: Cells) -> npt.NDArray[np.float64]:
-    """Returns F1 = 2 TP / (2 TP + FP + FN) of each class `[C]`; 0 where that is 0 / 0."""
+    """Returns F1 = 2 TP / (2 TP + FP + FN) of each class `[C]`; 0 for classes where this is 0 / 0."""
     hits = np.diag(counts_cc).astype(np.float64)
     either = counts_cc.sum(0) + counts_cc.sum(1)
     scores: npt.NDArray[np.float64] = np.divide(2 * hits, either, out=np.zeros_like(hits), where=either > 0)

@@ -87,7 +87,7 @@ def plot_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None = Non
             text = f"{len(one.accuracy)} accuracies for {len(one.bytes)} counts of bytes"
             raise DataError(f"cannot draw {one.name!r}: {text}; every round needs both, and bytes above 0")
     if not curves:
-        raise DataError("nothing to plot: no curves")
+        raise DataError("cannot plot a comparison without curves; give at least one curve")
     if alone is not None:
         ax.axhline(alone, color=ALONE, linewidth=2, linestyle=":", label=f"alone: {alone:.1%}")
     for one, (colour, number) in zip(curves, _looks(curves), strict=True):
@@ -210,7 +210,7 @@ def _draw_curve(ax: Axes, curve: Curve, colour: str, number: int) -> None:
             "markevery": [-1],
             "markersize": 8,
             "markerfacecolor": "white",
-        }  # a curve with a single known accuracy is only this marker
+        }  # a curve with a single known accuracy is drawn as this marker only
         ax.plot(kilobytes, rates, label=label, **look, **end)
         return
     xs = np.full(len(curve.devices), kilobytes[-1])
@@ -220,7 +220,7 @@ def _draw_curve(ax: Axes, curve: Curve, colour: str, number: int) -> None:
 
 
 def _style(curve: Curve, number: int) -> str:
-    """Returns a curve's line style; a control's is the same as in `plot_rounds`."""
+    """Returns a curve's line style; a control has the same style as in `plot_rounds`."""
     return CONTROL_STYLES[curve.name][1] if curve.name in CONTROL_STYLES else _STYLES[number % len(_STYLES)]
 
 

@@ -62,7 +62,7 @@ def fleet_figures(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints 
 
 
 def round_figures(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None) -> Figures:
-    """Returns CDKT-FL's four figures of one round in accuracy; arguments as in `fleet_figures`."""
+    """Returns CDKT-FL's four figures of one round, computed from accuracy; arguments as in `fleet_figures`."""
     return _figures(*_on_all_parts(device_kcc, samples_jc, server_cc), accuracy)
 
 
@@ -88,7 +88,7 @@ def late_figures(by_round: Sequence[Figures]) -> Figures:
     """Returns the figures over the last rounds that papers report: FedD2S's average UA and CDKT-FL's medians.
 
     Args:
-        by_round: Figures in accuracy of every completed round, in order; at least one.
+        by_round: Figures of every completed round, computed from accuracy, in order; at least one.
 
     Returns:
         `ua_mean`, the mean of C-Spec over the last 10 rounds; `c_gen_median`, `c_spec_median` and `c_per_median` over

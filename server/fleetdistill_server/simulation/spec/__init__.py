@@ -1,1 +1,1 @@
-"""Describes what to simulate: settings, plan, devices and attacks."""
+"""Description of a simulation: settings, plan, devices and attacks."""

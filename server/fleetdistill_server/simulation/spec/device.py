@@ -35,7 +35,7 @@ class DeviceSpec:
     Attributes:
         name: Id of the device.
         model: Name of a built-in model, or package.module:factory.
-        seed: The simulation's seed; together with `name` the seed of the model's initial weights.
+        seed: The simulation's seed; the model's initial weights are derived from it and `name`.
         classes: Number of classes of the contract.
         data_file: Path of the training data, an `.npz` with `inputs` and `labels`.
         test_file: Path of the test set, in the same format.
@@ -66,7 +66,7 @@ class DeviceSpec:
         return self.scores_file_of("")
 
     def scores_file_of(self, variant: str) -> Path:
-        """Returns the path of the score log of a variant, such as classstats' `personal`; empty for the general one."""
+        """Returns the path of the score log of a variant, such as `personal`; an empty name selects the general one."""
         return Path(f"{self.state_dir}-scores{f'-{variant}' if variant else ''}.jsonl")
 
     def further_variants(self) -> list[str]:
@@ -76,7 +76,7 @@ class DeviceSpec:
 
     @property
     def products_file(self) -> Path:
-        """Path of the log of the fleet model's scores as received, by the last round that changed the model."""
+        """Path of the log of the received fleet models' scores, by the last round that changed the model."""
         return Path(f"{self.state_dir}-products.jsonl")
 
     @property
@@ -201,7 +201,7 @@ def _run_forked(specs: Sequence[DeviceSpec], server: str, parent: int | None) ->
 
 
 def _preload() -> None:
-    """Imports what every device needs; a discarded ONNX export imports the 800 torch modules that exports need."""
+    """Imports the modules that devices need; a discarded ONNX export imports the 800 modules of torch's exporter."""
     import onnxruntime  # noqa: F401
     from torch import nn
 
@@ -229,7 +229,7 @@ def _fork(spec: DeviceSpec, server: str) -> int:
 
 
 def save_spec(spec: DeviceSpec) -> Path:
-    """Writes a spec next to the device's state directory, as `main` reads it; returns the path."""
+    """Writes a spec next to the device's state directory, in the format that `main` reads; returns the path."""
     path = Path(f"{spec.state_dir}.json")
     path.write_text(json.dumps(asdict(spec)))
     return path

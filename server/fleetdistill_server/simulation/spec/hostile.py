@@ -59,7 +59,7 @@ ATTACKS: Mapping[str, str] = {
     "flips": "trains on the labels C - 1 - c",
     "reversed": "sends its update, gradient or statistics times -5",
     "scaled": "sends its model, gradient, features or statistics times 1,000",
-    "random": "sends random numbers with the honest ones' mean and standard deviation",
+    "random": "sends random numbers with the mean and standard deviation of the honest values",
     "declares": "declares as many samples as the run allows, and trains on flipped labels",
 }
 """Maps each attack to its description."""

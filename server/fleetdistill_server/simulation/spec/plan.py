@@ -26,7 +26,7 @@ from fleetdistill_server.store.store import Store
 
 RUN = "simulation"
 NO_DEADLINE_SECONDS = 1e7
-"""Deadline and lease of a simulation, about four months, so that a resumed one has its devices and open asks."""
+"""Deadline and lease of a simulation, in seconds; long enough that neither expires before a resume."""
 PROXY_PER_CLASS = 8
 DIGITS_MODELS = ("digits_linear", "digits_mlp_small", "digits_mlp_large", "digits_cnn_small", "digits_cnn_large")
 RESNET_MODELS = ("resnet2", "resnet4", "resnet6", "resnet10", "resnet12")
@@ -172,7 +172,7 @@ def _models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
 
 
 def _device_model(wanted: Simulation, data: Dataset) -> str:
-    """Returns the setting [model] device: the largest model if the method needs one for all devices; else empty."""
+    """Returns the value of `[model] device`: the largest model if the method requires one, else an empty string."""
     needs = _needs(wanted)
     return largest_model(wanted, data) if needs.same_architecture or needs.server_has_device_model else ""
 
@@ -190,7 +190,7 @@ def _parameters(model: str, input_shape: tuple[int, ...], classes: int) -> int:
 
 
 def device_models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
-    """Returns the models that devices get in turn; only the largest if the method needs the same for all."""
+    """Returns the models to assign in rotation; only the largest if all devices must run the same model."""
     return (largest_model(wanted, data),) if _needs(wanted).same_architecture else _models(wanted, data)
 
 
@@ -219,5 +219,5 @@ def _is_small(data: Dataset) -> bool:
 
 
 def open_store(fleet: Fleet) -> contextlib.closing[Store]:
-    """Opens the store of a simulation's run; the context closes it."""
+    """Context manager that opens and closes the store of a simulation's run."""
     return contextlib.closing(Store.open(Path(fleet.config.server.store)))

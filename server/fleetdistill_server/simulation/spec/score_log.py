@@ -21,7 +21,7 @@ def append_scores(file: Path, number: int, confusion: Sequence[Sequence[int]]) -
 
 
 def read_scores(file: Path) -> dict[int, Ints]:
-    """Returns the confusion matrices `[C, C]` in a score log by round; of a repeated round, the last."""
+    """Returns the confusion matrices `[C, C]` in a score log by round; the last one for a repeated round."""
     lines = file.read_text().splitlines() if file.exists() else []
     return {row["round"]: np.array(row["confusion"], dtype=np.int64) for row in map(json.loads, lines)}
 

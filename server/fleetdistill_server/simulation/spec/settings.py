@@ -43,7 +43,8 @@ class Simulation:
         models: Device models, assigned in turn; by default five different ones that fit the data set. Each is a name,
             `package.module:factory`, or a top-level function of (input_shape, classes).
         extractor: First layers of all device models, for methods that use features: a name,
-            `package.module:factory`, or a top-level function of (input_shape). By default the built-in models' own.
+            `package.module:factory`, or a top-level function of (input_shape). By default the extractor of the built-in
+            models.
         server_model: Server model, for methods that train one: a name, `package.module:factory`, or a top-level
             function of (feature_shape, classes), or of (input_shape, classes) if the model reads inputs.
         partition: Partition of the data over devices, a name in `partition.PARTITIONS`.
@@ -58,7 +59,7 @@ class Simulation:
             `predictor = "trained"`; by default all of them.
         hostile: Number of hostile devices; the first ones are hostile.
         attack: The hostile devices' attack, a name in `hostile.ATTACKS`.
-        rounds: Number of rounds; None for the method's usual number, 30, or 1 for a method with one exchange.
+        rounds: Number of rounds; None for the default, 30, or 1 for a method with one exchange.
         control_rounds: Number of rounds of the controls; None for the method's number, but at least 30 for a method
             with one exchange, since training without exchanges has no communication cost.
         seed: Seed of the partition, the models, the batches and all other random choices.
@@ -131,7 +132,7 @@ class Simulation:
 
     @property
     def rounds_to_complete(self) -> int:
-        """Number of rounds: `rounds`, or the method's usual number."""
+        """Number of rounds: `rounds`, or its default."""
         return int(self.configuration().usual_rounds) if self.rounds is None else self.rounds
 
     @property
