@@ -1,4 +1,4 @@
-"""The clock of a device. Tests of an app can use `fleetdistill.testing.ManualClock` instead."""
+"""A device's clock. Tests of an app can use `fleetdistill.testing.ManualClock` instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Clock(Protocol):
         """Returns seconds since an arbitrary start; never decreases."""
 
     def wait(self, event: threading.Event, seconds: float) -> None:
-        """Returns when the event is set, or after `seconds`."""
+        """Blocks until the event is set or `seconds` have passed."""
 
 
 class SystemClock:
@@ -25,5 +25,5 @@ class SystemClock:
         return time.monotonic()
 
     def wait(self, event: threading.Event, seconds: float) -> None:
-        """Returns when the event is set, or after `seconds`."""
+        """Blocks until the event is set or `seconds` have passed."""
         event.wait(seconds)

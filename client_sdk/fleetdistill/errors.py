@@ -47,7 +47,7 @@ __all__ = [
 
 
 def in_words(error: Exception) -> str:
-    """Returns the text of an error; of an OSError without its number, as in `No such file or directory (NAME)`."""
+    """Returns the text of an error. For an OSError it has no errno, as in `No such file or directory (NAME)`."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     return error.strerror if error.filename is None else f"{error.strerror} ({error.filename})"
@@ -78,7 +78,7 @@ class ExportError(FleetDistillError):
 
 
 class StateError(FleetDistillError):
-    """A device's state directory cannot be used: it is locked, damaged, of another run, or of a newer SDK."""
+    """A device's state directory cannot be used: it is locked or damaged, or belongs to another run or a newer SDK."""
 
 
 class NoRoomError(StateError):
@@ -107,7 +107,7 @@ class PayloadTooLargeError(WireError):
 
 
 class LinkError(FleetDistillError):
-    """The server is unreachable, did not reply in time, or refuses temporarily. Retry later.
+    """The server is unreachable, did not reply in time, or temporarily refuses requests. Retry later.
 
     Attributes:
         after_seconds: Minimum wait before a retry as requested by the server, in seconds; 0 if it requested none.

@@ -1,4 +1,4 @@
-"""The decision whether a round's model replaces the app's model, and the metrics that report it."""
+"""Decides whether a round's model replaces the app's model, and reports the decision as metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPLIT = "validation"
 REPLACED = "replaced"
 """Metric in the last answer of a round: sum 1 if the app's model is replaced, else 0; count 1."""
 REPLACED_BY_RESULT = "replaced_by_result"
-"""Metric like `REPLACED` in the answer to a run's final model; separate, because a round can have both."""
+"""Metric like `REPLACED`, in the answer to a run's final model; separate because a round can have both."""
 PICKED = "picked/"
 """Prefix of a metric per variant, for methods with several: sum 1 if the app's model becomes this variant; count 1."""
 REPLACEMENT_METRICS = (REPLACED, REPLACED_BY_RESULT)
@@ -39,7 +39,7 @@ class Replacement:
     @property
     def text(self) -> str:
         """The decision as one sentence."""
-        # One of several variants is the model that the app gave, which stays; so "replaced" would be wrong.
+        # One of the variants is the app's own model, so with several variants "replaced" would be wrong.
         new = f"the variant in use is {self.variant!r}" if self.variant else "the app's model is replaced"
         if self.accuracy is None:
             return new

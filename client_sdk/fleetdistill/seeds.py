@@ -10,7 +10,7 @@ def derive_seed(run_seed: int, *path: object) -> int:
 
     Args:
         run_seed: Seed from the run's configuration, the root of the tree.
-        path: Names and numbers of the draw; only their text matters.
+        path: Names and numbers that identify the draw; converted to text.
 
     Returns:
         An integer in `[0, 2**63)`: the first 63 bits of a SHA-256, so that seeds of similar names are independent.

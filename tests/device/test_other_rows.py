@@ -167,11 +167,11 @@ def test_rows_that_do_not_fit_are_refused_until_others_are_given(fleet: Fleet, t
 def test_replacing_nothing_is_refused(fleet: Fleet, tmp_path: Path) -> None:
     with (
         make_device(fleet, tmp_path) as device,
-        pytest.raises(ConfigurationError, match="expects the new training data, found None"),
+        pytest.raises(ConfigurationError, match="expects the new data, got None"),
     ):
         device.replace_data()
     given = {"model": None, "data": None, "test_data": None}
     with make_device(fleet, tmp_path / "own", worker=lambda contract: None, **given) as device:
-        with pytest.raises(ConfigurationError, match=r"expects no argument: call replace_data\(\)"):
+        with pytest.raises(ConfigurationError, match="expects no argument with a worker, got new data"):
             device.replace_data(tiny_data())
         device.replace_data()

@@ -229,9 +229,7 @@ def test_metrics_are_counted_and_each_is_there_once() -> None:
     take_in(encode({"knowledge": knowledge, "metrics": sent(*(f"m{n}" for n in range(MOST_METRICS)))}))
     for wrong in (sent(*(f"m{n}" for n in range(MOST_METRICS + 1))), sent("a", "a")):
         error = refusal(encode({"knowledge": knowledge, "metrics": wrong}))
-        text = (
-            f"device d1: part 'metrics' has {len(wrong.metrics)} metrics, must be at most 100, each with another name"
-        )
+        text = f"device d1: part 'metrics' has {len(wrong.metrics)} metrics, must be at most 100 with distinct names"
         assert said(error) == (Code.BAD_VALUE, text)
 
 

@@ -67,7 +67,7 @@ def device_at(link: Any, state_dir: Path, **changes: Any) -> tuple[Device, Event
         ({"initial_weights": b"x"}, WireError, "initial_weights of 1 bytes"),
         ({"extractor_file": b"x" * 31}, WireError, "extractor_file of 31 bytes"),
         ({"run": "../../etc"}, WireError, "expected 1 to 64 letters"),
-        ({"knowledge_type": 4}, WireError, "knowledge type 4, expected float32, float16 or uint8"),
+        ({"knowledge_type": 4}, WireError, "unknown knowledge type 4, expected float32, float16 or uint8"),
     ],
 )
 def test_terms_that_cannot_be_meant_are_an_error_with_a_sentence(

@@ -145,7 +145,7 @@ def test_a_refusal_that_ends_a_device_reaches_the_app(tmp_path: Path) -> None:
     [
         (lambda: lost("uplaod"), "unknown call 'uplaod'; did you mean 'upload'?"),
         (lambda: lost("upload", 0), "nth is 0, must be at least 1"),
-        (lambda: cut("next_ask", 1), "next_ask has chunks=1, must be at least 0 of upload or download"),
+        (lambda: cut("next_ask", 1), "chunks=1.: chunks must be at least 0, for upload and download only"),
         (lambda: MemoryServer({"run": {}, "contract": {}}), "classes"),
     ],
 )

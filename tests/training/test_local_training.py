@@ -288,7 +288,7 @@ class TestTensorData:
             ((torch.zeros(2, 2, dtype=torch.uint8), torch.tensor([0, 1])), r"torch.uint8.*scale images to \[0, 1\]"),
             ((torch.tensor([[0.0, 1.0], [0.0, torch.nan]]), torch.tensor([0, 1])), "NaN or infinity, first at row 1"),
             ((torch.tensor([0.0, torch.inf]), torch.tensor([0, 1])), "NaN or infinity, first at row 1"),
-            ((np.array(["a"]), np.array([0])), "cannot become a tensor"),
+            ((np.array(["a"]), np.array([0])), "cannot convert an array of dtype"),
             (_Stream(), "the data is of type _Stream"),
             (_Ragged(), "items of _Ragged cannot be stacked"),
             ("images/", "the data is of type str"),

@@ -1,4 +1,4 @@
-"""The delivered model variants of a device, by name."""
+"""A device's delivered model variants, by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fleetdistill.errors import ModelError
 
 
 class AppModels(dict[str, Any]):
-    """A dict of model variants by name; a missing name raises ModelError with advice instead of KeyError."""
+    """A dict of model variants by name; a missing name raises ModelError instead of KeyError."""
 
     def __missing__(self, name: str) -> Any:
         if not self:

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `Device`, made before any file or connection is opened."""
+"""Checks of the arguments of `Device`, run before any file or connection is opened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PYTORCH_DEFAULTS: Mapping[str, object] = {
 
 
 def check_backend(model: object, data: object, worker: object, **torch_options: object) -> None:
-    """Checks that the app gives either `model` and `data`, or `worker` alone.
+    """Checks that the app gives either `model` and `data`, or only `worker`.
 
     Args:
         model, data, worker: Arguments of `Device`.
@@ -55,7 +55,7 @@ def check_export(when: str) -> None:
 
 
 def check_limits(max_threads: int, max_seconds_per_ask: float) -> None:
-    """Raises ConfigurationError for limits that would leave no thread or no time."""
+    """Raises ConfigurationError if `max_threads` is below 1 or `max_seconds_per_ask` is not above 0."""
     if max_threads < 1:
         raise ConfigurationError(f"max_threads is {max_threads}, must be at least 1")
     if not max_seconds_per_ask > 0:
@@ -70,7 +70,7 @@ def check_columns(allow: Sequence[str]) -> None:
 
 
 def check_transport_security(server: str, insecure: bool, tls: bool) -> None:
-    """Raises ConfigurationError for plain text to another machine, unless the app allows it."""
+    """Raises ConfigurationError for a plain-text connection to another machine, unless the app allows it."""
     from fleetdistill.link.grpc_link import is_loopback
 
     if not (tls or insecure or is_loopback(server)):

@@ -89,7 +89,7 @@ class AskHandler:
                 self._decline(ask, reason)
                 return
             except BaseException:
-                compute.forget_state()  # an unfinished answer's training must not affect the next answer
+                compute.forget_state()  # training for a failed answer must not affect the next one
                 raise
         if any(answer.notes.values()):
             self._events.emit("ask", ask.round, notes_text(ask.step, answer.notes), dict(answer.notes))
@@ -125,7 +125,7 @@ class AskHandler:
         return pending, answer
 
     def _decline(self, ask: service_pb2.Ask, reason: FleetDistillError) -> None:
-        """Declines an ask, so that the server closes it and does not wait for its deadline.
+        """Declines an ask, so that the server closes the ask and does not wait for the deadline.
 
         A repetition of the same ask is declined without new work, after increasing delays.
         """

@@ -1,4 +1,4 @@
-"""The check-in of a device with the server, and the preparation of its compute backend."""
+"""A device's check-in with the server, and the preparation of the device's compute backend."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class CheckIn:
             return
         if contract.initial_weights and contract.initial_weights in compute.wanted_payloads():
             compute.load_initial(decode(self.download(contract.initial_weights)))
-        # Saved before the first answer: if that is dropped, the device returns to this state.
+        # Saved before the first answer: if the answer is dropped, the device returns to this state.
         failpoints.hit("device.first-state.before-save")
         self._storage.save("delivered.safetensors", compute.delivered_state())
         self._storage.save("state.safetensors", compute.state())
@@ -206,7 +206,7 @@ class CheckIn:
 
 
 def open_link(server: str, token: str | Path | None, directory: Path, device_id: str) -> Link:
-    """Returns a link with TLS if the device is enrolled or has a token, else with plain text; never falls back."""
+    """Returns a link with TLS if the device is enrolled or has a token, else plain text. Never downgrades from TLS."""
     from fleetdistill.link.grpc_link import GrpcLink
 
     if token is None and not is_enrolled(directory):

@@ -37,7 +37,7 @@ _FAULTS = (
     TypeError,
     ValueError,
 )
-"""Exceptions that Python, NumPy and torch raise for unsuitable values; an app's own exceptions are not included."""
+"""Exceptions that Python, NumPy and torch raise for unsuitable values; an app's own exceptions are excluded."""
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ class Computed:
         answer: Answer to send to the server.
         state: Packed state of model and method after the answer; committed when the answer has a receipt.
         replacement: Whether the app's model is replaced with the receipt; None if the round continues.
-        delivered: Packed new model of the app if it is replaced, else None.
+        delivered: Packed new model of the app if the app's model is replaced, else None.
         scores: Scores of the round's model on the app's test and validation data by split, if the answer ends the
             round. Further variants are under `SPLIT/VARIANT`.
     """
@@ -83,8 +83,9 @@ class Computed:
 class Compute(Protocol):
     """Compute backend of a device: holds model and method, answers asks, and packs its state into bytes.
 
-    The device stores these bytes unread and passes them to `restore` after a crash. Errors must be subclasses of
-    `FleetDistillError`. A `CannotAnswer` or `KnowledgeError` raised by `answer` declines the ask; others end `run`.
+    The device stores these bytes without reading them, and passes them to `restore` after a crash. Errors must be
+    subclasses of `FleetDistillError`. A `CannotAnswer` or `KnowledgeError` raised by `answer` declines the ask; others
+    end `run`.
 
     Attributes:
         contract: Contract of the run.
@@ -113,16 +114,16 @@ class Compute(Protocol):
         """Loads the initial weights of the run, if they are wanted and there is no saved state."""
 
     def state(self) -> bytes:
-        """Returns the packed state: everything that the next answer depends on."""
+        """Returns the packed state, which contains everything that the next answer depends on."""
 
     def restore(self, saved: bytes, delivered: bytes | None) -> None:
-        """Restores the results of `state` and `delivered_state`, and sets `has_state`."""
+        """Restores the results of earlier calls of `state` and `delivered_state`, and sets `has_state`."""
 
     def forget_state(self) -> None:
         """Discards training since the last receipt: clears `has_state`, so that the device calls `restore`."""
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
-        """Answers an ask from the committed state, with no column outside of `allow`."""
+        """Answers an ask from the committed state; the answer contains only columns in `allow`."""
 
     def deliver(self, replacement: Replacement) -> None:
         """Replaces or keeps the app's model; called when the round's last answer has a receipt."""
@@ -139,7 +140,7 @@ class Compute(Protocol):
     def export(self, path: Path, number: int) -> OnnxReport:
         """Writes the app's model as ONNX after round `number`; not called with `export_onnx="never"`.
 
-        If there are several variants, each is also written to the same directory as `VARIANT.onnx`.
+        If there are several variants, each is also written as `VARIANT.onnx` in the directory of `path`.
         """
 
 

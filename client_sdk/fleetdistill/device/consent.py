@@ -12,7 +12,7 @@ def check_may_leave(parts: Parts, allow: Sequence[str]) -> None:
     """Checks the parts of an answer before they leave the device.
 
     Raises:
-        ConfigurationError: A part contains a column that is not in `allow`, or its kind must never leave a device.
+        ConfigurationError: A part contains a column that is not in `allow`, or its kind must not leave a device.
     """
     for name, kind in parts.items():
         if kind.possible_columns is None:

@@ -6,7 +6,7 @@ from fleetdistill.errors import FleetDistillError
 from fleetdistill.wire.v1 import service_pb2
 
 MAX_REASON = 512
-"""Maximum length of a decline's reason, in characters; the server stores no more."""
+"""Maximum length of a decline's reason, in characters; the server stores at most as many."""
 _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 60.0
 
@@ -33,7 +33,7 @@ class Declines:
         return min(pause, _LONGEST_PAUSE_SECONDS) if self._times > 1 else 0.0
 
     def is_first_report(self) -> bool:
-        """Returns True at the first call for the current ask, so that the app gets one event."""
+        """Returns True on the first call for the current ask, so that the app gets one event."""
         reported, self._reported = self._reported, True
         return not reported
 

@@ -93,7 +93,7 @@ class Device:
             the run (`"finish"`), or `"never"`.
         torch_device: Torch device to train on, such as `"cpu"` or `"cuda"`.
         on_event: Callback for every `Event`, called in the thread of `run`. An exception in it ends the run. After a
-            crash, events about an answer may be repeated; they are never lost.
+            crash, events about an answer may be repeated, but never lost.
         insecure: Allows plain text to a server on another machine.
         enrolment: One-time token from the operator, or a file with the token. The device then uses TLS, obtains a
             certificate and renews it automatically. Not required once `state_dir` has a certificate.
@@ -231,7 +231,7 @@ class Device:
         """Replaces the training data. The next `step` checks in with them before it requests work.
 
         An answer without a receipt is settled first, because it was made from the previous data. The device keeps its
-        model state; `model` and `models` return new objects from now on. May be called from `on_event`. Invalid data
+        model state; `model` and `models` then return new objects. May be called from `on_event`. Invalid data
         raise DataError in the next `step`.
 
         Args:
@@ -242,7 +242,7 @@ class Device:
             ConfigurationError: `data` is missing, or the device has a `worker` and `data` was given.
         """
         if (data is None) is not self._has_worker:
-            expected = "no argument: call replace_data()" if self._has_worker else "the new training data, found None"
+            expected = "no argument with a worker, got new data" if self._has_worker else "the new data, got None"
             raise ConfigurationError(f"replace_data expects {expected}")
         with self._guard.held():
             self._check_in.replace_data(data)
@@ -290,7 +290,7 @@ class Device:
             `Step.ANSWERED`, `Step.WAITED` if there was no work, or `Step.FINISHED` at the end of the run.
 
         Raises:
-            LinkError: The server is unavailable or refuses temporarily, or the disk is full. Call `step` again later.
+            LinkError: The server is unavailable or temporarily refuses requests, or the disk is full. Retry later.
             RefusedError: The server refuses this device permanently.
             FleetDistillError: The data, the model or the state directory cannot be used.
         """
@@ -311,7 +311,7 @@ class Device:
         if pending is not None:
             self._sender.settle(pending)
             return Step.ANSWERED
-        self._sender.emit_outcome()  # of an earlier process that ended before its events
+        self._sender.emit_outcome()  # left by an earlier process that ended before it emitted the events
         self._check_in.check_in_changed_data()
         self._sender.export_due()
         response = self._session.link.next_ask(self._session.identity, wait_seconds)

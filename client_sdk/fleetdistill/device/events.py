@@ -62,10 +62,10 @@ class Events:
 
     def __init__(self, guard: Guard, device_id: str) -> None:
         self._guard, self._device_id = guard, device_id
-        self._reason = ""  # why the server has no work, as last reported
+        self._reason = ""  # the last reported reason for having no work
 
     def emit(self, kind: str, number: int, text: str, values: dict[str, Any] | None = None) -> None:
-        """Emits one event about a round; `number` is 0 for an event without a round."""
+        """Emits an event; `number` is the round, or 0 for an event without a round."""
         logger.info("%s: %s", self._device_id, printable(text))
         self._guard.emit(Event(kind, number, text, values or {}))
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """A reentrant lock and the app's event callback, which never runs while this thread holds the lock.
+    """A reentrant lock, and the app's event callback, which never runs while its thread holds the lock.
 
     Otherwise a callback that waits for another thread of the app, which reads the model, would deadlock.
 

@@ -1,4 +1,4 @@
-"""The text for the app of the counts that a handler adds to an answer (`Answer.notes`)."""
+"""Texts for the app about the counts that a handler adds to an answer (`Answer.notes`)."""
 
 from __future__ import annotations
 

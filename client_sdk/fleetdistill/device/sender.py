@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 _EXPORT_DUE = "model.onnx.due"
 _ATTEMPTS_TO_SEND = 5
-# gRPC statuses of refusals that are not about the answer itself, which stays in the outbox:
-# the server cannot take it now,
+# gRPC statuses of refusals for reasons other than the answer. The answer stays in the outbox.
+# The server cannot accept the answer now.
 _RETRY_LATER = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
-# the server has a part of it and waits for the rest,
+# The server has received a part of the answer and waits for the rest.
 _RESUME = "ABORTED"
-# the server refuses the caller, which ends `Device.run`.
+# The server refuses the caller, which ends `Device.run`.
 _CALLER_REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED")
 
 
@@ -86,7 +86,7 @@ class Sender:
     # --- sending
 
     def _send_until_decided(self, pending: Pending) -> Outcome:
-        """Sends the answer until the server accepts or refuses it. Raises LinkError if it does neither for now."""
+        """Sends the answer until the server accepts or refuses it. Raises LinkError for a temporary failure."""
         reason, damaged = "", 0
         for _ in range(_ATTEMPTS_TO_SEND):
             try:
@@ -186,7 +186,7 @@ class Sender:
             if pending.replacement is not None:
                 compute.deliver(pending.replacement)
         else:
-            compute.forget_state()  # an earlier process computed the answer; its state is on the disk
+            compute.forget_state()  # an earlier process computed the answer; the new state is only on the disk
 
     def _drop(self) -> None:
         """Drops a refused answer and returns to the state of the last acknowledged one."""
@@ -226,7 +226,7 @@ def _check_receipt(receipt: service_pb2.Receipt, pending: Pending, payload: Payl
         RefusedError: The receipt belongs to another attempt or to different bytes.
     """
     if not receipt.id:
-        raise LinkError(f"round {pending.round}: the server sent a receipt without an id; the device sends it again")
+        raise LinkError(f"round {pending.round}: the server sent a receipt without an id; the device will retry")
     if receipt.name.attempt != pending.attempt or receipt.sha256 != payload.sha256:
         other = plain(receipt.id, 64)
         text = f"round {pending.round} already has an answer, attempt {receipt.name.attempt}, receipt {other}"

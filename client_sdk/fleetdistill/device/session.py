@@ -27,7 +27,7 @@ class Session:
         guard: Lock held while the compute backend or the identity is used.
         clock: Clock for waits and time limits.
         terms: Server's reply to the check-in; None if the device has to check in.
-        compute: Compute backend; None until it is needed.
+        compute: Compute backend; None before its first use.
         computed: Answer whose state the compute backend holds, or None.
     """
 

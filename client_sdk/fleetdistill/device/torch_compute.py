@@ -46,7 +46,7 @@ _PARITY_SAMPLES = 64
 
 
 class TorchCompute:
-    """`Compute` with PyTorch, used by every device without a `worker`. Arguments as in `Device`.
+    """`Compute` with PyTorch, used by every device without a `worker`. The arguments are those of `Device`.
 
     Attributes:
         contract: Contract of the run.
@@ -155,11 +155,11 @@ class TorchCompute:
         self.has_state = True
 
     def wanted_payloads(self) -> Sequence[bytes]:
-        """Returns the digests of initial weights and proxy set, if the run has them."""
+        """Returns the digests of the run's initial weights and proxy set; omits those that the run does not have."""
         return [one for one in (self.contract.initial_weights, self.contract.proxy_digest) if one]
 
     def has_payload(self, sha256: bytes) -> bool:
-        """Returns whether the run's proxy set is loaded, the only payload that stays in use."""
+        """Returns whether the run's proxy set is loaded; no other payload remains in use."""
         return self.method.local.proxy is not None
 
     def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:
@@ -194,7 +194,7 @@ class TorchCompute:
         self._in_use = saved.get("in_use", self._own)
 
     def _copies(self, models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        """Returns the app's models: delivered ones are reused, others copied; shared tensors stay shared."""
+        """Returns the app's models: delivered ones are reused, others are copied, with shared tensors still shared."""
         memo: dict[int, Any] = {}
         for name in models.keys() & self._delivered.keys():
             model, delivered = models[name], self._delivered[name]
@@ -272,7 +272,7 @@ class TorchCompute:
     # --- delivery
 
     def _judge(self, models: Mapping[str, nn.Module], scores: Mapping[str, Counts]) -> Replacement:
-        """Decides whether the best variant replaces the app's model: not if its validation accuracy is lower."""
+        """Returns the decision about the best variant: it replaces the app's model unless its accuracy is lower."""
         data, self._best = self._scored[SPLIT], next(iter(models))
         if data is None:
             return Replacement(replaced=True, variant=self._best if len(models) > 1 else "")
@@ -292,7 +292,7 @@ class TorchCompute:
             self._delivered_accuracy = replacement.accuracy
 
     def _take_delivery(self, in_use: str) -> None:
-        """Copies the method's variants to the app's models, in place where the app may hold a model already."""
+        """Copies the method's variants to the app's models, in place where the app may already have a reference."""
         models = self.method.variants()
         self._delivered |= self._copies(models)
         for name, model in models.items():

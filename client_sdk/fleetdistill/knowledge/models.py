@@ -1,4 +1,4 @@
-"""Kinds of parts with a network, or with gradients of one."""
+"""Kinds of parts that contain a network or its gradients."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _declared_types(declared: contract_pb2.NamedShape) -> tuple[np.dtype[Any], .
 
 
 class _Network(Kind):
-    """Base of kinds with a network; refuses negative running variances, which would make a mean's outputs NaN."""
+    """Base of kinds with a network; rejects negative running variances, which would make the outputs NaN."""
 
     possible_columns = ("parameters",)
 
@@ -127,7 +127,7 @@ class _Holder(_Network):
 
 @dataclass(frozen=True, kw_only=True)
 class Generator(_Holder):
-    """Generator of samples or features from noise vectors `[noise_size]`."""
+    """Generator that maps noise vectors `[noise_size]` to samples or features."""
 
     wire_name = "generator"
     description = "generator"

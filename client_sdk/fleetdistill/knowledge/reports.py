@@ -51,7 +51,7 @@ class Plan(OwnForm):
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """Checks a plan's size and that each setting occurs once; a plan has no tensors."""
+        """Checks a plan's size and that each setting occurs once; returns no tensors."""
         entries = part.plan.entries
         if part.ByteSize() > _MAX_PLAN_BYTES:
             text = f"part {part.name!r} has settings of {part.ByteSize()} bytes, must be at most {_MAX_PLAN_BYTES}"
@@ -109,12 +109,10 @@ class Metrics(Kind):
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """Checks that metrics are finite, unique and of known classes; metrics have no tensors."""
+        """Checks that metrics are finite, unique and of known classes; returns no tensors."""
         metrics = part.metrics.metrics
         if len(metrics) > MOST_METRICS or len({(one.name, one.split) for one in metrics}) != len(metrics):
-            text = (
-                f"part {part.name!r} has {len(metrics)} metrics, must be at most {MOST_METRICS}, each with another name"
-            )
+            text = f"part {part.name!r} has {len(metrics)} metrics, must be at most {MOST_METRICS} with distinct names"
             raise RefusedError(Code.BAD_VALUE, text)
         for metric in metrics:
             _check_metric(metric, len(contract.classes))

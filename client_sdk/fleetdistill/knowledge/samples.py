@@ -1,4 +1,4 @@
-"""Kinds of parts about samples: of the device, of the proxy set, or generated."""
+"""Kinds of parts about samples: the device's own, those of the proxy set, or generated ones."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class SampleKnowledge(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class RefinedKnowledge(Kind):
-    """Soft targets of the server for a device's own samples; none if `valid` is False."""
+    """The server's soft targets for a device's own samples; contains no targets if `valid` is False."""
 
     wire_name = "refined_knowledge"
     wire_type = None
@@ -270,7 +270,7 @@ class SoftPredictions(_Predictions):
 
 
 def check_rows(sample_ids: Array, values: Array, shape: tuple[int, ...]) -> None:
-    """Raises WireError unless ids are integers `[N]` and values `[N, *shape]`, because a server may be hostile."""
+    """Raises WireError unless ids are integers `[N]` and values `[N, *shape]`; the server may be hostile."""
     expected = (sample_ids.size, *shape)
     if sample_ids.ndim != 1 or sample_ids.dtype.kind != "i" or values.shape != expected:
         text = f"{sample_ids.dtype} ids {list(sample_ids.shape)} and values {list(values.shape)}"

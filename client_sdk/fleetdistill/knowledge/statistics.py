@@ -20,7 +20,7 @@ _LEAST_INT8 = -127
 
 
 class _Statistics(Kind):
-    """Base of both kinds of class statistics."""
+    """Base class of `ClassStatistics` and `SharedStatistics`."""
 
     possible_columns = ("features", "counts")
     description = "class moments and counts"
@@ -45,7 +45,7 @@ class _Statistics(Kind):
 
     @staticmethod
     def counts_schema(classes: int, least_samples: int) -> TensorSchema:
-        """Returns the schema of the number of samples per class."""
+        """Returns the schema of the tensor with the number of samples per class."""
         return TensorSchema((INT32,), (classes,), low=max(least_samples, 1), what="count")
 
     @staticmethod
@@ -60,7 +60,7 @@ class _Statistics(Kind):
 
     @staticmethod
     def rows_per_direction(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> int:
-        """Returns the contract's rows per direction; older contracts do not declare it."""
+        """Returns the contract's rows per direction, or the default for older contracts, which do not declare it."""
         return declared_of(part, contract).rows_per_direction or LEAST_ROWS_PER_DIRECTION
 
 
@@ -122,7 +122,7 @@ class ClassStatistics(_Statistics):
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
         """See `Kind.expected`: the contract declares the shapes of one class, the part has the number of classes."""
         labels = cls.check_labels(part, contract)
-        if not labels:  # then no tensor may be there either
+        if not labels:  # without classes there must be no tensors
             return {}
         of_one = declared_shapes(part, contract)
         cls.require(part, ("counts", *of_one), contract)
@@ -232,9 +232,9 @@ class SharedStatistics(_Statistics):
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """See `ClassStatistics.expected`; with one covariance for all classes."""
+        """See `ClassStatistics.expected`; there is one covariance for all classes."""
         labels = cls.check_labels(part, contract)
-        if not labels:  # then no tensor may be there either
+        if not labels:  # without classes there must be no tensors
             return {}
         cls.require(part, ("counts", "means", "variances", "df"), contract)
         directions, declared = cls._sent_directions(part, contract), declared_of(part, contract)

@@ -1,4 +1,4 @@
-"""A device without PyTorch, with NumPy and onnxruntime only (extra `light`)."""
+"""The compute backend for devices without PyTorch; uses NumPy and onnxruntime (extra `light`)."""
 
 from fleetdistill.light.light import light_worker
 

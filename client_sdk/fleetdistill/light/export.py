@@ -1,4 +1,4 @@
-"""ONNX export of the model variants of a device without PyTorch, from inputs to logits in one graph.
+"""ONNX export of the model variants of a device without PyTorch; one graph maps inputs to logits.
 
 Appends the classifier's operators to the graph of the run's extractor. Requires the package `onnx`.
 """
@@ -89,7 +89,7 @@ def _export(model: LightModel, path: Path, samples: Array, metadata: Mapping[str
 
 
 def _graph_of(model: LightModel) -> Any:
-    """Returns the extractor's graph with projection, space and closed form appended (3.2, 3.6, 3.7, 3.9)."""
+    """Returns the extractor's graph with the nodes of projection, space and closed form appended."""
     import onnx
 
     proto = onnx.load_model_from_string(model.extractor.data)

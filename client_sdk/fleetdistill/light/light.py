@@ -1,4 +1,4 @@
-"""The compute backend without PyTorch: NumPy, and onnxruntime for the extractor from the server.
+"""The compute backend without PyTorch: uses NumPy, and onnxruntime for the extractor from the server.
 
     device = Device(server=..., worker=light_worker((images, labels)), state_dir=..., export_onnx="never")
 
@@ -165,7 +165,7 @@ class LightCompute:
         """Does nothing: the initial weights are in the extractor file."""
 
     def state(self) -> bytes:
-        """Returns the packed space and plan of the fleet, which with the device's data determine everything else."""
+        """Returns the packed space and plan of the fleet; they and the device's data determine the variants."""
         spaces = {} if self._statistics.space is None else {"space": self._statistics.space}
         plan = None if self._statistics.plan is None else dict(self._statistics.plan.to_wire().values)
         return pack_variants({"plan": plan}, spaces, {})
@@ -299,7 +299,7 @@ class LightCompute:
     def export(self, path: Path, number: int) -> OnnxReport:
         """Writes the variants as ONNX, from inputs to logits, and compares each on the device's own samples.
 
-        `path` is a copy of the variant in use.
+        The file at `path` is a copy of the variant in use.
 
         Raises:
             ExportError: The package `onnx` is not installed, or a file does not give the same outputs as the device.
@@ -328,7 +328,7 @@ def _config_of(contract: contract_pb2.Contract) -> ClassStatsConfig:
     """Returns the run's configuration. Raises ConfigurationError if the run requires PyTorch on the device.
 
     With `predictor = "trained"` the device sends the same statistics and uses closed-form classifiers. With
-    `own_network = "taught"` it has no network to train.
+    `own_network = "taught"` the device has no network to train.
     """
     plan = Plan.read(contract.config)
     if contract.method != METHOD or plan.values.get("features") == "averaged":

@@ -1,4 +1,4 @@
-"""The run's extractor as an ONNX file, for devices without PyTorch.
+"""Loads and runs the extractor of a run from its ONNX file, on devices without PyTorch.
 
 The file comes from the server, so it is checked before onnxruntime loads it: only standard operators and embedded
 weights are allowed. ONNX's external data could otherwise refer to files or memory of the device.
@@ -22,7 +22,7 @@ from fleetdistill.training.time_limit import check_time
 PART = "extractor"
 """Name of the payload's part with the extractor file."""
 _INPUT = "input"
-_BATCH = 8  # with 28x28 images as fast as 32, and uses 18 MB less memory
+_BATCH = 8  # as fast as 32 for 28x28 images, with 18 MB less memory
 _ADVICE = "the server's operator must fix the run"
 _STANDARD = (b"", b"ai.onnx")  # domain names of standard operators
 _DEEPEST = 50
@@ -42,7 +42,7 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
 class OnnxExtractor:
-    """Extractor from inputs to features, with onnxruntime.
+    """Extractor that maps inputs to features, run with onnxruntime.
 
     The counterpart with PyTorch is `fleetdistill.methods.classstats.kept_features.FixedFeatures`.
 
@@ -191,7 +191,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int]]:
         elif wire_type in (_FIXED32, _FIXED64):
             size = 4 if wire_type == _FIXED32 else 8
         else:
-            raise ValueError(f"a field has wire type {wire_type}")
+            raise ValueError(f"a field has unsupported wire type {wire_type}, expected 0, 1, 2 or 5")
         if at + size > len(message):
             raise ValueError("a field is longer than its message")
         yield number, message[at : at + size]

@@ -22,7 +22,7 @@ _SPACE_FIELDS = tuple(one.name for one in fields(ClassSpace) if one.name != "lab
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SpaceClassifier:
-    """Classifier in a class space; the personal variant also has a temperature and class shares (3.7, 3.9)."""
+    """Classifier in a class space; the personal variant also has a temperature and class shares."""
 
     space: ClassSpace
     temperature: float = 1.0
@@ -54,7 +54,7 @@ class LightModel:
 
     @property
     def classifier(self) -> SpaceClassifier:
-        """The classifier behind the extractor."""
+        """The classifier that follows the extractor."""
         return self._current[0]
 
     @classifier.setter
@@ -109,7 +109,7 @@ def pack_variants(outline: Mapping[str, Any], spaces: Mapping[str, ClassSpace], 
 
 
 def unpack_variants(saved: bytes) -> tuple[dict[str, Any], dict[str, ClassSpace], dict[str, Array]]:
-    """Returns the arguments of `pack_variants`. Raises ValueError, KeyError, OSError or EOFError for invalid bytes."""
+    """Unpacks the arguments of `pack_variants`. Raises ValueError, KeyError, OSError or EOFError for invalid bytes."""
     try:
         with np.load(io.BytesIO(saved), allow_pickle=False) as arrays:
             outline = json.loads(str(arrays["outline"]))

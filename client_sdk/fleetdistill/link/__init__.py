@@ -1,4 +1,4 @@
-"""The connection to a server: gRPC, downloads and enrolment. Imports `state` and `wire`."""
+"""The connection to a server: gRPC, downloads and enrolment."""
 
 from fleetdistill.link.base import Link
 

@@ -1,4 +1,4 @@
-"""`Link`, the protocol of a device's connection to the server: gRPC in production, in memory in a simulation."""
+"""`Link`, the protocol of a device's connection to the server; over gRPC, or in memory in a simulation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Link(Protocol):
         """Checks the device in; without a profile it only returns the contract."""
 
     def next_ask(self, identity: service_pb2.Identity, wait_seconds: float) -> service_pb2.NextAskResponse:
-        """Requests work; waits for it for at most `wait_seconds`."""
+        """Requests work; waits at most `wait_seconds` for an ask."""
 
     def heartbeat(self, identity: service_pb2.Identity) -> None:
         """Renews the device's lease."""
@@ -42,7 +42,7 @@ class Link(Protocol):
     def upload_status(
         self, identity: service_pb2.Identity, name: service_pb2.UploadName
     ) -> service_pb2.UploadStatusResponse:
-        """Returns the status of an upload: its receipt, or the number of bytes received."""
+        """Returns the status of an upload: the receipt, or the number of bytes received."""
 
     def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
         """Sends an answer; returns its receipt, which the server issues once the answer is durable."""

@@ -1,10 +1,10 @@
-"""Downloads of payloads: each chunk is checked, and an interrupted download resumes, also after a restart.
+"""Downloads payloads: each chunk is checked, and an interrupted download resumes, even after a restart.
 
     <digest>.part       an incomplete download, truncated at any byte; verified as a whole before use
     <digest>.payload    a complete payload
 
-Both contain the header's length (8 bytes, little-endian), the header, and the data. Nothing is fsynced: a file damaged
-by a power cut does not match its digest, and is deleted and downloaded again.
+Both contain the header's length (8 bytes, little-endian), the header, and the data. Files are not fsynced: one that a
+power cut damages does not match its digest, and is deleted and downloaded again.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Downloads:
             keep: Digests of other payloads to keep.
 
         Raises:
-            LinkError: The connection failed repeatedly, or the server refuses temporarily. Received bytes are kept
-                for the next attempt.
+            LinkError: The connection failed repeatedly, or the server temporarily refuses requests. Received bytes
+                are kept for the next attempt.
             RefusedError: The server refuses the download.
             WireError: The received data do not match the digest.
             PayloadTooLargeError: The payload is larger than `max_bytes`.
-            NoRoomError: The disk has no room for it.
+            NoRoomError: The disk has no room for the payload.
             StateError: The folder cannot be used.
         """
         self._keep_only({sha256, *keep})
@@ -88,12 +88,12 @@ class Downloads:
             try:
                 return self._fetch(link, identity, sha256)
             except LinkError as error:
-                # Longer pauses are left to `Device.run`, which can be stopped.
+                # `Device.run` makes longer pauses, because `Device.stop` can interrupt them.
                 if attempt + 1 == ATTEMPTS or error.after_seconds:
                     raise
                 # A restart of the server takes a few seconds.
                 time.sleep(PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.0))
-        raise AssertionError("the last attempt returns or raises")
+        raise AssertionError("unreachable: the retry loop ended without a result")
 
     def stored(self, sha256: bytes) -> Payload | None:
         """Returns a stored payload, memory-mapped, or None if it is not complete; deletes a damaged one."""
@@ -149,7 +149,7 @@ class Downloads:
 
 @contextlib.contextmanager
 def _transient_refusals() -> Iterator[None]:
-    """Turns transient refusals into LinkError, such as that of a stream that was too slow."""
+    """Converts transient refusals to LinkError, such as the refusal of a stream that was too slow."""
     try:
         yield
     except RefusedError as refusal:
@@ -188,7 +188,7 @@ class _Part:
                 file.write(data)
                 self.length += len(data)
         if self.length < header.data_bytes:
-            raise LinkError(f"a download ended after {self.length} of {header.data_bytes} bytes; it resumes there")
+            raise LinkError(f"a download ended after {self.length} of {header.data_bytes} bytes; a retry resumes there")
         return running.digest()
 
     def _check(self, header: knowledge_pb2.PayloadHeader) -> None:

@@ -96,7 +96,7 @@ class Enrolment:
         self._credentials, self._request = self._load()
         self._read_validity()
         if not self._credentials.chain:
-            self._read_token()  # fails here, in the constructor, and not in the first call
+            self._read_token()  # an invalid token fails in the constructor, not in the first call
 
     def current(self) -> Credentials:
         """Returns valid credentials; obtains or renews the certificate if necessary.
@@ -168,7 +168,7 @@ class Enrolment:
         logger.info("%s: enrolled", self._device)
 
     def _renew(self) -> None:
-        """Requests a new certificate; after an error it is tried again later, while the current one is valid."""
+        """Requests a new certificate; after an error, retries later while the current certificate is valid."""
         request = enrolment_pb2.RenewRequest(signing_request=self._request)
         try:
             self._save(self._call("Renew", request, self._server, self._credentials.channel()))

@@ -66,7 +66,7 @@ class CredentialsSource(Protocol):
     """Protocol of a link's source of credentials, such as `fleetdistill.link.enrolment.Enrolment`."""
 
     def current(self) -> Credentials:
-        """Returns valid credentials; the same object until they change."""
+        """Returns valid credentials; repeated calls return the same object until the credentials change."""
 
 
 class GrpcLink:
@@ -104,7 +104,7 @@ class GrpcLink:
 
     def _open(self, channel: grpc.Channel) -> None:
         if len(self._channels) > 1:
-            self._channels.pop(0).close()  # two certificates old, so it has no pending calls
+            self._channels.pop(0).close()  # two certificates older, so it has no pending calls
         self._channels.append(channel)
         self._open_stub = service_pb2_grpc.DeviceServiceStub(channel)
         self._open_stub.Upload = channel.stream_unary(
@@ -204,7 +204,7 @@ class GrpcLink:
 
 @contextlib.contextmanager
 def errors_of(server: str) -> Iterator[None]:
-    """Turns exceptions of gRPC in the block into `LinkError` and `RefusedError`."""
+    """Converts gRPC exceptions raised in the block to `LinkError` or `RefusedError`."""
     try:
         yield
     except grpc.RpcError as error:
@@ -217,7 +217,7 @@ def errors_of(server: str) -> Iterator[None]:
 
 @functools.cache
 def _keep_freed_chunks() -> None:
-    """Makes glibc reuse the memory of freed chunks; no effect with other C libraries.
+    """Makes glibc reuse the memory of freed chunks; has no effect with other C libraries.
 
     By default glibc returns large blocks to the system when they are freed, and allocates them again page by page,
     which takes longer than the rest of a stream. After a larger block was freed once, glibc keeps blocks up to that
@@ -242,7 +242,7 @@ def _translated(error: Any, server: str) -> FleetDistillError:
 
 
 def _tls_reason(details: str) -> str:
-    """Returns the reason of a failed TLS handshake, which gRPC reports like an unavailable server; or empty."""
+    """Returns why a TLS handshake failed, or an empty text if there was no such failure."""
     if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification Check failed" in details:
         return "; its certificate is not from a trusted CA, or not for this host name"
     return ""

@@ -1,4 +1,4 @@
-"""A device's checks of a server's messages: the server may be faulty, newer than the SDK, or hostile.
+"""A device's checks of messages from the server, which may be faulty, newer than the SDK, or hostile.
 
 Invalid values raise an error; excessive waits and intervals are clamped.
 """
@@ -21,7 +21,7 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 MAX_CLASSES = 10_000
 """Maximum number of classes of a run: a device stores its scores as a matrix `[classes, classes]`."""
 MAX_ATTEMPTS = 1 << 31
-"""Maximum attempt number of an ask, so that the device can always count further."""
+"""Maximum attempt number of an ask, so that the device can always increment it."""
 MAX_TEXT = 1000
 """Maximum length of a server's text in an event, an error or a file, in characters."""
 SHORTEST_BEAT_SECONDS = 0.2
@@ -71,7 +71,7 @@ def _check_contract(contract: contract_pb2.Contract, run: str) -> None:
     if any(len(name) > MAX_NAME for name in (contract.method, *contract.classes)):
         raise _invalid(contract, "a method or class with a long name", f"at most {MAX_NAME} characters")
     if contract.knowledge_type not in KNOWLEDGE_TYPES:
-        raise _invalid(contract, f"knowledge type {contract.knowledge_type}", "float32, float16 or uint8")
+        raise _invalid(contract, f"unknown knowledge type {contract.knowledge_type}", "float32, float16 or uint8")
     _check_shape(contract, "inputs", contract.input_shape)
     for column in contract.features:
         _check_shape(contract, plain(column.name, 40), column.shape)

@@ -1,4 +1,4 @@
-"""Detects servers that require TLS: for a call in plain text gRPC only reports that they cannot be reached."""
+"""Detects servers that require TLS; for a plain-text call, gRPC only reports that they are unreachable."""
 
 from __future__ import annotations
 

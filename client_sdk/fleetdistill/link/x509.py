@@ -18,7 +18,7 @@ def new_key() -> bytes:
 
 
 def signing_request(key: bytes) -> bytes:
-    """Returns a PKCS #10 request in DER with only the public key. Raises ValueError for an invalid key."""
+    """Returns a PKCS #10 request in DER, with the public key only. Raises ValueError for an invalid key."""
     private = serialization.load_pem_private_key(key, None)
     assert isinstance(private, ec.EllipticCurvePrivateKey)
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(private, hashes.SHA256())

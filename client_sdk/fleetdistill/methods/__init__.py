@@ -105,7 +105,7 @@ def device_class(method: str, config: Any = None) -> type[DeviceMethod]:
 
 
 def config_to_plan(config: Any) -> Plan:
-    """Returns the contract's form of a configuration; settings that are None are left out."""
+    """Returns the contract's form of a configuration; settings that are None are omitted."""
     return Plan(values={name: value for name, value in asdict(config).items() if value is not None})
 
 

@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """A request of the server to one device, for one step of a round.
+    """A request from the server to one device, for one step of a round.
 
     Attributes:
         round: Number of the round, from 1.
@@ -101,7 +101,7 @@ class Local:
         data: The private training data.
         classes: Number of classes in the contract.
         torch_device: Device on which handlers compute.
-        proxy: The run's proxy set; None for a run without one. Handlers can use it, `__init__` cannot yet.
+        proxy: The run's proxy set; None for a run without one. Available to handlers, but not in `__init__`.
         proxy_digest: SHA-256 digest of the proxy set's payload; empty without a proxy set.
         predictor: Predictor for class statistics with `predictor = "trained"`: a key of
             `fleetdistill.models.PREDICTORS`, or a function that builds a module.
@@ -175,8 +175,8 @@ class DeviceMethod:
     def variants(self) -> Mapping[str, torch.nn.Module]:
         """Returns the variants of the app's model by name, each a module from inputs to logits.
 
-        The first variant is in use unless another one scores better. The default is the local model alone. Variants
-        may share layers. The result may be empty at first; a name that it has once contained stays.
+        The first variant is in use unless another one scores better. The default is only the local model. Variants
+        may share layers. The result may be empty at first, but never loses a name.
         """
         return {GENERAL: self.local.model}
 
@@ -197,7 +197,7 @@ class DeviceMethod:
 
 
 _BEYOND = 3.4e38
-"""Upper limit of settings: torch raises its own errors for numbers that float32 cannot represent."""
+"""Upper limit of settings, because torch raises its own errors for numbers that float32 cannot represent."""
 
 
 def check_range(name: str, value: float, low: float, high: float = _BEYOND, *, open_low: bool = False) -> None:
@@ -222,7 +222,7 @@ _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", 
 
 @functools.cache
 def _types_of(config: Any) -> Mapping[str, tuple[type, ...]]:
-    """Returns the accepted types of each number, string or flag; settings of other types are left out."""
+    """Returns the accepted types of each number, string or flag; settings of other types are omitted."""
     try:
         hints = get_type_hints(config)
     except NameError:  # an app's configuration may use types that exist only for type checkers
@@ -245,7 +245,7 @@ def check_share(name: str, value: float) -> None:
 
 
 def with_parameters(model: torch.nn.Module, ask: Ask, *, without: frozenset[str] = frozenset()) -> torch.nn.Module:
-    """Returns a copy of a model with the `parameters` of an ask; tensors named in `without` are the model's.
+    """Returns a copy of a model with the `parameters` of an ask; tensors named in `without` keep the model's values.
 
     Raises:
         WireError: The ask contains no model parameters, or parameters that do not fit the model.

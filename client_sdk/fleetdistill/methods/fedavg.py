@@ -1,4 +1,4 @@
-"""FedAvg: configuration and device half. The baseline of every comparison.
+"""FedAvg, the baseline of every comparison: configuration and device half.
 
 McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017, algorithm 1.
 """
@@ -21,7 +21,7 @@ __all__ = ["FedAvgConfig", "FedAvgDevice"]
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvgConfig(LocalTraining):
-    """Settings of FedAvg: those of local training. `participation_ratio` is the paper's C.
+    """Settings of FedAvg, which are those of local training. `participation_ratio` is the paper's C.
 
     Each round starts with a new optimiser.
     """
@@ -35,7 +35,7 @@ class FedAvgConfig(LocalTraining):
 
 
 class FedAvgDevice(DeviceMethod):
-    """Device half: trains the global model on its own data and sends it back."""
+    """Device half of FedAvg: trains the global model on its own data and sends it back."""
 
     config: FedAvgConfig
 
@@ -45,7 +45,7 @@ class FedAvgDevice(DeviceMethod):
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
-        """Algorithm 1, `ClientUpdate(k, w)`: local training from the global model."""
+        """Trains locally from the global model (Algorithm 1, `ClientUpdate(k, w)`)."""
         import torch
         from torch.nn import functional
 

@@ -22,7 +22,7 @@ ROBUST = ("gross", "strict", "off")
 class LocalTraining:
     """Settings of training on the devices' own data; the base class of every method's configuration.
 
-    `from_settings` builds a configuration from an operator's settings. The constructor takes every value as given:
+    `from_settings` builds a configuration from an operator's settings. The constructor uses every value unchanged:
     `paper` then only records that the paper's values were chosen.
 
     Attributes:
@@ -33,7 +33,7 @@ class LocalTraining:
         momentum: Momentum of `sgd`, in [0, 1).
         nesterov: Whether `sgd` uses Nesterov momentum.
         weight_decay: Weight decay of the optimiser, at least 0.
-        participation_ratio: Share of the present devices that a round asks, in (0, 1]; at least one device.
+        participation_ratio: Share of the present devices that a round selects, in (0, 1]; at least one device.
         robust: How the server treats devices that are far from the others: `gross` bounds their weight and leaves
             out values that no honest device sends, `strict` also tests class statistics more narrowly, `off` accepts
             everything.
@@ -85,7 +85,7 @@ class LocalTraining:
         """Returns the configuration for an operator's settings.
 
         Args:
-            given: Settings by name. A setting left out has our default or, with `paper` true, the paper's value.
+            given: Settings by name. An omitted setting has our default or, with `paper` true, the paper's value.
 
         Raises:
             ConfigurationError: A value is out of its range.
@@ -106,10 +106,10 @@ class LocalTraining:
         return {}
 
     def check_rounds(self, rounds: int) -> None:
-        """Raises ConfigurationError if a run has too few rounds for the method; 0 rounds are a run without an end."""
+        """Raises ConfigurationError if a run has too few rounds for the method; 0 means a run without end."""
 
     def cross_entropy_epochs(self, participation: int) -> int:
-        """Returns the epochs on labels in a device's n-th round, counted from 1; controls train for as many."""
+        """Returns the epochs on labels in a device's n-th round, counted from 1; controls train for equally many."""
         return self.local_epochs
 
     def local_rate(self, number: int) -> float:

@@ -82,7 +82,7 @@ def _package(declared: EntryPoint) -> str:
 def import_modules(modules: Iterable[str], setting: str) -> None:
     """Imports modules that register methods.
 
-    Importing a module runs its code: take names only from local configuration, never from a message of the other side.
+    Importing a module runs its code: take names only from local configuration, never from a received message.
 
     Args:
         modules: Names as in `import`, such as `my_package.fedprox`.

@@ -74,7 +74,7 @@ GENERATORS: Mapping[str, str] = MappingProxyType(
 def build_model(name_or_path: str, **options: Any) -> nn.Module:
     """Builds a device model or an extractor.
 
-    A path imports and runs code: take it only from local configuration, never from a message of the other side. Weights
+    A path imports and runs code: take it only from local configuration, never from a received message. Weights
     are drawn from torch's global random generator.
 
     Args:
@@ -127,7 +127,7 @@ def build(table: Mapping[str, str], kind: str, name_or_path: str, options: Mappi
     """Builds a module from a name in `table` or from a path; `kind` names it in error messages.
 
     Raises:
-        ConfigurationError: As `build_model`.
+        ConfigurationError: See `build_model`.
     """
     factory = resolve(table, kind, name_or_path)
     _check_options(factory, f"{kind} {name_or_path!r}", options)
@@ -173,7 +173,7 @@ def path_of(factory: str | Callable[..., Any]) -> str:
     if not module or not name.isidentifier() or getattr(sys.modules.get(module), name, None) is not factory:
         raise ConfigurationError(
             f"{factory!r} is not a function at the top level of a module, so other processes cannot import it; define "
-            "it there, or give its path as package.module:factory"
+            "it there, or pass its path as package.module:factory"
         )
     return f"{module_name(module)}:{name}"
 
@@ -199,12 +199,12 @@ def module_name(module: str) -> str:
 
 
 def _check_options(factory: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError for options that the factory does not take; its own TypeErrors then mean a fault."""
+    """Raises ConfigurationError for options that the factory does not take; its own TypeErrors are then bugs."""
     try:
         signature = inspect.signature(factory)
     except ValueError as error:  # some builtins have no signature
-        raise ConfigurationError(f"{name} is not a factory of models: {error}; give a Python function") from error
+        raise ConfigurationError(f"{name} is not a factory of models: {error}; pass a Python function") from error
     try:
         signature.bind(**options)
     except TypeError as error:
-        raise ConfigurationError(f"{name} does not take these options: {error}; it takes {signature}") from error
+        raise ConfigurationError(f"{name} does not take these options: {error}; it accepts {signature}") from error

@@ -1,4 +1,4 @@
-"""CDKT-FL's networks: convolutions and one or two hidden layers, with the same embedding size in large and small ones.
+"""CDKT-FL's convolutional networks; each large one has a small counterpart with the same embedding size F.
 
 Each convolution has a ReLU and max-pooling. Dropout comes before the hidden layers, so that it does not affect the
 embedding, the input of the last layer. The small networks have one convolution fewer and the same F. The paper does not
@@ -25,7 +25,7 @@ _Layer = tuple[int, int, int]  # width, kernel, pooling
 
 
 def cdkt_fmnist(input_shape: Sequence[int] = _FASHION, classes: int = 10) -> SplitModel:
-    """The paper's network for Fashion-MNIST: 5x5 convolutions of width 32 and 32, dropout 0.4, F = 512.
+    """Builds the paper's network for Fashion-MNIST: 5x5 convolutions of width 32 and 32, dropout 0.4, F = 512.
 
     Args:
         input_shape: Channels, height and width of one image.
@@ -38,7 +38,7 @@ def cdkt_fmnist(input_shape: Sequence[int] = _FASHION, classes: int = 10) -> Spl
 
 
 def cdkt_fmnist_small(input_shape: Sequence[int] = _FASHION, classes: int = 10) -> SplitModel:
-    """The small network for Fashion-MNIST: one 5x5 convolution of width 32, F = 512.
+    """Builds the small network for Fashion-MNIST: one 5x5 convolution of width 32, F = 512.
 
     Arguments and errors as `cdkt_fmnist`.
     """
@@ -46,7 +46,7 @@ def cdkt_fmnist_small(input_shape: Sequence[int] = _FASHION, classes: int = 10) 
 
 
 def cdkt_cifar(input_shape: Sequence[int] = _CIFAR, classes: int = 10) -> SplitModel:
-    """The paper's network for CIFAR: 3x3 convolutions of width 16, 32 and 64, hidden 512, dropout 0.5, F = 64.
+    """Builds the paper's network for CIFAR: 3x3 convolutions of width 16, 32, 64, hidden 512, dropout 0.5, F = 64.
 
     Arguments and errors as `cdkt_fmnist`.
     """
@@ -54,7 +54,7 @@ def cdkt_cifar(input_shape: Sequence[int] = _CIFAR, classes: int = 10) -> SplitM
 
 
 def cdkt_cifar_small(input_shape: Sequence[int] = _CIFAR, classes: int = 10) -> SplitModel:
-    """The small network for CIFAR: 3x3 convolutions of width 16 and 32, hidden 512, F = 64.
+    """Builds the small network for CIFAR: 3x3 convolutions of width 16 and 32, hidden 512, F = 64.
 
     Arguments and errors as `cdkt_fmnist`.
     """
@@ -62,7 +62,7 @@ def cdkt_cifar_small(input_shape: Sequence[int] = _CIFAR, classes: int = 10) -> 
 
 
 def cdkt_digits(input_shape: Sequence[int] = _DIGITS, classes: int = 10) -> SplitModel:
-    """Our network for 8x8 digits: 3x3 convolutions of width 16 and 32, F = 64, without dropout.
+    """Builds our network for 8x8 digits: 3x3 convolutions of width 16 and 32, F = 64, without dropout.
 
     Arguments and errors as `cdkt_fmnist`.
     """
@@ -70,7 +70,7 @@ def cdkt_digits(input_shape: Sequence[int] = _DIGITS, classes: int = 10) -> Spli
 
 
 def cdkt_digits_small(input_shape: Sequence[int] = _DIGITS, classes: int = 10) -> SplitModel:
-    """Our small network for 8x8 digits: one 3x3 convolution of width 8, F = 64.
+    """Builds our small network for 8x8 digits: one 3x3 convolution of width 8, F = 64.
 
     Arguments and errors as `cdkt_fmnist`.
     """

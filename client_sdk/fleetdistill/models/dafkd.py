@@ -34,7 +34,7 @@ _SLOPE = 0.2
 
 
 def dafkd_resnet11(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10) -> SplitModel:
-    """The paper's classifier: one bottleneck block per stage.
+    """Builds the paper's classifier: one bottleneck block per stage.
 
     Args:
         input_shape: Channels, height and width of one image.
@@ -47,12 +47,12 @@ def dafkd_resnet11(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10) 
 
 
 def dafkd_resnet20(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10) -> SplitModel:
-    """The classifier of the authors' code: two bottleneck blocks per stage. Arguments as `dafkd_resnet11`."""
+    """Builds the authors' classifier: two bottleneck blocks per stage. Arguments as `dafkd_resnet11`."""
     return _resnet(2, input_shape, classes)
 
 
 def dafkd_cnn(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10) -> SplitModel:
-    """A small convolutional classifier for 28x28 images, the one in our comparison.
+    """Builds the small convolutional classifier for 28x28 images that our comparison uses.
 
     It has two 5x5 convolutions of width 16 and 32 with pooling and a hidden layer of 64, 46,730 parameters for 10
     classes. The discriminator uses the hidden layer's output. Arguments and errors as `dafkd_resnet11`; height and
@@ -106,14 +106,14 @@ class NoiseGenerator(nn.Module):
         if not self.classes:
             return self.body(noise_md)  # type: ignore[no-any-return]  # a module's call
         if labels_m is None:
-            raise ConfigurationError(f"this generator has labels of {self.classes} classes; give one for each sample")
+            raise ConfigurationError(f"the generator needs labels of {self.classes} classes; pass one per sample")
         one_hot_mc = functional.one_hot(labels_m, self.classes).to(noise_md.dtype)
         both = torch.cat([self.noise_embedding(noise_md), self.label_embedding(one_hot_mc)], dim=1)
         return self.body(both)  # type: ignore[no-any-return]
 
 
 def dafkd_generator(shape: Sequence[int] = (1, 28, 28), noise_dim: int = 100, classes: int = 0) -> NoiseGenerator:
-    """A generator of images in (0, 1): a linear layer, two transposed convolutions and a sigmoid.
+    """Builds a generator of images in (0, 1): a linear layer, two transposed convolutions and a sigmoid.
 
     Args:
         shape: Channels, height and width of one image; height and width must be multiples of 4.
@@ -127,10 +127,10 @@ def dafkd_generator(shape: Sequence[int] = (1, 28, 28), noise_dim: int = 100, cl
 
 
 def dafkd_generator_tanh(shape: Sequence[int] = (1, 28, 28), noise_dim: int = 100, classes: int = 0) -> NoiseGenerator:
-    """The authors' generator of images in (-1, 1), with tanh. Arguments and errors as `dafkd_generator`.
+    """Builds the authors' generator of images in (-1, 1), with tanh. Arguments and errors as `dafkd_generator`.
 
-    Use it for data in this range. For images in [0, 1], tanh is steepest at the black background, which becomes noise,
-    so a discriminator recognises every generated image.
+    Use it for data in this range. For images in [0, 1], tanh is steepest at the black background: it becomes noise, by
+    which a discriminator recognises every generated image.
     """
     return _images(shape, noise_dim, classes, nn.Tanh())
 
@@ -156,12 +156,15 @@ def _images(shape: Sequence[int], noise_dim: int, classes: int, last: nn.Module)
 
 
 def digits_generator(shape: Sequence[int] = (1, 8, 8), noise_dim: int = 100, classes: int = 0) -> NoiseGenerator:
-    """A small generator of images in (0, 1): one hidden layer of 64. Arguments as `dafkd_generator`, with any shape."""
+    """Builds a small generator of images in (0, 1), with one hidden layer of 64.
+
+    The arguments are those of `dafkd_generator`, with any shape.
+    """
     return _one_hidden_layer(_HIDDEN["digits"], shape, noise_dim, classes)
 
 
 def embedding_generator(shape: Sequence[int] = (1, 28, 28), noise_dim: int = 100, classes: int = 10) -> NoiseGenerator:
-    """The paper's generator, for images in (0, 1).
+    """Builds the paper's generator, for images in (0, 1).
 
     It has two embeddings, a fully connected layer of 256 with batch-norm and LeakyReLU, and a linear layer. The widths
     and the sigmoid are ours; the paper does not state them. Arguments as `dafkd_generator`, with any shape; without
@@ -181,7 +184,7 @@ def _one_hidden_layer(hidden: int, shape: Sequence[int], noise_dim: int, classes
 
 
 def feature_generator(shape: Sequence[int] = (256,), noise_dim: int = 100, classes: int = 10) -> NoiseGenerator:
-    """A generator of features of at least 0, as after a ReLU: two layers of 256.
+    """Builds a generator of features of at least 0, as after a ReLU: two layers of 256.
 
     Arguments as `dafkd_generator`, with any shape.
     """

@@ -20,7 +20,7 @@ _EXTRACTOR_WIDTH = 8
 
 
 def digits_extractor(input_shape: Sequence[int] = DIGITS_SHAPE) -> nn.Sequential:
-    """The extractor of all digit models, which the server sends to every device.
+    """Builds the extractor of all digit models, which the server sends to every device.
 
     Args:
         input_shape: Channels, height and width of one image, height and width at least 2.
@@ -69,25 +69,25 @@ def _cnn(input_shape: Sequence[int], classes: int, *widths: int) -> SplitModel:
 
 
 def digits_linear(input_shape: Sequence[int] = DIGITS_SHAPE, classes: int = 10) -> SplitModel:
-    """Extractor and one linear layer. The five models take the arguments of `digits_extractor` and `classes` >= 2."""
+    """Builds extractor and one linear layer. All five models have `digits_extractor`'s arguments and `classes` >= 2."""
     return _mlp(input_shape, classes)
 
 
 def digits_mlp_small(input_shape: Sequence[int] = DIGITS_SHAPE, classes: int = 10) -> SplitModel:
-    """Extractor and a predictor with one hidden layer of 32."""
+    """Builds extractor and a predictor with one hidden layer of 32."""
     return _mlp(input_shape, classes, 32)
 
 
 def digits_mlp_large(input_shape: Sequence[int] = DIGITS_SHAPE, classes: int = 10) -> SplitModel:
-    """Extractor and a predictor with two hidden layers of 128 and 64."""
+    """Builds extractor and a predictor with two hidden layers of 128 and 64."""
     return _mlp(input_shape, classes, 128, 64)
 
 
 def digits_cnn_small(input_shape: Sequence[int] = DIGITS_SHAPE, classes: int = 10) -> SplitModel:
-    """Extractor and a predictor with one 3x3 convolution of width 8."""
+    """Builds extractor and a predictor with one 3x3 convolution of width 8."""
     return _cnn(input_shape, classes, 8)
 
 
 def digits_cnn_large(input_shape: Sequence[int] = DIGITS_SHAPE, classes: int = 10) -> SplitModel:
-    """Extractor and a predictor with two 3x3 convolutions of widths 16 and 32."""
+    """Builds extractor and a predictor with two 3x3 convolutions of widths 16 and 32."""
     return _cnn(input_shape, classes, 16, 32)

@@ -1,6 +1,6 @@
-"""A classifier with a discriminator, which shares the classifier's layers or is a separate network, for DaFKD.
+"""DaFKD's classifier with a discriminator that shares the classifier's layers or is a separate network.
 
-A device trains the pair; the server loads the devices' pairs one after the other.
+A device trains both networks; the server loads those of the devices in turn.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _DIGITS = (1, 8, 8)
 
 
 def fedd2s_m1(input_shape: Sequence[int] = _CIFAR, classes: int = 10) -> SplitModel:
-    """The paper's M1 for CIFAR-10 and CINIC-10: C1(8) C2(16) C3(32) F1(32) F2(16) F3(classes).
+    """Builds the paper's M1 for CIFAR-10 and CINIC-10: C1(8) C2(16) C3(32) F1(32) F2(16) F3(classes).
 
     Args:
         input_shape: Channels, height and width of one image, height and width at least 8.
@@ -34,7 +34,7 @@ def fedd2s_m1(input_shape: Sequence[int] = _CIFAR, classes: int = 10) -> SplitMo
 
 
 def fedd2s_m2(input_shape: Sequence[int] = _CIFAR, classes: int = 100) -> SplitModel:
-    """The paper's M2 for FEMNIST and CIFAR-100: C1(16) C2(64) C3(128) F1(128) F2(32) F3(classes).
+    """Builds the paper's M2 for FEMNIST and CIFAR-100: C1(16) C2(64) C3(128) F1(128) F2(32) F3(classes).
 
     Arguments and errors are those of `fedd2s_m1`.
     """
@@ -42,7 +42,7 @@ def fedd2s_m2(input_shape: Sequence[int] = _CIFAR, classes: int = 100) -> SplitM
 
 
 def fedd2s_digits(input_shape: Sequence[int] = _DIGITS, classes: int = 10) -> SplitModel:
-    """Our model for 8x8 digits: C1(8) C2(16) F1(64) F2(32) F3(classes).
+    """Builds our model for 8x8 digits: C1(8) C2(16) F1(64) F2(32) F3(classes).
 
     Arguments and errors are those of `fedd2s_m1`, but height and width must be at least 4.
     """

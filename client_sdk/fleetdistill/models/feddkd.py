@@ -23,7 +23,9 @@ _DIGITS = (3, 28, 28)
 
 
 def feddkd_femnist(input_shape: Sequence[int] = _FEMNIST, classes: int = 26) -> SplitModel:
-    """3x3 convolutions of width 32, 64 and 64, each with 2x2 pooling, the last one without padding; hidden 512.
+    """Builds the network for FEMNIST: three 3x3 convolutions with 2x2 pooling, then a hidden layer of 512.
+
+    The convolutions have width 32, 64 and 64, and the last one has no padding.
 
     Args:
         input_shape: Channels, height and width of one image, height and width at least 16.
@@ -44,10 +46,11 @@ def feddkd_femnist(input_shape: Sequence[int] = _FEMNIST, classes: int = 26) -> 
 
 
 def feddkd_vgg9(input_shape: Sequence[int] = _CIFAR, classes: int = 10) -> SplitModel:
-    """VGG-9 without batch-norm: pairs of 3x3 convolutions of width 32-64, 128-128, 256-256, hidden 512 and 512.
+    """Builds VGG-9 without batch-norm: three pairs of 3x3 convolutions, then hidden layers of 512 and 512.
 
-    Dropout is 0.05 (whole channels) after the second pair, 0.1 before the first and after the second hidden layer.
-    Arguments and errors are those of `feddkd_femnist`, but height and width must be at least 8.
+    The convolutions have width 32 and 64, 128 and 128, 256 and 256. Dropout is 0.05 (whole channels) after the
+    second pair, 0.1 before the first and after the second hidden layer. Arguments and errors are those of
+    `feddkd_femnist`, but height and width must be at least 8.
     """
     channels, _, _ = checked_image(input_shape, smallest=8)
     stages: dict[str, nn.Module] = {}
@@ -70,10 +73,10 @@ def feddkd_vgg9(input_shape: Sequence[int] = _CIFAR, classes: int = 10) -> Split
 
 
 def feddkd_five_digits(input_shape: Sequence[int] = _DIGITS, classes: int = 10) -> SplitModel:
-    """5x5 convolutions of width 64, 64 and 128, the first two with pooling; hidden 2048 and 512.
+    """Builds the network for digits from five sources: three 5x5 convolutions, then hidden layers of 2048 and 512.
 
-    Batch-norm after every layer but the last, for FedDKD_BN. Arguments and errors are those of `feddkd_femnist`, but
-    height and width must be at least 4.
+    The convolutions have width 64, 64 and 128, and the first two have pooling. Every layer but the last has batch-norm,
+    for FedDKD_BN. Arguments and errors are those of `feddkd_femnist`, but height and width must be at least 4.
     """
     channels, _, _ = checked_image(input_shape, smallest=4)
     stages: dict[str, nn.Module] = {}

@@ -89,7 +89,7 @@ def initialise_convolutions(model: nn.Module) -> None:
 
 
 def resnet_extractor(input_shape: Sequence[int] = CIFAR_SHAPE, max_pool: bool = True) -> nn.Sequential:
-    """The extractor of all ResNets in the zoo, which the server sends to every device.
+    """Builds the extractor of all ResNets in the zoo, which the server sends to every device.
 
     Args:
         input_shape: Channels, height and width of one image.
@@ -131,25 +131,25 @@ def _resnet(blocks: tuple[int, int], input_shape: Sequence[int], classes: int, m
 
 
 def resnet2(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10, max_pool: bool = True) -> SplitModel:
-    """Extractor and a linear classifier. The five models take `resnet_extractor`'s arguments and `classes` >= 2."""
+    """Builds extractor and a linear classifier. Arguments: those of `resnet_extractor`, and `classes` >= 2."""
     return _resnet((0, 0), input_shape, classes, max_pool)
 
 
 def resnet4(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10, max_pool: bool = True) -> SplitModel:
-    """Extractor, one block of width 16 and a linear classifier."""
+    """Builds extractor, one block of width 16 and a linear classifier."""
     return _resnet((1, 0), input_shape, classes, max_pool)
 
 
 def resnet6(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10, max_pool: bool = True) -> SplitModel:
-    """Extractor, one block each of width 16 and 32 and a linear classifier."""
+    """Builds extractor, one block each of width 16 and 32 and a linear classifier."""
     return _resnet((1, 1), input_shape, classes, max_pool)
 
 
 def resnet10(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10, max_pool: bool = True) -> SplitModel:
-    """Extractor, two blocks each of width 16 and 32 and a linear classifier."""
+    """Builds extractor, two blocks each of width 16 and 32 and a linear classifier."""
     return _resnet((2, 2), input_shape, classes, max_pool)
 
 
 def resnet12(input_shape: Sequence[int] = CIFAR_SHAPE, classes: int = 10, max_pool: bool = True) -> SplitModel:
-    """Extractor, two blocks of width 16, three of width 32 and a linear classifier."""
+    """Builds extractor, two blocks of width 16, three of width 32 and a linear classifier."""
     return _resnet((2, 3), input_shape, classes, max_pool)

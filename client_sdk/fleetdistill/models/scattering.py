@@ -1,6 +1,6 @@
-"""Wavelet scattering: a fixed extractor without parameters, which is the same everywhere and is never sent.
+"""Wavelet scattering: a fixed extractor without parameters, equal on server and devices and never sent.
 
-Two orders of Morlet wavelets, modulus and low-pass filter, as plain convolutions, so that ONNX can represent them
+Computes two orders of Morlet wavelets, modulus and low-pass filter as convolutions, so that ONNX can represent them
 (Bruna and Mallat, Invariant Scattering Convolution Networks, 2013). The library `kymatio` has had no release since 2022
 and has a separate backend for each framework; this module needs about a hundred lines.
 """
@@ -22,13 +22,13 @@ from fleetdistill.models.shapes import checked_image, checked_shape
 ANGLES = 8
 """L, orientations of the wavelets."""
 SMALLEST_SIDE = 8
-"""Least height and width in pixels; smaller images are too small for two scales."""
-_SIGMA = 0.8  # of the finest wavelet, and of the low pass on the coarsest grid
-_FREQUENCY = 3 * math.pi / 4  # of the finest wavelet, radians a pixel
+"""Minimum height and width in pixels, required for two scales."""
+_SIGMA = 0.8  # sigma of the finest wavelet, and of the low-pass filter on the coarsest grid
+_FREQUENCY = 3 * math.pi / 4  # frequency of the finest wavelet, in radians per pixel
 _SLANT = 0.5
 _CUT = 3.0  # half-width of a kernel in sigmas
 _EPSILON = 0.01  # numbers below it are scaled linearly, larger ones logarithmically
-_TINY = 1e-12  # under the root of the modulus
+_TINY = 1e-12  # added under the root of the modulus
 _COLOURS = ((1 / 3, 1 / 3, 1 / 3), (1 / 2, -1 / 2, 0.0), (1 / 4, 1 / 4, -1 / 2))
 
 

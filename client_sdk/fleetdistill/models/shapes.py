@@ -23,7 +23,7 @@ def checked_image(shape: Sequence[int], smallest: int = 1) -> tuple[int, int, in
 
     Args:
         shape: The configured shape.
-        smallest: Least height and width that the model accepts.
+        smallest: Minimum height and width that the model accepts.
 
     Raises:
         ConfigurationError: `shape` is not three positive integers, or the image is too small.

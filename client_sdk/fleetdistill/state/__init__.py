@@ -1,1 +1,1 @@
-"""The state directory of a device, and durable files. Imports `wire`."""
+"""A device's state directory, and durable files."""

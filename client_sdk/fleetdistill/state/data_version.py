@@ -1,4 +1,4 @@
-"""Versions of a device's training data: a server can detect changes and nothing else. Does not load torch."""
+"""Versions of a device's training data, which reveal only changes to the server. Does not load torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def digest_of(inputs: np.ndarray, labels: np.ndarray) -> bytes:
 def digest_of_data(data: Any) -> bytes | None:
     """Returns the SHA-256 of an app's `(inputs, labels)`; None if `data` is not a pair of arrays or tensors.
 
-    Does not call a function or read a Dataset: that may load torch and take time at every start of an idle device.
+    Does not call functions or read Datasets, which may load torch and delay each start of an idle device.
     """
     if not isinstance(data, tuple) or len(data) != 2:
         return None

@@ -93,16 +93,16 @@ class Storage(Files):
     # --- data version
 
     def save_data_version(self, version: bytes, digest: bytes | None) -> None:
-        """Saves the data version of the last check-in with the digest of the app's data, None if it has no digest.
+        """Saves the data version of the last check-in with the digest of the app's data, or None without a digest.
 
-        Not fsynced and skipped on a full disk: without the file the data are only compared once more.
+        Not fsynced and skipped on a full disk: without the file the data are compared once more.
         """
         self._write_rows(f"{version.hex()}\n{(digest or b'').hex()}")
 
     def is_data_version(self, version: bytes, digest: bytes | None) -> bool:
         """Returns whether a data version is that of the app's data.
 
-        Without a digest it is, unless `clear_data_version` was called.
+        If the data have no digest, returns True unless `clear_data_version` was called.
         """
         saved = self.load("rows.txt")
         if saved is None:

@@ -15,7 +15,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextlib.contextmanager
 def disk_errors(directory: Path) -> Iterator[None]:
-    """Turns OSError in the block into StateError, or into NoRoomError if the disk is full."""
+    """Converts OSError in the block into StateError, or into NoRoomError if the disk is full."""
     try:
         yield
     except OSError as error:

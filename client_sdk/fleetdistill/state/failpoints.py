@@ -116,7 +116,7 @@ class _Entry:
 
 
 def _off(name: str) -> None:
-    """`hit` while no point is enabled."""
+    """Does nothing; the value of `hit` while no point is enabled."""
 
 
 hit: Callable[[str], None] = _off

@@ -8,7 +8,7 @@ from typing import IO, Any
 
 
 def lock_file(path: Path) -> IO[Any] | None:
-    """Locks a file and returns it open, to be kept open; None if another process has locked it.
+    """Locks a file; returns the open file, which holds the lock, or None if another process holds the lock.
 
     Raises:
         OSError: The file cannot be created.

@@ -1,4 +1,4 @@
-"""The format version of the state directory, and errors for files that are damaged or of a newer SDK."""
+"""The format version of the state directory, and errors for files that are damaged or written by a newer SDK."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def json_object(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def damaged_error(path: Path, reason: object) -> StateError:
-    """Returns the error for a file that cannot be read."""
+    """Returns the error for a damaged file."""
     return StateError(f"{path} is damaged: {reason}; restore the file, or use a new state directory")
 
 
 def check_format(path: Path, saved: dict[str, Any]) -> None:
-    """Raises StateError for a file of a newer SDK or with an invalid format; no format means SDK 0.1."""
+    """Raises StateError for a file of a newer SDK or an invalid format. SDK 0.1 wrote no format."""
     found = saved.get("format", 1)
     if not isinstance(found, int):
         raise damaged_error(path, f"its format is {found!r}")

@@ -29,7 +29,7 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import knowledge_pb2
 
 _KEYS = {"replacement": "verdict"}
-"""File-format names of fields that are called differently there."""
+"""Names of fields in the file format, where they differ."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Outbox:
             sync_file(file)
 
     def pending(self) -> Pending | None:
-        """Returns the answer without a receipt, or None."""
+        """Returns the answer that has no receipt yet, or None."""
         data = self._files.load("outbox/manifest.json")
         if data is None:
             return None
@@ -178,7 +178,7 @@ class Outbox:
 
     @contextlib.contextmanager
     def answer(self) -> Iterator[Payload]:
-        """Opens the payload in the outbox for the block. Raises StateError if a file is missing or damaged."""
+        """Context manager that opens the payload in the outbox. Raises StateError if a file is missing or damaged."""
         path = self._outbox / "header.bin"
         try:
             header = knowledge_pb2.PayloadHeader.FromString(self._files.load("outbox/header.bin") or b"")
@@ -195,7 +195,8 @@ class Outbox:
     def promote(self) -> None:
         """Commits an acknowledged answer: renames the app's next model, then the candidate state.
 
-        In this order, so that after a crash in between the answer is still pending and the rest is done.
+        The order matters: after a crash between the two steps the answer is still pending, and the next start completes
+        the commit.
         """
         with disk_errors(self.directory):
             failpoints.hit("device.promote.before-renames")
@@ -231,7 +232,7 @@ class Outbox:
         failpoints.hit("device.outcome.after-note")
 
     def outcome(self) -> Outcome | None:
-        """Returns the outcome that the app has no events of yet, or None; also None if the file is damaged."""
+        """Returns the outcome whose events the app has not received, or None if there is none or it is damaged."""
         return self._outcome("outbox/outcome.json")
 
     def mark_reported(self) -> None:

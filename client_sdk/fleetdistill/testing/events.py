@@ -1,4 +1,4 @@
-"""A list of the events of a device."""
+"""A list of a device's events, for tests."""
 
 from __future__ import annotations
 

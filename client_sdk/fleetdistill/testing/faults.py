@@ -1,4 +1,4 @@
-"""A link with scripted faults, in front of another link."""
+"""A link that forwards calls to another link, with scripted faults."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _WITH_CHUNKS = ("upload", "download")
 
 @dataclass(frozen=True)
 class Fault:
-    """A call that fails. `lost`, `lost_reply`, `cut` and `refused` make the common faults.
+    """A scripted failure of one call. `lost`, `lost_reply`, `cut` and `refused` make the common faults.
 
     Attributes:
         call: Name of the call, one of `CALLS`.
-        error: Exception that the device gets.
+        error: Exception that the call raises.
         nth: Number of the failing call of that name, from 1.
         reply_only: Whether the server performs the call and only the reply is lost.
         chunks: Number of chunks that pass before an upload or a download fails; None if the call itself fails.
@@ -47,7 +47,9 @@ class Fault:
         if self.nth < 1:
             raise ConfigurationError(f"nth is {self.nth}, must be at least 1")
         if self.chunks is not None and (self.call not in _WITH_CHUNKS or self.chunks < 0):
-            raise ConfigurationError(f"{self.call} has chunks={self.chunks}, must be at least 0 of upload or download")
+            raise ConfigurationError(
+                f"Fault({self.call!r}, chunks={self.chunks}): chunks must be at least 0, for upload and download only"
+            )
 
 
 def lost(call: str, nth: int = 1) -> Fault:

@@ -1,4 +1,4 @@
-"""PyTorch: models, losses, training loops, ONNX export. Imports `state` and `wire`."""
+"""Everything that requires PyTorch: models, losses, training loops and ONNX export."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["SplitModel", "check_local_model", "fingerprint", "split_sequential"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name, and with it PyTorch, on first use; devices without PyTorch use parts of this folder."""
+    """Imports a public name, and with it PyTorch, on first use; devices without PyTorch do not use these."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("fleetdistill.training.model"), name)

@@ -1,4 +1,4 @@
-"""Counts and metrics of a model on labelled data. Imports no torch, so that devices without PyTorch can use it."""
+"""Counts and metrics of a model on labelled data. Does not import torch, because devices without PyTorch use it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Counts:
 
 
 def counts_of(logits_nc: Array, labels_n: Array, classes: int) -> Counts:
-    """Counts the results of logits; of tied classes the lowest is the prediction.
+    """Returns the results of logits as counts. Ties are resolved in favour of the lowest class index.
 
     Args:
         logits_nc: Logits `[n, C]`, finite.

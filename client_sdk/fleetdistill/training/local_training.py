@@ -150,7 +150,7 @@ def train_epochs(
     """Trains in shuffled mini-batches, in train mode; every module's mode is restored afterwards.
 
     Results on a CPU are bit-equal for equal models, data, generator state, global RNG state (dropout) and thread count.
-    If the model has batch-norm, a last batch of one sample is left out, because its variance is undefined.
+    If the model has batch-norm, a last batch of one sample is omitted, because its variance is undefined.
 
     Args:
         model: Model on `device`.
@@ -225,7 +225,7 @@ def train_steps(
 
 
 def evaluate(model: nn.Module, data: TensorData, classes: int, batch_size: int = 1024) -> Counts:
-    """Evaluates a model in eval mode, without gradient; of tied classes the lowest is the prediction.
+    """Evaluates a model in eval mode, without gradients. Ties are resolved in favour of the lowest class index.
 
     Raises:
         DataError: A label is outside [0, classes).
@@ -250,7 +250,7 @@ def evaluate(model: nn.Module, data: TensorData, classes: int, batch_size: int =
 def extract(
     model_fn: Callable[[Tensor], Tensor], inputs: Tensor, batch_size: int = 1024, *, model: nn.Module | None = None
 ) -> Tensor:
-    """Runs a model over all rows, in order, in eval mode and without gradient.
+    """Runs a model over all rows, in order, in eval mode and without gradients.
 
     Args:
         model_fn: A module, a method of a module, or any function together with `model`.
@@ -301,7 +301,7 @@ def _checked_smallest_batch(model: nn.Module, count: int, batch_size: int) -> in
     smallest = smallest_batch(model)
     if count < smallest:
         reason = "there is nothing to train on" if smallest == 1 else "a model with batch-norm needs batches of two"
-        raise DataError(f"the training data has {count} samples: {reason}; give at least {smallest}")
+        raise DataError(f"the training data has {count} samples: {reason}; pass at least {smallest}")
     if batch_size < smallest:
         raise ConfigurationError(
             f"batch_size is {batch_size}, but a model with batch-norm cannot train on single samples; use at least 2"
@@ -343,7 +343,7 @@ def _pair_from(data: object) -> tuple[Tensor, Tensor]:
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return _stacked(data)
     raise DataError(
-        f"the data is of type {type(data).__name__}; give a tuple (inputs, labels) of tensors or numpy arrays, "
+        f"the data is of type {type(data).__name__}; pass a tuple (inputs, labels) of tensors or numpy arrays, "
         "or a map-style torch Dataset of (input, label)"
     )
 
@@ -365,7 +365,7 @@ def _tensor(values: Tensor | np.ndarray) -> Tensor:
     try:
         return values.detach() if isinstance(values, Tensor) else torch.from_numpy(values)
     except TypeError as error:
-        raise DataError(f"an array of dtype {values.dtype} cannot become a tensor; give numbers") from error
+        raise DataError(f"cannot convert an array of dtype {values.dtype} to a tensor; use a numeric dtype") from error
 
 
 def _as_int64(labels: Tensor) -> Tensor:

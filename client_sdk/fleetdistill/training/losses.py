@@ -44,9 +44,9 @@ def distillation_loss(
     Args:
         student_logits_bc: `[batch, classes]`, finite; half precision is computed in float32.
         teacher_probs_bc: `[batch, classes]`, rows on the simplex, on the student's torch device. Must be softened
-            or refined already; no temperature is applied to it.
+            or refined already; no temperature is applied here.
         temperature: The papers' τ, finite and greater than 0.
-        valid_b: `[batch]` bool, False for rows without a teacher. These rows contribute 0 and still count in the
+        valid_b: `[batch]` bool, False for rows without a teacher. These rows contribute 0 but count in the
             mean, as in the methods' pseudocode.
 
     Returns:

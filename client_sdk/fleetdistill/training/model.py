@@ -73,7 +73,7 @@ class SplitModel(nn.Module):
     stages: nn.Sequential
 
     def __init__(self, stages: Mapping[str, nn.Module] | nn.Sequential, cut: Cut) -> None:
-        """Joins stages to one model without copying them.
+        """Joins stages into one model without copying them.
 
         Args:
             stages: Two or more stages by name, first to last.
@@ -279,7 +279,7 @@ def _try_taps(model: nn.Module, taps: FeatureModel, samples: Tensor, classes: in
 
 @contextmanager
 def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """Sets train or eval mode in a `with` block; restores each submodule's mode afterwards."""
+    """Context manager that sets train or eval mode; restores each submodule's mode afterwards."""
     before = [(part, part.training) for part in module.modules()]
     module.train(training)
     try:
@@ -290,13 +290,13 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def evaluating(module: nn.Module) -> AbstractContextManager[None]:
-    """Sets eval mode in a `with` block; restores each submodule's mode afterwards."""
+    """Context manager that sets eval mode; restores each submodule's mode afterwards."""
     return in_mode(module, training=False)
 
 
 @contextmanager
 def frozen_batch_norm(module: nn.Module, frozen: bool = True) -> Iterator[None]:
-    """Stops updates of batch-norm statistics in a `with` block; all other layers keep their mode.
+    """Context manager that stops updates of batch-norm statistics; all other layers keep their mode.
 
     Use it for data that must not influence the statistics, such as generated samples.
 
@@ -343,7 +343,7 @@ def parameter_count(module: nn.Module) -> int:
 def fingerprint(module: nn.Module, cuts: Sequence[Cut] = ()) -> str:
     """Returns an architecture's fingerprint: equal fingerprints mean compatible state dicts and equal cuts.
 
-    Values, torch devices and training modes have no influence, nor have layers without state (ReLU, pooling).
+    Values, torch devices, training modes and layers without state (ReLU, pooling) have no influence.
 
     Args:
         module: A model, an extractor or a predictor.

@@ -1,7 +1,7 @@
 """Exports a trained model to an ONNX file whose outputs are verified against the model.
 
-The file gets its name only after onnx's checker has accepted it and onnxruntime has reproduced the model's logits on
-real samples. If a step fails, an existing file remains unchanged.
+The file is renamed to its final name only after onnx's checker has accepted it and onnxruntime has reproduced the
+model's logits on real samples. If a step fails, an existing file remains unchanged.
 
 We trace with `torch.onnx.export(dynamo=False)`. Measured with torch 2.15 on one core, digits and ResNet12 alike:
 
@@ -75,7 +75,7 @@ def export_onnx(
     _check_arguments(path, samples, metadata, tolerance)
     batches = _batches(samples)
     with _exporting, torch.no_grad(), temporary_beside(path) as temporary:
-        twin = _twin(model)
+        twin = _cpu_copy(model)
         with doing("running the model in PyTorch"):
             expected = [twin(batch) for batch in batches]
         _check_logits(expected[-1], batches[-1])
@@ -102,7 +102,7 @@ def onnx_bytes(module: nn.Module, input_shape: Sequence[int]) -> bytes:
     samples = torch.rand(4, *input_shape, generator=torch.Generator().manual_seed(0))
     batches = _batches(samples)
     with _exporting, torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        path, twin = Path(folder) / "extractor.onnx", _twin(module)
+        path, twin = Path(folder) / "extractor.onnx", _cpu_copy(module)
         with doing("running the extractor in PyTorch"):
             expected = [twin(batch) for batch in batches]
         _trace(twin, batches[-1], path, "features")
@@ -136,7 +136,7 @@ def _check_logits(logits: Any, batch: Tensor) -> None:
     raise ExportError(f"the model returns {found} for a batch of {len(batch)}, expected logits [{len(batch)}, classes]")
 
 
-def _twin(model: nn.Module) -> nn.Module:
+def _cpu_copy(model: nn.Module) -> nn.Module:
     """Copies a model to the CPU in eval mode, float32 and contiguous memory format."""
     with doing("copying the model to the CPU"):
         twin = copy.deepcopy(model).to(device="cpu", dtype=torch.float32)

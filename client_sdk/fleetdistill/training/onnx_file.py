@@ -1,4 +1,4 @@
-"""ONNX files: their metadata, and the comparison that each export must pass. Imports no torch."""
+"""Metadata of ONNX files, and the comparison that each export must pass. Does not import torch."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def model_parameters(module: nn.Module, scope: str = "model", without: Collectio
     Args:
         module: Any module.
         scope: Role of the part: "model", "extractor", "base" or "head".
-        without: State-dict names to leave out, such as `batch_norm_names(module)`.
+        without: State-dict names to omit, such as `batch_norm_names(module)`.
     """
     trainable = {name for name, _ in module.named_parameters()}
     state = {name: tensor for name, tensor in module.state_dict().items() if name not in without}

@@ -18,7 +18,7 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def splitmix64(seed: int, count: int) -> Array:
-    """Returns the first numbers of SplitMix64, computed independently of each other.
+    """Returns the first `count` numbers of SplitMix64; each is computed independently of the others.
 
     Args:
         seed: Seed in [0, 2**64).

@@ -30,7 +30,7 @@ def proxy_data(proxy: ProxySet, input_shape: Sequence[int], classes: int) -> Ten
         DataError: The set is empty, has another shape or a non-finite input, or a label is outside `[0, C)`.
     """
     if not len(proxy.labels):
-        raise DataError(f"proxy set {proxy.name!r} is empty; give at least one sample, if possible one of each class")
+        raise DataError(f"proxy set {proxy.name!r} is empty; add at least one sample, if possible one of each class")
     try:
         data = as_tensor_data((np.array(proxy.inputs), np.array(proxy.labels)), classes)
     except DataError as error:

@@ -38,11 +38,11 @@ def snapshot(*changed: Stateful) -> Callable[[], None]:
 
 
 def train_or_roll_back(train: Callable[[], object], *changed: Stateful, rate: Rate) -> str | None:
-    """Trains, and restores all states if training fails.
+    """Calls `train`, and restores all states if training fails.
 
     Args:
-        train: Trains; raises KnowledgeError or DataError on failure.
-        changed: The modules and optimisers that `train` changes. Non-finite weights of a module are a failure too.
+        train: Function that trains; raises KnowledgeError or DataError on failure.
+        changed: The modules and optimisers that `train` changes. Non-finite weights of a module are also a failure.
         rate: The learning-rate setting that the reason names.
 
     Returns:
@@ -64,7 +64,7 @@ def check_weights(module: nn.Module, rate: Rate) -> None:
     """Raises KnowledgeError if a weight or a batch-norm statistic is not finite after training."""
     for name, tensor in module.state_dict().items():
         if not bool(tensor.isfinite().all()):
-            raise KnowledgeError(f"{name} is not finite after training; {_too_large(rate)}")
+            raise KnowledgeError(f"{name} is not finite after training; {_rate_advice(rate)}")
 
 
 def check_can_be_sent(values: Tensor, knowledge_type: str, rate: Rate) -> None:
@@ -77,7 +77,7 @@ def check_can_be_sent(values: Tensor, knowledge_type: str, rate: Rate) -> None:
     """
     reason = reason_not_sent(values, knowledge_type)
     if reason:
-        raise KnowledgeError(f"after training {reason}; {_too_large(rate)}")
+        raise KnowledgeError(f"after training {reason}; {_rate_advice(rate)}")
 
 
 def reason_not_sent(values: Tensor, knowledge_type: str) -> str | None:
@@ -90,6 +90,6 @@ def reason_not_sent(values: Tensor, knowledge_type: str) -> str | None:
     )
 
 
-def _too_large(rate: Rate) -> str:
+def _rate_advice(rate: Rate) -> str:
     name, value = rate
     return f"{name} = {value:g} is probably too large"

@@ -1,4 +1,4 @@
-"""A limit on the time that one ask may take on a device, whatever the server requests.
+"""A time limit for one ask on a device, regardless of what the server requests.
 
     with time_limit(3600):
         ...  # every loop of training or evaluation calls check_time

@@ -1,6 +1,6 @@
-"""Converts between the classes of `fleetdistill.knowledge` and payloads: protobuf parts with their data.
+"""Converts between the classes of `fleetdistill.knowledge` and payloads (protobuf parts with their data).
 
-One generic mapping by field names handles every kind, so a new kind needs a message and a class only.
+One generic mapping by field names handles every kind, so a new kind requires only a message and a class.
 """
 
 from __future__ import annotations

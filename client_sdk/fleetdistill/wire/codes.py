@@ -1,7 +1,7 @@
 """Error codes of the protocol: every reason for which the server rejects a call, and its gRPC status.
 
-The front, the links and `docs/reference/errors.md` use this table. A *final* error of an upload puts the device out for
-the round; after any other error the device can retry.
+The front, the links and `docs/reference/errors.md` use this table. After a *final* error of an upload the device skips
+the round; after any other error it can retry.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LONGEST_AFTER_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Meaning:
-    """gRPC status name, whether a retry is useless, and the description of a code."""
+    """A code's gRPC status name, description, and whether a retry is useless."""
 
     status: str
     final: bool

@@ -80,7 +80,8 @@ def unpacked(data: bytes, compression: knowledge_pb2.Compression.ValueType, limi
     if compression == RAW:
         return data
     if compression not in offered():
-        raise WireError(f"a chunk has compression {compression}, which this side does not support")
+        expected = ", ".join(knowledge_pb2.Compression.Name(one) for one in (RAW, *offered()))
+        raise WireError(f"a chunk has unsupported compression {compression}, expected one of {expected}")
     import zstandard
 
     try:
@@ -92,5 +93,5 @@ def unpacked(data: bytes, compression: knowledge_pb2.Compression.ValueType, limi
     except zstandard.ZstdError as error:
         raise WireError(f"a chunk's zstd frame is damaged: {error}") from error
     if len(found) != size:
-        raise WireError(f"a chunk's zstd frame contains {len(found)} bytes, but states {size}")
+        raise WireError(f"a chunk's zstd frame contains {len(found)} bytes, but its header declares {size}")
     return found

@@ -1,4 +1,4 @@
-"""Limit on the number of directions in class statistics; devices apply it and the front checks it."""
+"""Maximum number of directions in class statistics; devices apply the limit and the front checks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base class of all kinds of parts; each kind declares its own rules and wire form."""
+"""Base class of all kinds of parts; each kind declares its conditions and wire form."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MAX_PARTS = 100
 MAX_TENSORS = 10_000
 MAX_AXES = 16
 MAX_NAME = 256
-# numpy cannot create larger arrays, not even empty ones such as [2**62, 2**62, 0].
+# NumPy cannot create larger arrays, even empty ones such as [2**62, 2**62, 0].
 MAX_ELEMENTS = 1 << 56
 
 DTYPES: dict[int, np.dtype[Any]] = {

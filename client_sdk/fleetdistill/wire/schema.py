@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fleetdistill.wire.kind import Kind
 
 ROWS = -1
-"""Placeholder for the number of rows in an expected shape; free, but equal for all columns of a part."""
+"""Placeholder for a number of rows in an expected shape; any number, but equal for all columns of a part."""
 
 FLOAT32, FLOAT16, FLOAT64 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<f8")
 INT64, INT32, INT8, UINT8 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("i1"), np.dtype("u1")
@@ -137,7 +137,7 @@ class PartSchema:
     Attributes:
         kind: Kind of the part.
         tensors: Schemas of its tensors, by path.
-        columns: What the part reveals about a device, as names of `fleetdistill.COLUMNS`.
+        columns: Columns of the device that the part contains, as names of `fleetdistill.COLUMNS`.
         features: Feature columns that the part contains or is computed from: shape of one sample by cut.
         declared: Shapes that the contract declares for the part's tensors.
         least_samples: Smallest number of samples of a class in the part.

@@ -72,7 +72,7 @@ def test_devices_ahead_of_a_server_from_a_backup_learn_nothing_from_another_merg
     rounds.round -= 1  # as if the round had never been
     rounds.fall_short()
     assert [(step, device) for step, device, _ in rounds.declined] == [("learn", "a"), ("learn", "b")]
-    assert all("is about class statistics" in text for _, _, text in rounds.declined)
+    assert all("refers to class statistics" in text for _, _, text in rounds.declined)
     rounds.play()
     assert rounds.declined == []
     assert lessons(rounds) == [("a", ["classes", "plan"]), ("b", ["classes", "plan"])]

@@ -212,7 +212,7 @@ def test_a_fleet_without_any_statistics_falls_short() -> None:
 def test_a_device_that_does_not_hold_the_space_declines_a_plan_without_it() -> None:
     half = make_device([9, 9, 0, 0])
     plan = SpacePlan(merge=7, counted=False, draw_seed=1).to_wire()
-    with pytest.raises(CannotAnswer, match="this device has none; the server sends it with the next ask"):
+    with pytest.raises(CannotAnswer, match="this device has none; the server will send it with the next ask"):
         half.handle(Ask(round=1, step="learn", seed=1, parts={"plan": plan}))
 
 

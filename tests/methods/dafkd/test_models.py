@@ -102,7 +102,7 @@ def test_every_generator_makes_samples_of_its_shape_and_range(name: str, classes
     made.sum().backward()
     assert all(parameter.grad is not None for parameter in generator.parameters())
     if classes:
-        with pytest.raises(ConfigurationError, match="give one for each sample"):
+        with pytest.raises(ConfigurationError, match="pass one per sample"):
             generator(torch.randn(6, 5))
 
 

@@ -37,7 +37,7 @@ class CDKTConfig(LocalTraining):
         device_metric: The paper's d on the devices. The paper's KL-N is `kl` on the server and `norm2` on the devices.
         alpha: Weight of the device's regulariser, at least 0. With `kl`, alpha * temperature**2 multiplies the learning
             rate; the norms have no such factor and need an alpha about ten times as large.
-        beta: Weight of the server's regulariser, at least 0; with 0 the server learns from the proxy labels alone.
+        beta: Weight of the server's regulariser, at least 0; with 0 the server learns only from the proxy labels.
         temperature: The paper's tau for `kl`, above 0.
         outcome_space: Space in which outcomes are averaged and compared: `probs` or `logits`.
         norm2_reduction: `mean_l2` takes the mean of the rows' norms, `frobenius` one norm over a mini-batch.
@@ -46,14 +46,14 @@ class CDKTConfig(LocalTraining):
             choice: outcomes, and embeddings too unless `knowledge` is `full`.
         aggregation: Mean over devices: `uniform`, or weighted by `samples`.
         global_epochs: The paper's R, the server's passes over the proxy set in a round, at least 1.
-        min_server_steps: Least number of the server's steps in a round, at least 1; it makes more passes to reach it.
+        min_server_steps: Minimum number of the server's steps in a round, at least 1; adds passes if necessary.
         server_learning_rate: The paper's kappa, above 0. Momentum, weight decay and batch size are the devices'.
         exchange: False runs the method's control without an exchange of knowledge. Devices then train on their own
-            samples and on the labels of the proxy set, the server on these labels alone.
+            samples and on the labels of the proxy set, the server only on these labels.
         control_weight: Weight of the proxy labels in the control, at least 0.
-        teacher_guard: Whether the server holds back knowledge that is worse than chance and than the device's own.
+        teacher_guard: Whether the server withholds knowledge that is worse than chance and than the device's own.
         joint_pass: Whether a device's own and its proxy mini-batch are one forward pass, so that batch-norm sees both;
-            otherwise two.
+            otherwise there are two passes.
         paper: Use the paper's, or else the authors', values for all other settings: outcomes and embeddings, KL-N with
             its weights and rates, outcomes as logits, norms over the mini-batch, two forward passes and no guard.
     """
@@ -114,18 +114,18 @@ class CDKTConfig(LocalTraining):
         }
 
     def server_epochs(self, proxy_samples: int) -> int:
-        """Returns the passes over P proxy samples: `global_epochs`, or more to make `min_server_steps` steps."""
+        """Returns the passes over P proxy samples: `global_epochs`, or more to reach `min_server_steps`."""
         steps_of_a_pass = math.ceil(proxy_samples / self.batch_size)
         return max(self.global_epochs, math.ceil(self.min_server_steps / steps_of_a_pass))
 
     @property
     def up(self) -> tuple[bool, bool]:
-        """Whether outcomes, and whether embeddings, are sent to the server."""
+        """Whether outcomes are sent to the server, and whether embeddings are."""
         return self.exchange and self.knowledge != "rep", self.exchange and self.knowledge != "full"
 
     @property
     def down(self) -> tuple[bool, bool]:
-        """Whether outcomes, and whether embeddings, are sent to the devices."""
+        """Whether outcomes are sent to the devices, and whether embeddings are."""
         both = self.knowledge != "full" if self.device_knowledge == "auto" else self.device_knowledge == "both"
         outcomes, embeddings = self.device_knowledge != "embedding", both or self.device_knowledge == "embedding"
         return self.exchange and outcomes, self.exchange and embeddings

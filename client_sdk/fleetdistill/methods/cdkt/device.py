@@ -29,7 +29,7 @@ Term = Callable[["Tensor", "Tensor | None", "Tensor"], "Tensor"]
 
 
 class CDKTDevice(DeviceMethod):
-    """Device half: trains on its labels and the server's knowledge, and sends its own knowledge of the proxy set."""
+    """Device half of CDKT-FL: trains on labels and the server's knowledge, and sends its knowledge of the proxy set."""
 
     config: CDKTConfig
 
@@ -39,7 +39,7 @@ class CDKTDevice(DeviceMethod):
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
-        """Algorithm 1, the device's lines of a round."""
+        """Runs the device's part of a round (Algorithm 1)."""
         received = ask.part("knowledge", ProxyKnowledge)  # message 1: z_s and h_s
         term = self.regulariser(received) if self.config.exchange else self._control()  # alpha * R_n
         self.train_towards(term, ask.seed)  # eqs. (4) and (8)
@@ -47,10 +47,10 @@ class CDKTDevice(DeviceMethod):
         return Answer(parts={"knowledge": sent}, samples=len(self.local.data))
 
     def train_towards(self, term: Term | None, seed: int) -> None:
-        """Trains the local model: eqs. (4) and (8), each private mini-batch with the next proxy mini-batch.
+        """Trains the local model (eqs. 4 and 8), each private mini-batch together with the next proxy mini-batch.
 
         Args:
-            term: The proxy mini-batch's term of the loss; None for cross-entropy on own samples alone.
+            term: The proxy mini-batch's term of the loss; None to use only cross-entropy on own samples.
             seed: Seed of the mini-batches.
         """
         self.trained = train_steps(
@@ -121,8 +121,8 @@ class CDKTDevice(DeviceMethod):
             rows = len(self._proxy) if values is None else len(values)
             if received.proxy_digest != self.local.proxy_digest or rows != len(self._proxy):
                 raise WireError(
-                    f"the server's {name} belong to another proxy set than the device's; the server is faulty or of "
-                    "another version"
+                    f"the server's {name} belong to another proxy set than the device's; the server is faulty or "
+                    "has another version"
                 )
 
     def _knowledge_of(self, received: ProxyKnowledge, distance: Distance) -> Knowledge:

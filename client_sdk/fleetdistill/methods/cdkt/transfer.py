@@ -35,7 +35,7 @@ def with_labels(outcomes_pc: Tensor, labels_p: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """Targets of a regulariser by proxy row: outcomes z̄ `[p, c]` and embeddings h̄ `[p, f]`; None leaves a term out."""
+    """Targets of a regulariser by proxy row: outcomes z̄ `[p, c]` and embeddings h̄ `[p, f]`; None omits a term."""
 
     outcomes_pc: Tensor | None
     embeddings_pf: Tensor | None
@@ -52,7 +52,7 @@ class Distance:
 
     Attributes:
         metric: `kl`, `js` or `norm2`.
-        temperature: The paper's τ, above 0; used by `kl` alone.
+        temperature: The paper's τ, above 0; used only by `kl`.
         outcome_space: `probs` compares and averages softmax(logits / τ), `logits` the logits themselves.
         norm2_reduction: `mean_l2` takes the mean of the rows' norms, `frobenius` one norm over the mini-batch.
     """
@@ -88,7 +88,7 @@ class Distance:
             knowledge: Targets, constants.
             rows_b: Positions of the mini-batch's rows in the proxy set, `[b]`.
             logits_bc: The student's logits.
-            embeddings_bf: The student's embeddings; None leaves their term out.
+            embeddings_bf: The student's embeddings; None omits their term.
         """
         total = logits_bc.new_zeros(())
         if knowledge.outcomes_pc is not None:
@@ -110,13 +110,13 @@ class Distance:
 
 
 def proxy_batches(samples: int, batch_size: int, generator: torch.Generator, *, smallest: int = 1) -> Iterator[Tensor]:
-    """Yields mini-batches of proxy rows without end, in passes that are shuffled anew.
+    """Yields mini-batches of proxy rows endlessly; each pass has a new order.
 
     Args:
         samples: Number of proxy samples, at least 1.
         batch_size: Rows of a mini-batch, at least 1.
         generator: Source of the order.
-        smallest: Least rows of a mini-batch; a smaller last one of a pass is left out. At most `samples` and
+        smallest: Minimum rows of a mini-batch; a smaller last one of a pass is omitted. At most `samples` and
             `batch_size` apply.
     """
     smallest = min(smallest, samples, batch_size)

@@ -3,7 +3,7 @@
 Devices with different predictors average a small extractor for a few rounds and freeze it. Each then sends, once, a
 low-rank Gaussian of its features for every class with enough samples, and receives, once, the fleet's Gaussians. From
 then on it trains on its own rows and on rows drawn from the Gaussians, and so learns classes of which it has no
-samples. A second predictor trains on the device's own rows alone. The comments name the lines of the section "The
+samples. A second predictor trains only on the device's own rows. The comments name the lines of the section "The
 mathematics" in `docs/reference/methods/classstats-averaged.md`.
 """
 
@@ -46,7 +46,7 @@ from fleetdistill.training.rollback import train_or_roll_back
 
 
 class AveragedDevice(DeviceMethod):
-    """Device half: the app's model has the general predictor; the personal predictor is a second model."""
+    """Device half of the averaged form; the app's model has the general predictor, a second model the personal one."""
 
     config: AveragedConfig
 
@@ -67,7 +67,7 @@ class AveragedDevice(DeviceMethod):
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
-        """Before R0: trains the whole model from the fleet's extractor, and sends the extractor alone."""
+        """Trains the whole model from the fleet's extractor, and sends only the extractor (before round R0)."""
         self._load_extractor(ask)
         self.trained = train_epochs(
             self.local.model,
@@ -84,7 +84,7 @@ class AveragedDevice(DeviceMethod):
 
     @answers("summarise")
     def summarise(self, ask: Ask) -> Answer:
-        """At R0: freezes the extractor, creates the personal predictor, and sends the summaries of own classes."""
+        """Freezes the extractor, creates the personal predictor, and sends the class summaries (round R0)."""
         self._freeze(ask)
         features = self.features_of_data().flatten(1).cpu().double().numpy()
         rows = clip(features, self.config.clip_norm) if self.config.clip_norm else features
@@ -95,7 +95,7 @@ class AveragedDevice(DeviceMethod):
         return Answer(parts={"statistics": sent}, samples=len(self.local.data), notes=notes)
 
     def _moments(self, rows_nf: Array) -> dict[int, ClassSummary]:
-        """Returns the summaries to send, by class. They are sent without noise, which would be added here."""
+        """Returns the summaries to send, by class. A privacy mechanism would add its noise here."""
         labels = self.local.data.labels.cpu().numpy()
         held = np.bincount(labels, minlength=self.local.classes)
         classes = {
@@ -116,7 +116,7 @@ class AveragedDevice(DeviceMethod):
 
     @answers("learn")
     def learn(self, ask: Ask) -> Answer:
-        """From R0 on: trains the general predictor on own and drawn rows, and the personal predictor on own rows."""
+        """Trains the general predictor on own and drawn rows, and the personal one on own rows (from round R0)."""
         plan = self._take_classes(ask)  # line merge, made by the server
         self._take_agreed(ask)
         features = self.features_of_data()
@@ -127,7 +127,7 @@ class AveragedDevice(DeviceMethod):
         return Answer(parts={}, samples=len(self.local.data), notes={"personal_undone": int(undone)})
 
     def _take_agreed(self, ask: Ask) -> None:
-        """Keeps the soft predictions on drawn rows if the ask has them; a copy, because their file is deleted later."""
+        """Stores a copy of the ask's soft predictions on drawn rows, if any; their file is deleted later."""
         if "agreed" in ask.parts:
             agreed = ask.part("agreed", SoftPredictions)
             self.agreed = (agreed.noise_seed, np.array(agreed.values))
@@ -136,12 +136,12 @@ class AveragedDevice(DeviceMethod):
         take_weights(self.local.taps.extractor, ask.part("extractor", ModelParameters))
 
     def _freeze(self, ask: Ask) -> None:
-        """Freezes the extractor. When a round is repeated with the same extractor, the personal predictor stays."""
+        """Freezes the extractor. If a round is repeated with the same extractor, the personal predictor is kept."""
         if self.config.extractor_rounds:
             self._load_extractor(ask)
         digest = _digest(self.local.taps.extractor)
         if digest != self._frozen:
-            self.optimizers.clear()  # the whole model is not trained any more
+            self.optimizers.clear()  # the optimiser of the whole model is no longer used
             self.personal, self._frozen = self._copy_of_model(), digest
 
     def _copy_of_model(self) -> torch.nn.Module:
@@ -153,8 +153,8 @@ class AveragedDevice(DeviceMethod):
         """Returns the round's plan, and stores the fleet's classes if the ask contains them.
 
         Raises:
-            WireError: The device has no statistics of the fleet, or the ask's do not fit its features.
-            CannotAnswer: The plan is about another merge than the device's.
+            WireError: The device has no statistics of the fleet, or those in the ask do not fit the device's features.
+            CannotAnswer: The plan refers to another merge than the device's.
         """
         sent = self._sent_classes(ask) if "classes" in ask.parts else self.classes
         self._check_summarised(ask, sent)  # guard
@@ -167,15 +167,15 @@ class AveragedDevice(DeviceMethod):
     def _check_summarised(self, ask: Ask, classes: Mapping[int, ClassSummary] | None) -> None:
         if classes is None or self.personal is None:
             raise WireError(
-                f"step {ask.step!r} needs the fleet's class statistics, which are not in its state directory; the "
-                "server asks for the device's summary again"
+                f"step {ask.step!r} needs the fleet's class statistics, which are missing from this device's "
+                "state directory; the server will request the device's summary again"
             )
 
     def _check_merge(self, ask: Ask, plan: RoundPlan) -> None:
         if plan.merge != self._merge:
             raise CannotAnswer(
-                f"step {ask.step!r} is about class statistics {plan.merge}, this device has {self._merge}; the server "
-                "sends the current ones with the next ask"
+                f"step {ask.step!r} refers to class statistics {plan.merge}, but this device has {self._merge}; the "
+                "server will send the current ones with the next ask"
             )
 
     def _sent_classes(self, ask: Ask) -> dict[int, ClassSummary]:
@@ -185,7 +185,7 @@ class AveragedDevice(DeviceMethod):
         return from_wire(sent)
 
     def features_of_data(self) -> Tensor:
-        """Returns the frozen extractor's features of all own rows, `[N, ...]`, on the device that computes."""
+        """Returns the frozen extractor's features of all the device's rows, `[N, ...]`, on the compute device."""
         found = extract(self.local.taps.features, self.local.data.inputs, model=self.local.model)
         return found.to(self.local.torch_device)
 
@@ -230,7 +230,7 @@ class AveragedDevice(DeviceMethod):
     # --- training
 
     def _learn_general(self, features: Tensor, drawn: DrawnRows | None, seed: int) -> TrainingReport:
-        """Trains on own and drawn rows in one forward pass, so that the predictor's batch-norm sees both."""
+        """Trains on own and drawn rows in one forward pass so that the predictor's batch-norm sees both."""
         labels = self.local.data.labels.to(features.device)
 
         def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
@@ -252,7 +252,7 @@ class AveragedDevice(DeviceMethod):
         return loss
 
     def learn_personal(self, features: Tensor, rate: float, seed: int) -> bool:
-        """Trains the personal predictor; returns whether the training was reverted because it did not stay finite."""
+        """Trains the personal predictor; returns whether training was rolled back because of non-finite values."""
         personal, labels = self.personal, self.local.data.labels.to(features.device)
         assert personal is not None
 
@@ -289,7 +289,7 @@ class AveragedDevice(DeviceMethod):
         )
 
     def _optimizer(self, name: str) -> torch.optim.Optimizer:
-        """Returns the optimiser of `whole`, `general` or `personal`; each is kept from round to round."""
+        """Returns the optimiser of `whole`, `general` or `personal`; it is kept between rounds."""
         if name not in self.optimizers:
             self.optimizers[name] = make_local_optimizer(self.config, self._trained_by(name))
         return self.optimizers[name]
@@ -314,7 +314,7 @@ class AveragedDevice(DeviceMethod):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the personal predictor, the fleet's classes, the soft predictions in use, and the optimisers."""
+        """Returns the personal predictor, the fleet's classes, the current soft predictions, and the optimisers."""
         return {
             "personal": self._personal_state(),
             "frozen": self._frozen,
@@ -354,6 +354,6 @@ def _digest(module: torch.nn.Module) -> str:
 
 
 def _above_extractor(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns a model's state without its extractor, which is stored once, with the general model."""
+    """Returns a model's state without its extractor, which is stored only with the general model."""
     below = {id(one) for one in state_tensors(model.extractor)}  # type: ignore[arg-type]
     return {name: one.detach() for name, one in model.state_dict(keep_vars=True).items() if id(one) not in below}

@@ -35,11 +35,11 @@ class AveragedConfig(LocalTraining):
         extractor_rounds: R0, rounds that train and average the extractor before it is frozen, at least 0. 0 needs an
             extractor with trained weights.
         rank: r, directions of a class's covariance, in [0, 64]; 0 is a diagonal Gaussian.
-        rows_per_direction: Least number of a class's samples per direction, at least 2. A larger value reveals less
+        rows_per_direction: Minimum number of a class's samples per direction, at least 2. A larger value reveals less
             about single rows.
         shrinkage: s, weight of the covariance that all classes share, in [0, 1).
-        min_samples: n_min, least number of samples of a class that a device sends, at least 2.
-        clip_norm: Largest L2 norm of a row's features before they are summarised, at least 0; longer rows are scaled
+        min_samples: n_min, minimum number of samples of a class that a device sends, at least 2.
+        clip_norm: Maximum L2 norm of a row's features before they are summarised, at least 0; longer rows are scaled
             down, and 0 turns clipping off. It bounds the effect of one row; without noise it is not differential
             privacy.
         drawn_rows: M, rows of each class drawn in a round, 1 to 10,000.
@@ -53,7 +53,7 @@ class AveragedConfig(LocalTraining):
             with this predictor and is never sent.
         server_epochs: The server's passes over drawn rows in training its predictor, at least 1; each draws new rows.
         means_only: Whether only means are sent and drawn, as prototypes; the control for the value of the covariance.
-        recognition_guard: Whether a class is left out if the server's predictor does not recognise its drawn rows.
+        recognition_guard: Whether a class is omitted if the server's predictor does not recognise its drawn rows.
     """
 
     keeps_optimizer: ClassVar[bool] = True
@@ -104,7 +104,7 @@ class AveragedConfig(LocalTraining):
 
     @classmethod
     def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
-        """Returns the form with one exchange."""
+        """Returns the configurations of the method's other forms: only `ClassStatsConfig`, with one exchange."""
         from fleetdistill.methods.classstats.config import ClassStatsConfig
 
         return {'features = "scattering" or "model"': ClassStatsConfig}
@@ -144,5 +144,5 @@ class AveragedConfig(LocalTraining):
     def agrees_in(self, completed: int) -> bool:
         """Returns whether the round after `completed` completed ones exchanges new soft predictions."""
         since = completed - self.extractor_rounds
-        first = 0 if self.server_teaches else 1  # devices predict drawn rows only after they have trained on them
+        first = 0 if self.server_teaches else 1  # devices predict drawn rows only after they were trained on them
         return bool(self.agreement_every) and since >= first and since % self.agreement_every == 0

@@ -1,8 +1,8 @@
 """The space of a fleet's classes: a few directions in which the covariance within classes is the identity matrix.
 
 The server makes the space from merged moments and sends it once. The nearest class mean in it is linear discriminant
-analysis on all D numbers. In float64 with numpy alone. Symbols: n rows, D numbers per row, K classes in the space, q
-directions, C classes of the run. "Line" refers to the section "The mathematics" of
+analysis on all D numbers. Computes in float64, with NumPy only. Symbols: n rows, D numbers per row, K classes in the
+space, q directions, C classes of the run. "Line" refers to the section "The mathematics" of
 `docs/reference/methods/classstats.md`.
 """
 
@@ -32,7 +32,7 @@ def shrinkage_rule(dimensions: int, df: int) -> float:
 
 
 def shrunk(covariance: Array, share: float, ridge: float = _RIDGE) -> Array:
-    """Returns T, the covariance moved towards its diagonal (line `shrink`).
+    """Returns T, the covariance shrunk towards its diagonal (line `shrink`).
 
     Args:
         covariance: S, `[D, D]`.
@@ -48,7 +48,7 @@ def shrunk(covariance: Array, share: float, ridge: float = _RIDGE) -> Array:
 
 
 def make_space(moments: Moments, shrinkage: float, ridge: float = _RIDGE) -> ClassSpace:
-    """Makes the space of merged moments (line `space`).
+    """Computes the class space of merged moments (line `space`).
 
     Args:
         moments: Moments of at least two classes.
@@ -122,7 +122,7 @@ def leave_one_out(
     classes: int,
     held: float = 1.0,
 ) -> Array:
-    """Returns logits of own rows as if each row were left out of the space; they estimate those of unseen rows.
+    """Returns logits of the device's rows, each left out of the space, as estimates of the logits of unseen rows.
 
     A rank-one correction removes each row from its class mean and from the covariance. If devices send few directions,
     the covariance contains only a share of the row's outer product, and only that share is removed.
@@ -160,13 +160,13 @@ def leave_one_out(
 
 
 def class_prior(labels_n: Array, classes: int) -> Array:
-    """Returns the class shares π_c = (n_c + 1/2) / Σ(n_c + 1/2) of own rows, `[C]` (line `personal`)."""
+    """Returns the class shares π_c = (n_c + 1/2) / Σ(n_c + 1/2) of the device's rows, `[C]` (line `personal`)."""
     counts = np.bincount(labels_n, minlength=classes) + 0.5
     return np.asarray(counts / counts.sum())
 
 
 def best_temperature(logits_nc: Array, labels_n: Array, prior_c: Array) -> float:
-    """Returns the value of `TEMPERATURES` that maximises the leave-one-out likelihood of own rows (line `personal`).
+    """Returns the value of `TEMPERATURES` that maximises the leave-one-out likelihood of the rows (line `personal`).
 
     Args:
         logits_nc: Logits of the rows, from `leave_one_out`.

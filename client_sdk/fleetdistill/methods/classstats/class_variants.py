@@ -1,6 +1,6 @@
 """A device's two variants from the fleet's class space and its own rows, with estimates of their accuracy.
 
-In numpy alone, so that devices with and without PyTorch compute the same. Symbols as in
+Uses NumPy only, so that devices with and without PyTorch compute the same results. Symbols as in
 `fleetdistill.methods.classstats.class_space`.
 """
 
@@ -24,13 +24,13 @@ from fleetdistill.methods.classstats.class_space import (
 from fleetdistill.methods.classstats.shared_statistics import Moments
 
 LEAVE_ONE_OUT = "leave_one_out"
-"""Metric on split `train`: own rows that the general variant classifies correctly when each is left out of the space.
+"""Metric on split `train`: the device's rows that the general variant classifies correctly, each left out of the space.
 
 It estimates the accuracy on unseen rows without held-out data."""
 PERSONAL_LEAVE_ONE_OUT = "personal/leave_one_out"
 """Metric on split `train`: as `LEAVE_ONE_OUT`, for the personal variant from the fleet's statistics."""
 OWN_LEAVE_ONE_OUT = "own_statistics/leave_one_out"
-"""Metric on split `train`: as `LEAVE_ONE_OUT`, for the personal variant from the device's own statistics alone."""
+"""Metric on split `train`: as `LEAVE_ONE_OUT`, for the personal variant from only the device's own statistics."""
 OWN_KEPT = "own_statistics_kept"
 """Metric: sum 1 if the personal variant is made from the device's own statistics, because it is better; otherwise 0."""
 SPLIT = "train"
@@ -59,7 +59,7 @@ class ClassVariants:
 
     Attributes:
         general: The fleet's space, in which the general variant classifies.
-        personal: The personal variant that is better on own rows, left out.
+        personal: The personal variant that is better on the device's left-out rows.
         own_kept: Whether `personal` is made from the device's own statistics.
         figures: Leave-one-out metrics of the variants.
     """
@@ -83,12 +83,12 @@ def class_variants(
 
     Args:
         space: The fleet's space, for rows of D numbers.
-        rows_nd: Projected features of all own rows, `[n, D]`.
+        rows_nd: Projected features of all the device's rows, `[n, D]`.
         labels_n: Classes of the rows, `[n]`.
         counted: Classes whose rows of this device are in the space.
         classes: C.
         own: The device's own moments, for the guard; None for no guard.
-        rows_per_direction: Least degrees of freedom per direction that devices have sent. With few directions the
+        rows_per_direction: Minimum degrees of freedom per direction that devices have sent. With few directions the
             covariance contains only a share of a row's outer product.
     """
     held = min(1.0, int(space.df) / (rows_per_direction * rows_nd.shape[1]))
@@ -104,7 +104,7 @@ def class_variants(
 
 
 def _better(fleets: PersonalVariant, local: PersonalVariant | None) -> PersonalVariant:
-    """Returns the variant with more correct own rows, left out; the fleet's if they are equal."""
+    """Returns the variant with more correctly classified left-out rows; the fleet's if both have equally many."""
     return local if local is not None and local.hits.sum() > fleets.hits.sum() else fleets
 
 
@@ -118,7 +118,7 @@ def _figures(fleets: PersonalVariant, local: PersonalVariant | None, labels_n: A
 
 
 def local_variant(own: Moments, rows_nd: Array, labels_n: Array, classes: int) -> PersonalVariant | None:
-    """Returns a personal variant from the device's own statistics; None if they do not make a space."""
+    """Returns a personal variant from the device's own statistics; None if these do not suffice for a space."""
     try:
         space = make_space(own, shrinkage_rule(own.dimensions, own.df))
     except KnowledgeError:

@@ -36,19 +36,19 @@ class ClassStatsConfig(LocalTraining):
         covariance: `shared`: one for all classes.
         dimensions: D, numbers of the projected features, in [8, 2048]; 0 means 256 for images below 12 pixels a side
             and 384 otherwise. Features with at most D numbers are not projected.
-        rank: R, largest number of directions of the covariance that a device sends, in [0, 512]; 0 sends the diagonal
-            alone.
-        rows_per_direction: Least degrees of freedom per direction, at least 2. A larger value reveals less about single
-            rows.
-        min_samples: n_min, least number of samples of a class that a device sends, at least 2.
+        rank: R, maximum number of directions of the covariance that a device sends, in [0, 512]; 0 sends only
+            the diagonal.
+        rows_per_direction: Minimum degrees of freedom per direction, at least 2. A larger value reveals less about
+            single rows.
+        min_samples: n_min, minimum number of samples of a class that a device sends, at least 2.
         shrinkage: s, weight of the diagonal in the merged covariance, in [0, 1); or `rule`, D / (4 df) in [0.05, 0.5].
         count_cap: Upper bound of a device's rows in the merge, as a multiple of the median device's, at least 1; 0
             means 3, or no bound if `robust` is `off`.
         predictor: `closed_form`, the nearest class mean; or `trained`, a predictor that the device trains.
-        predictor_steps: Least number of training steps of the predictor, at least 1.
-        own_statistics_guard: Whether a device uses a personal variant of its own statistics alone if that is better.
+        predictor_steps: Minimum number of training steps of the predictor, at least 1.
+        own_statistics_guard: Whether a device uses a personal variant of only its own statistics if that is better.
         own_network: Treatment of the app's own network: `kept` unchanged, or `taught` by the general variant.
-        own_network_epochs: Passes over own rows in teaching the network, at least 1.
+        own_network_epochs: Passes over the device's rows in teaching the network, at least 1.
         own_network_rate: Learning rate of teaching the network, above 0; it falls to a tenth.
         drawn_images: Number of images of the fleet's classes that a device makes from its own images to teach the
             network, 0 to 100,000.
@@ -56,7 +56,7 @@ class ClassStatsConfig(LocalTraining):
 
     usual_rounds: ClassVar[int] = 1
 
-    keeps_optimizer: ClassVar[bool] = True  # for the local-training control
+    keeps_optimizer: ClassVar[bool] = True  # used by the local-training control
 
     learning_rate: float = 0.02
     features: str = SCATTERING
@@ -124,7 +124,7 @@ class ClassStatsConfig(LocalTraining):
 
     @classmethod
     def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
-        """Returns the averaged form."""
+        """Returns the configurations of the method's other forms: only `AveragedConfig`, the averaged form."""
         from fleetdistill.methods.classstats.averaged_config import AveragedConfig
 
         return {'features = "averaged"': AveragedConfig}

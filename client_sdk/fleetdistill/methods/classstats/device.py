@@ -32,7 +32,7 @@ from fleetdistill.training.model import output_shape
 
 
 class ClassStatsDevice(DeviceMethod):
-    """Device half. The app's own network is a third variant beside the two variants in the space."""
+    """Device half of classstats. The app's own network is a third variant, besides the two variants in the space."""
 
     config: ClassStatsConfig
     own_variant = OWN
@@ -66,7 +66,7 @@ class ClassStatsDevice(DeviceMethod):
 
     @answers("learn")
     def learn(self, ask: Ask) -> Answer:
-        """Makes the variants from the fleet's space; then trains a predictor and teaches the app's network, if set."""
+        """Makes the variants from the fleet's space, then trains predictor and app's network if configured."""
         answer = self.own.learn(ask)
         self.figures = self.own.current_variants.figures
         if self.config.predictor == "trained":
@@ -102,7 +102,7 @@ class ClassStatsDevice(DeviceMethod):
     # --- variants
 
     def variants(self) -> Mapping[str, torch.nn.Module]:
-        """Returns the general and the personal variant once there is a space, and the app's network once taught."""
+        """Returns the general and personal variants if there is a space, and the app's network if it was taught."""
         own = {OWN: self.local.model} if self._taught else {}
         made = self.own.variants
         if made is None:
@@ -117,7 +117,7 @@ class ClassStatsDevice(DeviceMethod):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the fleet's space and its plan, from which the variants are made again, and the trained networks."""
+        """Returns the fleet's space and its plan, from which the variants are recomputed, and the trained networks."""
         return {
             "space": None if self.own.space is None else packed(self.own.space),
             "plan": None if self.own.plan is None else dict(self.own.plan.to_wire().values),

@@ -39,7 +39,7 @@ class RoundPlan:
         for name, kind in expected.items():
             if type(found[name]) is not kind:
                 text = f"the plan's {name} is {found[name]!r}, expected {kind.__name__}"
-                raise WireError(f"step {ask.step!r}: {text}; update the older of device and server")
+                raise WireError(f"step {ask.step!r}: {text}; update whichever of the device and the server is older")
         check_range("learning_rate", found["learning_rate"], 0, open_low=True)
         return cls(**found)
 

@@ -47,7 +47,7 @@ class SpacePlan:
         for name, kind in expected.items():
             if type(values.get(name)) is not kind:
                 text = f"the plan's {name} is {values.get(name)!r}, expected {kind.__name__}"
-                raise WireError(f"step {ask.step!r}: {text}; update the older of device and server")
+                raise WireError(f"step {ask.step!r}: {text}; update whichever of the device and the server is older")
         left_out = values.get("left_out", [])  # missing if empty, and from earlier servers
         if not isinstance(left_out, list):
             raise WireError(f"step {ask.step!r}: the plan's left_out is {left_out!r}, expected a list of classes")
@@ -74,7 +74,7 @@ def check_space(space: ClassSpace, dimensions: int, classes: int) -> None:
     known, directions = len(space.labels), shapes[1][0] if len(shapes[1]) == 1 else -1
     wanted = [(dimensions, directions), (directions,), (known, directions), (known,)]
     if shapes != wanted or not 1 <= directions < classes:
-        raise _faulty_space(f"shapes {shapes}, expected {wanted} and 1 to {classes - 1} directions")
+        raise _faulty_space(f"shapes {shapes}, expected {wanted} with 1 to {classes - 1} directions")
     if not known >= 2 or len(set(space.labels)) != known or not all(0 <= one < classes for one in space.labels):
         raise _faulty_space(f"classes {space.labels[:20]}, expected two or more in [0, {classes})")
     numbers = (space.directions, space.origin, space.centres, space.shrinkage, space.outside)
@@ -88,7 +88,7 @@ def check_space(space: ClassSpace, dimensions: int, classes: int) -> None:
 
 
 def _faulty_space(what: str) -> WireError:
-    return WireError(f"the class space has {what}; the server is faulty or of another version")
+    return WireError(f"the class space has {what}; the server is faulty or has another version")
 
 
 def check_images(inputs: Array, input_shape: tuple[int, ...]) -> None:
@@ -103,7 +103,7 @@ def check_images(inputs: Array, input_shape: tuple[int, ...]) -> None:
 
 
 class DeviceStatistics:
-    """A device's statistics, and the variants from the fleet's space: every step but training.
+    """Computes a device's statistics, and the variants from the fleet's space; performs no training.
 
     Attributes:
         space: The fleet's space; None before the first one.
@@ -117,7 +117,7 @@ class DeviceStatistics:
 
         Args:
             config: The method's configuration, from the contract.
-            rows: Returns the projected features of all own rows, `[n, D]`.
+            rows: Returns the projected features of all the device's rows, `[n, D]`.
             labels: Classes of the rows, `[n]`.
             classes: C, classes of the contract.
         """
@@ -129,16 +129,16 @@ class DeviceStatistics:
 
     @cached_property
     def rows(self) -> Array:
-        """Projected features of all own rows, `[n, D]`."""
+        """Projected features of all the device's rows, `[n, D]`."""
         return self._make_rows()
 
     @cached_property
     def moments(self) -> Moments:
-        """Moments of own rows, for the classes that are large enough to be sent; noise would be added here."""
+        """Moments of the classes with enough rows to be sent. A privacy mechanism would add its noise here."""
         return moments_of(self.rows, self.labels, self._config.min_samples)
 
     def summarise(self) -> Answer:
-        """Returns the means of own classes and their shared covariance, the only data about the rows that is sent."""
+        """Returns the class means and their shared covariance; no other data about the rows are sent."""
         moments = self.moments  # line device
         sent = to_wire(moments, self._config.rank, self._config.rows_per_direction)
         too_small = 0 if sent.labels else len(np.unique(self.labels))
@@ -148,8 +148,8 @@ class DeviceStatistics:
         """Stores the fleet's space, and makes both variants from it.
 
         Raises:
-            WireError: Plan or space do not fit the run.
-            CannotAnswer: The plan is about a space that the device does not have.
+            WireError: The plan or the space does not fit the run.
+            CannotAnswer: The plan refers to a space that the device does not have.
         """
         plan = SpacePlan.of(ask)
         self._take_space(ask, plan)  # line space, made by the server
@@ -169,8 +169,8 @@ class DeviceStatistics:
         if self.plan is None or self.plan.merge != merge:
             held = "none" if self.plan is None else self.plan.merge
             raise CannotAnswer(
-                f"step {ask.step!r} is about class space {merge}, this device has {held}; the server sends it "
-                "with the next ask"
+                f"step {ask.step!r} refers to class space {merge}, but this device has {held}; the server will send "
+                "it with the next ask"
             )
 
     def _make_variants(self, plan: SpacePlan) -> ClassVariants:
@@ -207,7 +207,7 @@ class DeviceStatistics:
         return self.variants
 
     def remake_variants(self) -> ClassVariants | None:
-        """Returns the variants, which are made again after `restore`; None before the first space."""
+        """Returns the variants, recomputed after `restore`; None before the first space."""
         if self.variants is None and self.plan is not None:
             return self._make_variants(self.plan)
         return self.variants

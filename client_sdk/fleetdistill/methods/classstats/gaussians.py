@@ -1,7 +1,7 @@
 """Low-rank Gaussian summaries of a class's features: computing, merging, shrinking and drawing from them.
 
-In float64 with numpy alone. Symbols: n rows, F numbers per row, rank r. A summary is the Gaussian with mean `mean` and
-covariance `directions.T @ directions + diag(variance)`. "Line" refers to the section "The mathematics" of
+Computes in float64, with NumPy only. Symbols: n rows, F numbers per row, rank r. A summary is the Gaussian with mean
+`mean` and covariance `directions.T @ directions + diag(variance)`. "Line" refers to the section "The mathematics" of
 `docs/reference/methods/classstats-averaged.md`.
 """
 
@@ -49,7 +49,7 @@ def clip(rows_nf: Array, norm: float) -> Array:
 
     Args:
         rows_nf: `[n, F]` float64, finite. Rows with a norm of at most `norm` are returned unchanged, bit for bit.
-        norm: Largest L2 norm, above 0.
+        norm: Maximum L2 norm, above 0.
     """
     lengths_n1 = np.linalg.norm(rows_nf, axis=1, keepdims=True)
     return np.asarray(rows_nf * (norm / np.maximum(lengths_n1, norm)))
@@ -60,8 +60,8 @@ def summarise(rows_nf: Array, rank: int, rows_per_direction: int = ROWS_PER_DIRE
 
     Args:
         rows_nf: `[n, F]`, finite, n at least 1.
-        rank: Largest number of directions, at least 0.
-        rows_per_direction: Least number of rows per direction, at least 2.
+        rank: Maximum number of directions, at least 0.
+        rows_per_direction: Minimum number of rows per direction, at least 2.
 
     Raises:
         KnowledgeError: There are no rows, or a number is not finite.
@@ -83,7 +83,7 @@ def merge(parts: Sequence[ClassSummary], rank: int) -> ClassSummary:
 
     Args:
         parts: One summary per device, at least one, all with the same F.
-        rank: Largest number of directions, at least 0.
+        rank: Maximum number of directions, at least 0.
 
     Raises:
         KnowledgeError: `parts` is empty.
@@ -178,7 +178,7 @@ def without_spread(summary: ClassSummary) -> ClassSummary:
 
 
 def to_wire(classes: Mapping[int, ClassSummary], *, variances: bool = True) -> ClassStatistics:
-    """Returns the summaries' wire form, in the order of their labels; `variances` false leaves the variances out."""
+    """Returns the summaries' wire form, in the order of their labels; without variances if `variances` is False."""
     labels = sorted(classes)
     if not labels:
         return ClassStatistics(labels=[])
@@ -234,7 +234,7 @@ def _principal(rows_nf: Array, rank: int, kept: int) -> Array:
     values, vectors = np.linalg.eigh(rows_nf @ rows_nf.T if wide else rows_nf.T @ rows_nf)
     values, vectors = values[::-1][:count], vectors[:, ::-1][:, :count]
     found = vectors.T @ rows_nf if wide else np.sqrt(np.maximum(values, 0))[:, None] * vectors.T
-    found[values <= max(rows_nf.shape) * _EPSILON * max(float(values[0]), 0.0)] = 0  # nothing but rounding errors
+    found[values <= max(rows_nf.shape) * _EPSILON * max(float(values[0]), 0.0)] = 0  # only rounding errors
     largest = np.abs(found).argmax(axis=1)
     found[found[np.arange(count), largest] < 0] *= -1
     directions[:count] = found

@@ -1,6 +1,6 @@
 """Cache of the features of a fixed extractor, computed once for each set of rows.
 
-The features depend on extractor and rows alone, so all devices of a process share the cache: simulated devices have the
+The features depend only on extractor and rows, so all devices of a process share the cache: simulated devices have the
 same test rows.
 """
 
@@ -21,7 +21,7 @@ from fleetdistill.methods.classstats.projection import projection
 from fleetdistill.training.local_training import extract
 
 MOST_BYTES = 512 << 20
-"""Largest size of the cache in bytes; the least recently used features are removed first."""
+"""Maximum size of the cache in bytes; the least recently used features are removed first."""
 _BATCH = 256
 
 _kept: OrderedDict[bytes, Array] = OrderedDict()
@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 
 class FixedFeatures:
-    """Computes projected features z of inputs (line `features` of the page on classstats), with a cache.
+    """Computes projected features z of inputs (line `features` in classstats.md), with a cache.
 
     Args:
         extractor: Fixed extractor, on the CPU.

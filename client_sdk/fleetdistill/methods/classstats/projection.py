@@ -1,6 +1,6 @@
-"""The fixed random projection of features, the same on every device and in every run; it is never sent.
+"""The fixed random projection of features: equal on every device and in every run, and never sent.
 
-The signs are the bits of SplitMix64 with seed 1. In numpy alone, for devices without torch.
+The signs are the bits of SplitMix64 with seed 1. Uses NumPy only, for devices without torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from fleetdistill.knowledge import Array
 from fleetdistill.training.portable_noise import splitmix64
 
 SEED = 1
-"""Seed of the signs, the same for all runs so that statistics are comparable between runs."""
+"""Seed of the signs; equal in all runs, so that statistics are comparable between runs."""
 _SMALL_SIDE = 12
 _FEW, _USUAL = 256, 384
 

@@ -1,7 +1,7 @@
 """Class means with one covariance that all classes share: moments, their wire form, and their exact merge.
 
-In float64 with numpy alone. Symbols: n rows, D numbers per row, K classes, r directions. "Line" refers to the section
-"The mathematics" of `docs/reference/methods/classstats.md`.
+Computes in float64, with NumPy only. Symbols: n rows, D numbers per row, K classes, r directions. "Line" refers to the
+section "The mathematics" of `docs/reference/methods/classstats.md`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def moments_of(rows_nd: Array, labels_n: Array, min_samples: int = 1) -> Moments
     Args:
         rows_nd: `[n, D]`, finite.
         labels_n: Classes of the rows, `[n]` integers.
-        min_samples: Least number of rows of a class, at least 1; smaller classes are left out.
+        min_samples: Minimum number of rows of a class, at least 1; smaller classes are omitted.
 
     Raises:
         KnowledgeError: A number is not finite.
@@ -77,7 +77,7 @@ def moments_of(rows_nd: Array, labels_n: Array, min_samples: int = 1) -> Moments
 def most_directions(rank: int, df: int, dimensions: int, rows_per_direction: int = LEAST_ROWS_PER_DIRECTION) -> int:
     """Returns r, the number of directions that a device sends (line `device`).
 
-    As many directions as degrees of freedom would span the rows themselves and so reveal them.
+    If r were equal to the degrees of freedom, the directions would span the rows and so reveal them.
     """
     return min(rank, df // rows_per_direction, dimensions)
 
@@ -90,8 +90,8 @@ def to_wire(moments: Moments, rank: int, rows_per_direction: int = LEAST_ROWS_PE
 
     Args:
         moments: The device's moments.
-        rank: R, largest number of directions, at least 0.
-        rows_per_direction: Least degrees of freedom per direction, at least 2.
+        rank: R, maximum number of directions, at least 0.
+        rows_per_direction: Minimum degrees of freedom per direction, at least 2.
 
     Raises:
         KnowledgeError: A number does not fit float16.

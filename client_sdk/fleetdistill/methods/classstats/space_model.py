@@ -50,7 +50,7 @@ def make_predictor(wanted: str | MakePredictor, inputs: int, classes: int) -> nn
 
 
 class ClosedForm(nn.Module):
-    """Nearest class mean: logit_c = v b_c - |b_c|^2 / 2 (line `general` of the page on classstats).
+    """Nearest class mean: logit_c = v b_c - |b_c|^2 / 2 (line `general` in docs/reference/methods/classstats.md).
 
     A class that is not in the space has the smallest logit.
     """
@@ -123,7 +123,7 @@ class SpaceModel(nn.Module):
         self.register_load_state_dict_post_hook(_join)  # type: ignore[no-untyped-call]
 
     def take(self, space: ClassSpace, temperature: float = 1.0, prior: Array | None = None) -> SpaceModel:
-        """Sets the space in which the model classifies, and returns the model.
+        """Sets the space in which the model classifies; returns the model.
 
         Args:
             space: The fleet's space, or that of the device's own statistics. Missing directions become zeros.

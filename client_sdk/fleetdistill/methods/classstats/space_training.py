@@ -1,4 +1,4 @@
-"""Optional training in class statistics: a predictor over coordinates of the space, and teaching the app's network."""
+"""Optional training in class statistics: of a predictor over the space's coordinates, and of the app's network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DRAWING_STEPS, _DRAWING_RATE, _DRAWN_AT_ONCE = 30, 0.05, 100
 
 
 def draw_in_space(space: ClassSpace, rows: int, seed: int) -> tuple[Array, Array]:
-    """Draws rows b_c + ξ of every class of the space, with portable normal noise ξ; the same rows on every device.
+    """Draws rows b_c + ξ of every class of the space, with portable normal noise ξ; rows are equal on all devices.
 
     Args:
         space: The fleet's space.
@@ -55,14 +55,14 @@ def train_predictor(
     draw_seed: int,
     seed: int,
 ) -> TrainingReport:
-    """Trains a predictor on own rows and as many drawn rows; the learning rate falls to a tenth.
+    """Trains a predictor on the device's rows and equally many drawn rows; the learning rate falls to a tenth.
 
     Args:
         predictor: Module from coordinates `[batch, C - 1]` to logits.
         space: The fleet's space.
-        coordinates_nq: Coordinates of own rows, `[n, q]`; missing coordinates become zeros.
-        labels_n: Classes of own rows, `[n]`.
-        config: Optimiser, batch size, learning rate and least number of steps.
+        coordinates_nq: Coordinates of the device's rows, `[n, q]`; missing coordinates become zeros.
+        labels_n: Classes of the device's rows, `[n]`.
+        config: Optimiser, batch size, learning rate and minimum number of steps.
         classes: C.
         draw_seed: Seed of the drawn rows, the same on every device.
         seed: Seed of the order of the batches.
@@ -120,8 +120,8 @@ def teach_network(
 ) -> TrainingReport:
     """Trains the app's own network towards the general variant, on own and on drawn images; nothing is sent.
 
-    This was the best of the alternatives measured in benchmarks/RESULTS.md. The personal variant as a teacher repeats
-    the labels; drawn images show classes of which the device has no samples.
+    This was the best of the alternatives measured in benchmarks/RESULTS.md. With the personal variant as teacher the
+    network learns only the labels; drawn images show classes of which the device has no samples.
 
     Args:
         local: The app's network and its data, images in [0, 1].
@@ -166,7 +166,7 @@ def teach_network(
 
 
 def draw_images(general: SpaceModel, space: ClassSpace, images_nchw: Tensor, count: int, seed: int) -> Tensor:
-    """Makes images whose coordinates are near rows drawn of every class, by gradient steps on own images.
+    """Makes images whose coordinates are near drawn rows of every class, by gradient steps on own images.
 
     Args:
         general: A model in `space`; gradients pass through its extractor.

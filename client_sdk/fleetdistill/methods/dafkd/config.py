@@ -25,7 +25,7 @@ _CHOICES = {
 }
 _PAPERS_GENERATOR = "embedding_generator"
 _DEFAULT_GENERATORS = {"input": "dafkd_generator", "feature": "feature_generator"}
-# Tensors have as many numbers or rows; larger ones could fill a device's memory.
+# These settings determine sizes of tensors; larger tensors could fill a device's memory.
 _MOST_NOISE, _MOST_SAMPLES = 4096, 100_000
 
 
@@ -44,7 +44,7 @@ class DaFKDConfig(LocalTraining):
         sync: With the discriminator on the device, `lagged` predicts on samples of the generator at the start of the
             round, `exact` on samples of the round's mean generator, in a second exchange.
         upload_model: Whether devices send their classifiers. False needs `discriminator_location = "device"`: the
-            global classifier then learns from predictions alone, and devices may run different classifiers.
+            global classifier then learns only from predictions, and devices may run different classifiers.
         generator_level: `input`: the generator makes inputs. `feature`: it makes inputs of the last layer.
         generator: A key of `fleetdistill.models.GENERATORS`. None means `dafkd_generator`, as in the authors' code, or
             at feature level `feature_generator`, as in the paper.

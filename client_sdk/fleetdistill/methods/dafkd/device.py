@@ -35,7 +35,7 @@ from fleetdistill.training.parameters import model_parameters, take_weights
 
 
 class DaFKDDevice(DeviceMethod):
-    """Device half: trains classifier, discriminator and generator on the device's own data."""
+    """Device half of DaFKD: trains classifier, discriminator and generator on the device's own data."""
 
     config: DaFKDConfig
 
@@ -54,7 +54,7 @@ class DaFKDDevice(DeviceMethod):
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
-        """Algorithm 1, the device's lines of a round, in one of three variants."""
+        """Runs the device's part of a round (Algorithm 1), in one of three variants."""
         if self.config.lagged:
             parts = self._lagged_round(ask)
         elif self.config.exact:
@@ -64,27 +64,27 @@ class DaFKDDevice(DeviceMethod):
         return Answer(parts=parts, samples=len(self.local.data))
 
     def _sent_round(self, ask: Ask) -> Parts:
-        """The paper's variant: sends the discriminator."""
+        """Runs the paper's variant of a round, which sends the discriminator."""
         self._load_global(ask)  # message 1: w_t and theta^g_t
         self._train(ask)  # eqs. (9) and (3)
         return {**self._weights(), "discriminator": self._discriminator()}  # message 2
 
     def _lagged_round(self, ask: Ask) -> Parts:
-        """Keeps the discriminator and sends predictions on samples of theta^g_t."""
+        """Runs a round in which the device keeps its discriminator and sends predictions on samples of theta^g_t."""
         self._load_global(ask)  # message 1: w_t and theta^g_t
         samples = self.samples(ask)  # of theta^g_t
         self._train(ask)  # eqs. (9) and (3)
         return {**self._weights(), "predictions": self._predictions(samples, ask)}  # message 2
 
     def _exact_round(self, ask: Ask) -> Parts:
-        """Keeps the discriminator; step `predict` sends predictions on samples of theta^g_{t+1}."""
+        """Runs a round in which step `predict` later sends predictions on samples of theta^g_{t+1}."""
         self._load_global(ask)  # message 1: w_t and theta^g_t
         self._train(ask)  # eqs. (9) and (3)
         return self._weights()  # message 2
 
     @answers("predict")
     def predict(self, ask: Ask) -> Answer:
-        """Second exchange of `exact`: predicts on samples of the round's mean generator."""
+        """Answers the second exchange of `exact`: predicts on samples of the round's mean generator."""
         take_weights(self.generator, ask.part("generator", Generator).parameters)  # theta^g_{t+1}
         predictions = self._predictions(self.samples(ask), ask)  # message 2b
         return Answer(parts={"predictions": predictions}, samples=len(self.local.data))

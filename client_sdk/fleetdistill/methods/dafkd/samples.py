@@ -1,4 +1,4 @@
-"""Generator of DaFKD, and its distillation samples."""
+"""DaFKD's generator, and the distillation samples that are drawn from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_generator(config: DaFKDConfig, shape: tuple[int, ...], classes: int) ->
 
 
 def distillation_samples(generator: NoiseGenerator, noise_seed: int, count: int, device: torch.device) -> Tensor:
-    """Returns the generator's samples for a noise seed, in eval mode: the same on every device and on the server.
+    """Returns the generator's samples for a noise seed, in eval mode; equal on the server and all devices.
 
     A generator with labels gets label i modulo C for sample i.
 

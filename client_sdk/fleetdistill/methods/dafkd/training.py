@@ -1,4 +1,4 @@
-"""DaFKD's training on a device: for each mini-batch classifier and discriminator together, then the generator."""
+"""DaFKD's training on a device: each mini-batch trains classifier and discriminator, then the generator."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class AdversarialTraining:
         fake = self._generate(len(x)).detach()  # samples of theta^g
         if self._judged.sharing:
             yield self.joint_loss(x, labels_b, fake)  # eq. (9)
-            self._step_discriminator()  # its gradient is of the same backward pass
+            self._step_discriminator()  # uses the gradient of the same backward pass
         else:
             yield functional.cross_entropy(self._judged.classifier(x), labels_b)
             self._train_discriminator(x, fake)  # eq. (2)

@@ -41,7 +41,7 @@ class FedD2SConfig(LocalTraining):
         participation_ratio: The paper's rho.
         warmup_epochs: Epochs on labels before a device's first upload, at least 0.
         shared_initial: Whether all devices start from one model, which makes their first layers' features comparable.
-        teacher_guard: Whether the server holds back knowledge that is worse than chance and than the device's own.
+        teacher_guard: Whether the server withholds knowledge that is worse than chance and than the device's own.
         paper: Use the paper's values for all other settings: alternating steps, no warm-up, a separate initial model
             for every device, no teacher guard.
     """
@@ -91,11 +91,11 @@ class FedD2SConfig(LocalTraining):
             )
         if self.s2c_mode == "feature_grad" and self.distill_epochs not in (None, 1):
             raise ConfigurationError(
-                "feature_grad allows distill_epochs = 1 only, because its gradient is that of the first step"
+                "feature_grad allows distill_epochs = 1 only, because the gradient is valid only for the first step"
             )
         if self.s2c_mode == "feature_grad" and self.distance == "mse":
             raise ConfigurationError(
-                "feature_grad is the gradient through the head, which distance = 'mse' does not use; take "
+                "feature_grad is the gradient through the head, which distance = 'mse' does not use; set "
                 "s2c_mode = 'head'"
             )
 

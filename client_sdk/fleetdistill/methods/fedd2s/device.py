@@ -70,7 +70,7 @@ def phase_epochs(config: FedD2SConfig) -> int:
 
 
 class FedD2SDevice(DeviceMethod):
-    """Device half: uploads the outputs of two layers, then learns through the global network's head.
+    """Device half of FedD2S: uploads the outputs of two layers, then learns through the global network's head.
 
     Raises:
         ModelError: The app's model is not a `SplitModel`.
@@ -98,7 +98,7 @@ class FedD2SDevice(DeviceMethod):
 
     @answers("extract")
     def extract(self, ask: Ask) -> Answer:
-        """Algorithm 1, the device's lines before the server's phase: its triplets, computed in eval mode."""
+        """Sends the device's triplets, computed in eval mode (Algorithm 1, before the server's phase)."""
         self._warm_up(ask.seed)  # not in the paper
         layer = self._layer(ask)  # message 1: l
         knowledge = SampleKnowledge(  # message 2: H_1, H_l and the labels
@@ -110,7 +110,7 @@ class FedD2SDevice(DeviceMethod):
         return Answer(parts={"knowledge": knowledge}, samples=len(self.local.data), notes=notes)
 
     def _warm_up(self, seed: int) -> None:
-        """Trains on labels before the device's first upload: features of an untrained model teach the server little."""
+        """Trains on labels before the device's first upload: the server learns little from an untrained model."""
         if not self._warmed_up and self.config.warmup_epochs:
             self._train(self.config.warmup_epochs, lambda epoch, rows_b: iter([self._label_loss(rows_b)]), seed)
         self._warmed_up = True
@@ -135,7 +135,7 @@ class FedD2SDevice(DeviceMethod):
 
     @answers("learn")
     def learn(self, ask: Ask) -> Answer:
-        """Algorithm 1, the device's lines after the server's phase."""
+        """Trains on the server's soft labels and on the labels (Algorithm 1, after the server's phase)."""
         layer = self._layer(ask)  # message 4: l
         distil, unknown = self.distillation(ask, layer)  # J of eq. (12)
         losses = scheduled(self.config, distil, self._label_loss)  # with Q of eq. (13)
@@ -163,7 +163,7 @@ class FedD2SDevice(DeviceMethod):
         """Builds J of eq. (12) on layers 1 to l.
 
         Returns:
-            The loss, or None if the server held its knowledge back; and the number of sample ids that the server sent
+            The loss, or None if the server withheld its knowledge; and the number of sample ids that the server sent
             and the device does not have.
 
         Raises:

@@ -41,10 +41,10 @@ class FedDKCConfig(LocalTraining):
             devices'.
         server_learning_rate: Learning rate of the server's SGD, above 0.
         initial_zero_knowledge: Whether a device's first round distils from a uniform teacher, as in the paper's
-            Algorithm 1. When a guard holds knowledge back later, the device trains on its labels alone.
+            Algorithm 1. If a guard withholds knowledge later, the device trains only on its labels.
         shared_initial: Whether all devices start from one extractor; otherwise the server learns little from their
             features.
-        teacher_guard: Whether the server holds back knowledge that is worse than chance and than the device's own.
+        teacher_guard: Whether the server withholds knowledge that is worse than chance and than the device's own.
         paper: Use the paper's values for all other settings: `beta` on both sides, temperature 1, one device after the
             other on the server, a uniform teacher in round 1, a separate extractor for every device, no guard, and
             plain SGD with learning rate 0.03, weight decay 0.0005 and batches of 1,024. The paper leaves refinement, T,

@@ -25,7 +25,7 @@ from fleetdistill.training.losses import distillation_loss, soft_targets
 
 
 class FedDKCDevice(DeviceMethod):
-    """Device half: trains on labels and on the server's logits, and sends its own knowledge."""
+    """Device half of FedDKC: trains on labels and on the server's logits, and sends its own knowledge."""
 
     config: FedDKCConfig
 
@@ -41,7 +41,7 @@ class FedDKCDevice(DeviceMethod):
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
-        """Algorithm 1, the device's lines of a round."""
+        """Runs the device's part of a round (Algorithm 1)."""
         received = ask.part("knowledge", RefinedKnowledge)  # message 1: z^S
         teacher = self.teacher(received) or self._initial_teacher()
         self._train(teacher, ask.seed)  # eq. (1)
@@ -68,7 +68,7 @@ class FedDKCDevice(DeviceMethod):
         return _Teacher(probs, valid, len(knowledge.sample_ids) - len(rows))
 
     def _initial_teacher(self) -> _Teacher | None:
-        """Returns the uniform teacher of the paper's first round; None later, when a guard has held logits back."""
+        """Returns the uniform teacher of the paper's first round; None later, if a guard withheld the logits."""
         if not self.config.initial_zero_knowledge or self._has_answered:
             return None
         rows, classes = len(self.local.data), self.local.classes
@@ -98,7 +98,7 @@ class FedDKCDevice(DeviceMethod):
         return loss
 
     def knowledge(self) -> SampleKnowledge:
-        """Returns features at the cut, logits and labels of all own rows, computed in eval mode."""
+        """Returns features at the cut, logits and labels of all the device's rows, computed in eval mode."""
         features = extract(self.local.taps.features, self.local.data.inputs, model=self.local.model)
         logits = extract(self.local.model, self.local.data.inputs)
         return SampleKnowledge(

@@ -34,7 +34,7 @@ class FedDKDConfig(LocalTraining):
             where steps in eval mode diverge more easily.
         dkd_lr_round_decay: Factor of gamma from round to round, in (0, 1].
         dkd_lr_step_decay: Factor of gamma from step to step of a round, in (0, 1].
-        dkd_batch_size: The paper's B~, samples of a device's gradient, at least 1; at most its number of samples apply.
+        dkd_batch_size: The paper's B~, samples of a device's gradient, at least 1; at most all of its samples.
         dkd_start_round: First round with distillation, at least 1; earlier rounds are those of FedAvg.
         dkd_weighting: q_k of a distillation step: `uniform` over the devices that answered, or their share of
             `samples`.

@@ -37,11 +37,11 @@ from fleetdistill.training.parameters import batch_norm_names, model_parameters,
 
 _NO_ROUND = 0
 _COMPARED_ROWS = 64
-"""Least number of own rows whose loss is compared between the steps of a round; all rows if a device has fewer."""
+"""Minimum number of own rows whose loss is compared between the steps of a round; all rows if a device has fewer."""
 
 
 class FedDKDDevice(DeviceMethod):
-    """Device half: trains the global model, and then returns distillation gradients with its own model as teacher.
+    """Device half of FedDKD: trains the global model, then returns distillation gradients with the result as teacher.
 
     The local model does not change between two rounds' local training, so it is the teacher w_k. Its logits for the
     device's samples are computed once a round.
@@ -69,10 +69,10 @@ class FedDKDDevice(DeviceMethod):
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
-        """Algorithm 1, line 5: local training from the global model; the result is the round's teacher."""
+        """Trains locally from the global model (Algorithm 1, line 5); the result is the round's teacher."""
         take_weights(self.local.model, ask.part("parameters", ModelParameters), without=self._own_tensors)  # w_k <- w
         self._train(ask.setting("learning_rate", float), ask.seed)  # E local epochs with rate eta_t
-        self._become_teacher(ask.round)
+        self._set_teacher_round(ask.round)
         sent = model_parameters(self.local.model, without=self._own_tensors)  # message 2: w_k
         return Answer(parts={"parameters": sent}, samples=len(self.local.data))
 
@@ -90,12 +90,12 @@ class FedDKDDevice(DeviceMethod):
             device=local.torch_device,
         )
 
-    def _become_teacher(self, number: int) -> None:
-        """Makes the local model the teacher of a round; `_NO_ROUND` means that it is not a teacher."""
+    def _set_teacher_round(self, number: int) -> None:
+        """Records that the local model is the teacher of a round, or with `_NO_ROUND` that it is not a teacher."""
         self._round, self._step, self._teacher_logits = number, 0, None
 
     def loss(self, inputs_b: Tensor, labels_b: Tensor) -> Tensor:
-        """Returns the mean cross-entropy, for FedDKD_MAX (Alg. 3) plus the entropy term on the last layer's input."""
+        """Returns the mean cross-entropy; FedDKD_MAX (Alg. 3) adds the entropy term on the last layer's input."""
         if self.config.variant != "max":
             return functional.cross_entropy(self.local.model(inputs_b), labels_b)
         logits_bc, activations_bf = logits_and_embedding(self.local.model, inputs_b)
@@ -105,7 +105,7 @@ class FedDKDDevice(DeviceMethod):
 
     @answers("distil")
     def distil(self, ask: Ask) -> Answer:
-        """Algorithm 2: the gradient of the distillation loss at the server's model, on a fresh mini-batch.
+        """Returns the gradient of the distillation loss at the server's model, on a new mini-batch (Algorithm 2).
 
         Raises:
             CannotAnswer: The device has no teacher of the round, or the step is stale.
@@ -158,7 +158,7 @@ class FedDKDDevice(DeviceMethod):
         return {"dkd_batch_clipped_to": size} if clipped else {}
 
     def _check_step(self, ask: Ask) -> None:
-        """Accepts a step. Raises CannotAnswer if the device lacks the round's teacher or the step is stale."""
+        """Checks a step. Raises CannotAnswer if the device lacks the round's teacher or the step is stale."""
         step = ask.setting("dkd_step", int)
         if ask.round != self._round:
             mine = f"its last local training was in round {self._round}" if self._round else "it has not trained yet"
@@ -180,9 +180,9 @@ class FedDKDDevice(DeviceMethod):
 
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
-        """Loads the final global model into the device's model; with FedDKD_BN the device's batch-norm stays."""
+        """Loads the final global model into the device's model; FedDKD_BN keeps the device's batch-norm."""
         take_weights(self.local.model, ask.part("parameters", ModelParameters), without=self._own_tensors)
-        self._become_teacher(_NO_ROUND)
+        self._set_teacher_round(_NO_ROUND)
         return Answer(parts={}, samples=len(self.local.data))
 
     def fleet_model(self, ask: Ask) -> nn.Module | None:
@@ -213,7 +213,7 @@ def distillation_gradient(
     """Returns the gradient of tau^2 times the mean soft cross-entropy in the student's parameters, Alg. 2.
 
     The student has the model's architecture with the parameters and buffers in `student`; other tensors, with FedDKD_BN
-    the batch-norm, are the model's. The model does not change, in train mode neither.
+    the batch-norm, are the model's. The model does not change, not even in train mode.
 
     Args:
         model: A model on the device of `inputs_b`.
