@@ -4,7 +4,7 @@
 
     report = simulate(Simulation(method="feddkc", devices=5, rounds=10))
 
-Exported names are loaded on first use, so importing the package loads neither torch nor pydantic.
+Exported names are imported on first use, so importing the package loads neither torch nor pydantic.
 """
 
 from __future__ import annotations

@@ -55,14 +55,14 @@ def test_an_answer_in_the_store_whose_receipt_no_device_has_seen_is_well() -> No
 
 
 def test_a_second_receipt_after_the_first_payload_was_lost_and_reported_is_well() -> None:
-    first = row("r1", ONE, "reported", reason="its payload was lost on the server", quarantined_at=1.0)
+    first = row("r1", ONE, "reported", reason="the payload was lost on the server", quarantined_at=1.0)
     second = row("r2", OTHER, samples=2, received_at=2.0)
     records = [sent(), receipt(), sent(OTHER, 2), receipt("r2", OTHER, 2)]
     assert check_one(records, [first, second], [("d0", 1, 1, OTHER)]) == Findings(acknowledged=2)
 
 
 def test_the_same_answer_again_after_its_payload_was_lost_is_well() -> None:
-    lost = row("r1", ONE, "reported", reason="its payload was lost on the server", quarantined_at=1.0)
+    lost = row("r1", ONE, "reported", reason="the payload was lost on the server", quarantined_at=1.0)
     again = row("r2", ONE, received_at=2.0)
     for rows in ([lost, again], [again, lost]):
         assert check_one([sent(), receipt(), receipt("r2")], rows) == Findings(acknowledged=2)

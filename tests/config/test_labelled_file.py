@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ def test_both_arrays_are_read(tmp_path: Path) -> None:
 
 def test_a_file_of_another_kind_is_named_as_such(tmp_path: Path) -> None:
     (tmp_path / "make_data.py").write_text("print('no data')")
-    with pytest.raises(DataError, match=r"make_data.py' needs arrays inputs and labels: it is not an .npz file$"):
+    sentence = "make_data.py' is not an .npz file; expected one with the arrays inputs and labels"
+    with pytest.raises(DataError, match=f"{re.escape(sentence)}$"):
         read_labelled(str(tmp_path / "make_data.py"))
 
 

@@ -307,7 +307,7 @@ def test_a_bad_run_name_is_refused(name: str) -> None:
 @pytest.mark.parametrize("classes", [1, 0, -3, True, 10.0, "10", [], ["a"], ["a", "a"], ["a", 1], [1, 2]])
 def test_bad_classes_are_refused_with_one_sentence(classes: object) -> None:
     assert refusal(with_setting("contract", "classes", classes)) == (
-        f"[contract] classes is {shown(classes)}, must be a number of classes or a list of different names, at least 2"
+        f"[contract] classes is {shown(classes)}, must be a number of classes or a list of distinct names, at least 2"
     )
 
 
@@ -392,7 +392,8 @@ def test_a_mistake_in_a_file_names_file_section_and_key(tmp_path: Path, change: 
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=f"there is no file {tmp_path / 'none.toml'}; name the run.toml"):
+    sentence = f"there is no file {tmp_path / 'none.toml'}; enter the path of the run's run.toml"
+    with pytest.raises(ConfigurationError, match=sentence):
         load_run_config(tmp_path / "none.toml")
 
 

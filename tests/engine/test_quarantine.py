@@ -113,7 +113,7 @@ def test_a_damaged_answer_is_reported_and_its_device_asked_again(fleet: Fleet, n
     fleet.run()
     lost, again = first_and_second(fleet.store)
     assert (lost["status"], lost["attempt"]) == ("reported", 1)
-    assert lost["reason"].startswith(f"its payload was lost on the server: payload {lost['sha256'].hex()} is ")
+    assert lost["reason"].startswith(f"the payload was lost on the server: payload {lost['sha256'].hex()} is ")
     assert (again["status"], again["attempt"], again["quarantined_at"]) == ("used", 2, None)
     (event,) = fleet.store.history.events(RUN, "quarantined")
     assert (event["round"], event["device"]) == (2, "d0")
@@ -174,7 +174,7 @@ def test_after_the_deadline_the_device_is_out_with_the_reason(fleet: Fleet) -> N
     fleet.store.asks.withdraw_upload(upload["ask"], "payload is damaged")
     ask = fleet.store.asks.get(RUN, 1, 1, "d0")
     assert ask is not None
-    assert (ask["status"], ask["reason"]) == ("out", "its answer was lost on the server, deadline passed")
+    assert (ask["status"], ask["reason"]) == ("out", "the answer was lost on the server, deadline passed")
     assert "drops out of the round: deadline passed" in fleet.store.history.events(RUN, "quarantined")[0]["text"]
 
 
@@ -184,7 +184,7 @@ def test_a_device_that_has_gone_is_not_waited_for(fleet: Fleet) -> None:
     fleet.store.asks.withdraw_upload(upload["ask"], "payload is damaged")
     ask = fleet.store.asks.get(RUN, 1, 1, "d0")
     assert ask is not None
-    assert (ask["status"], ask["reason"]) == ("out", "its answer was lost on the server, device not present")
+    assert (ask["status"], ask["reason"]) == ("out", "the answer was lost on the server, device not present")
 
 
 def test_taking_back_twice_is_once(fleet: Fleet) -> None:

@@ -261,7 +261,7 @@ def test_an_id_belongs_to_the_first_key_that_enrolled_with_it(service: Service) 
     service.front.enrol(service.secret(), "owned", key)
     thief = service.secret()
     refusal = service.refusal(thief, "owned", device_x509.new_key())
-    assert (refusal.reason, "belongs to another key" in refusal.text) == ("bad-identity", True)
+    assert (refusal.reason, "is enrolled with another key" in refusal.text) == ("bad-identity", True)
     service.front.enrol(thief, "thief", device_x509.new_key())  # the refused attempt has not used the token up
     service.front.enrol(service.secret(), "owned", key)  # its owner may, for instance after its certificate expired
 

@@ -169,7 +169,7 @@ def test_damaged_and_missing_files_are_a_sentence_without_contents(tmp_path: Pat
     make_pki(tmp_path / "pki")
     path = tmp_path / "pki" / name
     path.write_text("secret words")
-    with pytest.raises(ConfigurationError, match="is damaged or not a key or certificate of this PKI") as found:
+    with pytest.raises(ConfigurationError, match="is damaged, or is not a key or certificate of this PKI") as found:
         Authority(tmp_path / "pki")
     assert "secret words" not in str(found.value)
     path.unlink()

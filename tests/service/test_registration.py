@@ -111,8 +111,8 @@ def test_fewer_rounds_than_are_completed_are_refused(store: Store, status: str, 
     with pytest.raises(RunError) as error:
         register(store, config(rounds=least - 1))
     assert str(error.value) == (
-        f"run 'digits' has completed 2 rounds, [run] rounds is {least - 1}; set it to at least {least}, or end the run "
-        "with `fleetdistill runs cancel digits`"
+        f"run 'digits' has completed 2 rounds, but [run] rounds is {least - 1}; set it to at least {least}, or end "
+        "the run with `fleetdistill runs cancel digits`"
     )
     assert state(store) == before
 
@@ -179,7 +179,7 @@ def test_a_replacement_says_that_devices_had_answered(store: Store) -> None:
     store.asks.accept_upload(asked["id"], 1, bytes(32), 10, 1)
     register(store, CHANGED["seed"])
     (event,) = store.history.events("digits")
-    assert event["text"].endswith("; 1 answer to it was deleted, so its device needs a new state_dir")
+    assert event["text"].endswith("; 1 answer was deleted, so the device that sent it needs a new state_dir")
 
 
 def test_a_run_is_prepared_once_it_has_a_contract(store: Store) -> None:

@@ -173,7 +173,7 @@ def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path
             store.devices.ask_to_forget(RUN, "d1")
             code, said = cancels(Role.OPERATOR, RUN)
             assert (code, row_of(store)["status"]) == (1, "running"), "nobody would forget d1 any more"
-            assert "has devices to forget first; try again after its next round, or cancel it on the" in said
+            assert "still has devices to forget; try again after the run's next round, or cancel it on the" in said
             store.devices.mark_forgotten(RUN, "d1")
             code, said = cancels(Role.VIEWER, RUN)
             assert (code, "viewer 'olga' may not call" in said, row_of(store)["status"]) == (1, True, "running")
@@ -196,7 +196,9 @@ def test_a_server_of_an_earlier_release_cannot_cancel_and_that_is_a_sentence() -
     older.start()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         remote = OperatorClient("fleet.example.org:1", operations_pb2_grpc.OperationsServiceStub(channel))
-        with pytest.raises(LinkError, match="runs an earlier release without CancelRun; upgrade it, or run the com"):
+        with pytest.raises(
+            LinkError, match="runs an earlier release without CancelRun; upgrade the server, or run the com"
+        ):
             remote.cancel(RUN)
     older.stop(None).wait()
 

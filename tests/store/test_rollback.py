@@ -94,7 +94,7 @@ def test_the_newest_checkpoints_are_kept_and_all_others_deleted(tmp_path: Path) 
     assert [(one["round"], one["completed_rounds"]) for one in kept] == [(3, 3), (4, 4)]
     assert {one["sha256"] for one in kept} == set(store.blobs._states)  # type: ignore[attr-defined]
     assert kept[-1]["sha256"] == row_of(store)["checkpoint"]
-    with pytest.raises(ConfigurationError, match=r"has no checkpoint of round 1; it has checkpoints of rounds 3, 4\. "):
+    with pytest.raises(ConfigurationError, match=r"has no checkpoint of round 1; available rounds: 3, 4\. "):
         roll_back(store, RUN, 1)
     store.close()
 
@@ -121,7 +121,7 @@ def test_the_command_says_what_it_did(played: tuple[Prepared, Path]) -> None:
     done = command(directory, RUN, "--to", "1")
     assert (done.exit_code, done.stdout) == (
         0,
-        f"run '{RUN}' is rolled back to round 1: 1 round undone, 1 completed round left; serve it to continue\n",
+        f"run '{RUN}' is rolled back to round 1: 1 round undone, 1 completed round left; serve the run to continue\n",
     )
     store = Store.open(directory)
     shown = CliRunner().invoke(app, ["runs", "show", RUN, "--store", str(directory), "--json"])
@@ -140,7 +140,7 @@ def test_the_command_says_what_it_did(played: tuple[Prepared, Path]) -> None:
         (["other", "--to", "1"], "there is no run 'other'"),
         (
             [RUN, "--to", "7"],
-            "--to is 7, but run 'simulation' has no checkpoint of round 7; it has checkpoints of rounds 0, 1, 2.",
+            "--to is 7, but run 'simulation' has no checkpoint of round 7; available rounds: 0, 1, 2.",
         ),
     ],
 )

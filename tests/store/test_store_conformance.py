@@ -241,7 +241,7 @@ def test_a_closed_round_marks_every_upload_used_or_reported(store: Store) -> Non
     accept(store, used)
     accept(store, unused)
     store.runs.close_round(RUN, number, b"c" * 32, [used], {"accuracy": 0.5})
-    assert upload_states(store) == {"a": ("used", None), "b": ("reported", "the round ended without using it")}
+    assert upload_states(store) == {"a": ("used", None), "b": ("reported", "the round ended without using the answer")}
     (row,) = store.runs.rounds(RUN)
     assert (row["used"], row["reported"], json.loads(row["figures"])) == (1, 1, {"accuracy": 0.5})
     assert (run_row(store)["checkpoint"], run_row(store)["completed_rounds"]) == (b"c" * 32, 1)

@@ -1,1 +1,1 @@
-"""Command line: each command parses options, makes one call, and prints a table or JSON."""
+"""The command line. Each command parses options, makes one call, and prints a table or JSON."""

@@ -59,7 +59,7 @@ _FIELDS = {
     "data": ("dataset",),
     "controls": ("with_alone", "with_fedavg"),
 }
-"""Fields of `Simulation` for the options of `simulate` whose names differ."""
+"""Maps options of `simulate` to fields of `Simulation` with other names."""
 
 
 @app.callback(invoke_without_command=True)

@@ -43,7 +43,7 @@ def devices(
 @report_errors
 def devices_revoke(
     device: Annotated[str, typer.Argument(help="Id of the device.")],
-    reason: Annotated[str, typer.Option(help="Reason, which is stored.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason for the revocation, to be stored.")] = "",
     store: StoreOption = DEFAULT_STORE,
     server: ServerOption = None,
     identity: IdentityOption = None,
@@ -56,7 +56,7 @@ def devices_revoke(
         opened = open_store(store)
         warn_without_server(store)
         if not opened.credentials.has_device(device):
-            text = f"device {device!r} has never enrolled or checked in; it is revoked anyway. Check the id"
+            text = f"device {device!r} has never enrolled or checked in; the device is revoked anyway. Check the id"
             typer.echo(f"warning: {text}", err=True)
         changed = revoke_device(opened, device, reason)
     typer.echo(f"device {device!r} {'is revoked' if changed else 'was already revoked'}")

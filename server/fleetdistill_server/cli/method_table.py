@@ -56,7 +56,7 @@ class MethodsView(View):
 
 
 def methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS, run: RunSizes | None = None) -> MethodsView:
-    """Returns every method with its default settings and the bytes of its rounds.
+    """Returns a table of all methods with their default settings and the bytes of their rounds.
 
     Args:
         sizes: Model and data of one device.

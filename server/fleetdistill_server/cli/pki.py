@@ -88,7 +88,7 @@ def pki_issue(
             "certificate stays valid until it expires or is revoked with `fleetdistill pki revoke`"
         )
     Authority(pki).issue_person(role, name, _positive(days), folder)
-    typer.echo(f"{folder}: send it to {name} over a secure channel, for use with --identity")
+    typer.echo(f"{folder}: send this directory to {name} over a secure channel, for use with --identity")
 
 
 @pki_app.command("renew-server")
@@ -133,7 +133,7 @@ def pki_revoke(
     name: Annotated[str, typer.Option(help="Name of the person.")],
     store: StoreOption = DEFAULT_STORE,
     pki: PkiOption = DEFAULT_PKI,
-    reason: Annotated[str, typer.Option(help="Reason, which is stored.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason for the revocation, to be stored.")] = "",
 ) -> None:
     """Revokes an operator or viewer permanently. Example: fleetdistill pki revoke --role viewer --name alice"""
     if role is Role.DEVICE:
@@ -173,7 +173,7 @@ def enrol(
     pki: PkiOption = DEFAULT_PKI,
     enrol_port: Annotated[
         int | None,
-        typer.Option(help="Enrolment port as devices reach it; default: the port of the store's server."),
+        typer.Option(help="Enrolment port that devices connect to; default: the port of the store's server."),
     ] = None,
     server: ServerOption = None,
     identity: IdentityOption = None,

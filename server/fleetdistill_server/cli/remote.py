@@ -33,7 +33,7 @@ class OperatorClient:
         self._stub = stub
 
     def runs(self) -> View:
-        """Returns all runs of the server."""
+        """Returns a view of all runs of the server."""
         rows: list[Row] = []
         more = True
         while more:
@@ -43,7 +43,7 @@ class OperatorClient:
         return View({"runs": rows})
 
     def run(self, name: str) -> View:
-        """Returns one run, like `views.runs.run`; older servers return only its rounds and events."""
+        """Returns a view of one run, like `views.runs.run`; older servers return only rounds and events."""
         answer = self._call("ShowRun", operations_pb2.ShowRunRequest(run=name))
         lists = {one: [_READ.get(one, _row)(row) for row in getattr(answer, one)] for one in _LISTS}
         complete = answer.HasField("totals")
@@ -69,7 +69,7 @@ class OperatorClient:
         return bool(self._call("CancelRun", operations_pb2.CancelRunRequest(run=run)).changed)
 
     def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
-        """Creates enrolment tokens, in batches that fit into one response."""
+        """Creates and returns enrolment tokens, in batches that fit into one response."""
         if devices:
             groups = [devices[at : at + _TOKENS_AT_ONCE] for at in range(0, len(devices), _TOKENS_AT_ONCE)]
             requests = [
@@ -91,7 +91,9 @@ class OperatorClient:
                 if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                     raise
                 text = f"the server {self._server} runs an earlier release without {method}"
-                raise LinkError(f"{text}; upgrade it, or run the command on its machine with --store") from error
+                raise LinkError(
+                    f"{text}; upgrade the server, or run the command on its machine with --store"
+                ) from error
 
 
 @contextlib.contextmanager
@@ -99,7 +101,7 @@ def connect(server: str, identity: Path | None) -> Iterator[OperatorClient]:
     """Opens a connection with the identity in a directory.
 
     Raises:
-        ConfigurationError: `identity` is None, or it cannot be read.
+        ConfigurationError: `identity` is None or cannot be read.
         LinkError: The server cannot be reached, or the identity's CA did not sign its certificate.
         RefusedError: The holder of the identity may not make the call.
     """
@@ -119,7 +121,7 @@ def _row(message: Any) -> Row:
 
 
 def _answers(message: operations_pb2.AnswersOfDevice) -> Row:
-    """Converts a device's accuracies to a row; figures that it has not reported are None."""
+    """Converts a device's accuracies to a row; figures that the device has not reported are None."""
     return {"device": message.device, **{one.name: _row(one)["accuracy"] for one in message.answers}}
 
 

@@ -142,7 +142,8 @@ def runs_rollback(
     with serve_lock.take(store, run):  # keeps servers from starting the run
         done = roll_back(opened, run, to)
     undone, completed = counted(done.undone, "round"), counted(done.completed_rounds, "completed round")
-    typer.echo(f"run {run!r} is rolled back to round {to}: {undone} undone, {completed} left; serve it to continue")
+    text = f"run {run!r} is rolled back to round {to}: {undone} undone, {completed} left"
+    typer.echo(f"{text}; serve the run to continue")
 
 
 @runs_app.command("cancel")
@@ -168,7 +169,7 @@ def runs_cancel(
 @runs_app.command("delete")
 @report_errors
 def runs_delete(run: RunArgument, store: StoreOption = DEFAULT_STORE, yes: YesOption = False) -> None:
-    """Deletes a run and its model; no server may work on it. Example: fleetdistill runs delete digits --yes"""
+    """Deletes a run and its model. Stop the run's server first. Example: fleetdistill runs delete digits --yes"""
     from fleetdistill_server.service.run_endings import delete
 
     opened = open_store(store)

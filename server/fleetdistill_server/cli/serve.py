@@ -36,7 +36,7 @@ def serve(
     log_format: Annotated[LogFormat, typer.Option(help="Format of the log on standard error.")] = LogFormat.TEXT,
     log_level: Annotated[LogLevel, typer.Option(help="Lowest level that is logged.")] = LogLevel.INFO,
 ) -> None:
-    """Serves a run: front and engine, restarted if they fail. Example: fleetdistill serve examples/run.toml
+    """Serves a run; restarts processes that fail. Example: fleetdistill serve examples/run.toml
 
     Ctrl-C stops the server cleanly; starting it again continues the run.
     """

@@ -26,7 +26,7 @@ _LOOK_SECONDS = 0.1
 
 
 def check_security(server: ServerSection, insecure: bool) -> str:
-    """Rejects plain text on public addresses and an unusable PKI; returns a warning, or an empty string.
+    """Rejects plain text on public addresses and an unusable PKI; returns a warning or "".
 
     Raises:
         ConfigurationError: The server must not listen with these settings.

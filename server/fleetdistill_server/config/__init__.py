@@ -1,1 +1,1 @@
-"""run.toml: its sections and their checks. Imports only the SDK."""
+"""The sections of run.toml and their checks. Modules of this package may import only the SDK."""

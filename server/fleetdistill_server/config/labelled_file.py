@@ -20,7 +20,7 @@ def read_labelled(file: str) -> tuple[NDArray[Any], NDArray[Any]]:
     try:
         if not zipfile.is_zipfile(file):
             with open(file, "rb"):  # reports a missing file as such
-                raise DataError(f"{file!r} needs arrays inputs and labels: it is not an .npz file")
+                raise DataError(f"{file!r} is not an .npz file; expected one with the arrays inputs and labels")
         with np.load(file) as arrays:
             return arrays["inputs"], arrays["labels"]
     except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:

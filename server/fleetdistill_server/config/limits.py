@@ -1,4 +1,4 @@
-"""`[limits]` of run.toml: limits on the load that one device, or all devices together, may cause."""
+"""The section `[limits]` of run.toml: limits on the load from one device and from all devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fleetdistill_server.config.section import Section
 
 
 class Limits(Section):
-    """The `[limits]` of run.toml, which may change between starts of a run; see docs/reference/run-toml.md."""
+    """The section `[limits]` of run.toml. It may change between starts; see docs/reference/run-toml.md."""
 
     open_calls: Annotated[int, Field(ge=1, lt=2**30)] = 20_000
     open_calls_per_device: Annotated[int, Field(ge=1)] = 8

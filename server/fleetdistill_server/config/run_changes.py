@@ -10,7 +10,7 @@ Changes = Mapping[str, tuple[Any, Any]]
 
 
 def changes_between(known: Mapping[str, Any], given: Mapping[str, Any]) -> Changes:
-    """Returns the settings that differ, by name."""
+    """Returns the settings that differ, by name, with both values."""
     before, after = _flat(known), _flat(given)
     keys = sorted(before.keys() | after.keys())
     return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}

@@ -1,4 +1,4 @@
-"""run.toml, which is checked completely before anything starts."""
+"""The contents of run.toml, which are checked completely before a run starts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPERATORS = (
     "threads",
     "import",
 )
-"""Settings of [run] that may change between starts of a run, because they do not identify it."""
+"""Settings of [run] that may change between starts, because they do not identify the run."""
 
 
 class RunSection(Section):
@@ -78,7 +78,7 @@ class ContractSection(Section):
         names = given if isinstance(given, list) and all(isinstance(name, str) for name in given) else []
         count = given if isinstance(given, int) and not isinstance(given, bool) else len(set(names))
         if count < 2 or len(set(names)) != len(names):
-            raise ValueError("must be a number of classes or a list of different names, at least 2")
+            raise ValueError("must be a number of classes or a list of distinct names, at least 2")
         return given
 
     def class_names(self) -> list[str]:
@@ -114,7 +114,7 @@ class EvaluationSection(Section):
     """[evaluation]: the operator's labelled data, on which the run's global model is scored after each round.
 
     Attributes:
-        trusted_rows: Rows per class that are also used to check what devices send; 0 for none.
+        trusted_rows: Rows per class that are also used as trusted references to check devices' uploads; 0 for none.
     """
 
     data: str = ""
@@ -175,7 +175,7 @@ def checked_settings(method: str, settings: Mapping[str, Any]) -> Any:
     known: dict[str, Any] = {field.name: (types[field.name], field.default) for field in dataclasses.fields(cls)}
     section = create_model(cls.__name__, __base__=Settings, **known)
     try:
-        # In JSON mode, where strict accepts 1 for a float but not for a bool.
+        # In JSON mode, strict validation accepts 1 for a float but not for a bool.
         given = section.model_validate_json(json.dumps(settings, default=str)).model_dump(exclude_unset=True)
         return cls.from_settings(given)
     except ValidationError as error:
@@ -191,7 +191,7 @@ def _check_form(cls: type[LocalTraining], settings: Mapping[str, Any]) -> None:
         there = {field.name for field in dataclasses.fields(other)} - here
         if found := sorted(there & settings.keys()):
             names = ", ".join(found)
-            raise ConfigurationError(f"[method] {names}: only the form with {form} has it; set that, or leave it out")
+            raise ConfigurationError(f"[method] {names}: only valid with {form}; otherwise remove {names}")
 
 
 def completed_part(known: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigurationError(f"there is no file {path}; name the run.toml of the run") from error
+        raise ConfigurationError(f"there is no file {path}; enter the path of the run's run.toml") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{path}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -41,5 +41,5 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def as_toml(config: BaseModel) -> str:
-    """Returns a configuration as the text of a run.toml, with all defaults written out."""
+    """Returns a configuration in the format of run.toml, including all defaults."""
     return tomli_w.dumps(config.model_dump(by_alias=True))

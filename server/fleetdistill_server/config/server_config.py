@@ -1,4 +1,6 @@
-"""The sections of run.toml that the front reads: `[server]` and `[limits]`. Imports no methods."""
+"""The sections of run.toml that the front uses: `[server]` and `[limits]`.
+
+This module must not import `fleetdistill_server.methods`."""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ class ServerSection(Section):
         return Tls(Path(self.pki), self.enrol_listen or usual, self.certificate_days)
 
     def on_ports(self, port: int | None, enrol_port: int | None) -> ServerSection:
-        """Returns this section with other ports, so that a restarted front keeps those its predecessor was given.
+        """Returns this section with other ports, so that a restarted front keeps its ports.
 
         Args:
             port: Port of `listen`; None leaves it unchanged.

@@ -1,1 +1,4 @@
-"""gRPC: services, interceptors, TLS. Imports `intake`, `views`, `security`, `service`, `store` and `config`."""
+"""The gRPC server: services, interceptors and TLS.
+
+Modules of this package may import `intake`, `views`, `security`, `service`, `store` and `config`.
+"""

@@ -92,7 +92,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         return found
 
     def _look(self, identity: service_pb2.Identity) -> tuple[service_pb2.NextAskResponse | None, DeviceKey]:
-        """Returns the next ask, if any, and the device with its run's name, which the request may omit."""
+        """Returns the next ask or None, and the device's key, with the run's name even if the request omits it."""
         return self._api.next_ask(identity), (self._api.sessions.run_name(identity.run), identity.device)
 
     async def _wait_for_work(self, who: DeviceKey, wait_seconds: float) -> None:
@@ -137,7 +137,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
                 async for batch in batches:
                     await in_pool(self._uploads, context, partial(upload.take, batch))
             return service_pb2.UploadResponse(receipt=await in_pool(self._uploads, context, upload.finish))
-        except RefusedError as refusal:  # of the stream itself; errors of the device API have ended the call
+        except RefusedError as refusal:  # errors of the stream; errors of the device API have already ended the call
             await abort(context, refusal)
         finally:
             # In the pool, because it may wait for an fsync. At shutdown neither the pool nor the session exists.

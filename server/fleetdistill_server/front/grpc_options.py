@@ -20,7 +20,7 @@ def channel_options(limits: Limits) -> Options:
     """Returns the gRPC options of the port for devices.
 
     gRPC closes connections that do not finish the handshake, make no call, or do not reply to pings. The number of
-    connections leaves file descriptors for the store.
+    connections is limited, so that file descriptors remain for the store.
     """
     return [
         ("grpc.server.max_pending_requests", limits.open_calls),

@@ -33,13 +33,13 @@ T = TypeVar("T")
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no annotations
     """Checks every call against `ALLOWED_CALLERS`, the certificate's expiry and the revocations.
 
-    It must be the server's first interceptor. `receiving.Receiver` reads the request after these checks.
+    `Guard` must be the server's first interceptor. `receiving.Receiver` reads the request after these checks.
 
     Args:
         revocations: A store for reading revocations, used only in the event loop. A lookup is one index access, which
             does not wait for writers in WAL mode.
-        tls: Whether the server uses TLS. In plain text the device that a request names counts as the caller; the device
-            API verifies its secret.
+        tls: Whether the server uses TLS. In plain text, the request's device id identifies the caller; the device API
+            verifies the device's secret.
         limits: Limits on reading requests and on open calls of operators and viewers.
     """
 
@@ -65,7 +65,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         """Checks a call by its connection; returns the holder of its certificate, or None without a certificate.
 
         Raises:
-            RefusedError: The caller may not call the method, or its certificate has expired or was revoked.
+            RefusedError: The caller is not allowed to call the method, or its certificate has expired or was revoked.
         """
         holder = holder_in(context) if self.tls else None
         without = Caller.ANONYMOUS if self.tls else Caller.PLAIN
@@ -95,15 +95,15 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
             text = f"the certificate of {holder.role} {holder.name!r} has expired; renew it or enrol again"
             raise RefusedError(Code.EXPIRED, text)
         if self._revocations.credentials.is_revoked(*holder.subjects):
-            raise RefusedError(Code.REVOKED, f"{holder.role} {holder.name[:64]!r} was revoked; ask the operator")
+            raise RefusedError(Code.REVOKED, f"{holder.role} {holder.name[:64]!r} was revoked; contact the operator")
 
     def verified_holder(self, request: Any, holder: Holder | None) -> Holder | None:
-        """Returns the holder for whom a request is made: from the certificate, or in plain text from the request.
+        """Returns the caller's identity: from the certificate, or, on a plain-text connection, from the request.
 
-        Sets the run of a request that names none to the certificate's.
+        If the request contains no run, its run is set to the run in the certificate.
 
         Raises:
-            RefusedError: The request names another device or run than the certificate.
+            RefusedError: The device or run in the request differs from the certificate.
         """
         identity = _identity_of(request)
         if identity is None:
@@ -223,10 +223,10 @@ def _caller(context: Any, holder: Holder | None) -> str:
 
 def _check_speaks_for(identity: service_pb2.Identity, holder: Holder) -> None:
     if identity.device != holder.name:
-        text = f"the certificate is for device {holder.name!r}, the request names {identity.device[:64]!r}"
+        text = f"the certificate is for device {holder.name!r}, but the request is for device {identity.device[:64]!r}"
         raise RefusedError(Code.NOT_ALLOWED, text)
     if holder.run and identity.run not in ("", holder.run):
-        text = f"the certificate is for run {holder.run!r}, the request names {identity.run[:64]!r}"
+        text = f"the certificate is for run {holder.run!r}, but the request is for run {identity.run[:64]!r}"
         raise RefusedError(Code.NOT_ALLOWED, text)
     if holder.run:
         identity.run = holder.run

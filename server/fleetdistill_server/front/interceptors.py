@@ -1,4 +1,4 @@
-"""gRPC interceptors: a status for requests that cannot be decoded, and downloads as serialised messages.
+"""gRPC interceptors: reject requests that cannot be decoded, and send downloads as serialised messages.
 
 For undecodable bytes gRPC itself would return UNKNOWN and log a stack trace per call, so any caller could fill the log.
 """
@@ -72,7 +72,7 @@ def _stream_answer(behaviour: Callable[..., AsyncIterator[Any]], checked: Callab
 
 
 class _UndecodableError(Exception):
-    """Passes through the handler's code, which cleans up as for any broken stream."""
+    """Raised inside a handler, which cleans up as for any broken stream."""
 
 
 def _message(request: Any) -> Any:

@@ -173,10 +173,10 @@ def _revoke_device(request: operations_pb2.RevokeDeviceRequest, store: Store) ->
 
 
 def _cancel_run(run: str, store: Store) -> bool:
-    """Cancels a run. A run with devices to forget is rejected, because its engine would not forget them after that."""
+    """Cancels a run. Raises RefusedError if devices must be forgotten first, which requires a run in progress."""
     row = store.runs.get(run)
     if row is not None and row["status"] not in OVER and store.devices.to_forget(run):
-        text = f"run {run!r} has devices to forget first; try again after its next round"
+        text = f"run {run!r} still has devices to forget; try again after the run's next round"
         raise RefusedError(Code.NOT_READY, f"{text}, or cancel it on the server's machine with --store")
     return mark_cancelled(store, run)
 

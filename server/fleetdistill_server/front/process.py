@@ -23,7 +23,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="fleetdistill-front", description="Serves a store over gRPC.")
     parser.add_argument("config", type=Path, help="The run.toml; [server] and [limits] are read.")
     parser.add_argument("--port", type=int, help="Port of [server] listen, to keep it through a restart.")
-    parser.add_argument("--enrol-port", type=int, help="Port of [server] enrol_listen, likewise.")
+    parser.add_argument("--enrol-port", type=int, help="Port of [server] enrol_listen, to keep it through a restart.")
     parser.add_argument("--wakeups", type=Ends.parse, default=Ends())
     parser.add_argument("--parent", type=int)
     parser.add_argument("--log-format", choices=list(LogFormat), default=LogFormat.TEXT)

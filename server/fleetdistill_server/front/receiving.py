@@ -1,8 +1,8 @@
 """Reads requests within a size per method, a deadline and a memory quota.
 
 gRPC keeps the received part of a request in memory while its call is open. A request that is not complete within
-`_QUICK_SECONDS` therefore needs one of a limited number of slots. If no slot is free, the caller with the most slots
-loses its oldest one. Requests that arrive faster need no slot and never wait.
+`_QUICK_SECONDS` therefore needs one of a limited number of slots. If no slot is free, the oldest slow
+request of the caller with the most slots is rejected. Requests that arrive faster need no slot and never wait.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Receiver:
         """Yields every message of a stream. The caller enforces deadlines for all but the first.
 
         Raises:
-            RefusedError: As `first`, or a later message is too large.
+            RefusedError: The first message is invalid, as in `first`, or a later message is too large.
         """
         yield await self.first(requests, method, caller)
         async for message in requests:

@@ -1,7 +1,7 @@
 """The gRPC front: serves devices, writes to the store, and imports neither torch nor any method.
 
-`fleetdistill serve` runs it as `python -m fleetdistill_server.front`. The event loop only moves messages. The device
-API's work (checks, file writes, waiting for commits) runs in a thread pool, so no call blocks the others.
+`fleetdistill serve` runs the front as `python -m fleetdistill_server.front`. The event loop only moves messages. The
+device API's work (checks, file writes, waiting for commits) runs in a thread pool, so no call blocks the others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fleetdistill_server.store.store import Store
 logger = logging.getLogger("fleetdistill.server.front")
 
 POOL_THREADS = 16
-# Uploads write, hash and read files. A separate pool keeps them from delaying heartbeats.
+# Uploads write, hash and read files. A separate pool prevents them from delaying heartbeats.
 UPLOAD_THREADS = 16
 
 _FILES = (service_pb2, enrolment_pb2, operations_pb2)
@@ -87,7 +87,7 @@ def open_api(
 
 
 async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callable[[Ports], None]) -> int:
-    """Serves until SIGINT or SIGTERM, and returns the exit status. Calls `ready` with the ports once it listens."""
+    """Serves until SIGINT or SIGTERM, and returns the exit status. Calls `ready` with the bound ports."""
     directory, tls = Path(config.store), config.tls()
     wakeups = Wakeups(ends)
     loop = asyncio.get_running_loop()
@@ -150,7 +150,10 @@ async def _make_server(service: DeviceService, guard: Guard, limits: Limits, sta
 
 
 def _bare_enrolment_server(guard: Guard, limits: Limits) -> Any:
-    """Returns a server for the enrolment port; unauthenticated callers may send few, small messages."""
+    """Returns a server for the enrolment port.
+
+    Callers are unauthenticated, so the size and number of messages are limited.
+    """
     options = [("grpc.max_receive_message_length", ENROLMENT_BYTES), *OPTIONS, *enrolment_options(limits)]
     return grpc.aio.server(interceptors=[guard, RefuseUndecodable()], options=options)
 
@@ -169,7 +172,7 @@ async def _sweep(api: DeviceApi, pool: ThreadPoolExecutor) -> None:
 
 
 async def _update_engine_health(status: health.aio.HealthServicer, directory: Path, api: DeviceApi, pool: Any) -> None:
-    """Updates the engine's health: serving while heartbeats arrive, or once its run has ended."""
+    """Updates the engine's health: SERVING while heartbeats arrive and after its run has ended."""
     loop, beats = asyncio.get_running_loop(), HeartbeatMonitor(directory)
 
     def is_healthy() -> bool:
@@ -197,5 +200,5 @@ async def _sweep_forever(directory: Path, pool: ThreadPoolExecutor) -> None:
 async def _guarded(work: Awaitable[object]) -> None:
     try:
         await work
-    except Exception:  # otherwise the task would end unnoticed
+    except Exception:  # otherwise the task would end silently
         logger.exception("a background task failed; retrying")

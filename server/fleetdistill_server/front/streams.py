@@ -1,6 +1,6 @@
 """Batches of stream messages, so that the event loop reads while the thread pool processes.
 
-Without batches every chunk would cross between the two before the next one is read.
+Without batches, each chunk would have to be processed before the next chunk is read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fleetdistill.wire.codes import Code
 T = TypeVar("T")
 
 BATCH = 4
-"""Largest number of messages of one stream that are processed together, and that wait meanwhile."""
+"""Largest number of messages of one stream that are processed together; as many may be queued."""
 
 
 async def in_batches(messages: AsyncIterator[T]) -> AsyncGenerator[list[T], None]:
@@ -52,7 +52,7 @@ async def _read(messages: AsyncIterator[T], waiting: asyncio.Queue[T | BaseExcep
 
 
 def _taken(first: T | BaseException, waiting: asyncio.Queue[T | BaseException]) -> tuple[list[T], BaseException | None]:
-    """Returns the first message with all that wait behind it, and the error or end of the stream, if any."""
+    """Returns the first message with all queued messages, and the error or end of the stream, if any."""
     batch: list[T] = []
     message = first
     while not isinstance(message, BaseException):

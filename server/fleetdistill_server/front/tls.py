@@ -59,7 +59,7 @@ def add_services(
 
     certificates = EnrolmentApi(tls.directory, tls.certificate_days)
     service = EnrolmentService(certificates, api.store, api.commit, pool, api.limiter)
-    for one in (server, enrolment):  # one port enrols, the other renews; see `security/roles.py`
+    for one in (server, enrolment):  # one port enrols, the other renews certificates; see `security/roles.py`
         enrolment_pb2_grpc.add_EnrolmentServiceServicer_to_server(service, one)
     assert ports.enrol is not None
     try:
@@ -121,7 +121,7 @@ class _Files:
         try:
             return None if self._stamps() == self._stamp else self.configuration()
         except (OSError, ConfigurationError) as error:
-            logger.error("the changed certificate is not used, the previous one stays in use: %s", error)
+            logger.error("cannot use the changed certificate; the previous one stays in use: %s", error)
             return None
 
     def _stamps(self) -> tuple[tuple[int, int], ...]:

@@ -1,1 +1,1 @@
-"""Certificates, enrolment tokens and revocations. May import `store`."""
+"""Certificates, enrolment tokens and revocations. Modules of this package may import `store`."""

@@ -52,7 +52,7 @@ class Holder:
 
     @property
     def subjects(self) -> tuple[str, str]:
-        """Subjects of revocations that apply: the holder, and this certificate alone."""
+        """Subjects whose revocation makes the certificate invalid: its holder and its serial number."""
         return f"{self.role}:{self.name}", f"serial:{self.serial}"
 
 
@@ -69,7 +69,7 @@ class Issued:
 
 @lru_cache(maxsize=_CACHED_HOLDERS)
 def holder_of(pem: bytes) -> Holder | None:
-    """Returns the holder of a certificate whose signature TLS has verified; None if it names no known role."""
+    """Returns the holder of a certificate whose signature TLS has verified; None if its role is unknown."""
     try:
         certificate = x509.load_pem_x509_certificate(pem)
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -103,20 +103,20 @@ def check_hosts(names: Sequence[str]) -> None:
 
 
 def read_request(der: bytes) -> ec.EllipticCurvePublicKey:
-    """Returns the public key in a signing request. Its signature proves that the sender has the private key.
+    """Returns the public key in a signing request, after verifying that the sender has the private key.
 
     Raises:
         RefusedError: The request is malformed, or its key is not ECDSA P-256.
     """
     try:
         if len(der) > _LARGEST_REQUEST:
-            raise ValueError(f"it has {len(der)} bytes, must have at most {_LARGEST_REQUEST}")
+            raise ValueError(f"the size is {len(der)} bytes, must be at most {_LARGEST_REQUEST}")
         request = x509.load_der_x509_csr(der)
         key = request.public_key()
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-            raise ValueError("its key is not ECDSA P-256")
+            raise ValueError("the key is not ECDSA P-256")
         if not request.is_signature_valid:
-            raise ValueError("its signature does not match its key")
+            raise ValueError("the signature does not match the key")
     except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
         raise RefusedError(Code.BAD_MESSAGE, f"the signing request is invalid: {error}") from error
     return key
@@ -135,7 +135,7 @@ def general_name(name: str) -> x509.GeneralName:
         pass
     try:
         if not name:
-            raise ValueError("it is empty")
+            raise ValueError("the name is empty")
         return x509.DNSName(name)
     except ValueError as error:
         raise ConfigurationError(f"--names: {name!r} is not a host name or address: {error}") from error

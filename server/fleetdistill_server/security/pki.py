@@ -7,8 +7,8 @@
     ROLE-NAME/    identity of a person: identity.pem (key and certificate, mode 0600) and ca.pem
 
 Keys are ECDSA P-256. A certificate names its holder in a URI among its alternative names, `fleetdistill:ROLE:NAME`. A
-device's certificate can restrict it to a run with `fleetdistill:run:NAME`. Only the contents of the certificate are
-used; of a signing request only the public key is used.
+device's certificate can restrict it to a run with `fleetdistill:run:NAME`. The server reads
+roles and names only from certificates, and uses only the public key of a signing request.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Authority:
         ]
 
     def _link(self) -> bytes:
-        """Returns the link certificate: this CA signed by the previous one, for clients that trust only that one."""
+        """Returns the link certificate: this CA signed by the previous CA, for clients that trust only the latter."""
         path = self.directory / _link_name(self._own)
         return path.read_bytes() if path.exists() else b""
 
@@ -155,7 +155,7 @@ def make_authority(directory: Path, days: float = CA_DAYS) -> Authority:
         days: Validity of the CA's certificate in days.
 
     Raises:
-        ConfigurationError: The directory already contains a CA, or it cannot be written.
+        ConfigurationError: The directory already contains a CA, or the directory cannot be written.
     """
     if (directory / CA_KEY).exists() or (directory / AUTHORITIES).exists():
         raise ConfigurationError(
@@ -299,5 +299,5 @@ def _readable(directory: Path) -> Iterator[None]:
         raise ConfigurationError(f"cannot use directory {directory}: {in_words(error)}") from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigurationError(
-            f"a file in {directory} is damaged or not a key or certificate of this PKI; restore it from a backup"
+            f"a file in {directory} is damaged, or is not a key or certificate of this PKI; restore it from a backup"
         ) from error

@@ -42,7 +42,7 @@ ALLOWED_CALLERS: dict[str, frozenset[Caller]] = {
     "/grpc.health.v1.Health/Watch": _INSIDE,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _PEOPLE | {Caller.PLAIN},
 }
-"""Allowed callers of every gRPC method."""
+"""Maps every gRPC method to the callers that are allowed to use it."""
 LONG_LIVED = frozenset(
     {
         f"{_OPERATIONS}WatchRun",
@@ -50,4 +50,4 @@ LONG_LIVED = frozenset(
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     }
 )
-"""Streaming calls, besides those of devices, that have no time limit."""
+"""Streaming calls without a time limit, other than the calls of devices."""

@@ -87,7 +87,7 @@ class EnrolmentApi:
     """Issues certificates to devices.
 
     Attributes:
-        directory: Directory of the PKI. It is read at every call, so that a CA rotation needs no restart.
+        directory: Directory of the PKI. It is read on every call, so that a CA rotation needs no restart.
         days: Validity of a device's certificate in days.
     """
 
@@ -99,7 +99,7 @@ class EnrolmentApi:
         _valid(store.credentials.token(sha256(secret).digest()))
 
     def enrol(self, store: Store, secret: bytes, device: str, request: bytes) -> bytes:
-        """Uses a token and returns the device's certificate; both are recorded in one transaction.
+        """Marks a token as used and returns the device's certificate, which is stored in the same transaction.
 
         A repeated call with the same token, key and id returns the same certificate until the token expires.
 
@@ -120,10 +120,10 @@ class EnrolmentApi:
         return issued.pem
 
     def renew(self, store: Store, holder: Holder, request: bytes) -> bytes:
-        """Returns a renewed certificate; the current one if more than half of its validity is left.
+        """Returns a new certificate, or the current one if more than half of its validity is left.
 
         Raises:
-            RefusedError: The request has another key than the device.
+            RefusedError: The request is invalid, or its key is not the device's key.
         """
         key = read_request(request)
         if fingerprint(key) != holder.public_key:
@@ -162,10 +162,8 @@ def _check_id(store: Store, device: str, key: ec.EllipticCurvePublicKey) -> None
         raise RefusedError(Code.REVOKED, f"device {device!r} was revoked; enrol it with another id")
     known = {row["public_key"] for row in store.credentials.certificates(device)}
     if known and fingerprint(key) not in known:
-        text = (
-            f"device id {device!r} belongs to another key; choose another id, or restore the device's state directory"
-        )
-        raise RefusedError(Code.BAD_IDENTITY, text)
+        text = f"device id {device!r} is enrolled with another key; choose another id"
+        raise RefusedError(Code.BAD_IDENTITY, f"{text}, or restore the device's state directory")
 
 
 def _record(issued: Issued, device: str, run: str) -> Row:

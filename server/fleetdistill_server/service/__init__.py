@@ -1,1 +1,4 @@
-"""The processes of `fleetdistill serve`: supervisor, locks, heartbeat. Imports `store` and `config`."""
+"""The processes of `fleetdistill serve`: supervisor, locks and heartbeat.
+
+Modules of this package may import `store` and `config`.
+"""

@@ -18,7 +18,7 @@ def save_enrol_port(store: Path, port: int) -> None:
 
 
 def load_enrol_port(store: Path) -> int | None:
-    """Returns the port on which a front of the store last enrolled devices, or None. Raises StoreError."""
+    """Returns the last saved enrolment port of a store, or None. Raises StoreError."""
     path = store / _PORT_FILE
     with disk_errors(f"reading {path}"):
         text = path.read_text() if path.exists() else ""

@@ -2,8 +2,8 @@
 
 A separate thread writes it, because a distillation may occupy the engine for hours without being hung. The heartbeat
 therefore proves that the process runs, not that its round progresses: it stops when the process is stopped, frozen or
-blocked in the kernel. It is a file and not a row, because an engine that waits for devices or for disk space does not
-write to the database. Observers measure with their own monotonic clock how long the file has not changed.
+blocked in the kernel. The heartbeat is a file and not a row, because an engine that waits for devices or for disk space
+does not write to the database. Observers measure with their own monotonic clock how long the file has not changed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class HeartbeatMonitor:
         self.seen = False
 
     def silent_seconds(self) -> float:
-        """Returns the seconds since the last heartbeat; must be called regularly.
+        """Returns the seconds since the last heartbeat; call this regularly.
 
         A gap between two calls counts as at most one heartbeat interval, because the caller may have been suspended.
         """

@@ -1,4 +1,4 @@
-"""Shared by the server's processes: exit statuses, environments, ending with the supervisor, file limits."""
+"""Functions shared by the server's processes: exit statuses, environments, parent exit, and file limits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _KEEP_FREED_MEMORY = {
 }
 """Environment of a front, so that glibc reuses the memory of one chunk for the next; other C libraries ignore it.
 
-By default glibc returns each megabyte to the system and requests it again, page by page, which costs more than checking
-an upload. It also keeps a heap per thread, so 16 threads hold 16 times the memory that one stream needs.
+By default, glibc returns each megabyte to the system and requests it again, page by page, which costs more than
+checking an upload. glibc also keeps a heap per thread, so 16 threads hold 16 times the memory that one stream needs.
 """
 
 
@@ -44,7 +44,7 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """Returns the environment of a child, which finds the same modules as this process, own models and methods too."""
+    """Returns the environment of a child, with this process's module paths, also for custom models."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 

@@ -1,8 +1,9 @@
 """Registers a run in the store when a server starts, and decides which settings may change between two starts.
 
-The settings of [run] for its length and number of devices may change at each start (`OPERATORS`). All other settings
-identify the run. If one of them changes after a round was completed, even one that was rolled back since, the start
-fails. Before that, the run is replaced, so that a mistake in run.toml does not use up the run's name.
+The settings in `OPERATORS`, such as the number of rounds, may change at each start. All other settings
+identify the run. If one of them changes after a round was completed, the start fails, even if that
+round was rolled back. Before the first completed round, the run is replaced, so that its name can be used again after
+a mistake in run.toml.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _CHANGEABLE = {f"run.{name}" for name in OPERATORS}
 def register(store: Store, config: RunConfig) -> None:
     """Registers a new run, or resumes a known one with changed settings, in one transaction.
 
-    A finished run continues if its `rounds` was raised. Changes are recorded as an event of the run.
+    A finished run continues if `rounds` was raised. Changes are recorded as an event of the run.
 
     Raises:
         RunError: The run exists and cannot continue with this configuration.
@@ -54,7 +55,7 @@ def register(store: Store, config: RunConfig) -> None:
 
 
 def is_prepared(store: Store, config: RunConfig) -> bool:
-    """Returns whether the run has been prepared with this configuration, so that its models are known to work."""
+    """Returns whether the run has been prepared with this configuration, which includes a check of its models."""
     row = store.runs.get(config.run.name)
     if row is None or row["contract"] is None:
         return False
@@ -71,9 +72,9 @@ def _replace(store: Store, row: Row, settings: Mapping[str, Any], changes: Chang
     store.runs.begin(name, settings)
     text = f"a run of this name without a completed round was replaced: {describe_changes(changes)}"
     if answers == 1:
-        text += "; 1 answer to it was deleted, so its device needs a new state_dir"
+        text += "; 1 answer was deleted, so the device that sent it needs a new state_dir"
     elif answers:
-        text += f"; {answers} answers to it were deleted, so their devices need a new state_dir"
+        text += f"; {answers} answers were deleted, so the devices that sent them need a new state_dir"
     store.history.add_event(name, "run-replaced", text)
 
 
@@ -82,7 +83,7 @@ def _check_rounds(row: Row, rounds: int) -> None:
     completed, over = row["completed_rounds"], row["status"] == "finished"
     if 0 < rounds < completed + (not over):
         raise RunError(
-            f"run {row['name']!r} has completed {completed} rounds, [run] rounds is {rounds}; set it to at least "
+            f"run {row['name']!r} has completed {completed} rounds, but [run] rounds is {rounds}; set it to at least "
             f"{completed + (not over)}, or end the run with `fleetdistill runs cancel {row['name']}`"
         )
 

@@ -14,7 +14,7 @@ from fleetdistill_server.store.store import Store
 def mark_cancelled(store: Store, run: str) -> bool:
     """Marks a run as cancelled, without torch and without deleting files.
 
-    Returns whether that changed its status. See `fleetdistill_server.engine.cancelling.cancel`.
+    Returns whether the run's status has changed. See `fleetdistill_server.engine.cancelling.cancel`.
     """
     with store.transaction():
         row = store.runs.get(run)

@@ -1,4 +1,4 @@
-"""The lock `serve.lock` of a store: held by one `fleetdistill serve` at a time, and containing the name of its run.
+"""The lock `serve.lock` of a store: held by one `fleetdistill serve` at a time; it contains the name of the run.
 
 The operating system releases the lock when the process that holds it exits.
 """

@@ -1,4 +1,4 @@
-"""`fleetdistill serve`: starts the front and the engine of one run, restarts either when it exits, stops both cleanly.
+"""`fleetdistill serve`: starts, restarts and stops the front and the engine of one run.
 
 The supervisor owns the wake-up pipes and passes them to every child that it starts. Both children read one copy of the
 configuration, so an edit of run.toml takes effect at the next start of the server. The supervisor has no state of its
@@ -42,7 +42,7 @@ logger = logging.getLogger("fleetdistill.server.supervisor")
 MAX_RESTARTS = 5
 """Restarts of a failing engine, without a completed round or `STEADY_SECONDS` in between, before the run is stopped."""
 STEADY_SECONDS = 3600.0
-"""Seconds after which an engine counts as having passed the earlier failure; runs may idle for months."""
+"""Seconds without a failure after which an engine's failure count is reset; a run may idle for months."""
 _LOOK_SECONDS = 0.1
 _STOP_SECONDS = 10.0
 _START_SECONDS = 600.0
@@ -123,19 +123,19 @@ def _write_served(config: RunConfig) -> Path:
 
 
 class Supervisor:
-    """Keeps front and engine of one run alive.
+    """Runs the front and the engine of one run and restarts them if they fail.
 
     Args:
         config: The configuration; front and engine read a copy, `served.toml` in the store's directory.
         on_listening: Called with the port whenever a front has started to listen.
         log: File for the standard error of front and engine; None for the supervisor's standard error.
-        most_short_rounds: As in `Engine`, for a simulation.
+        most_short_rounds: Largest number of consecutive short rounds in a simulation, as in `Engine`.
         stopped: Event that makes `serve` return; `stop` sets it.
         log_options: `--log-format` and `--log-level` of front and engine.
 
     Attributes:
         port: Port on which the front listens; None until it is known.
-        enrol_port: Port for enrolment; None until it is known, and in plain text.
+        enrol_port: Port for enrolment; None until it is known; always None in plain text.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Supervisor:
             Whether the run has ended.
 
         Raises:
-            RunError: The front cannot listen, the configuration does not work, or the engine keeps failing.
+            RunError: The front cannot listen, the configuration is unusable, or the engine fails repeatedly.
         """
         front_ends, self._engine_ends = make_pair()
         module, environment = "fleetdistill_server.front", front_environment()
@@ -210,7 +210,7 @@ class Supervisor:
             self.lock.close()
 
     def _read_port(self) -> None:
-        """Reads the ports that the front prints: `listening PORT`, with TLS after `enrolling PORT`."""
+        """Reads the ports that the front prints: `enrolling PORT` (with TLS only), then `listening PORT`."""
         stdout = self._front.process.stdout
         assert stdout is not None
 
@@ -241,8 +241,8 @@ class Supervisor:
 
     def look_after_engine(self) -> None:
         if self.engine is None:
-            # Only after the front listens: a second server of the same run fails to listen, before its engine could
-            # take over the run.
+            # Only after the front listens: a second server of the same run fails to listen, before its engine
+            # could take over the run.
             if self.port is not None and self._status() != "cancelled":
                 given = [*self._arguments]
                 if self._most_short_rounds is not None:
@@ -274,7 +274,7 @@ class Supervisor:
             reason = f"the engine failed {self.engine.failures + 1} times at the same point, {self._why(code)}"
             with contextlib.suppress(StoreError):  # the disk may be full too; the error is reported anyway
                 self.store.runs.end(self._config.run.name, "stopped", reason)
-            raise RunError(f"{reason}; see its log for the cause, the run's state is intact")
+            raise RunError(f"{reason}; see the engine's log for the cause. The run's state is intact")
         logger.warning("the engine exited with status %s; restarting it", code)
         self.engine.restart()
 

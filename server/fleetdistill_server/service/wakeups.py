@@ -26,7 +26,7 @@ class Ends:
 
     @classmethod
     def parse(cls, text: str) -> Ends:
-        """Parses the output of `str`."""
+        """Returns the ends described by a string, the inverse of `str`."""
         read, write = text.split(",")
         return cls(int(read), int(write))
 

@@ -1,6 +1,6 @@
 """Simulates a fleet on one machine with the real engine, store, messages and devices, and compares it with controls.
 
-Names are imported on first use, so that using one module does not import the others.
+Names are imported on first use, so that importing one module does not load the others.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""Durable state of all runs: a SQLite database and payload files. May import `config` and the SDK."""
+"""Durable state of all runs: a SQLite database and payload files.
+
+Modules of this package may import `config` and the SDK.
+"""

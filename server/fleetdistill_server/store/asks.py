@@ -16,7 +16,7 @@ from fleetdistill_server.texts import shortened
 
 
 class Asks:
-    """Access to the tables `asks` and `uploads`.
+    """Reads and writes the tables `asks` and `uploads`.
 
     Attributes:
         clock: Clock that deadlines are compared with.
@@ -30,8 +30,8 @@ class Asks:
     def write(self, rows: Sequence[Row]) -> None:
         """Inserts the asks of one step; existing asks stay unchanged.
 
-        Asks are open, except those of absent devices, which are out. Presence is read in the same transaction, so a
-        device that leaves or is revoked concurrently is either seen as absent here or closes its ask afterwards.
+        An ask is inserted as `open`, or as `out` if its device is absent. Presence is read in the same transaction.
+        If a device leaves or is revoked concurrently, the ask is therefore inserted as `out` or closed afterwards.
         """
         with self._db.transaction():
             for row in rows:
@@ -70,7 +70,7 @@ class Asks:
         return {row["device"] for row in rows}
 
     def naming(self, run: str, device: str, sha256: bytes) -> Row | None:
-        """Returns the device's ask that refers to a payload: an open ask if possible, else the newest; or None."""
+        """Returns a device's newest ask that refers to a payload, preferably an open one; None if there is none."""
         return self._db.row(
             "SELECT * FROM asks WHERE run = ? AND device = ? AND payload = ? ORDER BY status = 'open' DESC, id DESC "
             "LIMIT 1",
@@ -136,7 +136,7 @@ class Asks:
         return self._db.row("SELECT * FROM uploads WHERE ask = ? AND quarantined_at IS NULL", ask)
 
     def last_lost_attempt(self, ask: int) -> int:
-        """Returns the highest attempt number among an ask's answers with a missing or damaged payload; 0 for none."""
+        """Returns the highest attempt number among an ask's answers with a missing or damaged payload; 0 if none."""
         return int(
             self._db.value("SELECT max(attempt) FROM uploads WHERE ask = ? AND quarantined_at IS NOT NULL", ask) or 0
         )
@@ -144,7 +144,8 @@ class Asks:
     def withdraw_upload(self, ask: int, why: str) -> None:
         """Withdraws the accepted answer to an ask because its payload is missing or damaged, and adds an event.
 
-        The device is asked again with the same deadline while the round is open; otherwise it drops out of the round.
+        If the round is open, the device present and the deadline ahead, the device is asked again with the same
+        deadline. Otherwise the device drops out of the round.
         An answer that was already withdrawn is left unchanged.
 
         Args:
@@ -160,11 +161,11 @@ class Asks:
             again = row["round_status"] == "open" and not late and row["present"]
             self._db.write(
                 "UPDATE uploads SET status = 'reported', reason = ?, quarantined_at = ? WHERE receipt = ?",
-                *(shortened(f"its payload was lost on the server: {why}"), time.time(), row["receipt"]),
+                *(shortened(f"the payload was lost on the server: {why}"), time.time(), row["receipt"]),
             )
             self._db.write(
                 "UPDATE asks SET status = ?, reason = ? WHERE id = ?",
-                *("open" if again else "out", None if again else f"its answer was lost on the server, {out}", ask),
+                *("open" if again else "out", None if again else f"the answer was lost on the server, {out}", ask),
             )
             then = "the device is asked again" if again else f"the device drops out of the round: {out}"
             text = f"the answer of {row['device']} to step {row['step']!r} was lost on the server; {then}. {why}"

@@ -61,10 +61,10 @@ def backup(source: Path, target: Path) -> BackedUp:
 
     Raises:
         ConfigurationError: `source` contains no store, or `target` is not empty.
-        StoreError: A file could not be read or written, or another process does not stop deleting payloads.
+        StoreError: A file could not be read or written, or another process holds the deletion lock for too long.
     """
     if not (source / _DATABASE).exists():
-        raise ConfigurationError(f"there is no store in {source}: it contains no {_DATABASE}")
+        raise ConfigurationError(f"there is no store in {source}: the directory contains no {_DATABASE}")
     _check_empty(target)
     store = Store.open(source)
     try:

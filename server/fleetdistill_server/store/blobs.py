@@ -38,7 +38,7 @@ class Held:
     Attributes:
         sha256: SHA-256 digest.
         bytes: Size on disk in bytes.
-        age_seconds: Seconds since it was written or last put again.
+        age_seconds: Seconds since the blob was written or last stored again with `put`.
     """
 
     sha256: bytes
@@ -118,16 +118,16 @@ class Blobs(Protocol):
         """Clears the record of verified payloads, so that the next `put` of each reads it again."""
 
     def quarantine(self, sha256: bytes) -> None:
-        """Moves a payload to quarantine, where nothing reads it. A missing payload is not an error."""
+        """Moves a payload to quarantine, after which it cannot be read. Does nothing if it is missing."""
 
     def drop_quarantined(self, digests: Collection[bytes]) -> None:
-        """Deletes quarantined files with these digests. Missing files are not an error."""
+        """Deletes quarantined files with these digests; digests without a file are ignored."""
 
     def held(self) -> list[Held]:
         """Returns all stored payloads and checkpoints, in no particular order."""
 
     def age_seconds(self, sha256: bytes) -> float:
-        """Returns the seconds since a blob was written or last put again; infinity if it does not exist."""
+        """Returns the seconds since a blob was written or last stored again with `put`; infinity if it is missing."""
 
     def staging(self) -> list[Staged]:
         """Returns all staged payloads, in no particular order."""
@@ -142,7 +142,7 @@ class Blobs(Protocol):
         """
 
     def drop(self, sha256: bytes) -> None:
-        """Deletes a payload or checkpoint. A missing one is not an error."""
+        """Deletes a payload or checkpoint; does nothing if it does not exist."""
 
     def put_state(self, data: bytes) -> bytes:
         """Stores a checkpoint; returns its SHA-256 digest."""
@@ -169,7 +169,7 @@ def safetensors_header(parts: knowledge_pb2.Parts) -> bytes:
 
 @contextlib.contextmanager
 def disk_errors(doing: str) -> Iterator[None]:
-    """Converts OSError to StoreError, and to NoSpaceError if the disk is full. `doing` names the operation."""
+    """Converts OSError to StoreError, and to NoSpaceError if the disk is full. The message begins with `doing`."""
     try:
         yield
     except OSError as error:

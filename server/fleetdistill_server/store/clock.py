@@ -1,8 +1,8 @@
 """Clock for deadlines: Unix time in seconds that is unaffected by changes to the system clock.
 
 Deadlines are stored, so that a restarted engine restores them. Within a process they are compared with a clock that
-reads the system time once and then counts monotonic seconds. Moving the system clock therefore neither delays nor ends
-a round. Across a restart, a changed system clock cannot be distinguished from elapsed time, so a restarted engine
+reads the system time once and then counts monotonic seconds. Changing the system clock therefore neither delays nor
+ends a round. Across a restart, a changed system clock cannot be distinguished from elapsed time, so a restarted engine
 limits each open ask to the run's deadline, counted from the restart (`Asks.bound_deadlines`).
 """
 

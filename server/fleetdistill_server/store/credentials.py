@@ -14,7 +14,7 @@ REVOKED = "EXISTS (SELECT 1 FROM revocations WHERE subject = 'device:' || device
 
 
 class Credentials:
-    """Access to the tables `tokens`, `certificates` and `revocations`."""
+    """Reads and writes the tables `tokens`, `certificates` and `revocations`."""
 
     def __init__(self, database: Database) -> None:
         self._db = database

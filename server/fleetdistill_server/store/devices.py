@@ -11,7 +11,7 @@ from fleetdistill_server.store.database import Database, Row
 
 
 class Devices:
-    """Access to the table `devices`."""
+    """Reads and writes the table `devices`."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -47,7 +47,7 @@ class Devices:
     def register(self, run: str, device: str, secret_hash: bytes, profile: bytes) -> bool:
         """Marks a device as present and stores its profile; its first check-in also stores the hash of its secret.
 
-        As with `mark_present`, a device that is revoked or to be forgotten does not become present.
+        As with `mark_present`, a device that is revoked or is to be forgotten stays absent.
 
         Returns:
             False if the id is already registered with another secret.
@@ -93,7 +93,7 @@ class Devices:
             )
 
     def left_out(self, run: str, number: int) -> dict[str, int]:
-        """Returns the devices that are left out of a round for repeated lateness, with the last such round."""
+        """Returns the devices that a round leaves out after missed deadlines, each with the last such round."""
         rows = self._db.rows(
             "SELECT device, left_out_until FROM devices WHERE run = ? AND left_out_until >= ? ORDER BY device",
             *(run, number),
@@ -101,7 +101,7 @@ class Devices:
         return {row["device"]: row["left_out_until"] for row in rows}
 
     def ask_to_forget(self, run: str, device: str) -> bool:
-        """Requests that a device be forgotten and closes its open asks. Returns False if it is not in the run."""
+        """Requests that a device be forgotten and closes its open asks. Returns False for an unknown device."""
         with self._db.transaction():
             if self.get(run, device) is None:
                 return False
@@ -115,7 +115,7 @@ class Devices:
         return True
 
     def to_forget(self, run: str) -> list[str]:
-        """Returns the devices that are requested to be forgotten and are not forgotten yet, ordered by id."""
+        """Returns the devices with a pending request to be forgotten, ordered by id."""
         rows = self._db.rows(
             "SELECT device FROM devices WHERE run = ? AND forget_asked_at IS NOT NULL AND forgotten_at IS NULL "
             "ORDER BY device",
@@ -136,6 +136,6 @@ class Devices:
         return {row["sha256"] for row in rows}
 
     def mark_forgotten(self, run: str, device: str) -> bool:
-        """Records that a device is forgotten; returns False if that was recorded before."""
+        """Records that a device is forgotten; returns False if this was already recorded."""
         sql = "UPDATE devices SET forgotten_at = ? WHERE run = ? AND device = ? AND forgotten_at IS NULL"
         return bool(self._db.write(sql, time.time(), run, device))

@@ -1,4 +1,6 @@
-"""Disk-space limits: uploads and asks are refused before the disk is full, and uploads in progress count in full.
+"""Disk-space limits: uploads and asks are refused before the disk is full.
+
+Uploads in progress count with their final size.
 
 `[server]` has two limits: `disk_budget_bytes`, the largest size of the store's directory, and `keep_free_bytes`, which
 must stay free on its file system for checkpoints, the database and other programs. Checkpoints and rows are never
@@ -60,8 +62,8 @@ class DiskSpace:
         directory: The store's directory.
         blobs: The store's payloads.
         bounds: Limits.
-        make_room: Deletes unneeded files. Called before a request is refused, at most every 10 seconds. It may be slow:
-            meanwhile, requests that fit are accepted and others are refused.
+        make_room: Deletes unneeded files. Called before a request is refused, at most every 10 seconds. The call may be
+            slow; until it returns, requests that fit are accepted and others are refused.
     """
 
     def __init__(self, directory: Path, blobs: Blobs, bounds: Bounds, make_room: Callable[[], object]) -> None:
@@ -145,7 +147,7 @@ class DiskSpace:
         return self._over_budget(missing, under_way, begun) or self._below_floor(missing, under_way - begun)
 
     def _over_budget(self, missing: int, under_way: int, begun: int) -> str:
-        """Checks `disk_budget_bytes`. Uploads in progress count with their final size."""
+        """Returns how an upload would exceed `disk_budget_bytes`; empty if it would not."""
         budget = self._bounds.disk_budget_bytes
         if not budget:
             return ""
@@ -159,7 +161,10 @@ class DiskSpace:
         return f"{text}; [server] disk_budget_bytes is {budget}"
 
     def _below_floor(self, missing: int, promised: int) -> str:
-        """Checks `keep_free_bytes`; `promised` is the number of bytes that uploads in progress have yet to write."""
+        """Returns how an upload would violate `keep_free_bytes`; empty if it would not.
+
+        `promised` is the number of bytes that uploads in progress have yet to write.
+        """
         with disk_errors("measuring free disk space"):
             found = os.statvfs(self._directory)
         free = found.f_bavail * found.f_frsize - promised - missing

@@ -6,8 +6,8 @@ and renamed into place after an fsync; then the directory is fsynced.
 
     ab/ab....safetensors    a payload or checkpoint, by its digest
     staging/KEY.part        a partly received payload
-    quarantine/             files that do not match their digest. Nothing reads them, and they are kept, except for
-                            files that can contain data of a device that is forgotten
+    quarantine/             files that do not match their digest. They are never read, and deleted only if they can
+                            contain data of a forgotten device
     gc.lock                 lock for processes that delete payloads or must prevent deletion
 """
 
@@ -220,7 +220,7 @@ class FileBlobs:
         return data
 
     def path_of(self, sha256: bytes) -> Path:
-        """Returns the file path of a payload or checkpoint, whether or not it exists."""
+        """Returns the file path of a payload or checkpoint; the file need not exist."""
         name = sha256.hex()
         return self._directory / name[:2] / f"{name}{_SUFFIX}"
 
@@ -359,6 +359,6 @@ def _rename_durably(source: Path, target: Path) -> None:
 
 
 def _sync_names(path: Path) -> None:
-    """Makes the names of a file and its directory durable."""
+    """Calls fsync on a file's directory and on its parent, so that both names are durable."""
     sync_directory(path.parent)
     sync_directory(path.parent.parent)

@@ -78,7 +78,5 @@ class _Fleet:
                 return
             if device not in self._reported:
                 self._reported.add(device)
-                text = (
-                    f"{device} declares {samples} samples; {_LARGE:g} times the fleet's median is {_LARGE * median:g}"
-                )
+                text = f"{device} declares {samples} samples, more than {_LARGE:g} times the fleet's median, {median:g}"
                 yield device, text

@@ -39,8 +39,9 @@ class CommitThread:
         self._thread.start()
 
     def commit(self, job: Callable[[Store], T]) -> T:
-        """Runs a job in a transaction and waits until it is durable; raises what the job raises.
+        """Runs a job in a transaction, waits until the transaction is durable, and returns the job's result.
 
+        If the job raises an error, the transaction is rolled back and the error is raised here.
         A job submitted from this thread joins the open group and becomes durable with it.
         """
         if threading.current_thread() is self._thread:
@@ -148,7 +149,10 @@ def _run_action(action: Callable[[], None]) -> None:
 
 
 def _outcome(work: Callable[[], T]) -> Callable[[], T]:
-    """Runs the work and captures its result or error; an error does not roll back what the work has committed."""
+    """Runs the work and returns a function that returns its result or raises its error.
+
+    An error does not roll back what the work has committed.
+    """
     try:
         result = work()
     except Exception as error:

@@ -12,7 +12,7 @@ from fleetdistill_server.texts import shortened
 
 
 class History:
-    """Access to the tables `events`, `figures` and `traffic`."""
+    """Reads and writes the tables `events`, `figures` and `traffic`."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -45,12 +45,12 @@ class History:
         return int(self._db.value("SELECT max(id) FROM events"))
 
     def events(self, run: str, kind: str | None = None) -> list[Row]:
-        """Returns the events of a run, oldest first; only those of one kind if it is given."""
+        """Returns the events of a run, oldest first; if `kind` is given, only events of that kind."""
         sql = "SELECT * FROM events WHERE run = ? AND (? IS NULL OR kind = ?) ORDER BY id"
         return self._db.rows(sql, run, kind, kind)
 
     def has_event(self, run: str, kind: str, device: str, number: int | None = None, text: str | None = None) -> bool:
-        """Returns whether a device has an event of this kind; any round and text match unless they are given."""
+        """Returns whether a device has an event of this kind; without `number` or `text`, any round or text matches."""
         found = self._db.value(
             "SELECT 1 FROM events WHERE run = ?1 AND kind = ?2 AND device = ?3 "
             "AND (?4 IS NULL OR round = ?4) AND (?5 IS NULL OR text = ?5) LIMIT 1",
@@ -59,7 +59,7 @@ class History:
         return found is not None
 
     def newest_events(self, run: str, most: int) -> list[Row]:
-        """Returns the newest events of a run, at most `most`, oldest first."""
+        """Returns the newest `most` events of a run, oldest first."""
         return self._db.rows("SELECT * FROM events WHERE run = ? ORDER BY id DESC LIMIT ?", run, most)[::-1]
 
     def count_events(self, run: str) -> int:
@@ -83,7 +83,7 @@ class History:
             )
 
     def figures(self, run: str, name: str, split: str) -> list[Row]:
-        """Returns one figure of a run, ordered by round and device."""
+        """Returns all reported values of one figure of a run, ordered by round and device."""
         return self._db.rows(
             "SELECT * FROM figures WHERE run = ? AND name = ? AND split = ? ORDER BY round, device", run, name, split
         )
@@ -128,7 +128,7 @@ class History:
         )
 
     def traffic_by_kind(self, run: str) -> list[Row]:
-        """Returns the same byte counts as `traffic`, also by kind of part.
+        """Returns the byte counts of `traffic`, also grouped by kind of part.
 
         The kind of headers is "envelope"; rows written by older versions have an empty kind.
         """

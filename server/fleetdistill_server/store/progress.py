@@ -16,7 +16,7 @@ class Progress:
         rounds: All rounds: status, number of devices and answers, how the answers were used, figures, and bytes on the
             link.
         steps: Steps of the newest round: how many devices were asked, have answered, and are out.
-        events: Events newer than the one that the caller has.
+        events: Events that are newer than the event given by the caller.
     """
 
     run: dict[str, Any]

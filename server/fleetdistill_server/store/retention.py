@@ -1,9 +1,9 @@
 """Determines which payloads and checkpoints a store still needs, and deletes the others.
 
-Each run needs its newest checkpoints (`[server] keep_checkpoints`), the payloads that its contract refers to, and those
-of its kept rounds: the newest closed rounds (`[server] keep_rounds`), later short rounds, and the open round.
-Everything else is deleted: at the end of a round what that round made unnecessary, and periodically, by `sweep`, what
-crashes left behind.
+Each run needs its newest checkpoints (`[server] keep_checkpoints`), the payloads that its contract refers to, and the
+payloads of its kept rounds: the newest closed rounds (`[server] keep_rounds`), later short rounds, and the open round.
+All other payloads and checkpoints are deleted: at the end of the round that made them unnecessary, or, if a crash
+prevented this, periodically by `sweep`.
 
 An acknowledged upload that is still needed is never deleted. Deletion checks the rows and deletes the files under the
 database's write lock. Under the same lock, the front commits a receipt only if the payload exists, and the engine
@@ -58,7 +58,7 @@ class Freed:
 
     Attributes:
         payloads: Number of payloads and checkpoints.
-        staged: Number of uploads that cannot be completed any more.
+        staged: Number of uploads that can no longer be completed.
         bytes: Total size in bytes.
     """
 
@@ -86,7 +86,7 @@ class Pruned:
 
 
 def needed(store: Store) -> Needed:
-    """Returns the digests of everything that must stay readable."""
+    """Returns the digests of all payloads and checkpoints that must not be deleted."""
     found = Needed(set(), set())
     for name in store.runs.names():
         row = store.runs.get(name) or {}
@@ -98,7 +98,7 @@ def needed(store: Store) -> Needed:
 
 
 def free_after_round(store: Store, run: str, checkpoints: Iterable[bytes] = ()) -> None:
-    """Deletes what the run no longer needs after its newest round has closed.
+    """Deletes the payloads and checkpoints that a run no longer needs after its newest round has closed.
 
     Args:
         store: Store that contains the run.
@@ -125,7 +125,7 @@ def drop_unneeded(store: Store, digests: Iterable[bytes], wait_seconds: float = 
 
 
 def sweep(store: Store, grace_seconds: float = GRACE_SECONDS) -> Freed:
-    """Deletes what crashes left behind: unneeded payloads and checkpoints, and uploads to asks that are no longer open.
+    """Deletes leftovers of crashes: unneeded payloads and checkpoints, and uploads to asks that are no longer open.
 
     Does nothing while another process deletes payloads or makes a backup.
     """
@@ -134,7 +134,7 @@ def sweep(store: Store, grace_seconds: float = GRACE_SECONDS) -> Freed:
 
 
 def sweep_all(store: Store, damaged: Collection[bytes], wait_seconds: float = 0.0) -> bool:
-    """Deletes everything that is not needed, whatever its age, and the quarantined files with the given digests.
+    """Deletes all unneeded files, regardless of age, and the quarantined files with the given digests.
 
     Returns:
         False if another process deletes payloads or makes a backup for longer than `wait_seconds`; then nothing is
@@ -192,7 +192,7 @@ def prune(
     Raises:
         ConfigurationError: The run does not exist, or `keep_rounds` is negative.
         RunError: `keep_rounds` is 0, but the run has not ended.
-        StoreError: Another process does not stop deleting payloads or making a backup.
+        StoreError: Another process holds the deletion lock for too long, for example during a backup.
     """
     row = store.runs.get(run)
     if row is None:
@@ -256,7 +256,7 @@ def _delete_rows(
 
 
 def _run_files(store: Store, row: Row) -> set[bytes]:
-    """Returns what a run needs besides the payloads of its rounds."""
+    """Returns the digests of the files that a run needs besides the payloads of its rounds."""
     return _checkpoints(store, row) | (_contract_digests(row["contract"]) if row["contract"] is not None else set())
 
 

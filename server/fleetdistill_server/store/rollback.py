@@ -1,8 +1,8 @@
 """Rolls a run back to the state after an earlier round: `fleetdistill runs rollback`.
 
 Use it when a round has made the model worse. Later rounds stay in the history with the status `undone`. Devices need no
-change, because each round sends them everything they need. No server may be working on the run. An engine that is still
-running unnoticed loses ownership of the run in the same transaction.
+changes, because each round sends them everything they need. Stop the run's server first. If an engine is still running,
+the rollback revokes its ownership of the run in the same transaction.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RolledBack:
 
 
 def roll_back(store: Store, run: str, to: int) -> RolledBack:
-    """Rolls a run back to the state after a round. No server may be working on the run.
+    """Rolls a run back to the state after a round. Stop the run's server first.
 
     Args:
         store: Store that contains the run.
@@ -48,8 +48,8 @@ def roll_back(store: Store, run: str, to: int) -> RolledBack:
     if to not in kept:
         has = ", ".join(map(str, kept)) or "none"
         raise ConfigurationError(
-            f"--to is {to}, but run {run!r} has no checkpoint of round {to}; it has checkpoints of rounds {has}. "
-            "[server] keep_checkpoints sets how many are kept"
+            f"--to is {to}, but run {run!r} has no checkpoint of round {to}; available rounds: {has}. "
+            "[server] keep_checkpoints sets how many checkpoints are kept"
         )
     store.blobs.get_state(kept[to]["sha256"])
     failpoints.hit("rollback.before-commit")

@@ -22,7 +22,7 @@ from fleetdistill_server.texts import shortened
 
 
 class Runs:
-    """Access to the tables `runs`, `rounds` and `checkpoints`."""
+    """Reads and writes the tables `runs`, `rounds` and `checkpoints`."""
 
     def __init__(self, database: Database, history: History) -> None:
         self._db = database
@@ -184,7 +184,7 @@ class Runs:
         Args:
             run: Name of the run.
             cohort: Ids of the round's devices.
-            data_versions: Data versions by device id, for `open_round` until the round has ended.
+            data_versions: Data versions by device id, which `open_round` returns until the round has ended.
         """
         with self._db.transaction():
             number = int(self._db.value("SELECT next_round FROM runs WHERE name = ?", run))
@@ -218,7 +218,7 @@ class Runs:
             self._db.write_many(
                 "UPDATE uploads SET status = 'used' WHERE ask = ? AND status = 'acknowledged'", [(a,) for a in used]
             )
-            self._end_round(run, number, "closed", None, "the round ended without using it", figures)
+            self._end_round(run, number, "closed", None, "the round ended without using the answer", figures)
             self._db.write(_NOTE_CHECKPOINT, time.time(), run)
             return self._drop_old_checkpoints(run)
 
@@ -313,7 +313,7 @@ class Runs:
     def first_kept_round(self, run: str, keep_rounds: int | None = None) -> int:
         """Returns the first round whose payloads are kept.
 
-        Kept are the newest closed rounds, the short rounds between and after them, and the open round.
+        The kept rounds are the newest closed rounds, the short rounds between and after them, and the open round.
 
         Args:
             run: Name of the run.
@@ -373,7 +373,7 @@ class Runs:
 
         Args:
             run: Name of the run.
-            after_event: Id of the last event that the caller has.
+            after_event: Id of the last event that the caller has received.
         """
         row = self._db.row(RUN_PROGRESS, run)  # read first: data read after a final status is complete
         if row is None:

@@ -12,7 +12,7 @@ def m001_runs_devices_rounds(db: Database) -> None:
     db.table("runs").create(
         {
             "name": str,
-            "config": str,  # JSON of the run's settings; a start with other settings is refused
+            "config": str,  # JSON of the run's settings; the run does not start with other settings
             "contract": bytes,  # serialized Contract; NULL until the engine has prepared the run
             "status": str,  # preparing, running, finished, stopped, cancelled
             "reason": str,

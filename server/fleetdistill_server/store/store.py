@@ -1,16 +1,23 @@
 """The server's only durable state: a SQLite database with payload files beside it.
 
-Tables (`schema.py`): `runs` has one row per run with its contract, progress and checkpoint; `devices` the devices that
-checked in; `rounds` the rounds and their cohorts; `asks` one row per (run, round, step number, device); `uploads` the
-accepted answers, at most one per ask, and each row *is* the receipt; `events` everything refused, late, guarded or
-unusual; `figures` sums and counts reported by devices; `traffic` byte counts. Payloads and checkpoints are blobs
-(`blobs.py`).
+The main tables (`schema.py`) are:
+
+- `runs`: one row per run, with its contract, progress and checkpoint.
+- `devices`: the devices that have checked in to each run.
+- `rounds`: the rounds and their cohorts.
+- `asks`: one row per run, round, step number and device.
+- `uploads`: accepted answers, at most one per ask; the row serves as the receipt.
+- `events`: refusals, late answers, fired guards and other unusual events.
+- `figures`: sums and counts that devices reported.
+- `traffic`: byte counts.
+
+Payloads and checkpoints are blobs (`blobs.py`).
 
 The database runs in WAL mode with `synchronous=FULL`, and both are verified on opening: a commit is durable when it
 returns (`database.py`). The SQL statements are in `runs.py`, `devices.py`, `asks.py`, `credentials.py` and
-`history.py`. Each public method there is one transaction; `with store.transaction():` combines several. A store may be
-used by several threads (one lock) and several processes (one `Store` each). `Store.in_memory()` is the same class on
-`:memory:`, with blobs in a dictionary.
+`history.py`. Each public method of these modules is one transaction; `with store.transaction():` combines several. A
+store may be used by several threads (one lock) and several processes (one `Store` each). `Store.in_memory()` creates a
+store with the database `:memory:` and blobs in a dictionary.
 """
 
 from __future__ import annotations
@@ -37,7 +44,7 @@ class Store:
     """A store's tables and blobs, grouped by subject.
 
     Attributes:
-        database: Database connection, for statements that none of the groups below has.
+        database: Database connection, for statements that the groups below do not provide.
         blobs: Payloads and checkpoints.
         history: Events, reported figures and byte counts.
         runs: Runs and rounds.
@@ -97,7 +104,7 @@ class Store:
     def secure_state(self, checkpoint: bytes, state: bytes) -> None:
         """Writes a checkpoint again if it was deleted before a row referred to it.
 
-        Call it within the transaction that stores the reference: deletion takes the same lock.
+        Call this within the transaction that stores the reference, because deletion takes the same lock.
         """
         if not self.blobs.has(checkpoint):
             self.blobs.put_state(state)

@@ -30,7 +30,7 @@ class Counted:
 
 
 def tensor_bytes(slots: Sequence[Slot], stop: int | None = None) -> Counter[str]:
-    """Returns the uncompressed tensor bytes of a payload by kind; only those before byte `stop` if it is given."""
+    """Returns the uncompressed tensor bytes of a payload by kind; with `stop`, only of the bytes before it."""
     found: Counter[str] = Counter()
     for slot in slots:
         found[slot.kind] += slot.nbytes if stop is None else min(max(stop - slot.start, 0), slot.nbytes)
@@ -71,7 +71,7 @@ class Sending(Iterator[Chunk]):
         self._counted.sent[slot.kind] += len(chunk.data)
 
     def end(self) -> None:
-        """Ends the iteration and reports the byte counts; also for a broken stream. Further calls have no effect."""
+        """Ends the iteration, also of a broken stream, and reports the byte counts. Further calls have no effect."""
         with self._lock:
             ended, self._ended = self._ended, True
         if not ended:

@@ -1,1 +1,4 @@
-"""Views of a store's runs for the command line and scripts. May import `store`, `security` and `service`."""
+"""Views of a store's runs for the command line and scripts.
+
+Modules of this package may import `store`, `security` and `service`.
+"""

@@ -1,6 +1,6 @@
 """Expected accuracy of devices' predictors on unseen data, estimated by leave-one-out without held-out data.
 
-Only devices whose apps allow `metrics` report it, and only class statistics has these figures.
+Only class statistics provides these figures, and only devices whose apps allow `metrics` report them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Expected:
     Attributes:
         rows: Number of the device's samples, at least 1.
         general: Number of samples that the general variant predicts correctly when they are left out.
-        personal: The corresponding number for the personal variant that the device uses.
-        own_statistics_kept: Whether that variant uses only the device's own statistics, because it was better.
+        personal: Number of samples that the device's personal variant predicts correctly when they are left out.
+        own_statistics_kept: Whether the personal variant uses only the device's own statistics, which predict better.
     """
 
     rows: int
@@ -37,7 +37,7 @@ class Expected:
 
     @property
     def rates(self) -> dict[str, float]:
-        """Share of correct predictions by variant."""
+        """Returns the share of correct predictions by variant."""
         return {"general": self.general / self.rows, "personal": self.personal / self.rows}
 
 
@@ -70,7 +70,7 @@ def _of_device(reported: Mapping[tuple[str, str, int], Row], device: str, number
 
 
 def of_the_fleet(devices: Iterable[Expected]) -> dict[str, float] | None:
-    """Returns the shares of correct predictions over the samples of all devices; None if there are no devices."""
+    """Returns the share of correct predictions over all devices' samples, by variant; None without devices."""
     reported = list(devices)
     rows = sum(one.rows for one in reported)
     if not rows:

@@ -49,14 +49,14 @@ class View:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def json(self) -> str:
-        """Returns everything as JSON; a view with a single list and no facts as an array."""
+        """Returns the view as JSON: an object, or an array if the view consists of a single list."""
         value: Any = {**self.facts, **self.lists}
         if not self.facts and len(self.lists) == 1:
             value = next(iter(self.lists.values()))
         return json.dumps(value, indent=1)
 
     def tables(self) -> Sequence[Table | Text | str]:
-        """Returns everything as tables. Markup is disabled, because devices choose some of the texts."""
+        """Returns the view as tables. Markup is disabled, because devices choose some of the texts."""
         shown = _for_people(self.facts)
         facts = [Text("\n".join(f"{name}: {printable(str(value))}" for name, value in shown.items()))] if shown else []
         lists = {title: [_for_people(row) for row in rows] for title, rows in self.lists.items()}
@@ -64,12 +64,12 @@ class View:
 
 
 def runs(store: Store, served: Served = NOT_SERVED) -> View:
-    """Returns all runs; `served` is the run that a server currently works on."""
+    """Returns a view of all runs; `served` is the run that a server currently works on."""
     return View({"runs": [_run_row(row, served) for row in store.runs.all()]})
 
 
 def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
-    """Returns one run: its rounds, accuracies, traffic and events.
+    """Returns a view of one run: its rounds, accuracies, traffic and events.
 
     Args:
         store: Store that contains the run.
@@ -113,7 +113,7 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
 
 
 def devices(store: Store, only: str | None) -> View:
-    """Returns the devices of one run, or of all runs if `only` is None."""
+    """Returns a view of the devices of one run, or of all runs if `only` is None."""
     names = [row["name"] for row in store.runs.all() if only in (None, row["name"])]
     if only is not None and not names:
         raise ConfigurationError(no_such_run(only, store.runs.names()))
@@ -177,7 +177,10 @@ def _grouped(rows: Iterable[Row], column: str) -> Groups:
 
 
 def _replacement_cells(rows: Sequence[Row] | None) -> Row:
-    """Returns how many app models one round or device kept and replaced; None if no app has validation data."""
+    """Returns how many app models one round or device kept and replaced.
+
+    Both numbers are None if no app has validation data.
+    """
     return asdict(count_replacements(rows)) if rows else {"kept": None, "replaced": None}
 
 
@@ -235,7 +238,7 @@ def _answers(store: Store, run: str) -> dict[str, list[Row]]:
 
 
 def _leave_one_out(expectations: Mapping[str, Expected]) -> dict[str, list[Row]]:
-    """Returns the accuracy that each device expects on unseen data like its own, if devices report it."""
+    """Returns each device's expected accuracy on unseen data like its own, if devices report it."""
     rows = [
         {
             "device": device,
@@ -315,7 +318,7 @@ def _device_row(row: Row, reported: _Reported, expectations: Mapping[str, Expect
 
 
 def _forgotten(row: Row) -> str | None:
-    """Returns when a device was forgotten, "asked" while that is pending, or None if it was not requested."""
+    """Returns when a device was forgotten, "asked" while the request is pending, or None without a request."""
     if row["forgotten_at"] is not None:
         return when(row["forgotten_at"])
     return "asked" if row["forget_asked_at"] is not None else None
@@ -327,7 +330,7 @@ def when(seconds: float) -> str:
 
 
 def _for_people(row: Row) -> Row:
-    """Replaces None by text where a table needs it."""
+    """Replaces values of None with text for display in a table."""
     return {**row, "wanted_rounds": UNTIL_STOPPED} if row.get("wanted_rounds", 0) is None else row
 
 

@@ -1,6 +1,6 @@
-"""Finds devices that `[method] robust` left out in three consecutive rounds of theirs.
+"""Finds devices that `[method] robust` left out of three consecutive rounds that they took part in.
 
-They are only shown to the operator; no device is revoked automatically.
+The suspects are only shown to the operator; no device is revoked automatically.
 """
 
 from __future__ import annotations

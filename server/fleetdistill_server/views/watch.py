@@ -1,6 +1,6 @@
 """`fleetdistill runs watch`: follows a run in its store, with a live table on a terminal and lines elsewhere.
 
-`changes` reads the changes; the printers format them. Every change is plain data with a `kind`: run, round, step or
+`changes` reads the changes; the printers format them. Every change is a dictionary whose `kind` is run, round, step or
 event.
 """
 
@@ -63,7 +63,7 @@ def _without(row: Row, *names: str) -> Row:
 
 
 def _sort_key(change: Row) -> tuple[bool, int, int]:
-    """Sort key: by round, with a round's end after its steps and events, and the run itself last."""
+    """Returns the sort key: by round, with a round's end after its steps and events, and the run itself last."""
     ended = change["kind"] == "round" and change["status"] != "open"
     order = {"round": 3 if ended else 0, "step": 1, "event": 2, "run": 4}[str(change["kind"])]
     return change["kind"] == "run", int(change.get("round", 0)), order
@@ -127,7 +127,7 @@ class PlainLines:
 class LiveTable:
     """Live display of the current step and events, above the newest rounds that fit on the terminal.
 
-    It is redrawn after every change.
+    The display is redrawn after every change.
     """
 
     def __init__(self, live: Live) -> None:

@@ -83,11 +83,14 @@ def test_features_and_covariance_of_two_forms_do_not_go_together(settings: dict[
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"extractor_rounds": 3}, r'extractor_rounds: only the form with features = "averaged" has it; set that'),
-        ({"drawn_rows": 3, "rank": 4}, r'drawn_rows: only the form with features = "averaged" has it'),
+        (
+            {"extractor_rounds": 3},
+            r'extractor_rounds: only valid with features = "averaged"; otherwise remove extractor_rounds',
+        ),
+        ({"drawn_rows": 3, "rank": 4}, r'drawn_rows: only valid with features = "averaged"'),
         (
             {"features": "averaged", "predictor": "trained", "dimensions": 64},
-            r'dimensions, predictor: only the form with features = "scattering" or "model" has it',
+            r'dimensions, predictor: only valid with features = "scattering" or "model"',
         ),
         ({"extractor_round": 3}, "extractor_round: unknown setting"),
     ],
