@@ -81,7 +81,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         return await self._call(context, lambda: self._api.uploads.status(request))
 
     async def NextAsk(self, request: service_pb2.NextAskRequest, context: Any) -> service_pb2.NextAskResponse:
-        found, who = await self._call(context, lambda: self._look(request.identity))
+        found, who = await self._call(context, lambda: self._next_ask(request.identity))
         if found is None:
             async with self._open_call(context, who):
                 await self._wait_for_work(who, request.wait_seconds)
@@ -91,7 +91,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
             found = service_pb2.NextAskResponse(come_back=come_back)
         return found
 
-    def _look(self, identity: service_pb2.Identity) -> tuple[service_pb2.NextAskResponse | None, DeviceKey]:
+    def _next_ask(self, identity: service_pb2.Identity) -> tuple[service_pb2.NextAskResponse | None, DeviceKey]:
         """Returns the next ask or None, and the device's key, with the run's name even if the request omits it."""
         return self._api.next_ask(identity), (self._api.sessions.run_name(identity.run), identity.device)
 

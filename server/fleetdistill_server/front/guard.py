@@ -112,7 +112,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
             holder = Holder(Role.DEVICE, identity.device)
             self.check_valid(holder)
         elif holder is not None:
-            _check_speaks_for(identity, holder)
+            _check_identity(identity, holder)
         return holder
 
 
@@ -221,7 +221,7 @@ def _caller(context: Any, holder: Holder | None) -> str:
     return f"{holder.role}:{holder.name}" if holder else str(context.peer()).rpartition(":")[0]
 
 
-def _check_speaks_for(identity: service_pb2.Identity, holder: Holder) -> None:
+def _check_identity(identity: service_pb2.Identity, holder: Holder) -> None:
     if identity.device != holder.name:
         text = f"the certificate is for device {holder.name!r}, but the request is for device {identity.device[:64]!r}"
         raise RefusedError(Code.NOT_ALLOWED, text)

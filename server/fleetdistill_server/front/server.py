@@ -105,7 +105,7 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
         api.sessions.adopt_present_devices()
         service = DeviceService(api, pool, commits, limits, uploads)
         status = health.aio.HealthServicer()
-        server, enrolment = await _make_server(service, guard, limits, status), _bare_enrolment_server(guard, limits)
+        server, enrolment = await _make_server(service, guard, limits, status), _limited_enrolment_server(guard, limits)
         try:
             ports = listen_on(server, enrolment, config.listen, tls)
         except RuntimeError:
@@ -149,7 +149,7 @@ async def _make_server(service: DeviceService, guard: Guard, limits: Limits, sta
     return server
 
 
-def _bare_enrolment_server(guard: Guard, limits: Limits) -> Any:
+def _limited_enrolment_server(guard: Guard, limits: Limits) -> Any:
     """Returns a server for the enrolment port.
 
     Callers are unauthenticated, so the size and number of messages are limited.

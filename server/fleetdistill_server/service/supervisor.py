@@ -194,7 +194,7 @@ class Supervisor:
         notified = False
         try:
             while not self._stopped.wait(_LOOK_SECONDS):
-                self._look_after_front()
+                self._check_front()
                 self.look_after_engine()
                 if not notified and (status := self._status()) in OVER:
                     notified = True
@@ -224,7 +224,7 @@ class Supervisor:
 
         threading.Thread(target=read, daemon=True).start()
 
-    def _look_after_front(self) -> None:
+    def _check_front(self) -> None:
         code = self._front.process.poll()
         if code is None:
             return
@@ -267,7 +267,7 @@ class Supervisor:
             why = self._last_failure() or f"see {self._log or 'the log above'}"
             raise RunError(f"the engine cannot run this configuration: {why}")
         if code == EXIT_NO_SPACE:
-            self._restart_once_there_is_space(self.engine)
+            self._restart_after_no_space(self.engine)
             return
         self._note_progress(self.engine)
         if self.engine.failures >= MAX_RESTARTS:
@@ -296,7 +296,7 @@ class Supervisor:
         with contextlib.suppress(StoreError):
             self.store.history.add_event(self._config.run.name, ENGINE_FAILED, text)
 
-    def _restart_once_there_is_space(self, engine: Child) -> None:
+    def _restart_after_no_space(self, engine: Child) -> None:
         """Restarts an engine that lacked disk space after `NO_SPACE_SECONDS`; this does not count as a failure."""
         now = time.monotonic()
         if self._engine_due is None:

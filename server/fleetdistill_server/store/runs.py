@@ -245,9 +245,9 @@ class Runs:
             "UPDATE asks SET status = 'out', reason = 'round closed' WHERE run = ? AND round = ? AND status = 'open'",
             *(run, number),
         )
-        self._note_late(run, number)
+        self._update_back_off(run, number)
 
-    def _note_late(self, run: str, number: int) -> None:
+    def _update_back_off(self, run: str, number: int) -> None:
         """Applies the back-off to devices that missed a deadline in several consecutive rounds."""
         rows = self._db.rows(
             "SELECT a.device, max(coalesce(a.reason, '') = ?) AS late, max(a.status = 'answered') AS answered, "

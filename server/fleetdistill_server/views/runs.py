@@ -57,9 +57,9 @@ class View:
 
     def tables(self) -> Sequence[Table | Text | str]:
         """Returns the view as tables. Markup is disabled, because devices choose some of the texts."""
-        shown = _for_people(self.facts)
+        shown = _display_row(self.facts)
         facts = [Text("\n".join(f"{name}: {printable(str(value))}" for name, value in shown.items()))] if shown else []
-        lists = {title: [_for_people(row) for row in rows] for title, rows in self.lists.items()}
+        lists = {title: [_display_row(row) for row in rows] for title, rows in self.lists.items()}
         return [*facts, *(_table(title, rows) if rows else Text(f"{title} (0)") for title, rows in lists.items())]
 
 
@@ -329,7 +329,7 @@ def when(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def _for_people(row: Row) -> Row:
+def _display_row(row: Row) -> Row:
     """Replaces values of None with text for display in a table."""
     return {**row, "wanted_rounds": UNTIL_STOPPED} if row.get("wanted_rounds", 0) is None else row
 
