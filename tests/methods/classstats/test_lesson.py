@@ -107,7 +107,7 @@ def signed_extractor(input_shape: Sequence[int]) -> nn.Module:
 def test_a_lesson_before_the_statistics_is_refused() -> None:
     half = make_device([20, 12, 3, 0])
     plan = Plan(values={"draw_seed": 1, "nonnegative": True})
-    with pytest.raises(WireError, match="needs the fleet's class statistics, which are not in its state"):
+    with pytest.raises(WireError, match="needs the fleet's class statistics, which are missing from this device"):
         half.handle(Ask(round=1, step="learn", seed=1, parts={"plan": plan}))
 
 
