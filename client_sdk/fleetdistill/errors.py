@@ -47,7 +47,7 @@ __all__ = [
 
 
 def in_words(error: Exception) -> str:
-    """Returns the text of an error. For an OSError it has no errno, as in `No such file or directory (NAME)`."""
+    """Returns the text of an error; for an OSError without the errno, as in `No such file or directory (NAME)`."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     return error.strerror if error.filename is None else f"{error.strerror} ({error.filename})"

@@ -14,7 +14,7 @@ def printable(text: str) -> str:
 
 
 class PrintableRecords(logging.Filter):
-    """Log filter for a handler that makes each message one printable line, and indents printable traceback lines.
+    """Log filter of a handler. Makes each message one printable line, and traceback lines printable and indented.
 
     This prevents untrusted text from forging log records or sending control sequences to a terminal.
     """

@@ -1,4 +1,4 @@
-"""Limits the length of texts in the store, because devices provide most of them."""
+"""Length limits of the texts in the store, most of which come from devices."""
 
 from __future__ import annotations
 

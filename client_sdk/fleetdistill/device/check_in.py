@@ -133,7 +133,7 @@ class CheckIn:
     def _update_profile(self, compute: Compute) -> None:
         """Checks in again if the app's model or data have changed since the last check-in.
 
-        Does nothing while an answer is in the outbox: it may have more samples than the new data.
+        Does nothing while an answer is in the outbox, which may declare more samples than the new data have.
         """
         if self._profile_sent or self._storage.outbox.pending() is not None:
             return

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """A reentrant lock, and the app's event callback, which never runs while its thread holds the lock.
+    """A reentrant lock, and the app's event callback, which never runs while the calling thread holds the lock.
 
-    Otherwise a callback that waits for another thread of the app, which reads the model, would deadlock.
+    Otherwise a callback that waits for another thread of the app that reads the model would deadlock.
 
     Args:
         on_event: Callback of the app, called in the emitting thread.

@@ -120,7 +120,7 @@ class ClassStatistics(_Statistics):
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """See `Kind.expected`: the contract declares the shapes of one class, the part has the number of classes."""
+        """See `Kind.expected`. The contract declares the shapes of one class; the part gives the number of classes."""
         labels = cls.check_labels(part, contract)
         if not labels:  # without classes there must be no tensors
             return {}

@@ -124,7 +124,7 @@ def config_from_plan(method: str, plan: Plan) -> Any:
 
 
 def config_of_contract(contract: contract_pb2.Contract) -> Any:
-    """Returns the configuration in a contract, also checked against the contract's number of classes.
+    """Returns the configuration in a contract after checking it against the contract's number of classes.
 
     Raises:
         ConfigurationError: The SDK does not support the method or a setting, or a value is out of its range.

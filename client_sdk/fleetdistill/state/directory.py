@@ -111,7 +111,7 @@ class Storage(Files):
         return bool(separator) and known == version.hex() and digest in (None, _from_hex(saved_digest))
 
     def clear_data_version(self) -> None:
-        """Clears the data version because the app has replaced its data; also in effect after a restart."""
+        """Clears the data version after the app has replaced its data. The change persists across restarts."""
         self._write_rows("")
 
     def _write_rows(self, text: str) -> None:

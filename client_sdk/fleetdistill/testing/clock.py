@@ -8,7 +8,8 @@ import threading
 class ManualClock:
     """Clock whose waits return immediately and advance the time: `Device(clock=ManualClock())`.
 
-    Pass the same clock to `fleetdistill_server.testing.MemoryServer`, so that deadlines pass with the device's waits.
+    Pass the same clock to `fleetdistill_server.testing.MemoryServer`, so that the device's waits also
+    advance the server's deadlines.
 
     Args:
         now: Initial time in seconds.

@@ -161,7 +161,7 @@ class PartSchema:
         return replace(self, sent=sent)
 
     def on_the_wire(self, knowledge_type: np.dtype | type | str) -> dict[str, TensorSchema]:
-        """Returns the tensors on the wire in a run of a knowledge type, by path."""
+        """Returns the tensors that encode the part in a run with the given knowledge type, by path."""
         return on_the_wire(self.kind, self.tensors, knowledge_type)
 
     def nbytes(self, knowledge_type: np.dtype | type | str) -> int:
@@ -170,6 +170,6 @@ class PartSchema:
 
 
 def on_the_wire(kind: type[Kind], tensors: Tensors, knowledge_type: np.dtype | type | str) -> dict[str, TensorSchema]:
-    """Returns a part's tensors on the wire in a run of a knowledge type, by path."""
+    """Returns the tensors that encode a part in a run with the given knowledge type, by path."""
     floats = np.dtype(knowledge_type) if kind.wire_type is None else kind.wire_type
     return {f"{path}{end}": one for path, schema in tensors.items() for end, one in schema.on_the_wire(floats).items()}

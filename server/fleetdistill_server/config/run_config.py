@@ -195,7 +195,7 @@ def _check_form(cls: type[LocalTraining], settings: Mapping[str, Any]) -> None:
 
 
 def completed_part(known: dict[str, Any]) -> dict[str, Any]:
-    """Returns a fixed part that an earlier version stored, with defaults for settings added since."""
+    """Returns the identity of a run that an earlier version stored, with defaults for settings added since."""
     sections: dict[str, type[Section]] = {"run": RunSection, "contract": ContractSection, "model": ModelSection}
     completed = {}
     for name, values in known.items():

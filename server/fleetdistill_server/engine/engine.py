@@ -88,7 +88,7 @@ class Engine:
         )
 
     async def run(self) -> None:
-        """Completes the run's remaining rounds; does not return if the run has no last round.
+        """Completes the run's remaining rounds; does not return if the run has no round limit.
 
         Raises:
             RunError: Another engine took over the run, or `most_short_rounds` consecutive rounds fell short.

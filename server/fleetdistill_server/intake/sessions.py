@@ -96,7 +96,7 @@ class Sessions:
         return self._contracts[run]
 
     def authenticate(self, identity: service_pb2.Identity) -> tuple[str, str]:
-        """Authenticates a device and renews its lease, even if it has ended; returns the names of run and device.
+        """Authenticates a device and renews its lease, even an expired one; returns the names of run and device.
 
         Raises:
             RefusedError: The device never checked in to this run, or the secret is wrong.

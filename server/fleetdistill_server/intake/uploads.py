@@ -166,7 +166,7 @@ class Uploads:
             A function that releases the reservation; call it with the number of bytes that are stored.
 
         Raises:
-            NoSpaceError: The disk has no space for the upload. Records an event for the first of several in a row.
+            NoSpaceError: The disk has no space for the upload. The first of consecutive refusals is an event.
         """
         if self.space is None:
             return lambda stored: None

@@ -56,7 +56,7 @@ class ServerMethod:
     contract is derived from them.
 
     Args:
-        config: The method's configuration, complete for the run's number of classes.
+        config: The method's configuration, with the defaults that depend on the number of classes.
         context: Models, shapes, seeds and the compute device.
     """
 

@@ -92,7 +92,7 @@ class MethodContext:
         return self._seeded("server model", build, "server")
 
     def global_model(self) -> nn.Module:
-        """Builds the server's model of inputs: `[model] server`, or `[model] device` if the former reads features.
+        """Builds the server's model of inputs: `[model] server`, or `[model] device` if that one takes features.
 
         Raises:
             ConfigurationError: Neither setting names a model that reads inputs.

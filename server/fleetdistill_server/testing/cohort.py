@@ -193,7 +193,7 @@ class FakeCohort:
             return None
 
     def _answer(self, step: str, number: int, device: str, sent: Payload) -> tuple[Answer | None, str]:
-        """Returns a device's answer, or None, and its reason to decline, or an empty string."""
+        """Returns a device's answer (None if it declined) and its reason for declining (empty if it answered)."""
         if {(step, device), (number, device)} & self.silent:
             return None, ""
         seed = ask_seed(self._seed, self.round, step, number, device)

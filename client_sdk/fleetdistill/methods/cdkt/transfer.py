@@ -1,7 +1,7 @@
 """Distances between two models' outputs for the proxy set, and the correction of outcomes by labels, in CDKT-FL.
 
 Server and devices use these functions, each with its own metric. Shape suffixes: `p` proxy samples, `b` rows of a
-mini-batch, `c` classes, `f` numbers of an embedding.
+mini-batch, `c` classes, `f` dimensions of an embedding.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class ClassVariants:
 
     Attributes:
         general: The fleet's space, in which the general variant classifies.
-        personal: The personal variant that is better on the device's left-out rows.
+        personal: The more accurate of two personal variants on the device's left-out rows.
         own_kept: Whether `personal` is made from the device's own statistics.
         figures: Leave-one-out metrics of the variants.
     """

@@ -1,4 +1,4 @@
-"""A round's plan and its rows drawn from the fleet's statistics, in class statistics with an averaged extractor."""
+"""The plan of a round and the rows drawn from the fleet's statistics, for the averaged form of class statistics."""
 
 from __future__ import annotations
 

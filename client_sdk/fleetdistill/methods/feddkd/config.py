@@ -24,7 +24,7 @@ _DKD_LR, _DKD_LR_WITH_BATCH_NORM = 0.1, 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class FedDKDConfig(LocalTraining):
-    """Settings of FedDKD in addition to those of local training. Rounds are completed ones, counted from 1.
+    """Settings of FedDKD in addition to those of local training. Round numbers count completed rounds from 1.
 
     Attributes:
         learning_rate_round_decay: Factor of the local learning rate from round to round, in (0, 1]. The paper has 0.98
@@ -94,7 +94,7 @@ class FedDKDConfig(LocalTraining):
 
     @classmethod
     def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the paper's values; the decay is that of its CIFAR runs. Its gamma is 0.01 to 0.4 by data set."""
+        """Returns the paper's settings, with the decay of its CIFAR runs; its gamma is 0.01 to 0.4, by data set."""
         return {
             "nesterov": False,
             "learning_rate_round_decay": 0.99,

@@ -194,7 +194,7 @@ class AveragedServer(ServerMethod):
         return taught
 
     async def _train_devices(self, cohort: Cohort, taught: Sequence[str], plan: Plan) -> None:
-        """Sends each device the plan, and the merge and the soft predictions if it lacks them."""
+        """Sends each device the plan, with the merged statistics and soft predictions that it does not have."""
         message = partial(self._learn_message, plan=plan)
         latest = [self.version, self._agreed_seed]
         async for answer in self.deliveries.ask_all(cohort, "learn", message, to=taught, acknowledges=lambda _: latest):

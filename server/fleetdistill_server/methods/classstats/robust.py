@@ -226,7 +226,7 @@ class Centres:
     Args:
         fleet: Statistics by device id.
         trusted: Class centres from the operator's data; they replace the medians.
-        shifted: Whether to remove a common shift of a device's means, such as that of another camera.
+        shifted: Whether to remove an offset that all of a device's means share, such as that of a different camera.
     """
 
     def __init__(self, fleet: Mapping[str, DeviceStatistics], trusted: Mapping[int, Array], *, shifted: bool) -> None:
@@ -255,7 +255,7 @@ class Centres:
         return Near(int((nearest == at).sum()), len(compared))
 
     def without(self, own: Mapping[int, Array]) -> dict[int, Array]:
-        """Returns the centres by ascending label without these means, for the classes that other devices sent."""
+        """Returns the centres without these means, by ascending label, of the classes that other devices sent too."""
         centres = dict(self._of_all)
         for label in own.keys() & self._middle.keys():
             middle = self._middle[label]

@@ -230,7 +230,7 @@ class ClassStatsServer(ServerMethod):
                 notes.event("class-not-recognised", f"{text}; try another extractor")
 
     def is_due(self, present: Mapping[str, str]) -> bool:
-        """Returns whether a present device lacks the space, or the server lacks its statistics.
+        """Returns whether a present device has no class space, or the server has no statistics of it.
 
         An unresponsive device does not make a round due until it reconnects. A round that is due for another reason
         includes the device.

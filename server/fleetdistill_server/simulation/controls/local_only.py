@@ -60,8 +60,8 @@ def train_local_only(
     """Trains one device without the fleet, starting from the same weights as in the fleet.
 
     Each round uses the method's passes over the labels, batch size, optimiser and learning rate, and keeps the
-    optimiser across rounds if the method does. The batch order is drawn from the run's seed. It equals the fleet's if
-    the method trains in its first step `train` and no round fell short.
+    optimiser across rounds if the method does. The batch order is drawn from the run's seed. It is the
+    fleet's batch order if the method trains in its first step `train` and no round fell short of its quorum.
 
     Args:
         spec: The device.

@@ -89,7 +89,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A fleet's models or variants of one kind, from which a row and a curve are computed.
+    """One entry of the comparison, which gives one table row and one curve: the fleet's models or variants of one kind.
 
     Attributes:
         name: As in `ComparisonRow`.

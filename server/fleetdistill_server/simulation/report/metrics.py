@@ -48,7 +48,7 @@ def f1_by_class(counts_cc: Cells) -> npt.NDArray[np.float64]:
 
 
 def f1_weighted(counts_cc: Cells) -> float:
-    """Returns the mean F1 of the classes weighted by their rows, as CDKT-FL's code reports it."""
+    """Returns the mean F1 of the classes, weighted by their numbers of samples, as CDKT-FL's code reports it."""
     rows = counts_cc.sum(1)
     return float((rows * f1_by_class(counts_cc)).sum() / rows.sum()) if rows.sum() else float("nan")
 
