@@ -1,6 +1,7 @@
 """The sections of run.toml that the front uses: `[server]` and `[limits]`.
 
-This module must not import `fleetdistill_server.methods`."""
+This module must not import `fleetdistill_server.methods`.
+"""
 
 from __future__ import annotations
 
