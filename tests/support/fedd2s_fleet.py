@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.tiny_context import CLASSES, INPUTS, tiny_context
 from torch import nn
 
 from fleetdistill.knowledge import SampleKnowledge
@@ -15,12 +16,9 @@ from fleetdistill.methods.fedd2s.config import FedD2SConfig
 from fleetdistill.methods.fedd2s.device import FedD2SDevice
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import SplitModel, check_local_model
-from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedd2s.server import FedD2SServer, Triplets
 from fleetdistill_server.testing import FakeCohort, play
-
-CLASSES, INPUTS = 3, 6
 
 WIDTHS = (8, 7, 5, CLASSES)
 
@@ -41,14 +39,7 @@ def plain_model(input_shape: Sequence[int], classes: int) -> nn.Module:
 
 
 def make_context(model: str = "support.fedd2s_fleet:tiny_model", **changes: Any) -> MethodContext:
-    settings: dict[str, Any] = {
-        "classes": CLASSES,
-        "input_shape": (INPUTS,),
-        "models": ModelSection(device=model),
-        "torch_device": torch.device("cpu"),
-        "seed": 3,
-    }
-    return MethodContext(**{**settings, **changes})
+    return tiny_context(model, **changes)
 
 
 def make_config(**settings: Any) -> FedD2SConfig:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.tiny_context import CLASSES, INPUTS, tiny_context
 from torch import Tensor, nn
 
 from fleetdistill.knowledge import DistillationGradient, Kind, ModelParameters, Parts, Plan
@@ -19,13 +20,12 @@ from fleetdistill.methods.feddkd.device import FedDKDDevice
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import SplitModel, check_local_model
 from fleetdistill.training.parameters import model_parameters
-from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.feddkd import FedDKDServer
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.testing import FakeCohort
 
-CLASSES, INPUTS, HIDDEN = 3, 6, 8
+HIDDEN = 8
 
 
 def tiny_model(input_shape: Sequence[int] = (INPUTS,), classes: int = CLASSES) -> SplitModel:
@@ -46,14 +46,7 @@ def scalar_model(input_shape: Sequence[int] = (1,), classes: int = CLASSES) -> n
 
 
 def make_context(model: str = "support.feddkd_fleet:tiny_model", **changes: Any) -> MethodContext:
-    settings: dict[str, Any] = {
-        "classes": CLASSES,
-        "input_shape": (INPUTS,),
-        "models": ModelSection(device=model),
-        "torch_device": torch.device("cpu"),
-        "seed": 3,
-    }
-    return MethodContext(**{**settings, **changes})
+    return tiny_context(model, **changes)
 
 
 def make_config(**settings: Any) -> FedDKDConfig:
