@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -172,6 +173,23 @@ def test_ctrl_c_does_not_wait_for_the_work_that_goes_on(tmp_path: Path, link: st
     program = start(out, "--link", link, *OPTIONS, "--set", "local_epochs=1000000")
     assert interrupt(program, out, 0, signal.SIGINT) == 130, program.said
     assert "interrupted before the first round was complete" in program.said
+
+
+def test_ctrl_c_while_the_supervisor_starts_leaves_no_server_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Thread.start` waits for the thread, which already runs: that is where Ctrl-C arrives on a busy machine."""
+
+    class InterruptedStart(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            if self.name == "supervisor":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr("fleetdistill_server.simulation.links.links.threading.Thread", InterruptedStart)
+    with pytest.raises(Interrupted):
+        simulate(replace(FLEET, link="grpc", out=tmp_path / "out"))
+    assert not any(thread.name == "supervisor" for thread in threading.enumerate())
 
 
 # --- what is there

@@ -110,15 +110,16 @@ def run_over_grpc(config: RunConfig, specs: list[DeviceSpec], work: Path, watch:
     supervisor = Supervisor(config, log=work / "server.log", most_short_rounds=MOST_SHORT_ROUNDS)
     failure: list[Exception] = []
     serving = threading.Thread(target=_serve, args=(supervisor, failure), name="supervisor")
-    serving.start()
     finished = False
     try:
+        serving.start()  # Ctrl-C may arrive here too, with the thread running
         with device_processes(specs, _port(supervisor, failure)) as processes:
             _watch_until_over(config.run.name, supervisor, processes, watch, failure)
         finished = True
     finally:
         supervisor.stop(at_once=not finished)
-        serving.join()
+        if serving.is_alive():
+            serving.join()
     return Store.open(Path(config.server.store))
 
 
