@@ -535,7 +535,9 @@ def test_a_disk_that_fills_up_half_way_keeps_no_half_answer_and_the_next_one_fit
 def test_an_answer_without_a_receipt_is_never_overwritten_by_another(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     put(storage)
-    with pytest.raises(StateError, match=r"has the answer \(3, 2, 1\) .* without a receipt; settle it before"):
+    with pytest.raises(
+        StateError, match=r"has the answer \(3, 2, 1\) .* without a receipt; wait for its receipt before"
+    ):
         put(storage, Pending(round=4, step_number=1, attempt=1, samples=40))
     assert whole_answer(storage)
     storage.close()

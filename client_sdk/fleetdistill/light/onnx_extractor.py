@@ -206,4 +206,4 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
-    raise ValueError("a number has more than ten bytes")
+    raise ValueError("a protobuf varint is longer than 10 bytes")

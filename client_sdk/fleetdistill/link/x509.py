@@ -30,7 +30,7 @@ def check_fits(key: bytes, chain: bytes, authorities: bytes) -> None:
     first, *_ = x509.load_pem_x509_certificates(chain)
     private = serialization.load_pem_private_key(key, None)
     if first.public_key() != private.public_key():
-        raise ValueError("the certificate belongs to another key")
+        raise ValueError("the certificate does not match the private key")
     x509.load_pem_x509_certificates(authorities)
     life(chain)
 

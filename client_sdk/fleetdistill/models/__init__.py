@@ -191,7 +191,7 @@ def module_name(module: str) -> str:
         return str(spec.name)
     if getattr(main, "__file__", None) is None:
         raise ConfigurationError(
-            "other processes cannot import a function of an interactive session; define it in a module"
+            "a function defined in an interactive session cannot be imported by other processes; define it in a module"
         )
     name = Path(str(main.__file__)).stem
     sys.modules.setdefault(name, main)  # an import in this process must not run the script again

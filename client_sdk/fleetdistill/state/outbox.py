@@ -111,8 +111,8 @@ class Outbox:
         waiting = self.pending()
         if waiting is not None and waiting.name != pending.name:
             raise StateError(
-                f"{self._outbox} has the answer {waiting.name} (round, step, attempt) without a receipt; settle it "
-                f"before {pending.name} is stored"
+                f"{self._outbox} has the answer {waiting.name} (round, step, attempt) without a receipt; wait "
+                f"for its receipt before storing {pending.name}"
             )
 
     def _check_room(self, needed: int) -> None:

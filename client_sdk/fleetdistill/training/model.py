@@ -199,7 +199,9 @@ def logits_and_embedding(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         return model.with_embedding(x)
     tap = embedding_tap(model)
     if tap is None:
-        raise ModelError(f"{type(model).__name__} has no embedding(x), the input of its last layer; add this method")
+        raise ModelError(
+            f"{type(model).__name__} has no method embedding(x), which returns the input of its last layer; add it"
+        )
     return model(x), tap(x)
 
 

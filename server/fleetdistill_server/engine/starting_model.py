@@ -126,6 +126,6 @@ def _copy_initial(method: ServerMethod, initial: ModelParameters | None) -> None
         return
     if initial is None or Weights.of(initial).tensors != Weights.of(own).tensors:
         raise ConfigurationError(
-            "the devices of that run started from another model; set the same [model] in both runs"
+            "the devices of that run started from a different model; set the same [model] in both runs"
         )
     method.given_initial = initial

@@ -115,8 +115,14 @@ def test_models_that_are_no_chain_of_stages_are_refused_with_advice() -> None:
         ({"distill_epochs": -1}, "distill_epochs must be >= 0"),
         ({"label_epochs": -1}, "label_epochs must be >= 0"),
         ({"distill_epochs": 0, "label_epochs": 0}, "nothing would be trained"),
-        ({"s2c_mode": "feature_grad", "distill_epochs": 2}, "feature_grad allows distill_epochs = 1 only"),
-        ({"s2c_mode": "feature_grad", "distance": "mse"}, "feature_grad is the gradient through the head"),
+        (
+            {"s2c_mode": "feature_grad", "distill_epochs": 2},
+            "distill_epochs is 2, must be 1 with s2c_mode = 'feature_grad'",
+        ),
+        (
+            {"s2c_mode": "feature_grad", "distance": "mse"},
+            "cannot be combined with distance = 'mse', which does not use the head",
+        ),
         ({"warmup_epochs": -1}, "warmup_epochs must be >= 0"),
         ({"participation_ratio": 0.0}, "participation_ratio must be in (0, 1]"),
         ({"participation_ratio": 1.5}, "participation_ratio must be in (0, 1]"),

@@ -226,7 +226,7 @@ class TestClasses:
 
     def test_shards_that_do_not_come_out_even(self) -> None:
         with pytest.raises(
-            ConfigurationError, match=r"7 devices with 3 shards need 21 shards.*multiple of the 10 classes"
+            ConfigurationError, match=r"7 devices with 3 shards each need 21 shards.*not a multiple of the 10 classes"
         ):
             class_shards(TEN_BY_100, 7, 3, 0)
 

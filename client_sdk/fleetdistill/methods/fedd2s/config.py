@@ -91,12 +91,13 @@ class FedD2SConfig(LocalTraining):
             )
         if self.s2c_mode == "feature_grad" and self.distill_epochs not in (None, 1):
             raise ConfigurationError(
-                "feature_grad allows distill_epochs = 1 only, because the gradient is valid only for the first step"
+                f"distill_epochs is {self.distill_epochs}, must be 1 with s2c_mode = 'feature_grad': the gradient is "
+                "valid for one step only"
             )
         if self.s2c_mode == "feature_grad" and self.distance == "mse":
             raise ConfigurationError(
-                "feature_grad is the gradient through the head, which distance = 'mse' does not use; set "
-                "s2c_mode = 'head'"
+                "s2c_mode = 'feature_grad' cannot be combined with distance = 'mse', which does not use the head; set "
+                "s2c_mode = 'head' or another distance"
             )
 
     def for_classes(self, classes: int) -> FedD2SConfig:

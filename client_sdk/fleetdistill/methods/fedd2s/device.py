@@ -82,8 +82,8 @@ class FedD2SDevice(DeviceMethod):
         super().__init__(config, local)
         if not isinstance(local.model, SplitModel):
             raise ModelError(
-                f"FedD2S needs a model that can be cut after every layer, and {type(local.model).__name__} is not a "
-                "SplitModel; build one of stages, or with split_sequential"
+                f"FedD2S needs a SplitModel, which can be cut after every layer, got {type(local.model).__name__}; "
+                "build one from a list of stages, or with split_sequential"
             )
         self.model = local.model
         self._inputs, self._labels = (part.to(local.torch_device) for part in (local.data.inputs, local.data.labels))

@@ -230,8 +230,8 @@ def class_shards(labels: npt.ArrayLike, devices: int, classes_per_device: int, s
         raise ConfigurationError(f"classes_per_device is {classes_per_device}, must be at least 1")
     if (classes_per_device * devices) % len(present):
         raise ConfigurationError(
-            f"{devices} devices with {classes_per_device} shards need {devices * classes_per_device} shards, which "
-            f"must be a multiple of the {len(present)} classes; change devices or classes_per_device"
+            f"{devices} devices with {classes_per_device} shards each need {devices * classes_per_device} shards, "
+            f"which is not a multiple of the {len(present)} classes; change devices or classes_per_device"
         )
     rng = np.random.default_rng(seed)
     pieces_each = classes_per_device * devices // len(present)
