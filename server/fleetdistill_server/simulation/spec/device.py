@@ -27,6 +27,8 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill_server.service.processes import end_with_parent
 from fleetdistill_server.simulation.spec.score_log import append_scores
 
+_WAITED_FOR = {signal.SIGTERM, signal.SIGCHLD}
+
 
 @dataclass(frozen=True)
 class DeviceSpec:
@@ -182,25 +184,33 @@ def _run_forked(specs: Sequence[DeviceSpec], server: str, parent: int | None) ->
 
     Returns when the last device ends, or kills the others and returns 1 when one fails.
     """
-    _preload()
+    preload()
     children: set[int] = set()
+    # Blocked and waited for: Python discards an exception that a signal handler raises in a hook of os.fork.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
     try:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
         for spec in specs:
             children.add(_fork(spec, server))
         end_with_parent(parent)  # starts a thread, so only after the last fork
-        while children:
-            child, status = os.wait()
-            children.discard(child)
-            if status:
-                return 1
-        return 0
+        return _wait_for(children)
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
 
 
-def _preload() -> None:
+def _wait_for(children: set[int]) -> int:
+    """Removes children that end; returns 1 at SIGTERM or after a failure, and 0 after the last child."""
+    while children:
+        if signal.sigwait(_WAITED_FOR) == signal.SIGTERM:
+            return 1
+        while children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            children.discard(ended[0])
+            if ended[1]:
+                return 1
+    return 0
+
+
+def preload() -> None:
     """Imports the modules that devices need; a discarded ONNX export imports the 800 modules of torch's exporter."""
     import onnxruntime  # noqa: F401
     from torch import nn
@@ -218,7 +228,7 @@ def _fork(spec: DeviceSpec, server: str) -> int:
         return child
     status = 1
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
         end_with_parent(parent)
         status = _run(spec, server)
     except BaseException:
