@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import lzma
 import os
 import zipfile
@@ -158,6 +159,11 @@ def _known_name(name: str) -> str:
 
 
 def _digits() -> _Arrays:
+    return {name: array.copy() for name, array in _bundled_digits().items()}
+
+
+@functools.cache  # parsing the text file takes longer than a round of a small fleet
+def _bundled_digits() -> _Arrays:
     """Loads scikit-learn's 1,797 scanned digits of 8x8 pixels and 17 grey levels."""
     try:
         from sklearn.datasets import load_digits
