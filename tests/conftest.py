@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support.forked_popen import REAL_POPEN, popen
+from support.processes import REGISTRY
 
 # Nothing in the suite may depend on how busy the machine is: an example that takes long is no failure.
 settings.register_profile("any-load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -28,10 +32,31 @@ def pytest_configure() -> None:
 
     A shell starts background jobs with SIGINT ignored, and what the tests start would inherit that.
     """
+    gc.disable()  # until all tests are collected: that makes millions of objects that stay
     if os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > ENOUGH_BYTES:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes of the product are forked from one that has imported torch, but for tests of a cold start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(REGISTRY, str(tmp_path_factory.mktemp("forked") / "processes"))
+        patch.setattr(subprocess, "Popen", popen)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def cold_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("cold_start") is not None:
+        monkeypatch.setattr(subprocess, "Popen", REAL_POPEN)
 
 
 @pytest.fixture(autouse=True)

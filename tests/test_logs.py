@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.answering import AnsweringFleet
-from support.processes import children, wait_until
+from support.processes import COMMAND, children, wait_until
 
 from fleetdistill.errors import RunError
 from fleetdistill.printable import PrintableRecords
@@ -175,7 +175,7 @@ torch_device = "cpu"
 def test_front_engine_and_supervisor_log_alike(tmp_path: Path, log_format: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(RUN_TOML.format(store=tmp_path / "store"))
-    command = [sys.executable, "-c", "from fleetdistill_server.cli.app import app; app()", "serve", str(path)]
+    command = [*COMMAND, "serve", str(path)]
     options = ["--log-format", log_format, "--log-level", "DEBUG"]
     log = tmp_path / "log"
     with (

@@ -23,6 +23,7 @@ REASONS = {
         *("_streams", "_staging", "_states", "_thread", "_jobs", "_calls"),
     ),
     "a cache or a lease whose seconds pass at once": ("_registered", "_leases"),
+    "a forked process uses the fork server of its parent": ("_forkserver",),
     "one formula of the specification, by itself": ("_principal",),
 }
 """Why tests reach for a private member, and for which."""

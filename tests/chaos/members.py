@@ -5,7 +5,6 @@ imported everything, since an import of torch for each of them would take an hou
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import random
 import signal
@@ -25,13 +24,6 @@ from fleetdistill.state import failpoints
 
 if TYPE_CHECKING:
     from fleetdistill_server.simulation.spec.device import DeviceSpec
-
-_PRELOAD = (
-    *("chaos.members", "chaos.counting_server", "torch._dynamo"),
-    *("fleetdistill.device.torch_compute", "fleetdistill.methods.feddkc.device"),
-    *("fleetdistill_server.front.server", "fleetdistill_server.engine.engine"),
-    "fleetdistill_server.methods.feddkc.server",
-)
 
 
 @dataclass(frozen=True)
@@ -88,11 +80,6 @@ class DeviceTerms:
     seed: int
     twice: float
     spec: DeviceSpec | None = None
-
-
-def preload() -> None:
-    """Says what this process's fork server is to import; without effect once that runs."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD])
 
 
 def front(place: Place, port: int) -> Forked:

@@ -42,9 +42,7 @@ def run_seed(seed: int, out: Path, mutation: str = "", *, keep: bool = False) ->
 def run_scenario(wanted: Scenario, work: Path, mutation: str = "") -> Row:
     """Runs a scenario in a new folder."""
     from chaos.arena import Arena, as_row
-    from chaos.members import preload
 
-    preload()
     work.mkdir(parents=True)
     return as_row(asyncio.run(Arena(wanted, work, mutation).fight()))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.processes import COMMAND
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
@@ -20,8 +20,6 @@ from fleetdistill_server.cli.serve_checks import check_new_run
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.store.store import Store
-
-COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli.app import app; app()", "serve"]
 
 
 def write(folder: Path, **changes: Any) -> Path:
@@ -154,7 +152,7 @@ def test_a_run_of_another_configuration_is_told_and_stays(tmp_path: Path) -> Non
 
 def test_serve_stores_nothing_of_a_run_that_cannot_begin(tmp_path: Path) -> None:
     path = write(tmp_path, model_server="no_such_module:make")
-    done = subprocess.run([*COMMAND, str(path)], capture_output=True, text=True)
+    done = subprocess.run([*COMMAND, "serve", str(path)], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
         "error: [model] server: server model 'no_such_module:make': cannot import "

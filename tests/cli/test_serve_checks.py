@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.processes import PATIENCE_SECONDS
+from support.processes import COMMAND, PATIENCE_SECONDS
 from typer.testing import CliRunner
 
 from fleetdistill.errors import RunError
@@ -55,10 +54,9 @@ def test_waiting_for_the_end_of_a_run_that_has_none_is_refused(tmp_path: Path) -
 @pytest.mark.slow
 def test_plain_text_outside_the_loopback_is_warned_of_at_every_start(tmp_path: Path) -> None:
     path = write_run(tmp_path, "0.0.0.0:0")
-    code = "from fleetdistill_server.cli.app import app; app()"
     for _ in range(2):
         with subprocess.Popen(
-            [sys.executable, "-c", code, "serve", str(path), "--insecure"],
+            [*COMMAND, "serve", str(path), "--insecure"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from support.forked import ForkedProgram
 from support.outside import fresh_process
-from support.processes import PATIENCE_SECONDS, wait_until
+from support.processes import COMMAND, PATIENCE_SECONDS, wait_until
 from typer.testing import CliRunner
 
 from fleetdistill_server.cli.app import app
@@ -32,7 +32,6 @@ PAGES = [
     for path in (ROOT / "docs" / kind).glob("*.md")
 ]
 TINY = "--rounds 1 --control-rounds 1 --train-limit 150 --test-limit 60"
-SERVE = "from fleetdistill_server.start import main; main()"
 SHELL_ONLY = (". .venv", "pip install", "make ")
 """Lines that set up an environment: this one is set up already. Targets of make are looked up."""
 NEEDS = {"docs/how-to/back-up.md": ("docs/how-to/serve-a-run.md", "## Change or cancel the run")}
@@ -117,7 +116,7 @@ class Reader:
         assert result.exit_code == 0, (words, result.output)
 
     def serve(self, words: list[str]) -> None:
-        server = self.start(["-c", SERVE, *words[1:]])
+        server = self.start(words[1:])
         self.servers.append(server)
         wait_until(lambda: server.poll() is not None or "is served on" in self.output(server), "the run is served")
         assert server.poll() is None, self.output(server)
@@ -127,9 +126,7 @@ class Reader:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         log = self.folder / f"log-{len(list(self.folder.glob('log-*')))}"
         with log.open("wb") as out:
-            started = subprocess.Popen(
-                [sys.executable, *words], cwd=self.folder, env=environment, stdout=out, stderr=out
-            )
+            started = subprocess.Popen([*COMMAND, *words], cwd=self.folder, env=environment, stdout=out, stderr=out)
         log.rename(self.folder / f"log-{started.pid}")
         return started
 

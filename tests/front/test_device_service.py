@@ -540,6 +540,7 @@ def test_a_broken_stream_does_not_stall_the_others() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.cold_start
 def test_the_fronts_memory_does_not_grow_with_the_upload(tmp_path: Path) -> None:
     """One upload fills its buffers; one four times as large then needs hardly more.
 

@@ -22,6 +22,8 @@ from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES, Quota, Receiver, most_bytes
 
+pytestmark = pytest.mark.cold_start  # the memory of a forked process says little
+
 ENROL = "/fleetdistill.wire.v1.EnrolmentService/Enrol"
 CHECK_IN = "/fleetdistill.wire.v1.DeviceService/CheckIn"
 UPLOAD = "/fleetdistill.wire.v1.DeviceService/Upload"

@@ -190,6 +190,7 @@ def test_an_engine_that_cannot_import_the_method_says_so(tmp_path: Path, process
 
 
 @pytest.mark.slow
+@pytest.mark.cold_start
 def test_an_installed_method_runs_over_both_links_without_being_named(with_fedprox: None, tmp_path: Path) -> None:
     install(tmp_path, "own-methods", {"fedprox": "fedprox"})
     memory, grpc = (

@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 from support.forked import ForkedProgram
-from support.processes import PATIENCE_SECONDS
+from support.processes import COMMAND, PATIENCE_SECONDS
 from torch import Tensor, nn
 
 from fleetdistill import Device
@@ -69,10 +68,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(folder: Path, *command: str) -> subprocess.Popen[str]:
+def served(folder: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, *command],
+        [*COMMAND, "serve", "run.toml"],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -84,7 +83,7 @@ def started(folder: Path, *command: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_the_page_s_example_runs_as_it_stands(folder: Path) -> None:
     devices: list[ForkedProgram] = []
-    server = started(folder, "-c", "from fleetdistill_server.cli.app import app; app()", "serve", "run.toml")
+    server = served(folder)
     try:
         devices = [ForkedProgram(["app.py", str(part)], folder / f"{part}.log", folder) for part in range(3)]
         for device in devices:

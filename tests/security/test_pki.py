@@ -6,7 +6,6 @@ import json
 import re
 import stat
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from click.testing import Result
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from support.live_front import RUN, prepare_store
-from support.processes import PATIENCE_SECONDS, children, wait_until
+from support.processes import COMMAND, PATIENCE_SECONDS, children, wait_until
 from support.secured import device_credentials, make_pki, secured_front
 from typer.testing import CliRunner
 
@@ -317,8 +316,9 @@ def test_serve_speaks_tls_on_every_address_and_keeps_its_ports(tmp_path: Path) -
     authority = make_pki(tmp_path / "pki")
     authority.issue_person(Role.VIEWER, "vera", 1.0, tmp_path / "vera")
     path = run_toml(tmp_path, "0.0.0.0:0", pki=str(tmp_path / "pki"))
-    command = [sys.executable, "-c", "from fleetdistill_server.cli.app import app; app()", "serve", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*COMMAND, "serve", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         try:
             said = process.stdout.readline()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.live_front import RUN, prepare_store, write_asks
-from support.processes import PATIENCE_SECONDS
+from support.processes import COMMAND, PATIENCE_SECONDS
 from support.secured import make_pki, secured_front
 from typer.testing import CliRunner
 
@@ -97,8 +96,7 @@ def test_a_run_that_is_not_there_is_a_sentence(watched: Watched) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["the run", "Ctrl-C"])
 def test_following_over_the_network_ends_cleanly(watched: Watched, ending: str) -> None:
-    code = "import sys; from fleetdistill_server.cli.app import app; app(sys.argv[1:])"
-    command = [sys.executable, "-c", code, "runs", "watch", RUN, *watched.there]
+    command = [*COMMAND, "runs", "watch", RUN, *watched.there]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from service.test_supervisor import ENGINE, RUN, completed, serve, write_config
 from support.answering import AnsweringFleet
-from support.processes import PATIENCE_SECONDS, is_alive, wait_until
+from support.processes import COMMAND, PATIENCE_SECONDS, is_alive, wait_until
 from typer.testing import CliRunner
 
 from fleetdistill_server.cli.app import app
@@ -233,13 +233,15 @@ def catches_sigterm(pid: int) -> bool:
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
+@pytest.mark.cold_start
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_serve_with_0_from_its_first_moment(number: int, tmp_path: Path) -> None:
     """`start.main` is what the installed command calls; before it, Python itself is starting."""
     config = write_config(tmp_path)
-    command = [sys.executable, "-c", "from fleetdistill_server.start import main; main()", "serve", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*COMMAND, "serve", str(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         wait_until(lambda: catches_sigterm(process.pid) or process.poll() is not None, "the handler")
         process.send_signal(number)
         said, told = process.communicate(timeout=PATIENCE_SECONDS)

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ import grpc
 import numpy as np
 import pytest
 from support.answering import AnsweringFleet
-from support.processes import children, is_alive, wait_until
+from support.processes import COMMAND, children, is_alive, wait_until
 from support.secured import device_credentials, make_pki, secured_front
 from support.wire_samples import make_payload
 from typer.testing import CliRunner
@@ -258,9 +257,8 @@ def test_the_command_asks_before_it_deletes(directory: Path) -> None:
 
 @pytest.mark.parametrize("point", ["engine.gc.before-drop", "engine.gc.after-drop"])
 def test_a_deletion_that_is_killed_is_finished_by_the_next(directory: Path, point: str) -> None:
-    command = ["-c", "from fleetdistill_server.cli.app import app; app()", "runs", "delete", RUN, "--yes"]
     killed = subprocess.run(
-        [sys.executable, *command, "--store", str(directory)],
+        [*COMMAND, "runs", "delete", RUN, "--yes", "--store", str(directory)],
         env={**os.environ, "FLEETDISTILL_FAILPOINTS": f"{point}=kill@2"},
         capture_output=True,
     )

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 from support.forked import ForkedProgram
-from support.processes import PATIENCE_SECONDS, wait_until
+from support.processes import COMMAND, PATIENCE_SECONDS, wait_until
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("digits_linear", "digits_mlp_small", "digits_cnn_small")
 ENVIRONMENT = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-ROUNDS = 8
-COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli.app import app; app()"]
+ROUNDS = 12
 
 
 class Program:

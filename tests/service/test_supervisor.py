@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.answering import AnsweringDevice, AnsweringFleet
-from support.processes import PATIENCE_SECONDS, children, is_alive, kill_in, wait_until
+from support.processes import COMMAND, PATIENCE_SECONDS, children, is_alive, kill_in, wait_until
 
 from fleetdistill.errors import FleetDistillError, LinkError, RefusedError, RunError
 from fleetdistill.link.grpc_link import GrpcLink
@@ -31,7 +30,6 @@ pytestmark = pytest.mark.slow
 
 RUN = "served"
 ENGINE, FRONT = "fleetdistill_server.engine", "fleetdistill_server.front"
-COMMAND = [sys.executable, "-c", "from fleetdistill_server.cli.app import app; app()"]
 MANY_ROUNDS = 100_000
 
 
@@ -194,6 +192,7 @@ def test_ctrl_c_ends_cleanly_and_the_next_start_goes_on_until_it_is_killed(tmp_p
     store.close()
 
 
+@pytest.mark.cold_start
 def test_a_child_that_still_starts_ends_too_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     with serve(write_config(tmp_path)) as served:
         pids = [served.child(FRONT), served.child(ENGINE)]  # the engine needs seconds to load torch

@@ -199,7 +199,6 @@ def soak(
     place, port = Place(work), _free_port()
     place.config.write_text(as_toml(_config(place)))
     began = time.monotonic()
-    members.preload()
     pipes = members.make_pipes(place)
     front, engine = _start_front(place, port, leak), Forked(_run_engine, place)
     engine.start()

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.fleets import RUNS, Prepared, assert_no_upload_lost, prepare
+from support.processes import COMMAND
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError, DamagedError, RunError
@@ -170,8 +170,7 @@ def test_a_checkpoint_that_cannot_be_read_leaves_the_run_as_it_is(played: tuple[
 @pytest.mark.parametrize("point", ["rollback.before-commit", "rollback.after-commit"])
 def test_a_rollback_that_is_killed_is_whole_or_not_there(point: str, played: tuple[Prepared, Path]) -> None:
     given = ["runs", "rollback", RUN, "--to", "1", "--store", str(played[1])]
-    command = [sys.executable, "-c", "from fleetdistill_server.cli.app import app; app()", *given]
-    killed = subprocess.run(command, env={**os.environ, VARIABLE: f"{point}=kill"}, check=False)
+    killed = subprocess.run([*COMMAND, *given], env={**os.environ, VARIABLE: f"{point}=kill"}, check=False)
     assert killed.returncode == -signal.SIGKILL
     store = Store.open(played[1])
     whole = point == "rollback.after-commit"

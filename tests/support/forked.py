@@ -6,11 +6,11 @@ a test meets a moment that is too short to be hit from outside. Not for Windows.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import select
 import signal
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +18,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from support.fork_server import forked
+from support.forked_popen import popen
 from support.processes import PATIENCE_SECONDS, wait_until
 
 from fleetdistill import Step
@@ -30,15 +32,6 @@ from fleetdistill_server.store.store import Store
 
 if TYPE_CHECKING:
     from support.fleets import Prepared
-
-_context = multiprocessing.get_context("forkserver")
-_PRELOAD = (
-    *("pytest", "torch._dynamo"),  # torch imports the latter in its first training step, and that takes seconds
-    *("fleetdistill.device.torch_compute", "fleetdistill_server.engine.engine", "fleetdistill_server.front.server"),
-    *("fleetdistill_server.simulation.spec.device", "fleetdistill_server.simulation.links.links"),
-    *("fleetdistill_server.cli.app", "fleetdistill_server.simulation.fleet", "sklearn.datasets"),
-)
-_context.set_forkserver_preload([*_PRELOAD])
 
 
 class Pipe:
@@ -72,8 +65,7 @@ class Forked:
         """Starts it with these failpoints, as `failpoints.switch_on` takes them; the target gets them first."""
         assert not self.is_alive
         self.lives += 1
-        self.process = _context.Process(target=self._target, args=(points, *self._args), daemon=True)
-        self.process.start()
+        self.process = forked(self._target, points, *self._args)
 
     def kill(self) -> None:
         """SIGKILL, if it lives."""
@@ -166,7 +158,7 @@ def _run_grpc_device(points: str, spec: Path, port: int) -> None:
 class ForkedProgram(Forked):
     """A command (`fleetdistill ...`) or a script (`path.py ...`) with its arguments; what it prints goes to a file.
 
-    Only its own process saves the start of Python and torch: what it starts itself are processes like any other.
+    What it starts of the product is forked too; see `support.forked_popen`.
     """
 
     def __init__(self, words: Sequence[str | Path], log: Path, folder: Path | None = None) -> None:
@@ -198,6 +190,7 @@ def _run_program(points: str, words: list[str], log: Path, folder: Path, path: l
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     failpoints.switch_on(points)
+    subprocess.Popen = popen  # type: ignore[misc, assignment]
     sys.argv, sys.path[:] = words, path
     if words[0].endswith(".py"):
         sys.path.insert(0, str(Path(words[0]).resolve().parent))

@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+COMMAND = [sys.executable, "-c", "from fleetdistill_server.start import main; main()"]
+"""The installed command `fleetdistill`; arguments follow."""
+REGISTRY = "FLEETDISTILL_TESTS_FORKED"
+"""Variable with the path of a file that has a line `parent child module` per process of `support.forked_popen`."""
 PATIENCE_SECONDS = 300.0
 """How long a test waits for what is bound to come, before it fails: generous, because a machine may be busy."""
 
@@ -29,7 +33,8 @@ def wait_until(condition: Callable[[], T], what: str, seconds: float = PATIENCE_
 
 def children(pid: int, module: str = "") -> list[int]:
     """Living children of a process, by default all, else those that run this Python module."""
-    found = []
+    found = [int(child) for parent, child, name in _forked() if parent == str(pid) and module in ("", name)]
+    found = [child for child in found if is_alive(child)]
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and _parent_of(entry) == pid and module in ("", *_command_of(entry)):
             found.append(int(entry.name))
@@ -69,6 +74,12 @@ def python(code: str, environment: Mapping[str, str] | None = None) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def _forked() -> list[list[str]]:
+    """Parent, child and module of each process that the tests forked; /proc has the fork server as their parent."""
+    registry = Path(os.environ.get(REGISTRY, "/dev/null"))
+    return [line.split() for line in registry.read_text().splitlines()] if registry.exists() else []
 
 
 def _parent_of(entry: Path) -> int | None:

@@ -6,7 +6,6 @@ import io
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from rich.live import Live
-from support.processes import PATIENCE_SECONDS
+from support.processes import COMMAND, PATIENCE_SECONDS
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
@@ -224,8 +223,7 @@ def test_the_command_gives_one_json_object_a_line(over: Store, tmp_path: Path) -
 def test_ctrl_c_ends_it_cleanly_in_mid_run(store: Store, tmp_path: Path) -> None:
     moves = Played(store).moves()
     next(moves)
-    code = "import sys; from fleetdistill_server.cli.app import app; app(sys.argv[1:])"
-    command = [sys.executable, "-c", code, "runs", "watch", RUN, "--store", str(tmp_path)]
+    command = [*COMMAND, "runs", "watch", RUN, "--store", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -93,7 +93,7 @@ def test_models_that_are_no_chain_of_stages_are_refused_with_advice() -> None:
             return self.predict(self.features(x))
 
     data = TensorData(torch.randn(4, INPUTS), torch.zeros(4, dtype=torch.int64))
-    with pytest.raises(ModelError, match="OneCut is not a SplitModel; build one of stages"):
+    with pytest.raises(ModelError, match="got OneCut; build one from a list of stages"):
         device_of(OneCut(), data, CLASSES, make_config())
     with pytest.raises(ConfigurationError, match=r"\[model\] device is a Linear"):
         make_server(make_context("support.fedd2s_fleet:plain_model"))

@@ -1,0 +1,15 @@
+"""What the fork server imports before it forks: everything that the product's processes and the tests' devices need."""
+
+from __future__ import annotations
+
+import pytest  # noqa: F401
+import sklearn.datasets  # noqa: F401
+import torch._dynamo  # noqa: F401  (torch imports it in a process's first training step, and that takes seconds)
+
+from fleetdistill_server.cli import app  # noqa: F401
+from fleetdistill_server.engine import process  # noqa: F401
+from fleetdistill_server.front import process as front_process  # noqa: F401
+from fleetdistill_server.simulation import fleet  # noqa: F401
+from fleetdistill_server.simulation.spec.device import preload
+
+preload()
