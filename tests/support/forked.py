@@ -155,6 +155,25 @@ def _run_grpc_device(points: str, spec: Path, port: int) -> None:
     sys.exit(main())
 
 
+def forked_grpc_devices(specs: Sequence[DeviceSpec], port: int, hook: Path | None = None) -> ForkServerProcess:
+    """The process of several simulated devices. SIGTERM arrives in a hook of its first fork, which touches `hook`."""
+    return forked(_run_grpc_devices, [save_spec(spec) for spec in specs], port, hook)
+
+
+def _run_grpc_devices(specs: list[Path], port: int, hook: Path | None) -> None:
+    from fleetdistill_server.simulation.spec.device import main
+
+    def terminate() -> None:
+        assert hook is not None
+        hook.touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if hook is not None:
+        os.register_at_fork(after_in_parent=terminate)
+    sys.argv = ["device", *map(str, specs), "--server", f"127.0.0.1:{port}", "--parent", str(os.getppid())]
+    sys.exit(main())
+
+
 class ForkedProgram(Forked):
     """A command (`fleetdistill ...`) or a script (`path.py ...`) with its arguments; what it prints goes to a file.
 
