@@ -80,9 +80,13 @@ def test_an_empty_run_name_means_the_only_run(fleet: Fleet) -> None:
     request = service_pb2.CheckInRequest(identity=make_identity("d1", run=""), profile=make_profile())
     assert fleet.api.check_in(request).contract.run == RUN
     fleet.store.runs.begin("another", {})
-    with pytest.raises(RefusedError, match="the server has several runs; name one of: digits, another") as error:
+    expected = r"the server has several runs; set Device\(run=...\) to one of: digits, another"
+    with pytest.raises(RefusedError, match=expected) as error:
         fleet.api.check_in(request)
     assert error.value.code == Code.UNKNOWN_RUN
+    fleet.store.runs.end("another", "finished", "1 round completed")
+    request.identity.device = "d2"
+    assert fleet.api.check_in(request).contract.run == RUN, "the only run that has not ended"
 
 
 def test_a_run_that_is_unknown_or_still_prepared_is_refused(fleet: Fleet) -> None:

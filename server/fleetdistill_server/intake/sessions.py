@@ -18,6 +18,7 @@ from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.limiter import DeviceKey, Limiter
 from fleetdistill_server.intake.refusal_log import RefusalLog
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 
 _NOTE_SECONDS = 5.0
@@ -66,19 +67,23 @@ class Sessions:
         self._contracts.pop(run, None)
 
     def run_name(self, name: str) -> str:
-        """Returns the name of a device's run; an empty name selects the server's only run.
+        """Returns the name of a device's run; an empty name selects the only run, or the only one that has not ended.
 
         Raises:
-            RefusedError: The name is empty and the server has no run or several runs.
+            RefusedError: The name is empty and the server has no run, or several to choose from.
         """
         if name:
             return name
         runs = self._store.runs.names()
         if not runs:
             raise RefusedError(Code.NOT_READY, "the server has no run yet")
-        if len(runs) > 1:
-            raise RefusedError(Code.UNKNOWN_RUN, f"the server has several runs; name one of: {', '.join(runs)}")
-        return runs[0]
+        current = self._store.runs.names(without=OVER) or runs
+        if len(current) > 1:
+            listed = ", ".join(current)
+            raise RefusedError(
+                Code.UNKNOWN_RUN, f"the server has several runs; set Device(run=...) to one of: {listed}"
+            )
+        return current[0]
 
     def contract(self, run: str) -> contract_pb2.Contract:
         """Returns a run's contract.

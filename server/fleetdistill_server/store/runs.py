@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fleetdistill.errors import RunError
@@ -63,9 +63,10 @@ class Runs:
             "FROM runs ORDER BY created_at, name"
         )
 
-    def names(self) -> list[str]:
-        """Returns the names of all runs, oldest first."""
-        return [row["name"] for row in self._db.rows("SELECT name FROM runs ORDER BY created_at, name")]
+    def names(self, *, without: Collection[str] = ()) -> list[str]:
+        """Returns the names of the runs, oldest first, except those with one of these statuses."""
+        rows = self._db.rows("SELECT name, status FROM runs ORDER BY created_at, name")
+        return [row["name"] for row in rows if row["status"] not in without]
 
     def own(self, name: str) -> str:
         """Makes the caller the run's only engine; returns the fencing token for its later writes.
