@@ -146,7 +146,8 @@ def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
     with fresh_process():
         said = refusal(with_setting("run", "method", "xyz"))
     assert said == (
-        "[run] method: unknown method 'xyz', expected one of cdkt, classstats, dafkd, fedavg, fedd2s, feddkc, feddkd"
+        "[run] method: unknown method 'xyz', expected one of cdkt, classstats, dafkd, fedavg, fedd2s, feddkc, feddkd; "
+        "import the module that registers your own method first"
     )
 
 

@@ -138,6 +138,7 @@ def _half(method: str, half: int) -> Any:
     if is_registered(method):
         return registered[method][half]
     if method not in METHODS:
-        raise ConfigurationError(unknown_name("method", method, known_methods()))
+        advice = "import the module that registers your own method first"
+        raise ConfigurationError(f"{unknown_name('method', method, known_methods())}; {advice}")
     module, name = METHODS[method][half].split(":")
     return getattr(import_module(f"fleetdistill.methods.{module}"), name)
