@@ -6,6 +6,7 @@ python -m fleetdistill_server.simulation.spec.device SPEC.json... --server 127.0
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -211,7 +212,10 @@ def _wait_for(children: set[int]) -> int:
 
 
 def preload() -> None:
-    """Imports the modules that devices need; a discarded ONNX export imports the 800 modules of torch's exporter."""
+    """Imports the modules that devices need; a discarded ONNX export imports the 800 modules of torch's exporter.
+
+    The garbage collector then ignores their objects; otherwise a device's first full collection copies all their pages.
+    """
     import onnxruntime  # noqa: F401
     from torch import nn
 
@@ -219,6 +223,8 @@ def preload() -> None:
     from fleetdistill.training.onnx_export import onnx_bytes
 
     onnx_bytes(nn.Linear(1, 1), (1,))
+    gc.collect()
+    gc.freeze()
 
 
 def _fork(spec: DeviceSpec, server: str) -> int:
