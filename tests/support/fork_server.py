@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
+import sys
 import weakref
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from typing import Any
+
+import pytest
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["support.preloaded"])
@@ -19,10 +23,24 @@ def forked(target: Callable[..., object], *args: Any) -> ForkServerProcess:
     """Starts a process that calls a function. It may start others, and it is killed when this process ends."""
     if multiprocessing.parent_process() is not None:  # forked itself: use the same server instead of a second one
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
-    process = _context.Process(target=target, args=args)
+    else:
+        _ensure_preloaded()
+    process = _context.Process(target=_call, args=(target, *args))
     process.start()
     _started.add(process)
     return process
+
+
+def _call(target: Callable[..., object], *args: Any) -> None:
+    assert "support.preloaded" in sys.modules, "the fork server could not import support.preloaded"
+    target(*args)
+
+
+def _ensure_preloaded() -> None:
+    """Starts the server, which finds only what PYTHONPATH has and ignores a module that it cannot import."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
 
 
 @atexit.register
