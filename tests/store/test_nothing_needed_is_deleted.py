@@ -140,14 +140,13 @@ class Retention(RuleBasedStateMachine):
 
     @rule(run=runs, data=st.data())
     def roll_back(self, run: str, data: st.DataObject) -> None:
-        """The newest closed round is then an earlier one, whose payloads a prune may have released or deleted."""
+        """The newest closed round is then an earlier one, whose payloads a prune may have deleted."""
         to = data.draw(st.sampled_from(self.store.runs.checkpoints(run)))
         done = roll_back(self.store, run, to["round"])
         row = self.store.runs.get(run) or {}
         assert (row["checkpoint"], row["completed_rounds"]) == (to["sha256"], done.completed_rounds)
         counted = [one for one in self.store.runs.rounds(run) if one["status"] == "closed"]
         assert len(counted) == done.completed_rounds
-        self.lost |= self.store.runs.payloads_between(run, 0, self.store.runs.first_kept_round(run))
         spoken = self.store.runs.payloads_between(run, 0, 1 << 40)
         self.lost |= {one for one in spoken if not self.store.blobs.has(one)}
 
@@ -194,6 +193,7 @@ class Retention(RuleBasedStateMachine):
             for step in range(1, 9) if opened else ():
                 wanted |= {one["payload"] for one in self.store.asks.of_step(run, opened["round"], step)}  # type: ignore[index]
             newest = [one["round"] for one in self.store.runs.rounds(run) if one["status"] == "closed"][-1:]
+            newest = [one for one in newest if one >= self.store.runs.first_kept_round(run)]  # a prune released others
             wanted |= {row["sha256"] for row in self.store.asks.uploads(run) if row["round"] in newest and _counts(row)}
             for sha256 in wanted - self.lost:
                 self.store.blobs.open(sha256, verify=True)
