@@ -1,0 +1,161 @@
+"""Private class statistics: the sums that a device releases, with Gaussian noise added on the device.
+
+Letters: n rows, F numbers a row, C classes. The equations in brackets are those of the method's page. NumPy alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Self
+
+import numpy as np
+
+from fleetdistill.knowledge import Array
+from fleetdistill.privacy.discrete_gaussian import Random, discrete_gaussian
+
+SHARES = (Fraction(1, 10), Fraction(3, 4), Fraction(3, 20))
+"""Shares of mu squared that counts, sums and second moment take."""
+_GRID_BITS = 16
+"""Exact noise: the numbers of a row are multiples of 2^-16."""
+_VARIANCE_BITS = 10
+"""Variances of exact noise are rounded up to multiples of 2^-10 grid steps, which keeps the fractions short."""
+_FLOAT_GRID = 2.0**-10
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ClassSums:
+    """Sums over a device's unit rows (3.2).
+
+    Attributes:
+        counts: `[C]` float64, rows of each class.
+        sums: `[C, F]` float64, sum of each class's rows.
+        second_moment: `[F, F]` float64, symmetric: the sum of u uᵀ over the rows of all classes.
+    """
+
+    counts: Array
+    sums: Array
+    second_moment: Array
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """Standard deviations of one release's noise (3.4).
+
+    Attributes:
+        counts: Of each count.
+        sums: Of each number of a sum.
+        second_moment: Of the diagonal; entries beside it have this divided by sqrt(2).
+    """
+
+    counts: float
+    sums: float
+    second_moment: float
+
+    @classmethod
+    def of(cls, mu: float) -> Self:
+        """Returns 1 / (mu sqrt(share)) for each of the three.
+
+        Args:
+            mu: Above 0.
+        """
+        return cls(*(1 / (mu * math.sqrt(share)) for share in SHARES))
+
+
+def unit_rows(features_nf: Array) -> Array:
+    """Returns rows of length 1; rows of zeros stay zero (3.1).
+
+    Args:
+        features_nf: `[n, F]`, finite, any float type.
+
+    Returns:
+        `[n, F]` float64.
+    """
+    rows = np.asarray(features_nf, dtype=np.float64)
+    largest = np.abs(rows).max(axis=1, keepdims=True, initial=0)
+    scaled = np.divide(rows, largest, out=np.zeros_like(rows), where=largest > 0)  # squares of huge numbers overflow
+    length = np.linalg.norm(scaled, axis=1, keepdims=True)
+    return np.asarray(np.divide(scaled, length, out=np.zeros_like(rows), where=length > 0))
+
+
+def class_sums(rows_nf: Array, labels_n: Array, classes: int) -> ClassSums:
+    """Returns the sums over all classes, whether the device has rows of them or not (3.2).
+
+    Args:
+        rows_nf: `[n, F]` unit rows.
+        labels_n: `[n]` integers in [0, classes).
+        classes: C.
+    """
+    sums = np.zeros((classes, rows_nf.shape[1]), dtype=rows_nf.dtype)
+    np.add.at(sums, labels_n, rows_nf)
+    counts = np.bincount(labels_n, minlength=classes)
+    return ClassSums(counts=counts.astype(rows_nf.dtype), sums=sums, second_moment=rows_nf.T @ rows_nf)
+
+
+def release_rounded(sums: ClassSums, mu: float, generator: np.random.Generator) -> ClassSums:
+    """Returns the sums with continuous noise, rounded to multiples of 2^-10 standard deviations (3.7 a).
+
+    Args:
+        sums: Of the device.
+        mu: From `accountant.mu_for`.
+        generator: Seeded by the operating system, never by the run.
+    """
+    scale = NoiseScale.of(mu)
+
+    def noisy(values: Array, deviation: float) -> Array:
+        step = _FLOAT_GRID * deviation
+        return np.round((values + generator.normal(0, deviation, values.shape)) / step) * step
+
+    upper = np.triu_indices(len(sums.second_moment), 1)
+    diagonal = noisy(np.diag(sums.second_moment), scale.second_moment)
+    beside = noisy(sums.second_moment[upper], scale.second_moment / math.sqrt(2))
+    return ClassSums(
+        counts=noisy(sums.counts, scale.counts),
+        sums=noisy(sums.sums, scale.sums),
+        second_moment=_symmetric(diagonal, beside),
+    )
+
+
+def release_exact(rows_nf: Array, labels_n: Array, classes: int, mu: float, random: Random | None = None) -> ClassSums:
+    """Returns the sums with exact integer noise (3.7 b).
+
+    The rows' numbers are truncated towards zero to multiples of 2^-16, so no row becomes longer than 1. Sums and noise
+    are integers until the end.
+
+    Args:
+        rows_nf: `[n, F]` unit rows.
+        labels_n: `[n]` integers in [0, classes).
+        classes: C.
+        mu: From `accountant.discrete_mu_for`.
+        random: The operating system's generator by default; tests give another.
+    """
+    grid = 2**_GRID_BITS
+    whole = class_sums(np.trunc(rows_nf * grid).astype(np.int64), labels_n, classes)
+    variances = [1 / (Fraction(mu) ** 2 * share) for share in SHARES]
+
+    def noisy(values: Array, variance: Fraction, unit: int) -> Array:
+        in_steps = _rounded_up(variance * unit**2)
+        flat = [int(value) + discrete_gaussian(in_steps, random) for value in values.ravel()]
+        return np.array([value / unit for value in flat], dtype=np.float64).reshape(values.shape)
+
+    upper = np.triu_indices(rows_nf.shape[1], 1)
+    diagonal = noisy(np.diag(whole.second_moment), variances[2], grid**2)
+    beside = noisy(whole.second_moment[upper], variances[2] / 2, grid**2)
+    return ClassSums(
+        counts=noisy(whole.counts, variances[0], 1),
+        sums=noisy(whole.sums, variances[1], grid),
+        second_moment=_symmetric(diagonal, beside),
+    )
+
+
+def _rounded_up(variance: Fraction) -> Fraction:
+    return Fraction(math.ceil(variance * 2**_VARIANCE_BITS), 2**_VARIANCE_BITS)
+
+
+def _symmetric(diagonal: Array, beside: Array) -> Array:
+    whole = np.diag(diagonal)
+    upper = np.triu_indices(len(diagonal), 1)
+    whole[upper] = beside
+    whole.T[upper] = beside
+    return whole
