@@ -13,6 +13,7 @@
     ├── LinkError                the server is unavailable; retry later
     ├── RefusedError             the server refused a request
     ├── CannotAnswer             a device cannot answer an ask (handled by `Device`)
+    │   └── PrivacyBudgetError   the answer would exceed the device's privacy budget
     ├── StoreError               the server's store failed
     │   ├── DamagedError         stored data are missing or corrupt
     │   └── NoSpaceError         the server's disk is full
@@ -37,6 +38,7 @@ __all__ = [
     "NoRoomError",
     "NoSpaceError",
     "PayloadTooLargeError",
+    "PrivacyBudgetError",
     "QuorumNotReached",
     "RefusedError",
     "RunError",
@@ -161,6 +163,21 @@ class CannotAnswer(FleetDistillError):
 
     Raised by handlers and handled by `Device`; it does not reach the app.
     """
+
+
+class PrivacyBudgetError(CannotAnswer):
+    """A private release would exceed the device's privacy budget, so the device declines the ask.
+
+    Its text is always the same, because it is sent to the server.
+
+    Attributes:
+        spent: Epsilon of the releases so far.
+        wanted: Epsilon of these and the new one together.
+    """
+
+    def __init__(self, spent: float, wanted: float) -> None:
+        super().__init__("privacy budget used up")
+        self.spent, self.wanted = spent, wanted
 
 
 class QuorumNotReached(FleetDistillError):

@@ -1,1 +1,1 @@
-"""`fleetdistill audit`: what a curious server can infer from a method's messages, measured by attacks on public data."""
+"""`fleetdistill audit`: what a curious server can infer from a method's messages, measured on public data."""

@@ -1,0 +1,144 @@
+"""The device's own record of its private releases, and the budget that the app sets for them.
+
+A release is recorded durably before its noise is drawn. A device that dies in between has spent privacy without sending
+anything; it can never send a release that the ledger does not count.
+
+    privacy.json    one entry a release: run, round, mu, data fingerprint, and epsilon of all releases so far
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from fleetdistill.errors import ConfigurationError, PrivacyBudgetError, StateError
+from fleetdistill.privacy.accountant import composed, epsilon_for
+from fleetdistill.state import failpoints
+from fleetdistill.state.files import Files
+from fleetdistill.state.format import damaged_error, json_object
+
+_NAME = "privacy.json"
+_TOLERANCE = 1e-9
+"""Relative. Epsilon is rounded up twice on its way through mu, so a budget of exactly one release allows it."""
+
+
+@dataclass(frozen=True)
+class PrivacyBudget:
+    """Most privacy that a device may spend, over all runs of its state directory.
+
+    Attributes:
+        epsilon: Above 0, at most 100.
+        delta: In (0, 1), well below 1 / number of rows.
+
+    Raises:
+        ConfigurationError: A value is out of range.
+    """
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon <= 100 or not 0 < self.delta < 1:
+            raise ConfigurationError(
+                f"privacy_budget is ({self.epsilon!r}, {self.delta!r}); expected (epsilon, delta) with epsilon in "
+                "(0, 100] and delta in (0, 1)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """One entry of the ledger.
+
+    Attributes:
+        run: Run that the release was for.
+        round: Round that the release was for.
+        mu: Gaussian-DP parameter of its noise.
+        rows: Fingerprint of the rows, 64 hexadecimal digits.
+        epsilon: Of this and all earlier releases together, at the budget's delta or the run's.
+        time: Unix time in seconds.
+    """
+
+    run: str
+    round: int
+    mu: float
+    rows: str
+    epsilon: float
+    time: float
+
+
+class PrivacyLedger:
+    """Reads and extends the ledger of one state directory.
+
+    Args:
+        files: The state directory.
+        budget: Most that may be spent; None for no limit beyond the run's own epsilon.
+
+    Raises:
+        StateError: The ledger is damaged. It is never replaced: without it, the device cannot know what it has spent.
+    """
+
+    def __init__(self, files: Files, budget: PrivacyBudget | None = None) -> None:
+        self._files, self._budget = files, budget
+        self.releases: list[Release] = self._load()
+
+    def spent(self, delta: float) -> float:
+        """Returns the epsilon of all releases together; infinity above 100."""
+        return epsilon_for(composed(release.mu for release in self.releases), delta)
+
+    def record(self, *, run: str, round: int, mu: float, rows: str, delta: float, time: float) -> None:
+        """Adds a release, durably. Call it before drawing the noise.
+
+        Rows that were replaced or removed do not reset the ledger: some may be in both releases.
+
+        Args:
+            run: Run that asks for the release.
+            round: Round of the ask.
+            mu: Above 0.
+            rows: From `fingerprint`.
+            delta: The run's; the budget's applies if there is a budget.
+            time: Unix time in seconds.
+
+        Raises:
+            PrivacyBudgetError: The release would exceed the budget. Nothing is recorded.
+        """
+        at = self._budget.delta if self._budget else delta
+        epsilon = epsilon_for(composed([*(release.mu for release in self.releases), mu]), at)
+        if self._budget and epsilon > self._budget.epsilon * (1 + _TOLERANCE):
+            raise PrivacyBudgetError(spent=self.spent(at), wanted=epsilon)
+        release = Release(run=run, round=round, mu=mu, rows=rows, epsilon=epsilon, time=time)
+        self._save([*self.releases, release])
+        self.releases.append(release)
+        failpoints.hit("device.privacy.after-record")
+
+    def _save(self, releases: list[Release]) -> None:
+        entries = [asdict(one) | {"epsilon": one.epsilon if math.isfinite(one.epsilon) else None} for one in releases]
+        self._files.save(_NAME, json.dumps({"format": 1, "releases": entries}, indent=1).encode(), mode=0o600)
+
+    def _load(self) -> list[Release]:
+        data = self._files.load(_NAME)
+        if data is None:
+            return []
+        path = self._files.directory / _NAME
+        try:
+            entries = json_object(path, data)["releases"]
+            releases = [Release(**entry | {"epsilon": _number(entry["epsilon"])}) for entry in entries]
+            if not all(math.isfinite(one.mu) and one.mu > 0 for one in releases):
+                raise ValueError("a release has a mu that is not a positive number")
+        except StateError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged_error(path, error) from error
+        return releases
+
+
+def fingerprint(rows: Iterable[bytes]) -> str:
+    """Returns 64 hexadecimal digits that name a set of rows in whatever order: SHA-256 over their sorted SHA-256."""
+    digests = sorted(hashlib.sha256(row).digest() for row in rows)
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _number(epsilon: float | None) -> float:
+    return math.inf if epsilon is None else float(epsilon)

@@ -1,0 +1,96 @@
+"""The ledger of private releases: what it counts, refuses and survives."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from fleetdistill.errors import ConfigurationError, PrivacyBudgetError, StateError
+from fleetdistill.privacy.accountant import mu_for
+from fleetdistill.state import failpoints
+from fleetdistill.state.files import Files
+from fleetdistill.state.privacy_ledger import PrivacyBudget, PrivacyLedger, fingerprint
+
+DELTA = 1e-5
+ONE = mu_for(1, DELTA)
+
+
+def record(ledger, mu=ONE, **changes):
+    ledger.record(**{"run": "r", "round": 1, "mu": mu, "rows": "00", "delta": DELTA, "time": 0.0} | changes)
+
+
+def test_releases_add_up_and_survive_a_restart(tmp_path):
+    """PRI-3: epsilon 1 twice is 1.4651699604, and ten times 3.6185915743, at delta 1e-5."""
+    for _ in range(10):
+        record(PrivacyLedger(Files(tmp_path)))
+    ledger = PrivacyLedger(Files(tmp_path))
+    assert ledger.releases[1].epsilon == pytest.approx(1.4651699604, abs=5e-10)
+    assert ledger.spent(DELTA) == pytest.approx(3.6185915743, abs=5e-10)
+
+
+def test_a_budget_of_one_release_allows_one(tmp_path):
+    ledger = PrivacyLedger(Files(tmp_path), PrivacyBudget(1, DELTA))
+    record(ledger)
+    with pytest.raises(PrivacyBudgetError, match=r"^privacy budget used up$") as refused:
+        record(ledger)
+    assert refused.value.spent == pytest.approx(1, rel=1e-6)
+    assert refused.value.wanted == pytest.approx(1.4651699604, abs=5e-10)
+    assert len(PrivacyLedger(Files(tmp_path)).releases) == 1
+
+
+def test_other_rows_do_not_reset_the_budget(tmp_path):
+    ledger = PrivacyLedger(Files(tmp_path), PrivacyBudget(1, DELTA))
+    record(ledger, rows=fingerprint([b"a"]))
+    with pytest.raises(PrivacyBudgetError):
+        record(ledger, rows=fingerprint([b"b"]))
+
+
+def test_the_budgets_delta_applies_not_the_runs(tmp_path):
+    ledger = PrivacyLedger(Files(tmp_path), PrivacyBudget(1, 1e-9))
+    with pytest.raises(PrivacyBudgetError):
+        record(ledger, delta=0.5)
+
+
+@pytest.mark.parametrize("point", ["disk.before-fsync", "disk.before-rename", "disk.before-directory-fsync"])
+def test_a_release_that_could_not_be_recorded_is_refused(tmp_path, point):
+    record(PrivacyLedger(Files(tmp_path)))
+    with failpoints.switched_on(f"{point}=error:EIO"), pytest.raises(StateError):
+        record(PrivacyLedger(Files(tmp_path)))
+    assert len(PrivacyLedger(Files(tmp_path)).releases) in (1, 2)  # at worst counted, never forgotten
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"[]", b"{}", b'{"releases": [{}]}', b'{"releases": [{"mu": 1}]}', b'{"releases": 3}']
+)
+def test_a_damaged_ledger_is_never_replaced(tmp_path, damage):
+    (tmp_path / "privacy.json").write_bytes(damage)
+    with pytest.raises(StateError, match=r"privacy\.json is damaged"):
+        PrivacyLedger(Files(tmp_path))
+    assert (tmp_path / "privacy.json").read_bytes() == damage
+
+
+@pytest.mark.parametrize("mu", [-1, 0, math.nan, math.inf])
+def test_an_impossible_mu_is_damage(tmp_path, mu):
+    record(PrivacyLedger(Files(tmp_path)))
+    saved = json.loads((tmp_path / "privacy.json").read_text())
+    saved["releases"][0]["mu"] = mu
+    (tmp_path / "privacy.json").write_text(json.dumps(saved))
+    with pytest.raises(StateError, match=r"privacy\.json is damaged"):
+        PrivacyLedger(Files(tmp_path))
+
+
+def test_a_release_without_noise_spends_everything(tmp_path):
+    record(PrivacyLedger(Files(tmp_path)), mu=60.0)
+    assert PrivacyLedger(Files(tmp_path)).spent(DELTA) == math.inf
+
+
+def test_the_order_of_rows_does_not_change_their_fingerprint():
+    assert fingerprint([b"a", b"b"]) == fingerprint([b"b", b"a"]) != fingerprint([b"a", b"a", b"b"])
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0, DELTA), (-1, DELTA), (101, DELTA), (1, 0), (1, 1)])
+def test_an_impossible_budget_is_refused(epsilon, delta):
+    with pytest.raises(ConfigurationError, match="privacy_budget is"):
+        PrivacyBudget(epsilon, delta)
