@@ -19,6 +19,7 @@ _STATISTICS = ("class_statistics", "shared_statistics")
 _MOST_ROWS = 4
 _DECLARED = (
     *_STATISTICS,
+    "class_sums",
     "model_parameters",
     "distillation_gradient",
     "generator",
@@ -63,6 +64,13 @@ def _parts() -> dict[str, dict[str, k.Kind]]:
         directions=np.ones((2, 3, 4), np.float32),
         variances=np.ones((2, 4), np.float32),
     )
+    sums = k.ClassSums(
+        counts=np.float32([9, -2, 7]),  # type: ignore[arg-type]
+        sums=np.ones((3, 4), np.float32),
+        second_moment=np.ones(10, np.float32),
+        mu=0.5,
+        discrete=True,
+    )
     rows, labels = np.random.default_rng(0).random((16, 4)), np.repeat([0, 2], 8)
     shared = to_wire(moments_of(rows, labels), rank=3)
     return {
@@ -72,6 +80,7 @@ def _parts() -> dict[str, dict[str, k.Kind]]:
         "weighted_predictions": {"predictions": k.WeightedPredictions(noise_seed=3, values=values)},
         "class_statistics": {"statistics": statistics},
         "shared_statistics": {"moments": shared},
+        "class_sums": {"sums": sums},
         "soft_predictions": {"soft": k.SoftPredictions(noise_seed=3, values=values)},
         "distillation_gradient": {"gradient": gradient},
         "generator": {

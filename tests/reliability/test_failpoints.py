@@ -26,8 +26,8 @@ WHO = {
     FRAGILE: ("disk.", "device."),
 }
 """Which points a process hits in a run, in the order in which it comes by; those of others have tests of their own."""
-ELSEWHERE = ("engine.quarantine.",)
-"""Points that a run without damage never hits."""
+ELSEWHERE = ("engine.quarantine.", "device.privacy.")
+"""Points that a run without damage and without privacy never hits."""
 POINTS = {
     process: list(
         dict.fromkeys(

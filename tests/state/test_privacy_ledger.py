@@ -8,7 +8,7 @@ import math
 import pytest
 
 from fleetdistill.errors import ConfigurationError, PrivacyBudgetError, StateError
-from fleetdistill.privacy.accountant import mu_for
+from fleetdistill.privacy.accountant import composed, discrete_mu_for, epsilon_for, mu_for, zcdp_delta
 from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files
 from fleetdistill.state.privacy_ledger import PrivacyBudget, PrivacyLedger, fingerprint
@@ -17,8 +17,12 @@ DELTA = 1e-5
 ONE = mu_for(1, DELTA)
 
 
+LOTS = PrivacyBudget(100, DELTA)
+
+
 def record(ledger, mu=ONE, **changes):
-    ledger.record(**{"run": "r", "round": 1, "mu": mu, "rows": "00", "delta": DELTA, "time": 0.0} | changes)
+    given = {"run": "r", "round": 1, "mu": mu, "exact": False, "rows": "00", "most": LOTS, "time": 0.0} | changes
+    ledger.record(**given)
 
 
 def test_releases_add_up_and_survive_a_restart(tmp_path):
@@ -31,26 +35,37 @@ def test_releases_add_up_and_survive_a_restart(tmp_path):
 
 
 def test_a_budget_of_one_release_allows_one(tmp_path):
-    ledger = PrivacyLedger(Files(tmp_path), PrivacyBudget(1, DELTA))
-    record(ledger)
+    ledger, one = PrivacyLedger(Files(tmp_path)), PrivacyBudget(1, DELTA)
+    record(ledger, most=one)
     with pytest.raises(PrivacyBudgetError, match=r"^privacy budget used up$") as refused:
-        record(ledger)
+        record(ledger, most=one)
     assert refused.value.spent == pytest.approx(1, rel=1e-6)
     assert refused.value.wanted == pytest.approx(1.4651699604, abs=5e-10)
     assert len(PrivacyLedger(Files(tmp_path)).releases) == 1
 
 
 def test_other_rows_do_not_reset_the_budget(tmp_path):
-    ledger = PrivacyLedger(Files(tmp_path), PrivacyBudget(1, DELTA))
-    record(ledger, rows=fingerprint([b"a"]))
+    ledger, one = PrivacyLedger(Files(tmp_path)), PrivacyBudget(1, DELTA)
+    record(ledger, rows=fingerprint([b"a"]), most=one)
     with pytest.raises(PrivacyBudgetError):
-        record(ledger, rows=fingerprint([b"b"]))
+        record(ledger, rows=fingerprint([b"b"]), most=one)
 
 
-def test_the_budgets_delta_applies_not_the_runs(tmp_path):
-    ledger = PrivacyLedger(Files(tmp_path), PrivacyBudget(1, 1e-9))
+def test_a_smaller_delta_needs_a_larger_epsilon(tmp_path):
+    ledger = PrivacyLedger(Files(tmp_path))
     with pytest.raises(PrivacyBudgetError):
-        record(ledger, delta=0.5)
+        record(ledger, most=PrivacyBudget(1, 1e-9))
+
+
+def test_discrete_noise_is_added_up_as_zcdp(tmp_path):
+    """One release of exact noise is as private as claimed; ten are as Canonne et al., corollary 13, say of 10 rho."""
+    ledger, exact = PrivacyLedger(Files(tmp_path)), discrete_mu_for(1, DELTA)
+    record(ledger, exact, exact=True, most=PrivacyBudget(1, DELTA))
+    assert ledger.spent(DELTA) == pytest.approx(1, rel=1e-9)
+    for _ in range(9):
+        record(ledger, exact, exact=True)
+    assert zcdp_delta(10 * exact**2 / 2, ledger.spent(DELTA)) == pytest.approx(DELTA, rel=1e-6)
+    assert ledger.spent(DELTA) > epsilon_for(composed([exact] * 10), DELTA), "never less than continuous noise"
 
 
 @pytest.mark.parametrize("point", ["disk.before-fsync", "disk.before-rename", "disk.before-directory-fsync"])
@@ -81,9 +96,11 @@ def test_an_impossible_mu_is_damage(tmp_path, mu):
         PrivacyLedger(Files(tmp_path))
 
 
-def test_a_release_without_noise_spends_everything(tmp_path):
-    record(PrivacyLedger(Files(tmp_path)), mu=60.0)
-    assert PrivacyLedger(Files(tmp_path)).spent(DELTA) == math.inf
+def test_a_release_almost_without_noise_is_beyond_every_budget(tmp_path):
+    with pytest.raises(PrivacyBudgetError) as refused:
+        record(PrivacyLedger(Files(tmp_path)), mu=60.0)
+    assert refused.value.wanted == math.inf
+    assert PrivacyLedger(Files(tmp_path)).spent(DELTA) == 0
 
 
 def test_the_order_of_rows_does_not_change_their_fingerprint():

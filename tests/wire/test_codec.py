@@ -91,6 +91,13 @@ ONE_OF_EACH: dict[str, k.Kind] = {
         shrinkage=np.array(0.1, np.float64),
         outside=np.array(1e300, np.float64),
     ),
+    "class_sums": k.ClassSums(
+        counts=f32([-3.5, 9.0]),
+        sums=np.full((2, 3), -0.25, FLOAT32),
+        second_moment=np.arange(6, dtype=FLOAT32),
+        mu=0.2680511232,
+        discrete=True,
+    ),
     "network_file": k.NetworkFile(onnx=np.arange(256, dtype=np.uint8)),
     "distillation_gradient": k.DistillationGradient(
         gradients={"w": f32([[-0.0, np.inf, np.nan]])}, batch_size=32, loss=0.1

@@ -97,6 +97,10 @@ PARTS: list[tuple[k.Kind, PartSchema]] = [
         k.SharedStatistics.schema(classes=C, dimensions=D, directions=0, most_rows=R, **STATISTICS),
     ),
     (
+        k.ClassSums(counts=zeros(C), sums=zeros(C, D), second_moment=zeros(D * (D + 1) // 2), mu=1.0, discrete=False),
+        k.ClassSums.schema(classes=C, dimensions=D, features={}),
+    ),
+    (
         k.ClassSpace(
             labels=[0, 1, 2],
             counts=zeros(C, dtype=np.int32),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.models import USUAL_PREDICTOR, check_predictor
 from fleetdistill.names import unknown_name
+from fleetdistill.state.privacy_ledger import PrivacyBudget
 
 COLUMNS = ("features", "logits", "labels", "counts", "parameters", "gradients", "metrics")
 """All columns that an app can allow to leave the device."""
@@ -60,6 +61,16 @@ def check_limits(max_threads: int, max_seconds_per_ask: float) -> None:
         raise ConfigurationError(f"max_threads is {max_threads}, must be at least 1")
     if not max_seconds_per_ask > 0:
         raise ConfigurationError(f"max_seconds_per_ask is {max_seconds_per_ask}, must be above 0")
+
+
+def checked_budget(given: object) -> PrivacyBudget | None:
+    """Returns `Device(privacy_budget=...)`. Raises ConfigurationError unless it is None or `(epsilon, delta)`."""
+    if given is None:
+        return None
+    pair = tuple(given) if isinstance(given, tuple | list) else ()
+    if len(pair) != 2 or not all(isinstance(one, int | float) for one in pair):
+        raise ConfigurationError(f"privacy_budget is {given!r}, expected a pair (epsilon, delta), such as (1, 1e-5)")
+    return PrivacyBudget(*pair)
 
 
 def check_columns(allow: Sequence[str]) -> None:

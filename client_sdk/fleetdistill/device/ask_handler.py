@@ -11,6 +11,7 @@ from fleetdistill.device.consent import check_may_leave
 from fleetdistill.device.declines import MAX_REASON, Declines
 from fleetdistill.device.events import Events
 from fleetdistill.device.notes import notes_text
+from fleetdistill.device.private import PrivateAnswers, guarantee_of, reason_to_send
 from fleetdistill.device.sender import Sender
 from fleetdistill.device.session import Session
 from fleetdistill.errors import (
@@ -46,6 +47,7 @@ class AskHandler:
         sender: Sends the answer.
         stopped: Set when the app stops the device.
         allow: Columns that may leave the device.
+        private: Makes the answers of a private run.
         max_seconds: Time limit for one ask, in seconds.
     """
 
@@ -58,11 +60,12 @@ class AskHandler:
         stopped: threading.Event,
         *,
         allow: Sequence[str],
+        private: PrivateAnswers,
         max_seconds: float,
     ) -> None:
         self._session, self._events, self._storage = session, events, session.storage
         self._check_in, self._sender, self._stopped = check_in, sender, stopped
-        self._allow, self._max_seconds = allow, max_seconds
+        self._allow, self._private, self._max_seconds = allow, private, max_seconds
         self._declines = Declines()
 
     def handle(self, ask: service_pb2.Ask) -> None:
@@ -109,10 +112,14 @@ class AskHandler:
         self, compute: Compute, ask: service_pb2.Ask, parts: Mapping[str, Kind]
     ) -> tuple[Pending, Answer]:
         """Computes the answer and stores it durably, with its state and the decision about the app's model."""
+        guarantee = guarantee_of(compute.contract)
+        allow = self._allow if guarantee is None else self._private.columns(self._allow)
         with time_limit(self._max_seconds, self._session.clock.now):
-            computed = compute.answer(ask, parts, self._allow)
+            computed = compute.answer(ask, parts, allow)
         answer = computed.answer
-        check_may_leave(answer.parts, self._allow)  # every answer passes this check
+        if guarantee is not None:
+            answer = self._private.closed(answer, compute.contract, guarantee, ask.round)
+        check_may_leave(answer.parts, allow)  # every answer passes this check
         payload = encode(answer.parts, DTYPES[compute.contract.knowledge_type])
         # A server that lost an acknowledged answer asks again, with an attempt number above the device's own count.
         attempt = max(self._storage.outbox.next_attempt(ask.round, ask.step_number), ask.first_attempt)
@@ -135,7 +142,8 @@ class AskHandler:
         request = service_pb2.DeclineRequest(
             identity=self._session.identity, round=ask.round, step_number=ask.step_number
         )
-        request.reason = str(reason)[:MAX_REASON]
+        private = self._session.terms is not None and guarantee_of(self._session.terms.contract) is not None
+        request.reason = (reason_to_send(reason) if private else str(reason))[:MAX_REASON]
         self._session.link.decline(request)
         if self._declines.is_first_report():
             self._events.emit("dropped", ask.round, str(reason))

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 
 from fleetdistill.device.events import Events
 from fleetdistill.device.identity import save_identity
+from fleetdistill.device.private import guarantee_of, hide_rows
 from fleetdistill.device.session import Session
 from fleetdistill.link.base import Link
 from fleetdistill.link.credentials import is_enrolled
@@ -92,7 +93,9 @@ class CheckIn:
 
         profile = compute.profile(self._allow)
         _set_compressions(profile)
-        if isinstance(compute, NamesRows):
+        if guarantee_of(compute.contract) is not None:
+            hide_rows(profile)
+        elif isinstance(compute, NamesRows):
             profile.data_version = data_version(self._session.identity.secret, compute.data_digest())
         return profile
 

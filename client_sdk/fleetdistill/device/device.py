@@ -27,12 +27,14 @@ from fleetdistill.device.arguments import (
     check_export,
     check_limits,
     check_transport_security,
+    checked_budget,
 )
 from fleetdistill.device.ask_handler import AskHandler
 from fleetdistill.device.check_in import CheckIn, MakeForData, open_link
 from fleetdistill.device.events import Event, Events, Step
 from fleetdistill.device.guard import Guard
 from fleetdistill.device.identity import load_identity
+from fleetdistill.device.private import PrivateAnswers
 from fleetdistill.device.sender import Sender
 from fleetdistill.device.session import Session
 from fleetdistill.errors import (
@@ -103,6 +105,9 @@ class Device:
             `fleetdistill.models.PREDICTORS`, or a function `(inputs, classes) -> nn.Module`.
         max_threads: Maximum number of compute threads that a run may require, at least 1.
         max_seconds_per_ask: Time limit for one ask in seconds, above 0. The device declines an ask that takes longer.
+        privacy_budget: Maximum `(epsilon, delta)` of all private releases of this state directory together. The device
+            uses the smaller of the run's and this epsilon, and declines a release beyond it. Default: the run's epsilon
+            and delta, so one release. Runs without [privacy] are not limited.
         clock: Clock for tests, such as `fleetdistill.testing.ManualClock`. Default: the system clock.
 
     Raises:
@@ -133,6 +138,7 @@ class Device:
         predictor: str | MakePredictor = USUAL_PREDICTOR,
         max_threads: int = MAX_THREADS,
         max_seconds_per_ask: float = MAX_SECONDS_PER_ASK,
+        privacy_budget: tuple[float, float] | None = None,
         clock: Clock | None = None,
     ) -> None:
         torch_options: dict[str, Any] = {
@@ -146,6 +152,7 @@ class Device:
         check_backend(model, data, worker, **torch_options)
         check_export(export_onnx)
         check_limits(max_threads, max_seconds_per_ask)
+        budget = checked_budget(privacy_budget)
         if isinstance(server, str):
             check_transport_security(server, insecure, enrolment is not None or is_enrolled(Path(state_dir)))
         self._has_worker, self._export_onnx = worker is not None, export_onnx
@@ -175,6 +182,7 @@ class Device:
             self._sender,
             self._stopped,
             allow=tuple(allow),
+            private=PrivateAnswers(self._storage, budget),
             max_seconds=max_seconds_per_ask,
         )
 

@@ -14,6 +14,7 @@ from fleetdistill.knowledge.models import (
     NetworkFile,
     Weights,
 )
+from fleetdistill.knowledge.private import ClassSums, PrivateRows
 from fleetdistill.knowledge.reports import ClassCount, Metric, Metrics, Plan, PlanValue
 from fleetdistill.knowledge.samples import (
     EMBEDDING,
@@ -47,6 +48,7 @@ __all__ = [
     "ClassCount",
     "ClassSpace",
     "ClassStatistics",
+    "ClassSums",
     "Discriminator",
     "DistillationGradient",
     "Generator",
@@ -58,6 +60,7 @@ __all__ = [
     "Parts",
     "Plan",
     "PlanValue",
+    "PrivateRows",
     "ProxyKnowledge",
     "ProxySet",
     "RefinedKnowledge",

@@ -24,8 +24,9 @@ from fleetdistill.light.onnx_extractor import OnnxExtractor, extractor_of
 from fleetdistill.light.variants import LightModel, SpaceClassifier, pack_variants, shape_message, unpack_variants
 from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import Ask
-from fleetdistill.methods.classstats.config import SCATTERING, ClassStatsConfig
-from fleetdistill.methods.classstats.exchange import DeviceStatistics, check_images
+from fleetdistill.methods.classstats.config import SCATTERING
+from fleetdistill.methods.classstats.exchange import check_images, statistics_of
+from fleetdistill.methods.classstats.private_config import Settings
 from fleetdistill.replacement import REPLACED, SPLIT, Replacement, judge, picked
 from fleetdistill.state.data_version import digest_of
 from fleetdistill.training.figures import Counts, allowed, counts_of, metrics_of, place_of
@@ -88,7 +89,7 @@ class LightCompute:
         }
         self._features: dict[str, Array] = {}
         self._extractor: OnnxExtractor | None = None
-        self._statistics = DeviceStatistics(
+        self._statistics = statistics_of(
             self._config, lambda: self._features_of("train"), self._data["train"].labels, self._classes
         )
         self._delivered: dict[str, LightModel] = {}
@@ -324,7 +325,7 @@ def _replacement_metrics(replacement: Replacement, names: Sequence[str]) -> list
     return [] if replacement.accuracy is None else [replacement.metric(REPLACED), *picked(names, replacement)]
 
 
-def _config_of(contract: contract_pb2.Contract) -> ClassStatsConfig:
+def _config_of(contract: contract_pb2.Contract) -> Settings:
     """Returns the run's configuration. Raises ConfigurationError if the run requires PyTorch on the device.
 
     With `predictor = "trained"` the device sends the same statistics and uses closed-form classifiers. With
@@ -343,7 +344,7 @@ def _config_of(contract: contract_pb2.Contract) -> ClassStatsConfig:
             f"Install fleetdistill[onnx] on the server, or {_WITH_TORCH}"
         )
     config = config_of_contract(contract)
-    assert isinstance(config, ClassStatsConfig)
+    assert isinstance(config, Settings)
     return config
 
 

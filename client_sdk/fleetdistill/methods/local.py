@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from fleetdistill.methods.base import check_choice, check_range, check_share, check_types
+from fleetdistill.privacy.guarantee import Guarantee
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,9 @@ class LocalTraining:
 
     usual_rounds: ClassVar[int] = 30
     """Default number of rounds of a simulation; 1 for a method that completes in one round."""
+
+    is_private: ClassVar[bool] = False
+    """Whether answers are differentially private; the configuration then has the settings of [privacy]."""
 
     local_epochs: int = 2
     batch_size: int = 32
@@ -104,6 +108,11 @@ class LocalTraining:
             given: The operator's settings, for values that depend on them.
         """
         return {}
+
+    @property
+    def guarantee(self) -> Guarantee | None:
+        """The guarantee of the devices' answers; None if they are not private."""
+        return None
 
     def check_rounds(self, rounds: int) -> None:
         """Raises ConfigurationError if a run has too few rounds for the method; 0 means a run without end."""

@@ -59,6 +59,23 @@ def epsilon_for(mu: float, delta: float) -> float:
     return _bisect(0.0, _LARGEST_EPSILON, lambda epsilon: gaussian_delta(epsilon, mu) > delta)[1]
 
 
+def epsilon_for_zcdp(rho: float, delta: float) -> float:
+    """Returns the smallest epsilon for which rho-zCDP implies (epsilon, delta)-privacy, rounded up.
+
+    Args:
+        rho: At least 0.
+        delta: In (0, 1).
+
+    Returns:
+        A number in [0, 100], or infinity if 100 is not enough.
+    """
+    if zcdp_delta(rho, 0.0) <= delta:
+        return 0.0
+    if zcdp_delta(rho, _LARGEST_EPSILON) > delta:
+        return math.inf
+    return _bisect(0.0, _LARGEST_EPSILON, lambda epsilon: zcdp_delta(rho, epsilon) > delta)[1]
+
+
 def composed(mus: Iterable[float]) -> float:
     """Returns the mu of several releases of the same row."""
     return math.sqrt(math.fsum(mu * mu for mu in mus))

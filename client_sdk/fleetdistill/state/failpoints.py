@@ -88,6 +88,7 @@ FAILPOINTS = {
     "device.first-state.before-save": "the run's initial weights are in the model, but nothing is saved",
     "device.first-state.after-save": "the initial state is saved",
     "device.privacy.after-record": "a private release is in the ledger, its noise is not drawn yet",
+    "device.privacy.after-release": "the noisy sums are stored, but not in an answer",
     "device.outbox.before-data": "the answer is computed, but nothing is saved",
     "device.outbox.before-candidate": "the answer's payload is in the outbox",
     "device.outbox.before-manifest": "payload and states are in the outbox, but not the manifest",

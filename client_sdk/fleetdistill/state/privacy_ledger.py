@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from fleetdistill.errors import ConfigurationError, PrivacyBudgetError, StateError
-from fleetdistill.privacy.accountant import composed, epsilon_for
+from fleetdistill.privacy.accountant import composed, epsilon_for, epsilon_for_zcdp
 from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import damaged_error, json_object
@@ -56,14 +56,16 @@ class Release:
         run: Run that the release was for.
         round: Round that the release was for.
         mu: Gaussian-DP parameter of its noise.
+        exact: Whether its noise is discrete Gaussian, to which only zero-concentrated privacy (zCDP) applies.
         rows: Fingerprint of the rows, 64 hexadecimal digits.
-        epsilon: Of this and all earlier releases together, at the budget's delta or the run's.
+        epsilon: Of this and all earlier releases together, at the delta of the budget that applied.
         time: Unix time in seconds.
     """
 
     run: str
     round: int
     mu: float
+    exact: bool
     rows: str
     epsilon: float
     time: float
@@ -74,21 +76,22 @@ class PrivacyLedger:
 
     Args:
         files: The state directory.
-        budget: Most that may be spent; None for no limit beyond the run's own epsilon.
 
     Raises:
         StateError: The ledger is damaged. It is never replaced: without it, the device cannot know what it has spent.
     """
 
-    def __init__(self, files: Files, budget: PrivacyBudget | None = None) -> None:
-        self._files, self._budget = files, budget
+    def __init__(self, files: Files) -> None:
+        self._files = files
         self.releases: list[Release] = self._load()
 
     def spent(self, delta: float) -> float:
         """Returns the epsilon of all releases together; infinity above 100."""
-        return epsilon_for(composed(release.mu for release in self.releases), delta)
+        return _epsilon([(one.mu, one.exact) for one in self.releases], delta)
 
-    def record(self, *, run: str, round: int, mu: float, rows: str, delta: float, time: float) -> None:
+    def record(
+        self, *, run: str, round: int, mu: float, exact: bool, rows: str, most: PrivacyBudget, time: float
+    ) -> None:
         """Adds a release, durably. Call it before drawing the noise.
 
         Rows that were replaced or removed do not reset the ledger: some may be in both releases.
@@ -97,24 +100,25 @@ class PrivacyLedger:
             run: Run that asks for the release.
             round: Round of the ask.
             mu: Above 0.
+            exact: Whether the noise is discrete Gaussian.
             rows: From `fingerprint`.
-            delta: The run's; the budget's applies if there is a budget.
+            most: Most that all releases together may spend.
             time: Unix time in seconds.
 
         Raises:
-            PrivacyBudgetError: The release would exceed the budget. Nothing is recorded.
+            PrivacyBudgetError: The release would exceed `most`. Nothing is recorded.
         """
-        at = self._budget.delta if self._budget else delta
-        epsilon = epsilon_for(composed([*(release.mu for release in self.releases), mu]), at)
-        if self._budget and epsilon > self._budget.epsilon * (1 + _TOLERANCE):
-            raise PrivacyBudgetError(spent=self.spent(at), wanted=epsilon)
-        release = Release(run=run, round=round, mu=mu, rows=rows, epsilon=epsilon, time=time)
+        noise = [*((one.mu, one.exact) for one in self.releases), (mu, exact)]
+        epsilon = _epsilon(noise, most.delta)
+        if epsilon > most.epsilon * (1 + _TOLERANCE):
+            raise PrivacyBudgetError(spent=self.spent(most.delta), wanted=epsilon)
+        release = Release(run=run, round=round, mu=mu, exact=exact, rows=rows, epsilon=epsilon, time=time)
         self._save([*self.releases, release])
         self.releases.append(release)
         failpoints.hit("device.privacy.after-record")
 
     def _save(self, releases: list[Release]) -> None:
-        entries = [asdict(one) | {"epsilon": one.epsilon if math.isfinite(one.epsilon) else None} for one in releases]
+        entries = [asdict(one) for one in releases]
         self._files.save(_NAME, json.dumps({"format": 1, "releases": entries}, indent=1).encode(), mode=0o600)
 
     def _load(self) -> list[Release]:
@@ -124,7 +128,7 @@ class PrivacyLedger:
         path = self._files.directory / _NAME
         try:
             entries = json_object(path, data)["releases"]
-            releases = [Release(**entry | {"epsilon": _number(entry["epsilon"])}) for entry in entries]
+            releases = [Release(**entry) for entry in entries]
             if not all(math.isfinite(one.mu) and one.mu > 0 for one in releases):
                 raise ValueError("a release has a mu that is not a positive number")
         except StateError:
@@ -140,5 +144,7 @@ def fingerprint(rows: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def _number(epsilon: float | None) -> float:
-    return math.inf if epsilon is None else float(epsilon)
+def _epsilon(noise: Sequence[tuple[float, bool]], delta: float) -> float:
+    """Returns the epsilon of releases together, by their zCDP if any has discrete noise."""
+    mu = composed(mu for mu, _ in noise)
+    return epsilon_for_zcdp(mu * mu / 2, delta) if any(exact for _, exact in noise) else epsilon_for(mu, delta)

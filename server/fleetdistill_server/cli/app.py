@@ -131,6 +131,12 @@ def simulate(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Setting of the method, such as refinement=kkr; repeatable.")
     ] = None,
+    epsilon: Annotated[
+        float | None,
+        typer.Option(
+            help="Epsilon of private class statistics, 0.1 to 20, as under [privacy]; needs --method classstats."
+        ),
+    ] = None,
     image_size: Annotated[
         int | None, typer.Option(help="Width and height in pixels to which images are reduced by averaging.")
     ] = None,
@@ -165,6 +171,7 @@ def simulate(
             method=method,
             modules=tuple(import_ or ()),
             settings=dict(_setting(one) for one in set_ or []),
+            epsilon=epsilon,
             dataset=_dataset(context, dataset, data),
             data_dir=data_dir,
             devices=devices,

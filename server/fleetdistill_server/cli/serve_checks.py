@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
 from fleetdistill.link.grpc_link import is_loopback
+from fleetdistill.methods.classstats.private_merge import rows_needed
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.front.tls import check_files
@@ -108,10 +109,21 @@ def summary(config: RunConfig) -> list[str]:
     }
     return [
         f"run {run.name!r}: {_progress(config)}",
+        *_privacy(config),
         f"{run.method}, {rounds}, at least {run.min_devices} device{'s' if run.min_devices > 1 else ''} a round",
         ", ".join(f"{what}: {size}" for what, size in sizes.items()),
         f"listens on {config.server.listen} ({security}), store {config.server.store}",
     ]
+
+
+def _privacy(config: RunConfig) -> list[str]:
+    """Returns the meaning of a private run's epsilon, and how many rows its devices need."""
+    guarantee = config.method_config().guarantee
+    if guarantee is None:
+        return []
+    devices = config.run.min_devices
+    rows = rows_needed(devices, guarantee.mu)
+    return [f"{guarantee.sentence}; with {devices} devices, about {rows:,} rows a device would do"]
 
 
 def _built(config: RunConfig):  # type: ignore[no-untyped-def]  # its type would import torch

@@ -21,6 +21,7 @@ from fleetdistill.methods import config_class
 from fleetdistill.methods.local import LocalTraining
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import NAME
+from fleetdistill.privacy.guarantee import LEAST_EPSILON, MOST_DELTA, MOST_EPSILON
 from fleetdistill_server.config import server_config
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.section import Section, Settings, read_toml
@@ -121,6 +122,20 @@ class EvaluationSection(Section):
     trusted_rows: Annotated[int, Field(ge=0, lt=2**32)] = 5
 
 
+class PrivacySection(Section):
+    """[privacy]: the guarantee of private class statistics for each row of each device.
+
+    Attributes:
+        epsilon: Epsilon of one device's release; there is no default.
+        delta: Delta of one device's release; below 1 / number of rows of a device.
+        exact: Whether the noise is discrete Gaussian, immune to attacks on rounding.
+    """
+
+    epsilon: Annotated[float, Field(ge=LEAST_EPSILON, le=MOST_EPSILON)]
+    delta: Annotated[float, Field(gt=0, le=MOST_DELTA)] = 1e-5
+    exact: bool = True
+
+
 class RunConfig(Section):
     """A complete run.toml.
 
@@ -132,6 +147,7 @@ class RunConfig(Section):
     contract: ContractSection
     model: ModelSection = ModelSection()
     method: dict[str, Any] = Field(default_factory=dict)
+    privacy: PrivacySection | None = None
     proxy: ProxySection = ProxySection()
     evaluation: EvaluationSection = EvaluationSection()
     server: ServerSection = ServerSection()
@@ -143,7 +159,8 @@ class RunConfig(Section):
         Raises:
             ConfigurationError: The method or a setting is unknown, of the wrong type or out of range.
         """
-        config = checked_settings(self.run.method, self.method)
+        privacy = None if self.privacy is None else self.privacy.model_dump()
+        config = checked_settings(self.run.method, self.method, privacy)
         try:
             return config.for_classes(len(self.contract.class_names()))
         except ConfigurationError as error:
@@ -157,22 +174,33 @@ class RunConfig(Section):
         fixed = self.model_dump(
             mode="json", by_alias=True, exclude={"server": True, "limits": True, "evaluation": True, "proxy": {"data"}}
         )
-        return {section: values for section, values in fixed.items() if section != "proxy" or self.proxy.data}
+        given = {"proxy": bool(self.proxy.data), "privacy": self.privacy is not None}
+        return {section: values for section, values in fixed.items() if given.get(section, True)}
 
 
-def checked_settings(method: str, settings: Mapping[str, Any]) -> Any:
+def checked_settings(method: str, settings: Mapping[str, Any], privacy: Mapping[str, Any] | None = None) -> Any:
     """Returns a method's configuration from the operator's settings, before the number of classes is known.
 
+    Args:
+        method: Name of the method.
+        settings: The settings in [method].
+        privacy: The settings in [privacy], which become settings of the method; None without that section.
+
     Raises:
-        ConfigurationError: The method or a setting is unknown, of the wrong type or out of range.
+        ConfigurationError: The method or a setting is unknown, of the wrong type or out of range, or the method has no
+            private form.
     """
+    settings = {**settings, **(privacy or {})}
     try:
         cls = config_class(method, settings)
     except ConfigurationError as error:
         raise ConfigurationError(f"[run] method: {error}") from error
+    _check_privacy(method, cls, settings, privacy is not None)
     _check_form(cls, settings)
-    types = get_type_hints(cls)
-    known: dict[str, Any] = {field.name: (types[field.name], field.default) for field in dataclasses.fields(cls)}
+    types, known = get_type_hints(cls), dict[str, Any]()
+    for field in dataclasses.fields(cls):
+        required = field.default is dataclasses.MISSING
+        known[field.name] = (types[field.name], ... if required else field.default)
     section = create_model(cls.__name__, __base__=Settings, **known)
     try:
         # In JSON mode, strict validation accepts 1 for a float but not for a bool.
@@ -184,6 +212,18 @@ def checked_settings(method: str, settings: Mapping[str, Any]) -> Any:
         raise ConfigurationError(f"[method] {error}") from error
 
 
+def _check_privacy(method: str, cls: type[LocalTraining], settings: Mapping[str, Any], given: bool) -> None:
+    """Raises ConfigurationError for [privacy] with a method that has none, and for its settings in [method]."""
+    if given and not cls.is_private:
+        raise ConfigurationError(
+            f"[privacy] is not available for method {method!r} with these settings; use method = 'classstats' with "
+            "features = 'scattering' or 'model', or remove [privacy]"
+        )
+    if cls.is_private and not given:
+        found = ", ".join(sorted(PrivacySection.model_fields.keys() & settings.keys()))
+        raise ConfigurationError(f"[method] {found}: set it in [privacy] instead")
+
+
 def _check_form(cls: type[LocalTraining], settings: Mapping[str, Any]) -> None:
     """Raises ConfigurationError for a setting that belongs to another form of the method."""
     here = {field.name for field in dataclasses.fields(cls)}
@@ -192,6 +232,11 @@ def _check_form(cls: type[LocalTraining], settings: Mapping[str, Any]) -> None:
         if found := sorted(there & settings.keys()):
             names = ", ".join(found)
             raise ConfigurationError(f"[method] {names}: only valid with {form}; otherwise remove {names}")
+
+
+def method_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a method's settings in a stored configuration: those in [method] and, if present, in [privacy]."""
+    return {**config.get("method", {}), **config.get("privacy", {})}
 
 
 def completed_part(known: dict[str, Any]) -> dict[str, Any]:
@@ -239,6 +284,7 @@ _SETTINGS = {
     "run": [field.alias or name for name, field in RunSection.model_fields.items()],
     "contract": list(ContractSection.model_fields),
     "model": list(ModelSection.model_fields),
+    "privacy": list(PrivacySection.model_fields),
     "proxy": list(ProxySection.model_fields),
     "evaluation": list(EvaluationSection.model_fields),
     **server_config.SETTINGS,

@@ -42,4 +42,4 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def as_toml(config: BaseModel) -> str:
     """Returns a configuration in the format of run.toml, including all defaults."""
-    return tomli_w.dumps(config.model_dump(by_alias=True))
+    return tomli_w.dumps(config.model_dump(by_alias=True, exclude_none=True))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError, ModelError
 from fleetdistill.knowledge import ModelParameters
+from fleetdistill.methods.classstats.private_merge import drowned
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.models import PREDICTORS
 from fleetdistill.names import unknown_name
@@ -65,11 +66,21 @@ def check_plan(wanted: Simulation, data: Dataset) -> None:
         left = hold_out_proxy(wanted, data, work)
         deal(wanted, left)
         config = make_run_config(wanted, left, work)
+        _check_rows(wanted, left)
         check_fedavg(wanted, config)
         preflight.build(config)
         initial = build_method(config).initial()
         for model in dict.fromkeys(device_models(wanted, left)):
             _check_device_model(wanted, left, model, initial)
+
+
+def _check_rows(wanted: Simulation, data: Dataset) -> None:
+    """Raises ConfigurationError if the noise of a private run would drown the devices' rows."""
+    guarantee, rows = wanted.configuration().guarantee, len(data.train_labels) / wanted.devices
+    if guarantee is None:
+        return
+    if reason := drowned(rows * (1 - wanted.validation_share), wanted.devices, guarantee.mu, guarantee.epsilon):
+        raise ConfigurationError(reason)
 
 
 def _check_shape(wanted: Simulation, data: Dataset) -> None:

@@ -53,7 +53,13 @@ def show_run(report: FleetReport) -> None:
         console.print(report_table(report, console.width))
     else:
         Console(width=_PIPED_WIDTH).print(report_table(report))
-    lines = (summary_line(report), *expected_lines(report), *global_lines(report), *fedavg_lines(report))
+    lines = (
+        *privacy_lines(report),
+        summary_line(report),
+        *expected_lines(report),
+        *global_lines(report),
+        *fedavg_lines(report),
+    )
     for line in (*lines, *protection_lines(report)):
         _print_line(console, line)
 
@@ -90,6 +96,11 @@ def interrupted_line(interrupted: Interrupted, out: Path) -> str:
     return f"interrupted; report.json and fleet.png in {out} cover {done}; continue with --resume --out {out}"
 
 
+def privacy_lines(report: FleetReport) -> list[str]:
+    """Returns the meaning of a private run's epsilon."""
+    return [] if report.privacy is None else [f"Privacy: {report.privacy['sentence']}"]
+
+
 def summary_line(report: FleetReport) -> str:
     """Returns the run's duration, its mean gain over local-only training in percentage points, and its uploads."""
     uploads = f"{report.acknowledged_uploads} uploads acknowledged, {report.used_uploads} used"
@@ -116,7 +127,8 @@ def exchange_lines(report: FleetReport, out: Path) -> list[str]:
     """Returns the summary of a one-exchange run that follows a run of another method."""
     cost = readable_bytes(round(report.curves[0].bytes[-1]))
     what = f"The same fleet with one exchange of {NAMES[report.method]}"
-    return [f"{what}: {report.seconds:.0f} s, {cost} per device ({out}/)", *expected_lines(report)]
+    line = f"{what}: {report.seconds:.0f} s, {cost} per device ({out}/)"
+    return [line, *privacy_lines(report), *expected_lines(report)]
 
 
 def global_lines(report: FleetReport) -> list[str]:

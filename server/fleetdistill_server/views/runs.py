@@ -16,6 +16,7 @@ from rich.text import Text
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import GENERAL
 from fleetdistill.printable import printable
+from fleetdistill.privacy.guarantee import Guarantee
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.heartbeat import NOT_SERVED, Served
@@ -109,7 +110,7 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
         **reported.totals(),
         **_expected_of_the_fleet(expectations),
     }
-    return View(lists, {**_run_row(found[name], served), **facts})
+    return View(lists, {**_run_row(found[name], served), **_privacy(found[name]), **facts})
 
 
 def devices(store: Store, only: str | None) -> View:
@@ -142,6 +143,12 @@ def _run_row(row: Row, served: Served) -> Row:
         "devices": row["devices"],
         "started": when(row["created_at"]),
     }
+
+
+def _privacy(row: Row) -> Row:
+    """Returns the meaning of a private run's epsilon; nothing for other runs."""
+    config = json.loads(row["config"])
+    return {"privacy": Guarantee(**config["privacy"]).sentence} if "privacy" in config else {}
 
 
 Groups = Mapping[Any, list[Row]]

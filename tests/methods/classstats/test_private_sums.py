@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fleetdistill.methods.classstats.private_merge import merge_private
 from fleetdistill.methods.classstats.private_sums import (
-    ClassSums,
     NoiseScale,
+    RowSums,
     class_sums,
     release_exact,
     release_rounded,
@@ -23,12 +23,12 @@ from fleetdistill.privacy.accountant import discrete_mu_for, mu_for
 ROWS = np.array([[3.0, 4.0], [0.0, 2.0], [1.0, 0.0], [-1.0, 1.0]])
 LABELS = np.array([0, 0, 1, 1])
 TWO_DEVICES = [
-    ClassSums(
+    RowSums(
         counts=np.array([50.0, 10.0]),
         sums=np.array([[20.0, 5.0], [2.0, 4.0]]),
         second_moment=np.array([[34.0, 6.0], [6.0, 26.0]]),
     ),
-    ClassSums(
+    RowSums(
         counts=np.array([-3.0, 40.0]),
         sums=np.array([[1.0, -1.0], [-12.0, 16.0]]),
         second_moment=np.array([[22.0, -9.0], [-9.0, 16.0]]),
@@ -80,7 +80,7 @@ def test_pri_9_without_noise():
 
 
 def test_counts_below_the_noise_give_no_moments():
-    noise_alone = ClassSums(counts=np.array([3.0, -2.0]), sums=np.ones((2, 2)), second_moment=np.eye(2))
+    noise_alone = RowSums(counts=np.array([3.0, -2.0]), sums=np.ones((2, 2)), second_moment=np.eye(2))
     assert merge_private([noise_alone], [NoiseScale(10.0, 1.0, 1.0)]) is None
 
 

@@ -1,10 +1,10 @@
-"""Settings of class statistics in one exchange."""
+"""Settings of class statistics in one exchange, and those that the private form shares."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.base import check_choice, check_range
@@ -23,25 +23,16 @@ _CHOICES = {
     "predictor": ("closed_form", "trained"),
     "own_network": ("kept", "taught"),
 }
-_OF_THE_OTHER_FORM = {"features": ("averaged",), "covariance": ("class",)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassStatsConfig(LocalTraining):
-    """Settings of class statistics; local training's apply to a trained predictor and to a taught network.
+class SpaceConfig(LocalTraining):
+    """Settings that both forms with one exchange share; local training's apply to a predictor and a taught network.
 
     Attributes:
         features: Features that the statistics describe: `scattering`, fixed wavelets for images; or `model`, the
             features of [model] extractor with its weights. (`averaged` selects the form `AveragedConfig`.)
         covariance: `shared`: one for all classes.
-        dimensions: D, numbers of the projected features, in [8, 2048]; 0 means 256 for images below 12 pixels a side
-            and 384 otherwise. Features with at most D numbers are not projected.
-        rank: R, maximum number of directions of the covariance that a device sends, in [0, 512]; 0 sends only
-            the diagonal.
-        rows_per_direction: Minimum degrees of freedom per direction, at least 2. A larger value reveals less about
-            single rows.
-        min_samples: n_min, minimum number of samples of a class that a device sends, at least 2.
-        shrinkage: s, weight of the diagonal in the merged covariance, in [0, 1); or `rule`, D / (4 df) in [0.05, 0.5].
         count_cap: Upper bound of a device's rows in the merge, as a multiple of the median device's, at least 1; 0
             means 3, or no bound if `robust` is `off`.
         predictor: `closed_form`, the nearest class mean; or `trained`, a predictor that the device trains.
@@ -61,11 +52,6 @@ class ClassStatsConfig(LocalTraining):
     learning_rate: float = 0.02
     features: str = SCATTERING
     covariance: str = "shared"
-    dimensions: int = 0
-    rank: int = 128
-    rows_per_direction: int = 15
-    min_samples: int = 5
-    shrinkage: float | str = "rule"
     count_cap: float = 0.0
     predictor: str = "closed_form"
     predictor_steps: int = 400
@@ -79,15 +65,8 @@ class ClassStatsConfig(LocalTraining):
         LocalTraining.__post_init__(self)
         for name, known in _CHOICES.items():
             if (value := getattr(self, name)) not in known:
-                expected = ", ".join((*known, *_OF_THE_OTHER_FORM.get(name, ())))
+                expected = ", ".join((*known, *self.other_choices().get(name, ())))
                 raise ConfigurationError(f"unknown {name} {value!r}, expected one of {expected}")
-        low, high = _DIMENSIONS
-        if self.dimensions and not low <= self.dimensions <= high:
-            raise ConfigurationError(f"dimensions must be 0 or in [{low}, {high}], got {self.dimensions!r}")
-        if not 0 <= self.rank <= _MOST_RANK:
-            raise ConfigurationError(f"rank must be in [0, {_MOST_RANK}], got {self.rank!r}")
-        check_range("rows_per_direction", self.rows_per_direction, LEAST_ROWS_PER_DIRECTION)
-        check_range("min_samples", self.min_samples, 2)
         for name in ("predictor_steps", "own_network_epochs"):
             check_range(name, getattr(self, name), 1)
         check_range("drawn_images", self.drawn_images, 0, _MOST_IMAGES + 1)
@@ -99,6 +78,47 @@ class ClassStatsConfig(LocalTraining):
                 f"own_network = 'taught' needs images from the scattering, but features is {self.features!r}; set "
                 "own_network = 'kept' or features = 'scattering'"
             )
+
+    @classmethod
+    def other_choices(cls) -> Mapping[str, tuple[str, ...]]:
+        """Returns the values of settings that select another form, for error messages."""
+        return {}
+
+    def for_classes(self, classes: int) -> Self:
+        """Returns this configuration: no setting depends on the number of classes."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassStatsConfig(SpaceConfig):
+    """Settings of class statistics in one exchange, in addition to those that the private form has too.
+
+    Attributes:
+        dimensions: D, numbers of the projected features, in [8, 2048]; 0 means 256 for images below 12 pixels a side
+            and 384 otherwise. Features with at most D numbers are not projected.
+        rank: R, maximum number of directions of the covariance that a device sends, in [0, 512]; 0 sends only
+            the diagonal.
+        rows_per_direction: Minimum degrees of freedom per direction, at least 2. A larger value reveals less about
+            single rows.
+        min_samples: n_min, minimum number of samples of a class that a device sends, at least 2.
+        shrinkage: s, weight of the diagonal in the merged covariance, in [0, 1); or `rule`, D / (4 df) in [0.05, 0.5].
+    """
+
+    dimensions: int = 0
+    rank: int = 128
+    rows_per_direction: int = 15
+    min_samples: int = 5
+    shrinkage: float | str = "rule"
+
+    def __post_init__(self) -> None:
+        SpaceConfig.__post_init__(self)
+        low, high = _DIMENSIONS
+        if self.dimensions and not low <= self.dimensions <= high:
+            raise ConfigurationError(f"dimensions must be 0 or in [{low}, {high}], got {self.dimensions!r}")
+        if not 0 <= self.rank <= _MOST_RANK:
+            raise ConfigurationError(f"rank must be in [0, {_MOST_RANK}], got {self.rank!r}")
+        check_range("rows_per_direction", self.rows_per_direction, LEAST_ROWS_PER_DIRECTION)
+        check_range("min_samples", self.min_samples, 2)
         self._check_shrinkage()
 
     def _check_shrinkage(self) -> None:
@@ -108,11 +128,20 @@ class ClassStatsConfig(LocalTraining):
             check_range("shrinkage", self.shrinkage, 0, 1)
 
     @classmethod
+    def other_choices(cls) -> Mapping[str, tuple[str, ...]]:
+        """See `SpaceConfig.other_choices`."""
+        return {"features": ("averaged",), "covariance": ("class",)}
+
+    @classmethod
     def form(cls, settings: Mapping[str, Any]) -> type[LocalTraining]:
-        """Returns `AveragedConfig` for `features = "averaged"` or `covariance = "class"`, which imply each other."""
+        """Returns the configuration of the form that the settings select.
+
+        `features = "averaged"` and `covariance = "class"` imply each other and select `AveragedConfig`; `epsilon`, from
+        the section [privacy], selects `PrivateConfig`.
+        """
         chosen = settings.get("features"), settings.get("covariance")
         if "averaged" not in chosen and "class" not in chosen:
-            return cls
+            return cls._private() if "epsilon" in settings else cls
         if chosen[0] not in (None, "averaged") or chosen[1] not in (None, "class"):
             raise ConfigurationError(
                 f"features = {chosen[0]!r} cannot be combined with covariance = {chosen[1]!r}; set features = "
@@ -122,16 +151,18 @@ class ClassStatsConfig(LocalTraining):
 
         return AveragedConfig
 
+    @staticmethod
+    def _private() -> type[LocalTraining]:
+        from fleetdistill.methods.classstats.private_config import PrivateConfig
+
+        return PrivateConfig
+
     @classmethod
     def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
-        """Returns the configurations of the method's other forms: only `AveragedConfig`, the averaged form."""
+        """Returns the configurations of the method's other forms: averaged and private."""
         from fleetdistill.methods.classstats.averaged_config import AveragedConfig
 
-        return {'features = "averaged"': AveragedConfig}
-
-    def for_classes(self, classes: int) -> ClassStatsConfig:
-        """Returns this configuration: no setting depends on the number of classes."""
-        return self
+        return {'features = "averaged"': AveragedConfig, "[privacy] epsilon": cls._private()}
 
     def dimensions_for(self, input_shape: tuple[int, ...], features: int) -> int:
         """Returns D for a run: `dimensions` or the default for its inputs, at most the numbers of the features."""

@@ -4,7 +4,8 @@ Each device sends, once, the means of its classes and one covariance for all of 
 extractor. The server merges these statistics exactly and returns, once, the space of the fleet's classes. A device then
 has two variants without training: a general one, and a personal one for its own class shares.
 
-With `features = "averaged"` the method has another form, `fleetdistill.methods.classstats.averaged`.
+With [privacy] a device sends sums with noise instead, `fleetdistill.methods.classstats.private_sums`; everything after
+that is the same. With `features = "averaged"` the method has another form, `fleetdistill.methods.classstats.averaged`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import torch
@@ -21,39 +21,39 @@ from fleetdistill.knowledge import GENERAL, OWN, PERSONAL
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
 from fleetdistill.methods.classstats.averaged import AveragedDevice
 from fleetdistill.methods.classstats.class_space import coordinates
-from fleetdistill.methods.classstats.config import SCATTERING, ClassStatsConfig
-from fleetdistill.methods.classstats.exchange import DeviceStatistics, check_images
+from fleetdistill.methods.classstats.config import SCATTERING, SpaceConfig
+from fleetdistill.methods.classstats.exchange import check_images, statistics_of
+from fleetdistill.methods.classstats.fixed_extractor import fixed_features
 from fleetdistill.methods.classstats.kept_features import FixedFeatures
 from fleetdistill.methods.classstats.kept_space import packed, unpacked
+from fleetdistill.methods.classstats.private_config import Settings
 from fleetdistill.methods.classstats.space_model import SpaceModel, make_predictor
 from fleetdistill.methods.classstats.space_training import teach_network, train_predictor
-from fleetdistill.models import build_model
-from fleetdistill.training.model import output_shape
 
 
 class ClassStatsDevice(DeviceMethod):
     """Device half of classstats. The app's own network is a third variant, besides the two variants in the space."""
 
-    config: ClassStatsConfig
+    config: Settings
     own_variant = OWN
 
-    def __init__(self, config: ClassStatsConfig, local: Local) -> None:
+    def __init__(self, config: Settings, local: Local) -> None:
         super().__init__(config, local)
         if config.features == SCATTERING:
             check_images(local.data.inputs.numpy(), tuple(local.data.inputs.shape[1:]))
         labels = local.data.labels.cpu().numpy()
-        self.own = DeviceStatistics(config, lambda: self._fixed.of(local.data.inputs), labels, local.classes)
+        self.own = statistics_of(config, lambda: self._fixed.of(local.data.inputs), labels, local.classes)
         self._predictor: torch.nn.Module | None = None
         self._taught = False
 
     @classmethod
-    def metrics_steps(cls, config: ClassStatsConfig) -> Sequence[str]:
+    def metrics_steps(cls, config: Settings) -> Sequence[str]:
         return ("learn",)
 
     @classmethod
     def form(cls, config: Any) -> type[DeviceMethod]:
         """Returns the device half for the form that the configuration has."""
-        if isinstance(config, ClassStatsConfig):
+        if isinstance(config, SpaceConfig):
             return cls
         return AveragedDevice
 
@@ -78,12 +78,8 @@ class ClassStatsDevice(DeviceMethod):
     @cached_property
     def _fixed(self) -> FixedFeatures:
         shape = tuple(self.local.data.inputs.shape[1:])
-        given = self.config.features == "model"
-        extractor = copy.deepcopy(self.local.taps.extractor) if given else build_model(SCATTERING, input_shape=shape)
-        extractor = extractor.cpu().eval()
-        features = prod(output_shape(extractor, shape))
-        dimensions = self.config.dimensions_for(shape, features)
-        return FixedFeatures(extractor, features, dimensions, self.local.torch_device)
+        given = copy.deepcopy(self.local.taps.extractor) if self.config.features == "model" else None
+        return fixed_features(self.config, given, shape, self.local.torch_device)
 
     # --- training
 

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from fleetdistill.errors import CannotAnswer, DataError, WireError
-from fleetdistill.knowledge import Array, ClassSpace, Plan, PlanValue
+from fleetdistill.knowledge import Array, ClassSpace, Plan, PlanValue, PrivateRows
 from fleetdistill.methods.base import Answer, Ask
 from fleetdistill.methods.classstats.class_variants import ClassVariants, class_variants
 from fleetdistill.methods.classstats.config import SMALLEST_SIDE, ClassStatsConfig
 from fleetdistill.methods.classstats.kept_space import copied
+from fleetdistill.methods.classstats.private_config import PrivateConfig, Settings
 from fleetdistill.methods.classstats.shared_statistics import Moments, moments_of, to_wire
 
 
@@ -103,7 +104,7 @@ def check_images(inputs: Array, input_shape: tuple[int, ...]) -> None:
 
 
 class DeviceStatistics:
-    """Computes a device's statistics, and the variants from the fleet's space; performs no training.
+    """Base class of a device's statistics; makes the variants from the fleet's space, and performs no training.
 
     Attributes:
         space: The fleet's space; None before the first one.
@@ -112,7 +113,7 @@ class DeviceStatistics:
         labels: Classes of the device's rows, `[n]`.
     """
 
-    def __init__(self, config: ClassStatsConfig, rows: Callable[[], Array], labels: Array, classes: int) -> None:
+    def __init__(self, config: Settings, rows: Callable[[], Array], labels: Array, classes: int) -> None:
         """Creates the statistics without computing features.
 
         Args:
@@ -134,15 +135,12 @@ class DeviceStatistics:
 
     @cached_property
     def moments(self) -> Moments:
-        """Moments of the classes with enough rows to be sent. A privacy mechanism would add its noise here."""
+        """Moments of the device's classes that have at least `min_samples` rows."""
         return moments_of(self.rows, self.labels, self._config.min_samples)
 
     def summarise(self) -> Answer:
-        """Returns the class means and their shared covariance; no other data about the rows are sent."""
-        moments = self.moments  # line device
-        sent = to_wire(moments, self._config.rank, self._config.rows_per_direction)
-        too_small = 0 if sent.labels else len(np.unique(self.labels))
-        return Answer(parts={"statistics": sent}, samples=len(self.labels), notes={"classes_too_small": too_small})
+        """Returns the answer to the step `summarise`."""
+        raise NotImplementedError
 
     def learn(self, ask: Ask) -> Answer:
         """Stores the fleet's space, and makes both variants from it.
@@ -211,3 +209,31 @@ class DeviceStatistics:
         if self.variants is None and self.plan is not None:
             return self._make_variants(self.plan)
         return self.variants
+
+
+class SentStatistics(DeviceStatistics):
+    """Statistics that a device sends without noise."""
+
+    _config: ClassStatsConfig
+
+    def summarise(self) -> Answer:
+        """Returns the class means and their shared covariance; no other data about the rows are sent."""
+        moments = self.moments  # line device
+        sent = to_wire(moments, self._config.rank, self._config.rows_per_direction)
+        too_small = 0 if sent.labels else len(np.unique(self.labels))
+        return Answer(parts={"statistics": sent}, samples=len(self.labels), notes={"classes_too_small": too_small})
+
+
+class PrivateStatistics(DeviceStatistics):
+    """Statistics that the device releases with noise."""
+
+    def summarise(self) -> Answer:
+        """Returns all rows; the device replaces them by noisy sums before it stores the answer."""
+        rows = PrivateRows(self.rows, self.labels, self._classes)
+        return Answer(parts={"statistics": rows}, samples=len(self.labels))
+
+
+def statistics_of(config: Settings, rows: Callable[[], Array], labels: Array, classes: int) -> DeviceStatistics:
+    """Returns a device's statistics in the form that its configuration has; arguments as in `DeviceStatistics`."""
+    form = PrivateStatistics if isinstance(config, PrivateConfig) else SentStatistics
+    return form(config, rows, labels, classes)

@@ -12,8 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from fleetdistill.knowledge import Array
-from fleetdistill.methods.classstats.private_sums import ClassSums, NoiseScale
+from fleetdistill.methods.classstats.private_sums import NoiseScale, RowSums
 
+ENOUGH = 350.0
+"""Strength of a fleet's statistics from which accuracy is within about 10 points of that without noise."""
+TOO_LITTLE = 150.0
+"""Strength below which the merge is mostly noise."""
 _SMALLEST_EIGENVALUE = 1e-6
 """Of the merged covariance, as a share of its largest."""
 
@@ -41,7 +45,33 @@ class PrivateMoments:
     floor: float
 
 
-def merge_private(parts: Sequence[ClassSums], scales: Sequence[NoiseScale]) -> PrivateMoments | None:
+def strength(rows: float, mus: Sequence[float]) -> float:
+    """Returns R = sqrt(K) n mu of K devices with n rows each, which predicts the accuracy lost to the noise (6).
+
+    Args:
+        rows: n, mean number of rows of a device.
+        mus: Gaussian-DP parameter of each device's noise.
+    """
+    return rows * math.sqrt(sum(mu * mu for mu in mus))
+
+
+def rows_needed(devices: int, mu: float) -> int:
+    """Returns the number of rows a device that gives `ENOUGH` strength."""
+    return math.ceil(ENOUGH / (math.sqrt(devices) * mu))
+
+
+def drowned(rows: float, devices: int, mu: float, epsilon: float) -> str | None:
+    """Returns why a fleet's rows are too few for the noise, or None if they suffice."""
+    found = strength(rows, [mu] * devices)
+    if found >= TOO_LITTLE:
+        return None
+    return (
+        f"the noise drowns {rows:,.0f} rows on each of {devices} devices at epsilon {epsilon:g}; about "
+        f"{rows_needed(devices, mu):,} rows a device would do, or more devices, or a larger epsilon"
+    )
+
+
+def merge_private(parts: Sequence[RowSums], scales: Sequence[NoiseScale]) -> PrivateMoments | None:
     """Merges the devices' noisy sums; the order of the devices matters only for rounding.
 
     Args:
@@ -83,7 +113,7 @@ def _weights(counts_kc: Array, noise_k: Array) -> Array:
 
 
 def _covariance(
-    parts: Sequence[ClassSums], scales: Sequence[NoiseScale], counts_kc: Array, means_cf: Array, tau2_c: Array
+    parts: Sequence[RowSums], scales: Sequence[NoiseScale], counts_kc: Array, means_cf: Array, tau2_c: Array
 ) -> tuple[Array, float]:
     """Returns the covariance within classes, and the smallest eigenvalue that was allowed in it."""
     dimensions = means_cf.shape[1]

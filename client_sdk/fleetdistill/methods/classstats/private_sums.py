@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from fleetdistill.knowledge import Array
+from fleetdistill.knowledge import Array, ClassSums
 from fleetdistill.privacy.discrete_gaussian import Random, discrete_gaussian
 
 SHARES = (Fraction(1, 10), Fraction(3, 4), Fraction(3, 20))
@@ -25,7 +25,7 @@ _FLOAT_GRID = 2.0**-10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ClassSums:
+class RowSums:
     """Sums over a device's unit rows (3.2).
 
     Attributes:
@@ -67,19 +67,27 @@ def unit_rows(features_nf: Array) -> Array:
     """Returns rows of length 1; rows of zeros stay zero (3.1).
 
     Args:
-        features_nf: `[n, F]`, finite, any float type.
+        features_nf: `[n, F]`, any float type. A row with a number that is not finite becomes zeros, because an error
+            would tell the server about it.
 
     Returns:
         `[n, F]` float64.
     """
-    rows = np.asarray(features_nf, dtype=np.float64)
+    rows = np.array(features_nf, dtype=np.float64)
+    rows[~np.isfinite(rows).all(axis=1)] = 0
     largest = np.abs(rows).max(axis=1, keepdims=True, initial=0)
     scaled = np.divide(rows, largest, out=np.zeros_like(rows), where=largest > 0)  # squares of huge numbers overflow
     length = np.linalg.norm(scaled, axis=1, keepdims=True)
     return np.asarray(np.divide(scaled, length, out=np.zeros_like(rows), where=length > 0))
 
 
-def class_sums(rows_nf: Array, labels_n: Array, classes: int) -> ClassSums:
+def on_grid(rows_nf: Array) -> Array:
+    """Returns rows with numbers truncated towards zero to multiples of 2^-16; no row becomes longer."""
+    grid = 2**_GRID_BITS
+    return np.asarray(np.trunc(rows_nf * grid) / grid)
+
+
+def class_sums(rows_nf: Array, labels_n: Array, classes: int) -> RowSums:
     """Returns the sums over all classes, whether the device has rows of them or not (3.2).
 
     Args:
@@ -90,10 +98,10 @@ def class_sums(rows_nf: Array, labels_n: Array, classes: int) -> ClassSums:
     sums = np.zeros((classes, rows_nf.shape[1]), dtype=rows_nf.dtype)
     np.add.at(sums, labels_n, rows_nf)
     counts = np.bincount(labels_n, minlength=classes)
-    return ClassSums(counts=counts.astype(rows_nf.dtype), sums=sums, second_moment=rows_nf.T @ rows_nf)
+    return RowSums(counts=counts.astype(rows_nf.dtype), sums=sums, second_moment=rows_nf.T @ rows_nf)
 
 
-def release_rounded(sums: ClassSums, mu: float, generator: np.random.Generator) -> ClassSums:
+def release_rounded(sums: RowSums, mu: float, generator: np.random.Generator) -> RowSums:
     """Returns the sums with continuous noise, rounded to multiples of 2^-10 standard deviations (3.7 a).
 
     Args:
@@ -110,14 +118,14 @@ def release_rounded(sums: ClassSums, mu: float, generator: np.random.Generator) 
     upper = np.triu_indices(len(sums.second_moment), 1)
     diagonal = noisy(np.diag(sums.second_moment), scale.second_moment)
     beside = noisy(sums.second_moment[upper], scale.second_moment / math.sqrt(2))
-    return ClassSums(
+    return RowSums(
         counts=noisy(sums.counts, scale.counts),
         sums=noisy(sums.sums, scale.sums),
         second_moment=_symmetric(diagonal, beside),
     )
 
 
-def release_exact(rows_nf: Array, labels_n: Array, classes: int, mu: float, random: Random | None = None) -> ClassSums:
+def release_exact(rows_nf: Array, labels_n: Array, classes: int, mu: float, random: Random | None = None) -> RowSums:
     """Returns the sums with exact integer noise (3.7 b).
 
     The rows' numbers are truncated towards zero to multiples of 2^-16, so no row becomes longer than 1. Sums and noise
@@ -142,10 +150,34 @@ def release_exact(rows_nf: Array, labels_n: Array, classes: int, mu: float, rand
     upper = np.triu_indices(rows_nf.shape[1], 1)
     diagonal = noisy(np.diag(whole.second_moment), variances[2], grid**2)
     beside = noisy(whole.second_moment[upper], variances[2] / 2, grid**2)
-    return ClassSums(
+    return RowSums(
         counts=noisy(whole.counts, variances[0], 1),
         sums=noisy(whole.sums, variances[1], grid),
         second_moment=_symmetric(diagonal, beside),
+    )
+
+
+def to_wire(sums: RowSums, mu: float, *, discrete: bool) -> ClassSums:
+    """Returns the wire form of noisy sums, in float32; rounding after the noise costs no privacy."""
+    upper = np.triu_indices(len(sums.second_moment))
+    return ClassSums(
+        counts=sums.counts.astype(np.float32),
+        sums=sums.sums.astype(np.float32),
+        second_moment=sums.second_moment[upper].astype(np.float32),
+        mu=mu,
+        discrete=discrete,
+    )
+
+
+def from_wire(sent: ClassSums) -> RowSums:
+    """Returns the sums of a checked part, in float64."""
+    dimensions = sent.sums.shape[1]
+    moment = np.zeros((dimensions, dimensions))
+    moment[np.triu_indices(dimensions)] = sent.second_moment
+    return RowSums(
+        counts=sent.counts.astype(np.float64),
+        sums=sent.sums.astype(np.float64),
+        second_moment=moment + np.triu(moment, 1).T,
     )
 
 

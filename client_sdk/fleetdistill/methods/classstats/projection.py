@@ -38,3 +38,8 @@ def projection(features: int, dimensions: int) -> Array:
     words = splitmix64(SEED, (count + 63) // 64)
     bits = np.unpackbits(words.astype("<u8").view(np.uint8), bitorder="little")[:count]
     return np.asarray((2.0 * bits.reshape(features, dimensions) - 1) / np.sqrt(features), dtype=np.float32)
+
+
+def projection_for(input_shape: tuple[int, ...], features: int) -> Array:
+    """Returns the projection G of images of one shape to their default number of dimensions, `[F, D]`."""
+    return projection(features, min(usual_dimensions(input_shape), features))

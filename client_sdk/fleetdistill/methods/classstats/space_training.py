@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fleetdistill.knowledge import Array, ClassSpace
 from fleetdistill.methods.base import Local
-from fleetdistill.methods.classstats.config import ClassStatsConfig
+from fleetdistill.methods.classstats.config import SpaceConfig
 from fleetdistill.methods.classstats.space_model import SpaceModel
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.seeds import derive_seed
@@ -50,7 +50,7 @@ def train_predictor(
     space: ClassSpace,
     coordinates_nq: Array,
     labels_n: Array,
-    config: ClassStatsConfig,
+    config: SpaceConfig,
     classes: int,
     draw_seed: int,
     seed: int,
@@ -116,7 +116,7 @@ def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def teach_network(
-    local: Local, general: SpaceModel, space: ClassSpace, config: ClassStatsConfig, draw_seed: int, seed: int
+    local: Local, general: SpaceModel, space: ClassSpace, config: SpaceConfig, draw_seed: int, seed: int
 ) -> TrainingReport:
     """Trains the app's own network towards the general variant, on own and on drawn images; nothing is sent.
 

@@ -126,7 +126,7 @@ Global___NamedShape: _TypeAlias = NamedShape  # noqa: Y015
 
 @_typing.final
 class PartShapes(_message.Message):
-    """Required tensors of a part with parameters, gradients, class statistics or shared statistics."""
+    """Required tensors of a part with parameters, gradients, class statistics, shared statistics or class sums."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

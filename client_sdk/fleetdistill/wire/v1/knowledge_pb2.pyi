@@ -477,6 +477,57 @@ class ClassSpace(_message.Message):
 Global___ClassSpace: _TypeAlias = ClassSpace  # noqa: Y015
 
 @_typing.final
+class ClassSums(_message.Message):
+    """Sums over a device's feature rows, scaled to length 1, with Gaussian noise that the device has added. Differentially
+    private for each row.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNTS_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    SECOND_MOMENT_FIELD_NUMBER: _builtins.int
+    MU_FIELD_NUMBER: _builtins.int
+    DISCRETE_FIELD_NUMBER: _builtins.int
+    mu: _builtins.float
+    """Gaussian-DP parameter of the noise, finite, above 0. The noise of a count has the standard deviation
+    1 / (mu sqrt(0.10)), of a sum 1 / (mu sqrt(0.75)), of the diagonal of the second moment 1 / (mu sqrt(0.15)), and
+    beside the diagonal the latter divided by sqrt(2).
+    """
+    discrete: _builtins.bool
+    """Whether the noise is drawn from the discrete Gaussian."""
+    @_builtins.property
+    def counts(self) -> _tensor_pb2.Tensor:
+        """[C] float32, finite: rows of each class, plus noise; may be negative."""
+
+    @_builtins.property
+    def sums(self) -> _tensor_pb2.Tensor:
+        """[C, F] float32, finite: sum of each class's rows, plus noise."""
+
+    @_builtins.property
+    def second_moment(self) -> _tensor_pb2.Tensor:
+        """[F (F + 1) / 2] float32, finite: upper triangle by rows, with the diagonal, of the sum of u uT over the rows u of all
+        classes, plus noise.
+        """
+
+    def __init__(
+        self,
+        *,
+        counts: _tensor_pb2.Tensor | None = ...,
+        sums: _tensor_pb2.Tensor | None = ...,
+        second_moment: _tensor_pb2.Tensor | None = ...,
+        mu: _builtins.float = ...,
+        discrete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "second_moment", b"second_moment", "sums", b"sums"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "discrete", b"discrete", "mu", b"mu", "second_moment", b"second_moment", "sums", b"sums"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassSums: _TypeAlias = ClassSums  # noqa: Y015
+
+@_typing.final
 class SoftPredictions(_message.Message):
     """Soft predictions on feature rows drawn from class statistics; the server sends their mean."""
 
@@ -837,6 +888,7 @@ class Part(_message.Message):
     SHARED_STATISTICS_FIELD_NUMBER: _builtins.int
     CLASS_SPACE_FIELD_NUMBER: _builtins.int
     NETWORK_FILE_FIELD_NUMBER: _builtins.int
+    CLASS_SUMS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that the method gives it, 1 to 256 characters, unique within the payload."""
     @_builtins.property
@@ -903,6 +955,10 @@ class Part(_message.Message):
     def network_file(self) -> Global___NetworkFile:
         """A network as a file."""
 
+    @_builtins.property
+    def class_sums(self) -> Global___ClassSums:
+        """Class sums with noise."""
+
     def __init__(
         self,
         *,
@@ -923,12 +979,13 @@ class Part(_message.Message):
         shared_statistics: Global___SharedStatistics | None = ...,
         class_space: Global___ClassSpace | None = ...,
         network_file: Global___NetworkFile | None = ...,
+        class_sums: Global___ClassSums | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_statistics", b"class_statistics", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "soft_predictions", b"soft_predictions", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_statistics", b"class_statistics", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "soft_predictions", b"soft_predictions", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_statistics", b"class_statistics", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "soft_predictions", b"soft_predictions", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_statistics", b"class_statistics", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "soft_predictions", b"soft_predictions", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics", "proxy_set", "class_statistics", "soft_predictions", "shared_statistics", "class_space", "network_file"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics", "proxy_set", "class_statistics", "soft_predictions", "shared_statistics", "class_space", "network_file", "class_sums"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

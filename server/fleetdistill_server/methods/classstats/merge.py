@@ -36,6 +36,8 @@ class Rules:
 
 LeftOutReasons = dict[str, list[str]]
 """Maps each device to the reasons why its statistics are left out, as sentences."""
+Merged = tuple[Moments | None, dict[str, list[int]], LeftOutReasons]
+"""The merge, or None if no class remains; each device's classes in it; and why statistics are left out."""
 
 
 def note_left_out(left_out: LeftOutReasons, notes: Notes, devices: Collection[str] | None = None) -> None:
@@ -72,9 +74,7 @@ def merged(
     return {label: merge(_summaries_of(label, parts, kept), rank) for label in labels}, left_out
 
 
-def merged_moments(
-    parts: Mapping[str, SharedStatistics], rules: Rules, notes: Notes
-) -> tuple[Moments | None, dict[str, list[int]], LeftOutReasons]:
+def merged_moments(parts: Mapping[str, SharedStatistics], rules: Rules, notes: Notes) -> Merged:
     """Merges statistics with one shared covariance, exactly (oneshot.md, section 3.5).
 
     Args:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from fleetdistill.knowledge import (
     CUT,
     Array,
     ClassSpace,
+    Kind,
     Metrics,
     ModelParameters,
     NetworkFile,
@@ -31,19 +31,21 @@ from fleetdistill.methods.classstats.class_space import make_space, shrinkage_ru
 from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT
 from fleetdistill.methods.classstats.config import SCATTERING, ClassStatsConfig
 from fleetdistill.methods.classstats.exchange import SpacePlan, check_images
-from fleetdistill.methods.classstats.kept_features import FixedFeatures
+from fleetdistill.methods.classstats.fixed_extractor import fixed_features
 from fleetdistill.methods.classstats.kept_space import packed, unpacked
+from fleetdistill.methods.classstats.private_config import PrivateConfig
 from fleetdistill.methods.classstats.shared_statistics import Moments, most_directions
 from fleetdistill.methods.classstats.space_model import SpaceModel
-from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
 from fleetdistill.training.model import output_shape
 from fleetdistill.training.onnx_export import onnx_bytes
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import decode, encode
+from fleetdistill.wire.schema import PartSchema
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.classstats.merge import (
     LeftOutReasons,
+    Merged,
     Rules,
     merged_moments,
     note_left_out,
@@ -59,7 +61,7 @@ from fleetdistill_server.methods.traffic import Exchange, Sizes
 class ClassStatsServer(ServerMethod):
     """Stores each device's statistics separately, and the class space of their merge."""
 
-    config: ClassStatsConfig
+    config: Any  # of this form
     summary = "one exchange: merged class means and one covariance, closed form"
     recommended = (
         "for images of which each device has some classes, whatever models the apps run: on all classes it is ahead of "
@@ -69,14 +71,14 @@ class ClassStatsServer(ServerMethod):
         "images (CIFAR-10) want a pretrained extractor. docs/reference/methods/ has the figures"
     )
     picks_devices = True
+    kind: ClassVar[type[Kind]] = SharedStatistics
+    """Kind of the statistics that a device sends."""
 
-    def __init__(self, config: ClassStatsConfig, context: MethodContext) -> None:
+    def __init__(self, config: Any, context: MethodContext) -> None:
         super().__init__(config, context)
-        self.extractor = self._extractor().cpu().eval()  # too little computation for a GPU
-        self._feature_shape = output_shape(self.extractor, context.input_shape)
-        features = prod(self._feature_shape)
-        self.fixed = FixedFeatures(self.extractor, features, config.dimensions_for(context.input_shape, features))
-        self._parts: dict[str, tuple[SharedStatistics, str]] = {}  # as sent, and the data's version
+        self._given = self._given_extractor()
+        self.fixed = fixed_features(config, self._given, context.input_shape)
+        self._parts: dict[str, tuple[Any, str]] = {}  # of `kind`, as sent, and the data's version
         self._counted: dict[str, list[int]] = {}  # each device's classes in the merge
         self._left_out: LeftOutReasons = {}
         self._trusted: dict[int, Array] = {}  # stored: `forget` may run where the operator's data is missing
@@ -86,37 +88,56 @@ class ClassStatsServer(ServerMethod):
 
     @classmethod
     def form(cls, config: Any) -> type[ServerMethod]:
-        """Returns the server half for the configuration's `features`."""
+        """Returns the server half for the form that the configuration has."""
         if isinstance(config, ClassStatsConfig):
             return cls
+        if isinstance(config, PrivateConfig):
+            from fleetdistill_server.methods.classstats.private_server import PrivateServer
+
+            return PrivateServer
         from fleetdistill_server.methods.classstats.averaged import AveragedServer
 
         return AveragedServer
 
-    def _extractor(self) -> nn.Module:
-        shape = self.context.input_shape
+    def _given_extractor(self) -> nn.Module | None:
+        """Returns the run's own extractor; None with scattering, after checking the inputs."""
         if self.config.features != SCATTERING:
             return self.context.extractor()
+        shape = self.context.input_shape
         try:
             check_images(np.zeros((1, *shape), np.float32), shape)
         except DataError as error:
             raise ConfigurationError(f"[contract] input_shape: {error}") from error
-        return build_model(SCATTERING, input_shape=shape)
+        return None
 
     # --- declarations
 
     @classmethod
-    def needs(cls, config: ClassStatsConfig) -> Needs:
+    def needs(cls, config: Any) -> Needs:
         """Requires a common extractor if the run names one; the scattering extractor is part of the SDK."""
         return Needs(same_extractor=config.features == "model")
 
     @classmethod
-    def exchanges(cls, config: ClassStatsConfig, sizes: Sizes) -> Sequence[Exchange]:
+    def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
         """Returns the exchanges of section 6 of oneshot.md, for a device with enough samples of every class."""
-        dimensions = min(config.dimensions or 384, sizes.features)
-        df, classes = max(sizes.samples - sizes.classes, 0), sizes.classes
-        statistics = SharedStatistics.schema(
-            classes=classes,
+        classes, dimensions = sizes.classes, cls.dimensions(config, sizes)
+        space = ClassSpace.schema(classes=classes, dimensions=dimensions, directions=min(classes - 1, dimensions))
+        return [
+            Exchange(step="summarise", up={"statistics": cls.statistics_schema(config, sizes)}, first=0, end=1),
+            Exchange(step="learn", down={"space": space}, first=0, end=1),
+        ]
+
+    @classmethod
+    def dimensions(cls, config: Any, sizes: Sizes) -> int:
+        """Returns D, numbers of a row of features."""
+        return min(config.dimensions or 384, sizes.features)
+
+    @classmethod
+    def statistics_schema(cls, config: Any, sizes: Sizes) -> PartSchema:
+        """Returns the schema of the statistics that a device sends."""
+        df, dimensions = max(sizes.samples - sizes.classes, 0), cls.dimensions(config, sizes)
+        return SharedStatistics.schema(
+            classes=sizes.classes,
             dimensions=dimensions,
             directions=most_directions(config.rank, df, dimensions, config.rows_per_direction),
             features=sizes.cuts,
@@ -124,25 +145,20 @@ class ClassStatsServer(ServerMethod):
             most_rows=config.rank,
             rows_per_direction=config.rows_per_direction,
         )
-        space = ClassSpace.schema(classes=classes, dimensions=dimensions, directions=min(classes - 1, dimensions))
-        return [
-            Exchange(step="summarise", up={"statistics": statistics}, first=0, end=1),
-            Exchange(step="learn", down={"space": space}, first=0, end=1),
-        ]
 
     def sizes(self) -> Sizes:
         """Returns the run's sizes; the features are those after the projection."""
-        cuts = {CUT: self._feature_shape} if self.needs(self.config).same_extractor else {}
+        cuts = {} if self._given is None else {CUT: output_shape(self._given, self.context.input_shape)}
         return Sizes(classes=self.context.classes, features=self.fixed.dimensions, cuts=cuts)
 
     def initial(self) -> ModelParameters | None:
         """Returns the named extractor's weights, or None for scattering, which has no weights."""
-        return model_parameters(self.extractor, scope="extractor") if self.needs(self.config).same_extractor else None
+        return None if self._given is None else model_parameters(self._given, scope="extractor")
 
     def extractor_file(self) -> NetworkFile | None:
         """Returns the extractor as ONNX for devices without PyTorch, or None if it cannot be exported."""
         try:
-            data = onnx_bytes(self.extractor, self.context.input_shape)
+            data = onnx_bytes(self.fixed.extractor, self.context.input_shape)
         except ExportError:
             return None
         return NetworkFile(onnx=np.frombuffer(data, np.uint8))
@@ -170,11 +186,19 @@ class ClassStatsServer(ServerMethod):
         quorum, taken = 0.0 if self._parts else None, False
         async for answer in self.deliveries.ask(cohort, "summarise", {}, to=lacking, quorum=quorum):
             taken = True
-            sent = answer.part("statistics", SharedStatistics)
+            sent = answer.part("statistics", self.kind)
             self._parts[answer.device] = (_in_memory(sent), versions.get(answer.device, ""))
-            note_no_class(answer.device, sent.labels, self.config.min_samples, cohort)
+            self.note_received(answer.device, sent, cohort)
         if taken:
             self.merge_parts(cohort)
+            self.check_merge()
+
+    def check_merge(self) -> None:
+        """Checks a merge of new statistics. Raises RunError if the run cannot continue with it."""
+
+    def note_received(self, device: str, sent: Any, notes: Notes) -> None:
+        """Adds events about a device's statistics."""
+        note_no_class(device, sent.labels, self.config.min_samples, notes)
 
     def _lacks_statistics(self, device: str, version: str) -> bool:
         known = self._parts.get(device)
@@ -215,7 +239,12 @@ class ClassStatsServer(ServerMethod):
     def _left_out_of(self, device: str) -> tuple[int, ...]:
         """Returns the classes that a device has sent and that the merge leaves out."""
         part, counted = self._parts.get(device), self._counted.get(device, [])
-        return () if part is None else tuple(sorted(set(part[0].labels) - set(counted)))
+        return () if part is None else tuple(sorted(set(self.labels_of(part[0])) - set(counted)))
+
+    def labels_of(self, part: Any) -> Sequence[int]:
+        """Returns the classes in a device's statistics."""
+        labels: Sequence[int] = part.labels
+        return labels
 
     def _note_poor_classes(self, figures: Mapping[int, Sequence[float]], notes: Notes) -> None:
         """Guard: adds an event for each class whose leave-one-out accuracy is no better than chance."""
@@ -255,12 +284,12 @@ class ClassStatsServer(ServerMethod):
         self._trusted = trusted_centres(self.context.trusted_data(), self.fixed.of) or self._trusted
         rules = Rules(robust=self.config.robust, count_cap=self.config.count_cap, trusted=self._trusted)
         parts = {device: part for device, (part, _) in self._parts.items()}
-        moments, self._counted, self._left_out = merged_moments(parts, rules, notes)
+        moments, self._counted, self._left_out = self.merged(parts, rules, notes)
         self._space, self.merge_name = None, 0
         if moments is None:
             return
         try:
-            payload = encode({"space": self._space_of(moments, notes)})
+            payload = encode({"space": self.space_of(moments, notes)})
         except KnowledgeError as error:  # such as a space that overflows float16; the run must continue
             notes.event("no-class-space", f"the merge gives no class space to send: {error}")
             return
@@ -270,7 +299,12 @@ class ClassStatsServer(ServerMethod):
         notes.report("merged_classes", len(sent.labels))
         notes.report("shrinkage", float(sent.shrinkage))
 
-    def _space_of(self, moments: Moments, notes: Notes) -> ClassSpace:
+    def merged(self, parts: Mapping[str, Any], rules: Rules, notes: Notes) -> Merged:
+        """Returns the merge of the devices' statistics; see `merged_moments`."""
+        return merged_moments(parts, rules, notes)
+
+    def space_of(self, moments: Moments, notes: Notes) -> ClassSpace:
+        """Returns the class space of a merge. Raises KnowledgeError if there is none."""
         if moments.df < moments.dimensions:
             text = (
                 f"the covariance has {moments.df} degrees of freedom for {moments.dimensions} dimensions and is shrunk"
@@ -296,10 +330,12 @@ class ClassStatsServer(ServerMethod):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._parts = {device: (_unpacked_part(part), version) for device, (part, version) in state["parts"].items()}
+        self._parts = {
+            device: (_unpacked_part(self.kind, part), version) for device, (part, version) in state["parts"].items()
+        }
         self._space = None if state["space"] is None else unpacked(state["space"])
         self.merge_name = state["merge"]
-        everything = {device: list(part.labels) for device, (part, _) in self._parts.items()}
+        everything = {device: list(self.labels_of(part)) for device, (part, _) in self._parts.items()}
         self._counted = {device: list(labels) for device, labels in state.get("counted", everything).items()}
         self._left_out = {device: list(texts) for device, texts in state.get("left_out", {}).items()}
         self._trusted = {int(label): centre.numpy() for label, centre in state.get("trusted", {}).items()}
@@ -326,15 +362,17 @@ def _add_leave_one_out(figures: dict[int, list[float]], parts: Parts, counted: S
                 figures[one.label][1] += one.count
 
 
-def _in_memory(part: SharedStatistics) -> SharedStatistics:
+def _in_memory(part: Any) -> Any:
     """Copies a part into memory; the received arrays are mapped from a file that is deleted after the round."""
-    return _unpacked_part(_packed_part(part))
+    return _unpacked_part(type(part), _packed_part(part))
 
 
-def _packed_part(part: SharedStatistics) -> dict[str, Any]:
-    arrays = {name: value for name, value in vars(part).items() if name != "labels" and value is not None}
-    return {"labels": list(part.labels), **{name: torch.from_numpy(np.array(one)) for name, one in arrays.items()}}
+def _packed_part(part: Any) -> dict[str, Any]:
+    values = {name: value for name, value in vars(part).items() if value is not None}
+    return {
+        name: torch.from_numpy(np.array(one)) if isinstance(one, np.ndarray) else one for name, one in values.items()
+    }
 
 
-def _unpacked_part(state: Mapping[str, Any]) -> SharedStatistics:
-    return SharedStatistics(**{name: one if name == "labels" else one.numpy() for name, one in state.items()})
+def _unpacked_part(kind: type[Kind], state: Mapping[str, Any]) -> Any:
+    return kind(**{name: one.numpy() if isinstance(one, torch.Tensor) else one for name, one in state.items()})

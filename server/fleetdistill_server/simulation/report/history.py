@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fleetdistill.methods import config_class, device_class
+from fleetdistill_server.config.run_config import method_settings
 from fleetdistill_server.simulation.report.metrics import Ints
 from fleetdistill_server.simulation.report.scores import Figures, round_figures
 from fleetdistill_server.simulation.spec.device import DeviceSpec
@@ -103,7 +104,7 @@ def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
 
 
 def _metrics_steps(config: Mapping[str, Any]) -> Sequence[str]:
-    method, settings = config["run"]["method"], config.get("method", {})
+    method, settings = config["run"]["method"], method_settings(config)
     chosen = config_class(method, settings).from_settings(settings)
     return device_class(method, chosen).metrics_steps(chosen)
 

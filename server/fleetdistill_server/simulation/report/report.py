@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fleetdistill.privacy.guarantee import Guarantee
 from fleetdistill.training.figures import Counts
 from fleetdistill_server.simulation.report.comparison import (
     Candidate,
@@ -82,7 +83,12 @@ def _settings(done: Outcome) -> dict[str, Any]:
         "attack": done.wanted.attack,
         "class_names": list(done.data.classes),
         "proxy_per_class": done.wanted.proxy_per_class or 0,
+        "privacy": _privacy(done.config.method_config().guarantee),
     }
+
+
+def _privacy(guarantee: Guarantee | None) -> dict[str, Any] | None:
+    return None if guarantee is None else {**asdict(guarantee), "sentence": guarantee.sentence}
 
 
 def _mean_accuracies(
@@ -149,7 +155,9 @@ def write_report(report: FleetReport, out: Path) -> None:
 
 def _title(report: FleetReport) -> str:
     text = f"{report.method} on {report.dataset}, seed {report.seed}, over {report.link}"
-    return text if report.finished else f"{text}: interrupted after {report.completed_rounds} of {report.rounds} rounds"
+    if not report.finished:
+        text = f"{text}: interrupted after {report.completed_rounds} of {report.rounds} rounds"
+    return text if report.privacy is None else f"{text}\n{report.privacy['sentence']}"
 
 
 def _by_device(report: FleetReport) -> DeviceCurves:

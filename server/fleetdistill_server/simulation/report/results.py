@@ -118,6 +118,7 @@ class FleetReport:
         leave_one_out: Like `DeviceReport.leave_one_out`, over the samples of all devices.
         comparison: Local-only training, the method and FedAvg, by variant; see `comparison.ComparisonRow`.
         curves: Accuracies of the method and FedAvg by bytes; see `comparison.Curve`.
+        privacy: `epsilon`, `delta` and `exact` of a private run, and `sentence`, their meaning; None for other runs.
     """
 
     method: str
@@ -170,3 +171,4 @@ class FleetReport:
     leave_one_out: dict[str, float] | None
     comparison: list[ComparisonRow]
     curves: list[Curve]
+    privacy: dict[str, Any] | None

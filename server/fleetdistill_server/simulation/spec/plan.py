@@ -114,6 +114,7 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
             },
             "model": {"extractor": extractor, "server": server, "device": _device_model(wanted, data)},
             "method": dict(wanted.settings),
+            **({} if wanted.privacy is None else {"privacy": wanted.privacy}),
             "proxy": _proxy_section(wanted, data, work),
             "evaluation": {"data": str(work / "test.npz"), "trusted_rows": 0},  # the test set must not filter answers
             "server": {

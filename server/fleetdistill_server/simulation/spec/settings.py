@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy.typing as npt
 
 from fleetdistill.models import path_of
+from fleetdistill.privacy.guarantee import Guarantee
 from fleetdistill_server.config.run_config import checked_settings
 from fleetdistill_server.simulation.data.datasets import Dataset
 from fleetdistill_server.simulation.data.own import Arrays, own_dataset
@@ -33,6 +34,7 @@ class Simulation:
         modules: Modules to import, which register your own methods. Over gRPC, the server's and the devices' processes
             import them too. Not needed for methods that this process has registered.
         settings: The method's settings, as under [method] in run.toml.
+        epsilon: Epsilon of private class statistics, as under [privacy] in run.toml; None for a run without privacy.
         dataset: A name in `datasets.DATASETS`, a `Dataset`, or arrays for `own_dataset`. A simulation keeps a copy of
             your own data in its folder.
         data_dir: Folder of the data sets; see `load_dataset`.
@@ -77,6 +79,7 @@ class Simulation:
     method: str = "feddkc"
     modules: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    epsilon: float | None = None
     dataset: str | Dataset | Arrays | tuple[npt.ArrayLike, npt.ArrayLike] = "digits"
     data_dir: Path | None = None
     image_size: int | None = None
@@ -123,7 +126,12 @@ class Simulation:
         Raises:
             ConfigurationError: The method or a setting is unknown, or a setting is out of range.
         """
-        return checked_settings(self.method, self.settings)
+        return checked_settings(self.method, self.settings, self.privacy)
+
+    @property
+    def privacy(self) -> dict[str, Any] | None:
+        """The section [privacy] of the run's configuration, with all settings; None for a run without privacy."""
+        return None if self.epsilon is None else asdict(Guarantee(epsilon=float(self.epsilon)))
 
     @property
     def one_exchange(self) -> bool:

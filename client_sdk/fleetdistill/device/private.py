@@ -1,0 +1,112 @@
+"""What a device does in a run with private statistics: it adds the noise itself, and sends nothing else about its rows.
+
+The server's contract names the guarantee; everything here is enforced by the device.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fleetdistill.errors import ConfigurationError, FleetDistillError, PrivacyBudgetError
+from fleetdistill.knowledge import ClassSums, PrivateRows
+from fleetdistill.privacy.guarantee import Guarantee
+from fleetdistill.state.files import Files
+from fleetdistill.state.privacy_ledger import PrivacyBudget, PrivacyLedger, fingerprint
+from fleetdistill.state.releases import Releases
+from fleetdistill.wire.v1 import contract_pb2
+
+if TYPE_CHECKING:
+    from fleetdistill.methods.base import Answer
+
+SAMPLES = 1
+"""Number of samples that a private device declares: the real number would be a release too."""
+DECLINED = "this device cannot answer"
+"""Reason of every decline but that of the budget: another text could depend on the rows."""
+_COLUMNS = ("features", "counts")
+
+
+def guarantee_of(contract: contract_pb2.Contract) -> Guarantee | None:
+    """Returns the guarantee of a run; None if the run is not private. Raises ConfigurationError as for any contract."""
+    from fleetdistill.methods import config_of_contract  # loads methods, which an idle device does not need
+
+    found: Guarantee | None = config_of_contract(contract).guarantee
+    return found
+
+
+def hide_rows(profile: contract_pb2.DeviceProfile) -> None:
+    """Removes from a profile what depends on the rows: their number and the version of the data."""
+    profile.samples = SAMPLES
+    profile.data_version = b""
+
+
+def reason_to_send(reason: FleetDistillError) -> str:
+    """Returns the text of a decline that the server may read: one of two, which do not depend on the rows."""
+    return str(reason) if isinstance(reason, PrivacyBudgetError) else DECLINED
+
+
+class PrivateAnswers:
+    """Makes a device's private answers, and keeps account of what they spend.
+
+    Args:
+        files: The state directory, with the ledger and the last release.
+        budget: The app's budget; None for the run's epsilon and delta.
+    """
+
+    def __init__(self, files: Files, budget: PrivacyBudget | None) -> None:
+        self._files, self._budget = files, budget
+
+    def columns(self, allow: Sequence[str]) -> tuple[str, ...]:
+        """Returns the columns that may leave the device: at most noisy features and counts."""
+        return tuple(column for column in allow if column in _COLUMNS)
+
+    def closed(self, answer: Answer, contract: contract_pb2.Contract, guarantee: Guarantee, round: int) -> Answer:
+        """Returns the answer with noisy sums in place of rows, and without the number of samples.
+
+        Raises:
+            ConfigurationError: The answer contains anything but rows.
+            PrivacyBudgetError: The release would exceed the budget.
+        """
+        parts = {}
+        for name, part in answer.parts.items():
+            if not isinstance(part, PrivateRows):
+                kind = type(part).__name__
+                raise ConfigurationError(f"part {name!r} is a {kind}, which a private run must not send; not sent")
+            parts[name] = self._release(part, contract.run, guarantee, round)
+        return replace(answer, parts=parts, samples=SAMPLES)
+
+    def _release(self, rows: PrivateRows, run: str, wanted: Guarantee, round: int) -> ClassSums:
+        """Returns the stored release of these rows, or makes one: ledger, then noise, then the stored release."""
+        from fleetdistill.methods.classstats.private_sums import on_grid, unit_rows
+
+        most = self._budget or PrivacyBudget(wanted.epsilon, wanted.delta)
+        used = wanted.at_most(most.epsilon, most.delta)
+        units_nf = on_grid(unit_rows(rows.rows))
+        content = fingerprint(
+            u.tobytes() + int(c).to_bytes(8, "little") for u, c in zip(units_nf, rows.labels, strict=True)
+        )
+        name, releases = f"{run} {content} {used}", Releases(self._files)
+        if (known := releases.load(name)) is not None:
+            return known
+        ledger = PrivacyLedger(self._files)
+        ledger.record(run=run, round=round, mu=used.mu, exact=used.exact, rows=content, most=most, time=time.time())
+        made = _with_noise(rows, units_nf, used)
+        releases.save(name, made)
+        return made
+
+
+def _with_noise(rows: PrivateRows, units_nf: np.ndarray, used: Guarantee) -> ClassSums:
+    """Draws the noise from the operating system: the server knows the ask's seed and could subtract its noise."""
+    from fleetdistill.methods.classstats.private_sums import class_sums, release_exact, release_rounded, to_wire
+
+    if used.exact:
+        noisy = release_exact(units_nf, rows.labels, rows.classes, used.mu)
+    else:
+        generator = np.random.Generator(np.random.PCG64DXSM(secrets.randbits(256)))
+        noisy = release_rounded(class_sums(units_nf, rows.labels, rows.classes), used.mu, generator)
+    return to_wire(noisy, used.mu, discrete=used.exact)

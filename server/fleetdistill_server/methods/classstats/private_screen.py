@@ -1,0 +1,88 @@
+"""Screens the devices' private sums before a merge, with the tests of statistics without noise.
+
+The tests see only what was sent, so they cost no privacy. A class whose mean is mostly noise is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+
+from fleetdistill.knowledge import Array
+from fleetdistill.methods.classstats.private_merge import merge_private
+from fleetdistill.methods.classstats.private_sums import NoiseScale, RowSums
+from fleetdistill_server.methods.classstats.merge import LeftOutReasons, Rules, note_left_out
+from fleetdistill_server.methods.classstats.robust import MOST_ROWS, DeviceStatistics, screen
+from fleetdistill_server.methods.cohort import Notes
+
+Releases = dict[str, tuple[RowSums, NoiseScale]]
+"""Each device's sums with the size of their noise, by ascending device id."""
+_NOISE_SHARE = 0.25
+"""Largest expected squared noise of a compared mean, as a share of the smallest squared distance of two centres."""
+
+
+def screened(releases: Releases, rules: Rules, notes: Notes) -> tuple[Releases, LeftOutReasons]:
+    """Returns the releases to merge, scaled to the cap of rows, and why others are left out.
+
+    A device with one suspicious class is left out as a whole: its second moment cannot be split by class.
+    """
+    off = rules.robust == "off"
+    cap = rules.count_cap or (0.0 if off else MOST_ROWS)
+    bounded = _capped(releases, cap, notes) if cap else releases
+    if off:
+        return bounded, {}
+    _, found = screen(_comparable(bounded), rules.robust, rules.trusted)
+    left_out: LeftOutReasons = {}
+    for one in found:
+        left_out.setdefault(one.device, []).append(f"{one.device}: {one.reason}; its statistics are left out")
+    note_left_out(left_out, notes)
+    return {device: one for device, one in bounded.items() if device not in left_out}, left_out
+
+
+def _capped(releases: Releases, cap: float, notes: Notes) -> Releases:
+    """Scales releases, and their noise with them, so that none counts more than `cap` times the median's rows."""
+    totals = {device: float(sums.counts.sum()) for device, (sums, _) in releases.items()}
+    most = cap * max(median(totals.values()), 1.0) if totals else 0.0
+    found: Releases = {}
+    for device, (sums, noise) in releases.items():
+        share = min(1.0, most / totals[device]) if totals[device] > 0 else 1.0
+        if share < 1:
+            text = f"{device} sent noisy sums of {totals[device]:.0f} rows, which count as {most:.0f}: the limit is"
+            notes.event("rows-capped", f"{text} {cap:g} times the median device's rows", device)
+        found[device] = (_scaled(sums, share), NoiseScale(*(share * one for one in vars(noise).values())))
+    return found
+
+
+def _scaled(sums: RowSums, share: float) -> RowSums:
+    return replace(sums, counts=share * sums.counts, sums=share * sums.sums, second_moment=share * sums.second_moment)
+
+
+def _comparable(releases: Releases) -> Mapping[str, DeviceStatistics]:
+    """Returns the means that stand out from their noise, of the devices that have any."""
+    merged = merge_private([sums for sums, _ in releases.values()], [noise for _, noise in releases.values()])
+    if merged is None or len(merged.labels) < 2:
+        return {}
+    most_noise = _NOISE_SHARE * _smallest_square(merged.means)
+    found = {device: _statistics_of(*one, most_noise) for device, one in releases.items()}
+    return {device: one for device, one in found.items() if one.labels}
+
+
+def _smallest_square(means_kf: Array) -> float:
+    squares = np.square(means_kf[:, None] - means_kf[None]).sum(axis=2)
+    return float(squares[~np.eye(len(means_kf), dtype=bool)].min())
+
+
+def _statistics_of(sums: RowSums, noise: NoiseScale, most_noise: float) -> DeviceStatistics:
+    counts, dimensions = np.maximum(sums.counts, 1.0), sums.sums.shape[1]
+    labels = np.flatnonzero(
+        (sums.counts > 2 * noise.counts) & (dimensions * np.square(noise.sums / counts) <= most_noise)
+    )
+    return DeviceStatistics(
+        labels=tuple(labels.tolist()),
+        counts=np.rint(counts[labels]).astype(np.int64),
+        means=sums.sums[labels] / counts[labels, None],
+        traces=np.array([float(np.trace(sums.second_moment)) / max(float(sums.counts.sum()), 1.0)]),
+    )

@@ -1,0 +1,122 @@
+"""Server half of private class statistics: merges noisy sums, knowing how large their noise is.
+
+Everything here is computed from what the devices have released, so it costs no privacy. Section numbers in comments are
+those of the form's specification, privacy.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fleetdistill.errors import RunError
+from fleetdistill.knowledge import ClassSpace, ClassSums, Kind
+from fleetdistill.methods.classstats.class_space import make_space
+from fleetdistill.methods.classstats.config import SCATTERING
+from fleetdistill.methods.classstats.private_config import MOST_OUTPUTS, PrivateConfig
+from fleetdistill.methods.classstats.private_merge import ENOUGH, PrivateMoments, drowned, merge_private, strength
+from fleetdistill.methods.classstats.private_sums import NoiseScale, from_wire
+from fleetdistill.methods.classstats.shared_statistics import Moments
+from fleetdistill.wire.schema import PartSchema
+from fleetdistill_server.methods.classstats.merge import Merged, Rules
+from fleetdistill_server.methods.classstats.private_screen import Releases, screened
+from fleetdistill_server.methods.classstats.server import ClassStatsServer
+from fleetdistill_server.methods.cohort import Notes
+from fleetdistill_server.methods.traffic import Sizes
+
+_ROUNDING = 1 + 1e-9
+
+
+class PrivateServer(ClassStatsServer):
+    """Stores each device's noisy sums separately, and the class space of their merge."""
+
+    config: PrivateConfig
+    summary = "one exchange of sums with noise from the device, closed form"
+    recommended = (
+        "where rows must stay private against the server too: each row is (epsilon, delta)-private. It costs accuracy, "
+        "less with more rows and devices. Its limits: grey images, or an app's pretrained extractor of at most 128 "
+        "outputs. docs/reference/methods/ has the figures"
+    )
+    kind: ClassVar[type[Kind]] = ClassSums
+
+    def __init__(self, config: PrivateConfig, context: Any) -> None:
+        super().__init__(config, context)
+        self._drowned: str | None = None  # why the last merge is mostly noise
+
+    @classmethod
+    def dimensions(cls, config: Any, sizes: Sizes) -> int:
+        """Returns F, numbers of a row of features."""
+        return min(config.dimensions if config.features == SCATTERING else MOST_OUTPUTS, sizes.features)
+
+    @classmethod
+    def statistics_schema(cls, config: Any, sizes: Sizes) -> PartSchema:
+        """Returns the schema of the noisy sums, which have the same shapes whatever data a device has."""
+        return ClassSums.schema(classes=sizes.classes, dimensions=cls.dimensions(config, sizes), features=sizes.cuts)
+
+    def note_received(self, device: str, sent: Any, notes: Notes) -> None:
+        """Adds an event for a device that releases with a smaller epsilon than the run's."""
+        if sent.mu * _ROUNDING < self.config.guarantee.mu:
+            text = f"{device} adds more noise than the run asks for: its app allows a smaller epsilon"
+            notes.event("more-noise", text, device)
+
+    def labels_of(self, part: Any) -> Sequence[int]:
+        """Returns all classes: a device sends sums of every class."""
+        return range(self.context.classes)
+
+    # --- the merge
+
+    def merged(self, parts: Mapping[str, Any], rules: Rules, notes: Notes) -> Merged:
+        """Merges the noisy sums of the devices that pass the tests (3.8)."""
+        unit = math.sqrt(self.fixed.dimensions)
+        rules = replace(rules, trusted={label: centre / unit for label, centre in rules.trusted.items()})
+        releases = {device: self._release(part) for device, part in sorted(parts.items())}
+        kept, left_out = screened(releases, rules, notes)
+        found = (
+            merge_private([one for one, _ in kept.values()], [noise for _, noise in kept.values()]) if kept else None
+        )
+        self._note_strength(parts, kept, notes)
+        if found is None:
+            return None, {}, left_out
+        counted = {device: found.labels.tolist() for device in kept}
+        return self._moments_of(found), counted, left_out
+
+    def _release(self, part: ClassSums) -> Any:
+        mu = min(part.mu, self.config.guarantee.mu)  # a device that claims less noise would count for more
+        return from_wire(part), NoiseScale.of(mu)
+
+    def _moments_of(self, found: PrivateMoments) -> Moments:
+        """Returns the moments of rows of length sqrt(F), as the features of both variants have."""
+        counts, size = np.maximum(np.rint(found.counts), 1).astype(np.int64), self.fixed.dimensions
+        return Moments(
+            labels=tuple(found.labels.tolist()),
+            counts=counts,
+            means=found.means * math.sqrt(size),
+            covariance=found.covariance * size,
+            df=max(int(counts.sum()) - len(counts), 1),
+        )
+
+    def _note_strength(self, parts: Mapping[str, Any], kept: Releases, notes: Notes) -> None:
+        """Guard: reports R, and adds an event if accuracy will be far below that without noise."""
+        if not kept:
+            return
+        mus = [min(parts[device].mu, self.config.guarantee.mu) for device in kept]
+        rows = max(float(np.mean([sums.counts.sum() for sums, _ in kept.values()])), 0.0)
+        mean_mu, found = math.sqrt(float(np.mean(np.square(mus)))), strength(rows, mus)
+        self._drowned = drowned(rows, len(kept), mean_mu, self.config.epsilon)
+        notes.report("strength", round(found, 1))
+        if self._drowned is None and found < ENOUGH:
+            text = f"the strength of the fleet's statistics is {found:.0f}, below {ENOUGH:.0f}: expect 6 to 17 points"
+            notes.event("much-noise", f"{text} less accuracy than without noise; use more rows or devices")
+
+    def check_merge(self) -> None:
+        """Ends the run if the merge is mostly noise. Raises RunError."""
+        if self._drowned is not None:
+            raise RunError(f"{self._drowned}; start a new run with them")
+
+    def space_of(self, moments: Moments, notes: Notes) -> ClassSpace:
+        """Returns the space without shrinkage: the merge has bounded the eigenvalues by what is known of the noise."""
+        return make_space(moments, shrinkage=0.0)
