@@ -1,0 +1,348 @@
+"""What a device of a private run sends: noise of its own, once, and nothing else that depends on its rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from support.forked import Forked
+from support.private_fleet import CLASSES, RUN, SIZE, PrivateFleet, RecordingLink, RowsWorker, received
+
+from fleetdistill import Device, Step
+from fleetdistill.device import private
+from fleetdistill.errors import CannotAnswer, ConfigurationError, KnowledgeError
+from fleetdistill.knowledge import ClassSpace, ClassSums, Metric, Metrics, ModelParameters, Plan
+from fleetdistill.light import light_worker
+from fleetdistill.methods.base import Answer
+from fleetdistill.models import build_model
+from fleetdistill.privacy.accountant import discrete_mu_for, mu_for
+from fleetdistill.state import failpoints
+from fleetdistill.testing import EventLog
+from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.store.store import Store
+
+
+@pytest.fixture
+def fleet():
+    return PrivateFleet()
+
+
+def make_device(link, directory, **changes):
+    given = {"worker": RowsWorker, "export_onnx": "never", "device_id": "d"} | changes
+    return Device(server=link, state_dir=directory, **given)
+
+
+def check_in_and_answer(device, fleet, name="d"):
+    device.step(0)
+    fleet.ask(name)
+    assert device.step(0) is Step.ANSWERED
+
+
+def ledger(directory):
+    return json.loads((directory / "privacy.json").read_text())["releases"]
+
+
+# --- one release
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_release_has_the_noise_of_the_runs_epsilon_and_is_recorded(tmp_path, exact):
+    fleet = PrivateFleet(exact=exact)
+    with make_device(MemoryLink(fleet.api), tmp_path) as device:
+        check_in_and_answer(device, fleet)
+    (sent,) = received(fleet.store)
+    assert sent.discrete is exact
+    assert sent.mu == (discrete_mu_for if exact else mu_for)(1, 1e-5)
+    assert abs(sent.counts - 10).max() > 0, "30 rows of 3 classes"
+    (entry,) = ledger(tmp_path)
+    assert (entry["mu"], entry["exact"], entry["run"]) == (sent.mu, exact, RUN)
+    assert entry["epsilon"] == pytest.approx(1, rel=1e-6)
+
+
+def test_two_devices_with_the_same_rows_and_seed_send_different_noise(fleet, tmp_path):
+    for name in ("d", "e"):
+        with make_device(MemoryLink(fleet.api), tmp_path / name, device_id=name) as device:
+            check_in_and_answer(device, fleet, name)
+    first, second = received(fleet.store)
+    assert not np.isin(first.sums, second.sums).any()
+
+
+def test_every_further_ask_of_the_run_gets_the_same_noise(fleet, tmp_path):
+    """A server that lost an answer, or whose round fell short, asks again; the average of many must tell no more."""
+    for _ in range(3):
+        with make_device(MemoryLink(fleet.api), tmp_path) as device:
+            check_in_and_answer(device, fleet)
+    first, *others = received(fleet.store)
+    assert len(others) == 2
+    assert all(np.array_equal(one.sums, first.sums) for one in others)
+    assert len(ledger(tmp_path)) == 1
+
+
+def test_the_smaller_epsilon_of_run_and_app_decides(fleet, tmp_path):
+    with make_device(MemoryLink(fleet.api), tmp_path, privacy_budget=(0.25, 1e-6)) as device:
+        check_in_and_answer(device, fleet)
+    (sent,) = received(fleet.store)
+    assert sent.mu == mu_for(0.25, 1e-6)
+
+
+# --- the budget
+
+
+def test_other_rows_are_a_second_release_and_beyond_the_budget_declined(fleet, tmp_path):
+    link, events, rows = RecordingLink(fleet.api), EventLog(), [30]
+    worker = lambda contract: RowsWorker(contract, rows[0])  # noqa: E731
+    with make_device(link, tmp_path, worker=worker, on_event=events.append) as device:
+        check_in_and_answer(device, fleet)
+        rows[0] = 31
+        device.replace_data()
+        check_in_and_answer(device, fleet)
+    assert len(received(fleet.store)) == 1
+    (declined,) = [message for call, message in link.sent if call == "decline"]
+    assert declined.reason == "privacy budget used up"
+    assert "privacy budget used up" in [event.text for event in events][-1]
+
+
+def test_a_larger_budget_allows_a_release_of_other_rows(fleet, tmp_path):
+    for rows in (30, 31):
+        worker = partial(RowsWorker, rows=rows)
+        with make_device(MemoryLink(fleet.api), tmp_path, worker=worker, privacy_budget=(1.5, 1e-5)) as device:
+            check_in_and_answer(device, fleet)
+    assert len(received(fleet.store)) == 2
+    assert ledger(tmp_path)[-1]["epsilon"] == pytest.approx(1.4651699604, abs=1e-9)
+
+
+@pytest.mark.parametrize("given", [1.0, (1.0,), (1, 2, 3), ("1", "2"), (0, 1e-5), (1, 0)])
+def test_an_impossible_budget_is_refused(tmp_path, given):
+    with pytest.raises(ConfigurationError, match="privacy_budget is"):
+        Device(server="127.0.0.1:1", worker=RowsWorker, state_dir=tmp_path, privacy_budget=given)
+
+
+# --- nothing else leaves
+
+
+def images(rows: int, seed: int) -> tuple[Any, Any]:
+    random = np.random.default_rng(seed)
+    return random.random((rows, 1, 8, 8)).astype(np.float32), random.integers(0, CLASSES, rows)
+
+
+def space() -> ClassSpace:
+    random = np.random.default_rng(0)
+    return ClassSpace(
+        labels=[0, 1, 2],
+        counts=np.full(3, 50, np.int32),
+        directions=random.normal(size=(SIZE, 2)),
+        origin=np.zeros(2),
+        centres=random.normal(size=(3, 2)),
+        df=np.array(147, np.int64),
+        shrinkage=np.array(0.0),
+        outside=np.array(6.0),
+    )
+
+
+LEARN = {"plan": Plan(values={"merge": 7, "counted": True, "draw_seed": 3}), "space": space()}
+CONSTANT = ClassSums(
+    counts=np.zeros(CLASSES, np.float32),
+    sums=np.zeros((CLASSES, SIZE), np.float32),
+    second_moment=np.zeros(SIZE * (SIZE + 1) // 2, np.float32),
+    mu=0.25,
+    discrete=False,
+)
+BACKENDS = {
+    "torch": lambda data, test, validation: {
+        "model": partial(build_model, "digits_linear", classes=CLASSES),
+        "data": data,
+        "test_data": test,
+        "validation_data": validation,
+        "worker": None,
+    },
+    "light": lambda data, test, validation: {
+        "worker": light_worker(data, test_data=test, validation_data=validation),
+    },
+}
+
+
+def everything_sent(backend, seed, rows, directory):
+    """All messages of a device that checks in, answers both steps, and declines a step that it does not know."""
+    fleet = PrivateFleet()
+    link = RecordingLink(fleet.api)
+    given = BACKENDS[backend](images(rows, seed), images(9, seed + 1), images(7, seed + 2))
+    with make_device(link, directory, **given) as device:
+        device.step(0)
+        for step, parts in (("summarise", {}), ("learn", LEARN), ("learn", {"plan": LEARN["plan"]}), ("train", {})):
+            fleet.ask(step=step, parts=parts)
+            assert device.step(0) is Step.ANSWERED
+    return link.sent
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_with_the_noisy_sums_given_no_bit_of_any_message_depends_on_the_rows(backend, tmp_path, monkeypatch):
+    """The mechanism's output is held fixed; then all that is sent must be equal for any data, test and validation."""
+    monkeypatch.setattr(private, "_with_noise", lambda rows, units, used: CONSTANT)
+    first = everything_sent(backend, 1, 40, tmp_path / "first")
+    second = everything_sent(backend, 2, 17, tmp_path / "second")
+    assert [call for call, _ in first].count("upload") == 3
+    assert [call for call, _ in first].count("decline") == 1
+    assert first == second
+
+
+def test_without_noise_held_fixed_the_messages_differ(tmp_path):
+    """The test above would see a difference."""
+    assert everything_sent("light", 1, 40, tmp_path / "a") != everything_sent("light", 1, 40, tmp_path / "b")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_fields_that_tell_about_rows_are_empty(backend, tmp_path):
+    sent = everything_sent(backend, 1, 40, tmp_path)
+    profile = next(message for call, message in sent if call == "check_in")
+    assert (profile.samples, profile.data_version) == (1, b"")
+    headers = [message for call, message in sent if call == "upload"]
+    assert [header.samples for header in headers] == [1] * 3
+    kinds = [[part.WhichOneof("kind") for part in header.payload.parts.parts] for header in headers]
+    assert kinds == [["class_sums"], [], []]
+    assert [message.reason for call, message in sent if call == "decline"] == [private.DECLINED]
+
+
+OTHERS = {
+    "metrics": Metrics(metrics=[Metric(name="accuracy", split="test", sum=1.0, count=2)]),
+    "parameters": ModelParameters(parameters={"w": np.zeros(1, np.float32)}),
+    "sums": replace(CONSTANT),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_anything_but_rows_is_not_sent_whatever_the_method_answers(fleet, tmp_path, monkeypatch, name):
+    def answer(self, ask, parts, allow):
+        found = given(self, ask, parts, allow)
+        return replace(found, answer=Answer(parts={**found.answer.parts, name: OTHERS[name]}, samples=30))
+
+    given, link, events = RowsWorker.answer, RecordingLink(fleet.api), EventLog()
+    monkeypatch.setattr(RowsWorker, "answer", answer)
+    with make_device(link, tmp_path, on_event=events.append) as device:
+        check_in_and_answer(device, fleet)
+    assert received(fleet.store) == []
+    assert [message.reason for call, message in link.sent if call == "decline"] == [private.DECLINED]
+    assert "which a private run must not send" in [event.text for event in events][-1], "the app learns the reason"
+
+
+@pytest.mark.parametrize("error", [KnowledgeError("row 3 of class 2"), CannotAnswer("17 rows"), MemoryError()])
+def test_a_decline_has_one_fixed_reason(fleet, tmp_path, monkeypatch, error):
+    def fail(*given):
+        raise error if not isinstance(error, MemoryError) else CannotAnswer("out of memory at row 3")
+
+    link = RecordingLink(fleet.api)
+    monkeypatch.setattr(RowsWorker, "answer", fail)
+    with make_device(link, tmp_path) as device:
+        check_in_and_answer(device, fleet)
+    assert [message.reason for call, message in link.sent if call == "decline"] == ["this device cannot answer"]
+
+
+def test_an_app_that_allows_no_features_releases_nothing(fleet, tmp_path):
+    with pytest.raises(Exception, match="features"), make_device(MemoryLink(fleet.api), tmp_path, allow=()) as device:
+        check_in_and_answer(device, fleet)
+    assert not (tmp_path / "privacy.json").exists()
+
+
+def test_a_row_of_infinities_counts_as_a_row_of_zeros(fleet, tmp_path, monkeypatch):
+    """A decline, or an error, would tell the server about the row."""
+
+    class Broken(RowsWorker):
+        def __init__(self, contract):
+            super().__init__(contract)
+            self._rows[3] = np.inf
+            self._rows[4, 0] = np.nan
+
+    with make_device(MemoryLink(fleet.api), tmp_path, worker=Broken) as device:
+        check_in_and_answer(device, fleet)
+    (sent,) = received(fleet.store)
+    assert np.isfinite(sent.sums).all()
+
+
+# --- kill -9
+
+
+def _run_device(points, store, directory, budget):
+    api = DeviceApi(Store.open(store))
+    failpoints.switch_on(points)
+    with make_device(MemoryLink(api), directory, privacy_budget=budget) as device:
+        device.step(0)
+
+
+def one_life(points, store, directory, budget=None):
+    """Whether a device that was started with these failpoints has died of SIGKILL."""
+    process = Forked(_run_device, store, directory, budget)
+    process.start(points)
+    assert process.process is not None
+    process.process.join(60)
+    return process.was_killed
+
+
+def disk_fleet(folder):
+    fleet = PrivateFleet(Store.open(folder))
+    fleet.ask()
+    return fleet
+
+
+def hits_of_an_answer(folder, monkeypatch):
+    """The failpoints that a first answer comes by, in order."""
+    names: list[str] = []
+    disk_fleet(folder / "store").store.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(failpoints, "hit", names.append)
+        _run_device_here(folder / "store", folder / "d")
+    return names
+
+
+def _run_device_here(store, directory):
+    with make_device(MemoryLink(DeviceApi(Store.open(store))), directory) as device:
+        device.step(0)
+
+
+@pytest.mark.slow
+def test_a_device_that_dies_sends_one_noise_vector_or_none(tmp_path, monkeypatch):
+    """SIGKILL at each failpoint from the ledger to the receipt, device.privacy.after-record and after-release too."""
+    names = hits_of_an_answer(tmp_path / "whole", monkeypatch)
+    first = names.index("device.privacy.after-record") - 4  # the ledger's own write
+    recorded, stored = (names.index(f"device.privacy.after-{what}") - 2 for what in ("record", "release"))  # renamed
+    last = names.index("device.upload.after-receipt")
+    assert {"device.privacy.after-record", "device.outbox.after-manifest", "front.receipt.before-commit"} <= set(
+        names[first:last]
+    )
+    sending = names.index("device.upload.before-send")
+    for number in range(first, last + 1):
+        if number > sending and not names[number].startswith(("front.receipt", "device.")):
+            continue  # the server's own points are those of every upload
+        folder = tmp_path / str(number)
+        fleet = disk_fleet(folder / "store")
+        assert one_life(f"*=kill@{number + 1}", folder / "store", folder / "d"), names[number]
+        before = received(fleet.store)
+        assert not one_life("", folder / "store", folder / "d")
+        lost = recorded <= number < stored  # the budget is spent, and no noise was kept
+        sent = received(fleet.store)
+        assert len(sent) == (0 if lost else 1), names[number]
+        assert len(ledger(folder / "d")) == 1, names[number]
+        for one in before:
+            assert np.array_equal(one.sums, sent[0].sums), names[number]
+        if sent:
+            with np.load(folder / "d" / "released.npz") as kept:
+                assert np.array_equal(kept["sums"], sent[0].sums), names[number]
+        fleet.store.close()
+
+
+@pytest.mark.slow
+def test_a_device_that_dies_again_and_again_sends_one_noise_vector_within_its_budget(tmp_path):
+    points = ["device.privacy.after-record", "device.privacy.after-release", "device.outbox.before-data"]
+    points += ["device.outbox.before-manifest", "device.outbox.after-manifest", "device.upload.before-send"]
+    points += ["device.upload.after-receipt"]
+    fleet = disk_fleet(tmp_path / "store")
+    for point in points:
+        assert one_life(f"{point}=kill", tmp_path / "store", tmp_path / "d", (1.5, 1e-5)), point
+    assert not one_life("", tmp_path / "store", tmp_path / "d", (1.5, 1e-5))
+    (sent,) = received(fleet.store)
+    with np.load(tmp_path / "d" / "released.npz") as kept:
+        assert np.array_equal(kept["sums"], sent.sums)
+    assert len(ledger(tmp_path / "d")) == 2, "one of them was spent by the death before the noise"
