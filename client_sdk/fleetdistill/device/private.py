@@ -100,6 +100,17 @@ class PrivateAnswers:
         return made
 
 
+def with_noise(answer: Answer, guarantee: Guarantee) -> Answer:
+    """Returns an answer with noisy sums in place of rows, without a ledger; for tests of a server half."""
+    from fleetdistill.methods.classstats.private_sums import on_grid, unit_rows
+
+    parts = {
+        name: _with_noise(part, on_grid(unit_rows(part.rows)), guarantee) if isinstance(part, PrivateRows) else part
+        for name, part in answer.parts.items()
+    }
+    return replace(answer, parts=parts, samples=SAMPLES)
+
+
 def _with_noise(rows: PrivateRows, units_nf: np.ndarray, used: Guarantee) -> ClassSums:
     """Draws the noise from the operating system: the server knows the ask's seed and could subtract its noise."""
     from fleetdistill.methods.classstats.private_sums import class_sums, release_exact, release_rounded, to_wire

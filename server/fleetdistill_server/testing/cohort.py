@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fleetdistill.device.private import with_noise
 from fleetdistill.errors import CannotAnswer, KnowledgeError, QuorumNotReached, WireError
 from fleetdistill.knowledge import Parts
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod
@@ -202,9 +203,11 @@ class FakeCohort:
         with torch.random.fork_rng(devices=[]):  # devices must not consume the server's random numbers
             torch.manual_seed(seed)
             try:
-                return handle(Ask(round=self.round, step=step, seed=seed, parts=decode(sent))), ""
+                answer = handle(Ask(round=self.round, step=step, seed=seed, parts=decode(sent)))
             except (CannotAnswer, WireError) as reason:
                 return None, str(reason)
+        guarantee = member.config.guarantee if isinstance(member, DeviceMethod) else None
+        return answer if guarantee is None else with_noise(answer, guarantee), ""
 
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
         """Sends a payload without requesting knowledge."""
