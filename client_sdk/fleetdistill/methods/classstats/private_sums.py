@@ -105,7 +105,7 @@ def release_rounded(sums: RowSums, mu: float, generator: np.random.Generator) ->
     """Returns the sums with continuous noise, rounded to multiples of 2^-10 standard deviations (3.7 a).
 
     Args:
-        sums: Of the device.
+        sums: Of the device; leading axes are independent releases.
         mu: From `accountant.mu_for`.
         generator: Seeded by the operating system, never by the run.
     """
@@ -115,9 +115,9 @@ def release_rounded(sums: RowSums, mu: float, generator: np.random.Generator) ->
         step = _FLOAT_GRID * deviation
         return np.round((values + generator.normal(0, deviation, values.shape)) / step) * step
 
-    upper = np.triu_indices(len(sums.second_moment), 1)
-    diagonal = noisy(np.diag(sums.second_moment), scale.second_moment)
-    beside = noisy(sums.second_moment[upper], scale.second_moment / math.sqrt(2))
+    rows, columns = np.triu_indices(sums.second_moment.shape[-1], 1)
+    diagonal = noisy(np.diagonal(sums.second_moment, axis1=-2, axis2=-1), scale.second_moment)
+    beside = noisy(sums.second_moment[..., rows, columns], scale.second_moment / math.sqrt(2))
     return RowSums(
         counts=noisy(sums.counts, scale.counts),
         sums=noisy(sums.sums, scale.sums),
@@ -186,8 +186,9 @@ def _rounded_up(variance: Fraction) -> Fraction:
 
 
 def _symmetric(diagonal: Array, beside: Array) -> Array:
-    whole = np.diag(diagonal)
-    upper = np.triu_indices(len(diagonal), 1)
-    whole[upper] = beside
-    whole.T[upper] = beside
+    size = diagonal.shape[-1]
+    whole = np.zeros((*diagonal.shape, size))
+    rows, columns = np.triu_indices(size, 1)
+    whole[..., range(size), range(size)] = diagonal
+    whole[..., rows, columns] = whole[..., columns, rows] = beside
     return whole
