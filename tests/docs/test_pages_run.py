@@ -32,6 +32,8 @@ PAGES = [
     for path in (ROOT / "docs" / kind).glob("*.md")
 ]
 TINY = "--rounds 1 --control-rounds 1 --train-limit 150 --test-limit 60"
+PRIVATE_TINY = "--test-limit 60"
+"""Of a private simulation, whose noise needs more rows."""
 SHELL_ONLY = (". .venv", "pip install", "make ")
 """Lines that set up an environment: this one is set up already. Targets of make are looked up."""
 NEEDS = {"docs/how-to/back-up.md": ("docs/how-to/serve-a-run.md", "## Change or cancel the run")}
@@ -111,7 +113,7 @@ class Reader:
     def command(self, words: list[str]) -> None:
         """A command in this process."""
         if words[0] == "simulate":
-            words = [*words, *TINY.split()]
+            words = [*words, *(PRIVATE_TINY if "--epsilon" in words else TINY).split()]
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, (words, result.output)
 

@@ -7,7 +7,7 @@ import inspect
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -127,7 +127,7 @@ def test_commands_on_a_page_exist_with_their_options(page: str) -> None:
         found = [known for known in COMMANDS if words[: len(known.split())] == known.split()]
         name = max(found, key=len, default=None)
         assert name, f"{page}: there is no command {line!r}"
-        known_options = {option for param in COMMANDS[name].params for option in param.opts}
+        known_options = {option for param in COMMANDS[name].params for option in (*param.opts, *param.secondary_opts)}
         assert {word for word in words if word.startswith("--")} <= known_options, f"{page}: {line!r}"
 
 
@@ -141,7 +141,7 @@ def _defaults(model: type[BaseModel], section: str = "") -> dict[tuple[str, str]
     """(section, key) to default of everything in run.toml but the method's own settings."""
     found: dict[tuple[str, str], Any] = {}
     for name, field in model.model_fields.items():
-        inner = field.annotation
+        inner = next(iter(get_args(field.annotation)), field.annotation)  # of a section that may be missing
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             found |= _defaults(inner, name)
         elif section:
@@ -172,6 +172,7 @@ def _value(cell: str) -> Any:
 FORMS: dict[str, tuple[str, dict[str, str]]] = {
     **{method: (method, {}) for method in METHODS},
     "classstats-averaged": ("classstats", {"features": "averaged"}),
+    "classstats-private": ("classstats", {"epsilon": 1.0}),
 }
 
 
@@ -179,7 +180,8 @@ FORMS: dict[str, tuple[str, dict[str, str]]] = {
 def test_the_settings_of_a_method_are_its_configuration(page: str) -> None:
     method, chosen = FORMS[page]
     rows = {row[0]: row[1] for row in _rows(_section(f"docs/reference/methods/{page}.md", "Settings"))}
-    fields = {field.name: field.default for field in dataclasses.fields(config_class(method, chosen))}
+    of_class = dataclasses.fields(config_class(method, chosen))
+    fields = {one.name: "required" if one.default is dataclasses.MISSING else one.default for one in of_class}
     assert list(rows) == list(fields)
     for name, default in fields.items():
         if default is not None:  # None is filled in from the number of classes; the page says how
@@ -298,12 +300,20 @@ def test_python_blocks_compile_and_their_imports_work(page: str, block: str) -> 
         exec(line, {})
 
 
-@pytest.mark.parametrize("page", ["classstats", "classstats-averaged"])
+LINES = {
+    "classstats-averaged": {"averaged.py", "gaussians.py"},
+    "classstats-private": {"private_sums.py", "private_merge.py"},
+}
+"""Modules whose formulas are on another page than classstats."""
+
+
+@pytest.mark.parametrize("page", ["classstats", *LINES])
 def test_class_statistics_name_lines_that_are_in_the_mathematics(page: str) -> None:
     """Docstrings and comments name a formula by its line in the page's section, such as (line `merge`)."""
-    of_averaged = {"averaged.py", "gaussians.py"}
+    others = set().union(*LINES.values())
     folder = ROOT / "client_sdk/fleetdistill/methods/classstats"
-    sources = [path for path in folder.glob("*.py") if (path.name in of_averaged) == (page == "classstats-averaged")]
+    files = LINES.get(page) or {path.name for path in folder.glob("*.py")} - others
+    sources = [folder / name for name in sorted(files)]
     lines = re.findall(r"^    (\w+) ", _section(f"docs/reference/methods/{page}.md", "The mathematics"), re.MULTILINE)
     named = [
         name for path in sources for name in re.findall(r"(?:\(line `|# line )(\w+)", path.read_text(encoding="utf-8"))

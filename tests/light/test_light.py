@@ -770,7 +770,7 @@ def test_the_file_of_a_given_extractor_serves_too(tmp_path: Path) -> None:
     found = decode(encode({"statistics": summary}))["statistics"]
     assert isinstance(found, SharedStatistics)
     learned(worker, make_space(from_wire(found), 0.1))
-    module = split_sequential(torch.nn.Sequential(given.half.extractor, torch.nn.Flatten()), 1)  # type: ignore[attr-defined]
+    module = split_sequential(torch.nn.Sequential(given.half.fixed.extractor, torch.nn.Flatten()), 1)  # type: ignore[attr-defined]
     with torch.no_grad():
         expected = module.eval()(torch.from_numpy(digits(1)[0])).numpy()
     assert_allclose(worker.delivered_model().extractor.of(digits(1)[0]), expected, atol=1e-5)

@@ -1,6 +1,7 @@
-"""Private class statistics: the merge of noisy sums into one Gaussian per class, given how large the noise is (3.8).
+"""Merges noisy sums into one Gaussian per class, knowing how large the noise is.
 
-Everything here is post-processing of what the devices released and costs no privacy. NumPy alone.
+Everything here is post-processing of what the devices released and costs no privacy. NumPy only. "Line" refers to the
+section "The mathematics" of `docs/reference/methods/classstats-private.md`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PrivateMoments:
 
 
 def strength(rows: float, mus: Sequence[float]) -> float:
-    """Returns R = sqrt(K) n mu of K devices with n rows each, which predicts the accuracy lost to the noise (6).
+    """Returns R = sqrt(K) n mu of K devices with n rows each, which predicts the loss of accuracy (line `strength`).
 
     Args:
         rows: n, mean number of rows of a device.
@@ -107,7 +108,7 @@ def merge_private(parts: Sequence[RowSums], scales: Sequence[NoiseScale]) -> Pri
 
 
 def _weights(counts_kc: Array, noise_k: Array) -> Array:
-    """Returns W: near 1 for a device with many rows of a class, near 0 for one whose count is noise."""
+    """Returns W (line `weights`), near 1 for a device with many rows of a class, near 0 where the count is noise."""
     squares = np.square(np.maximum(counts_kc, 0))
     return np.asarray(squares / (squares + np.square(2 * noise_k)[:, None]))
 
@@ -115,7 +116,7 @@ def _weights(counts_kc: Array, noise_k: Array) -> Array:
 def _covariance(
     parts: Sequence[RowSums], scales: Sequence[NoiseScale], counts_kc: Array, means_cf: Array, tau2_c: Array
 ) -> tuple[Array, float]:
-    """Returns the covariance within classes, and the smallest eigenvalue that was allowed in it."""
+    """Returns the covariance within classes (line `within`), and the smallest eigenvalue that was allowed in it."""
     dimensions = means_cf.shape[1]
     size_k = np.maximum(counts_kc.sum(axis=1), [math.sqrt(counts_kc.shape[1]) * scale.counts for scale in scales])
     v_k = size_k / size_k.mean()
@@ -126,13 +127,13 @@ def _covariance(
     within = second - (means_cf * share_c[:, None]).T @ means_cf + np.eye(dimensions) * float((share_c * tau2_c).sum())
     values, vectors = np.linalg.eigh((within + within.T) / 2)
     noise = math.sqrt(sum(float(v * scale.second_moment) ** 2 for v, scale in zip(v_k, scales, strict=True)))
-    edge = 0.5 * math.sqrt(2 * dimensions) * noise / total  # half the edge of the noise's semicircle
+    edge = 0.5 * math.sqrt(2 * dimensions) * noise / total  # line floor
     floor = max(edge, _SMALLEST_EIGENVALUE * float(np.abs(values).max()))
     return (vectors * np.maximum(values, floor)) @ vectors.T, edge
 
 
 def _shrunk(means_cf: Array, centre_f: Array, tau2_c: Array) -> Array:
-    """Moves each mean towards the centre of all by as much as the noise explains (James and Stein)."""
+    """Moves each mean towards the centre of all by as much as the noise explains (line `shrink`)."""
     away_cf = means_cf - centre_f
     distance_c = np.maximum(np.square(away_cf).sum(axis=1), 1e-12)
     factor_c = np.maximum(0, 1 - means_cf.shape[1] * tau2_c / distance_c)

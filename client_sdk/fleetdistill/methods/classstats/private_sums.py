@@ -1,6 +1,7 @@
 """Private class statistics: the sums that a device releases, with Gaussian noise added on the device.
 
-Letters: n rows, F numbers a row, C classes. The equations in brackets are those of the method's page. NumPy alone.
+Letters: n rows, F numbers a row, C classes. "Line" refers to the section "The mathematics" of
+`docs/reference/methods/classstats-private.md`. NumPy alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FLOAT_GRID = 2.0**-10
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowSums:
-    """Sums over a device's unit rows (3.2).
+    """Sums over a device's unit rows (line `sums`).
 
     Attributes:
         counts: `[C]` float64, rows of each class.
@@ -41,7 +42,7 @@ class RowSums:
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """Standard deviations of one release's noise (3.4).
+    """Standard deviations of one release's noise (line `noise`).
 
     Attributes:
         counts: Of each count.
@@ -64,7 +65,7 @@ class NoiseScale:
 
 
 def unit_rows(features_nf: Array) -> Array:
-    """Returns rows of length 1; rows of zeros stay zero (3.1).
+    """Returns rows of length 1; rows of zeros stay zero (line `rows`).
 
     Args:
         features_nf: `[n, F]`, any float type. A row with a number that is not finite becomes zeros, because an error
@@ -88,7 +89,7 @@ def on_grid(rows_nf: Array) -> Array:
 
 
 def class_sums(rows_nf: Array, labels_n: Array, classes: int) -> RowSums:
-    """Returns the sums over all classes, whether the device has rows of them or not (3.2).
+    """Returns the sums over all classes, whether the device has rows of them or not (line `sums`).
 
     Args:
         rows_nf: `[n, F]` unit rows.
@@ -102,7 +103,7 @@ def class_sums(rows_nf: Array, labels_n: Array, classes: int) -> RowSums:
 
 
 def release_rounded(sums: RowSums, mu: float, generator: np.random.Generator) -> RowSums:
-    """Returns the sums with continuous noise, rounded to multiples of 2^-10 standard deviations (3.7 a).
+    """Returns the sums with continuous noise, rounded to multiples of 2^-10 standard deviations (line `noise`).
 
     Args:
         sums: Of the device; leading axes are independent releases.
@@ -126,7 +127,7 @@ def release_rounded(sums: RowSums, mu: float, generator: np.random.Generator) ->
 
 
 def release_exact(rows_nf: Array, labels_n: Array, classes: int, mu: float, random: Random | None = None) -> RowSums:
-    """Returns the sums with exact integer noise (3.7 b).
+    """Returns the sums with exact integer noise (line `exact`).
 
     The rows' numbers are truncated towards zero to multiples of 2^-16, so no row becomes longer than 1. Sums and noise
     are integers until the end.
