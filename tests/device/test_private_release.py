@@ -33,7 +33,7 @@ def fleet():
 
 
 def make_device(link, directory, **changes):
-    given = {"worker": RowsWorker, "export_onnx": "never", "device_id": "d"} | changes
+    given: dict[str, Any] = {"worker": RowsWorker, "export_onnx": "never", "device_id": "d"} | changes
     return Device(server=link, state_dir=directory, **given)
 
 
@@ -119,7 +119,7 @@ def test_a_larger_budget_allows_a_release_of_other_rows(fleet, tmp_path):
 @pytest.mark.parametrize("given", [1.0, (1.0,), (1, 2, 3), ("1", "2"), (0, 1e-5), (1, 0)])
 def test_an_impossible_budget_is_refused(tmp_path, given):
     with pytest.raises(ConfigurationError, match="privacy_budget is"):
-        Device(server="127.0.0.1:1", worker=RowsWorker, state_dir=tmp_path, privacy_budget=given)
+        make_device("127.0.0.1:1", tmp_path, privacy_budget=given)
 
 
 # --- nothing else leaves

@@ -169,7 +169,7 @@ def _value(cell: str) -> Any:
     return tomllib.loads(f"value = {text}")["value"]
 
 
-FORMS: dict[str, tuple[str, dict[str, str]]] = {
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     **{method: (method, {}) for method in METHODS},
     "classstats-averaged": ("classstats", {"features": "averaged"}),
     "classstats-private": ("classstats", {"epsilon": 1.0}),

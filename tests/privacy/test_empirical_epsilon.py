@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ RELEASES = 100_000
 _ROOTS = [math.sqrt(share) for share in SHARES]
 
 
-def neighbours(classes=CLASSES, size=SIZE):
+def neighbours(classes: int = CLASSES, size: int = SIZE) -> tuple[Any, Any]:
     """Rows and labels of 20 rows, and of the same with one row more."""
     generator = np.random.default_rng(0)
     rows, labels = on_grid(unit_rows(generator.normal(size=(21, size)))), generator.integers(0, classes, 21)
@@ -78,9 +79,9 @@ def _epsilon(false, true, count):
     return math.log((low - DELTA) / high) if low > DELTA else -math.inf
 
 
-def rounded(data, mu, seed, releases=RELEASES):
+def rounded(data: Any, mu, seed, releases=RELEASES):
     """Many releases of the same sums, stacked."""
-    sums = class_sums(*data, CLASSES)
+    sums = class_sums(*data, classes=CLASSES)
     stacked = RowSums(
         counts=np.broadcast_to(sums.counts, (releases, CLASSES)),
         sums=np.broadcast_to(sums.sums, (releases, CLASSES, SIZE)),
@@ -91,7 +92,7 @@ def rounded(data, mu, seed, releases=RELEASES):
 
 def proven_by(release, epsilon, classes=CLASSES, size=SIZE):
     without, plus = neighbours(classes, size)
-    clean = class_sums(*without, classes), class_sums(*plus, classes)
+    clean = class_sums(*without, classes=classes), class_sums(*plus, classes=classes)
     return lower_bound(guesses(release(without, 1), *clean), guesses(release(plus, 2), *clean)), epsilon
 
 
@@ -116,9 +117,9 @@ def test_exact_noise_likewise(factor):
     """Of a row with one number, 8,000 times, because it is pure Python; a third of the noise is found with so few."""
     mu = factor * discrete_mu_for(3, DELTA)
 
-    def release(data, seed):
+    def release(data: Any, seed: int) -> RowSums:
         source = random.Random(seed)
-        made = [release_exact(*data, 1, mu, source) for _ in range(8_000)]
+        made = [release_exact(*data, classes=1, mu=mu, random=source) for _ in range(8_000)]
         return RowSums(
             counts=np.stack([one.counts for one in made]),
             sums=np.stack([one.sums for one in made]),
@@ -132,7 +133,7 @@ def test_exact_noise_likewise(factor):
 def test_the_projection_has_the_size_of_the_noise():
     """The attacker's test is the best one: the two projections differ by the row's change, at most mu deviations."""
     without, plus = neighbours()
-    clean = class_sums(*without, CLASSES), class_sums(*plus, CLASSES)
+    clean = class_sums(*without, classes=CLASSES), class_sums(*plus, classes=CLASSES)
     found = guesses(rounded(without, 0.5, 1, 20_000), *clean)
     change = np.linalg.norm(isometric(clean[1]) - isometric(clean[0]))
     assert 0.99 < change <= 1

@@ -207,7 +207,7 @@ class FakeCohort:
             except (CannotAnswer, WireError) as reason:
                 return None, str(reason)
         guarantee = member.config.guarantee if isinstance(member, DeviceMethod) else None
-        return answer if guarantee is None else with_noise(answer, guarantee), ""
+        return answer if guarantee is None or answer is None else with_noise(answer, guarantee), ""
 
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
         """Sends a payload without requesting knowledge."""
