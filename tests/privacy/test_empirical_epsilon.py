@@ -32,7 +32,7 @@ RELEASES = 100_000
 _ROOTS = [math.sqrt(share) for share in SHARES]
 
 
-def neighbours(classes: int = CLASSES, size: int = SIZE) -> tuple[Any, Any]:
+def neighbours(classes: int = CLASSES, size: int = SIZE) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Rows and labels of 20 rows, and of the same with one row more."""
     generator = np.random.default_rng(0)
     rows, labels = on_grid(unit_rows(generator.normal(size=(21, size)))), generator.integers(0, classes, 21)
@@ -79,7 +79,7 @@ def _epsilon(false, true, count):
     return math.log((low - DELTA) / high) if low > DELTA else -math.inf
 
 
-def rounded(data: Any, mu, seed, releases=RELEASES):
+def rounded(data: tuple[Any, Any], mu, seed, releases=RELEASES):
     """Many releases of the same sums, stacked."""
     sums = class_sums(*data, classes=CLASSES)
     stacked = RowSums(
@@ -117,7 +117,7 @@ def test_exact_noise_likewise(factor):
     """Of a row with one number, 8,000 times, because it is pure Python; a third of the noise is found with so few."""
     mu = factor * discrete_mu_for(3, DELTA)
 
-    def release(data: Any, seed: int) -> RowSums:
+    def release(data: tuple[Any, Any], seed: int) -> RowSums:
         source = random.Random(seed)
         made = [release_exact(*data, classes=1, mu=mu, random=source) for _ in range(8_000)]
         return RowSums(

@@ -48,7 +48,7 @@ def make_server(shape=SHAPE, extractor="digits_extractor", **settings):
     return PrivateServer(config_of(**settings), context)
 
 
-def rows_of(counts: Any, seed: int) -> Any:
+def rows_of(counts: Any, seed: int) -> tuple[Any, Any]:
     random = np.random.default_rng(seed)
     labels = np.repeat(np.arange(CLASSES), counts)
     return CENTRES[labels] + 0.2 * random.normal(size=(len(labels), SIZE)), labels
