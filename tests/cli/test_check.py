@@ -53,6 +53,14 @@ def evaluation_file(folder: Path, shape: tuple[int, ...]) -> str:
     return str(path)
 
 
+def test_a_private_run_is_told_how_many_rows_a_device_needs(tmp_path: Path) -> None:
+    path = write(tmp_path, run_method="classstats", run_rounds=1, run_min_devices=4, privacy_epsilon=1.0)
+    code, said = check(path)
+    assert code == 0, said
+    sentence = "each row of each device is (1, 1e-5)-private against the server"
+    assert f"{sentence}; with 4 devices, about 708 rows a device would do" in said
+
+
 def test_a_file_that_is_right_is_told_in_a_few_lines(tmp_path: Path) -> None:
     path = write(tmp_path, run_rounds=3, evaluation_data=evaluation_file(tmp_path, (20, 1, 8, 8)))
     code, said = check(path)

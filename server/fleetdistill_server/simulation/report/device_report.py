@@ -52,7 +52,7 @@ def device_report(
         name=spec.name,
         model=spec.model,
         parameters=profile.parameters,
-        samples=profile.samples,
+        samples=spec.rows,
         accuracy_alone=accuracy_or_none(alone_cc),
         accuracy_fleet=accuracy(fleet_cc),
         own_accuracy_alone=None if alone_cc is None else _own(alone_cc, samples_1c),

@@ -64,6 +64,12 @@ class DeviceSpec:
     modules: tuple[str, ...] = ()
 
     @property
+    def rows(self) -> int:
+        """Number of training rows in the data file; a private or hostile device declares another number."""
+        with np.load(self.data_file) as arrays:
+            return len(arrays["labels"])
+
+    @property
     def scores_file(self) -> Path:
         """Path of the log of the model's scores on the test set, one line per round."""
         return self.scores_file_of("")

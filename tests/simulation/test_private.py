@@ -1,0 +1,81 @@
+"""A simulated private fleet: over both links, from the command line, with a hostile device, and with too few rows."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.simulation.fleet import simulate
+from fleetdistill_server.simulation.report.report import _title
+from fleetdistill_server.simulation.show import exchange_lines, privacy_lines
+from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.views.runs import Served, run
+
+SENTENCE = "each row of each device is (8, 1e-5)-private against the server"
+FLEET = Simulation(
+    method="classstats",
+    settings={"dimensions": 32},
+    epsilon=8.0,
+    devices=3,
+    models=("digits_linear",),
+    partition="iid",
+    test_limit=120,
+    with_alone=False,
+    with_fedavg=False,
+)
+
+
+@pytest.mark.parametrize("link", ["memory", pytest.param("grpc", marks=pytest.mark.slow)])
+def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
+    report = simulate(replace(FLEET, link=link, out=tmp_path))
+    assert report.mean_accuracy_fleet > 0.8, "digits, 479 rows a device; 0.93 without noise"
+    assert report.global_accuracy_by_round[-1] == pytest.approx(report.mean_accuracy_fleet, abs=0.02)
+    saved = json.loads((tmp_path / "report.json").read_text())
+    assert saved["privacy"] == {"epsilon": 8.0, "delta": 1e-5, "exact": True, "sentence": SENTENCE}
+    assert privacy_lines(report) == [f"Privacy: {SENTENCE}"]
+    assert f"Privacy: {SENTENCE}" in exchange_lines(report, tmp_path)
+    assert _title(report).endswith(f"\n{SENTENCE}")
+    assert [one.samples for one in report.devices] == [479] * 3
+    assert {(row["direction"], row["kind"]) for row in report.traffic if row["tensor_bytes"]} == {
+        ("up", "class_sums"),
+        ("down", "class_space"),
+    }
+    with closing(Store.open(tmp_path / "work" / "store")) as store:
+        assert json.loads(run(store, "simulation", Served("", False)).json())["privacy"] == SENTENCE
+        assert store.history.figures("simulation", "accuracy", "test") == []
+        assert store.history.figures("simulation", "replaced", "validation") == []
+
+
+def test_the_command_has_epsilon(tmp_path):
+    words = "simulate --method classstats --epsilon 8 --devices 2 --model digits_linear --no-controls --test-limit 60"
+    done = CliRunner().invoke(app, [*words.split(), "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert f"Privacy: {SENTENCE}" in done.output
+
+
+def test_a_hostile_device_that_flips_its_labels_is_named(tmp_path):
+    report = simulate(replace(FLEET, devices=4, hostile=1, attack="flips", out=tmp_path))
+    assert "device-0" in report.named
+    assert report.mean_accuracy_fleet > 0.7
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"train_limit": 60}, r"the noise drowns 20 rows on each of 3 devices at epsilon 8; about \d+ rows a device"),
+        ({"method": "feddkc", "settings": {}}, r"\[privacy\] is not available for method 'feddkc'"),
+        ({"epsilon": 50.0}, r"epsilon must be in \[0.1, 20\], got 50.0"),
+        ({"hostile": 1, "attack": "scaled"}, "attack 'scaled' has no effect in a private simulation"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_folder_is_changed(tmp_path, changes, says):
+    with pytest.raises(ConfigurationError, match=says):
+        simulate(replace(FLEET, out=tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
