@@ -1,0 +1,141 @@
+"""Accuracy of private class statistics by epsilon, devices and rows: the table of benchmarks/RESULTS.md.
+
+    FLEETDISTILL_DATA=... python benchmarks/experiments/private_statistics.py fashion-mnist mnist
+
+Extractor, sums, merge and models are the product's. The noise is drawn as floats with the variance of exact noise, so
+that thousands of releases take seconds. General: the closed form of the merge, which the server and every device have.
+Personal: the mean over devices, on the test set in each device's class shares (Dirichlet partitions by class).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fleetdistill.errors import KnowledgeError
+from fleetdistill.knowledge import Array, ClassSpace
+from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space
+from fleetdistill.methods.classstats.class_variants import class_variants
+from fleetdistill.methods.classstats.private_config import MOST_WHITENED
+from fleetdistill.methods.classstats.private_merge import merge_private, strength
+from fleetdistill.methods.classstats.private_sums import NoiseScale, class_sums, on_grid, release_rounded, unit_rows
+from fleetdistill.methods.classstats.public_features import private_extractor
+from fleetdistill.methods.classstats.shared_statistics import Moments, moments_of
+from fleetdistill.privacy.accountant import discrete_mu_for
+from fleetdistill_server.simulation.data.datasets import load_dataset
+
+EPSILONS = (math.inf, 10.0, 3.0, 1.0, 0.3)
+FLEETS = ((5, 300), (5, 600), (5, 3000), (20, 100), (20, 600), (20, 3000))
+PERSONAL = ((5, 600, 0.5), (5, 600, 0.1))
+SEEDS = (0, 1, 2)
+CLASSES, DELTA, BATCH = 10, 1e-5, 500
+_NO_NOISE = 1e6
+
+
+def features(images: torch.Tensor) -> Array:
+    """Returns the public features of images, `[n, 64]` float64."""
+    extractor = private_extractor("scattering", None, tuple(images.shape[1:]), MOST_WHITENED).eval()
+    with torch.no_grad():
+        return torch.cat([extractor(batch) for batch in images.split(BATCH)]).double().numpy()
+
+
+def mu_of(epsilon: float) -> float:
+    """Returns the mu of exact noise; one without noise for an infinite epsilon."""
+    return discrete_mu_for(epsilon, DELTA) if math.isfinite(epsilon) else _NO_NOISE
+
+
+def merged_space(rows: Array, labels: Array, devices: Sequence[Array], mu: float, seed: int) -> ClassSpace | None:
+    """Returns the class space of the devices' releases; None if the noise leaves no two classes."""
+    generator = np.random.default_rng(seed)
+    units = on_grid(unit_rows(rows))
+    parts = [release_rounded(class_sums(units[own], labels[own], CLASSES), mu, generator) for own in devices]
+    found = merge_private(parts, [NoiseScale.of(mu)] * len(parts))
+    if found is None:
+        return None
+    counts, size = np.maximum(np.rint(found.counts), 1).astype(np.int64), rows.shape[1]
+    moments = Moments(
+        labels=tuple(found.labels.tolist()),
+        counts=counts,
+        means=found.means * math.sqrt(size),
+        covariance=found.covariance * size,
+        df=max(int(counts.sum()) - len(counts), 1),
+    )
+    try:
+        return make_space(moments, shrinkage=0.0)
+    except KnowledgeError:
+        return None
+
+
+def accuracy(space: ClassSpace | None, rows: Array, labels: Array) -> float:
+    """Returns the accuracy of the nearest class mean; chance without a space."""
+    if space is None:
+        return 1 / CLASSES
+    return float((logits(space, coordinates(space, rows), CLASSES).argmax(axis=1) == labels).mean())
+
+
+def dealt(labels: Array, devices: int, rows: int, alpha: float, seed: int) -> list[Array]:
+    """Returns each device's rows; Dirichlet shares of every class, or equal ones for an infinite alpha."""
+    generator = np.random.default_rng(seed)
+    chosen = generator.permutation(len(labels))[: devices * rows]
+    if not math.isfinite(alpha):
+        return list(chosen.reshape(devices, rows))
+    found: list[list[int]] = [[] for _ in range(devices)]
+    for label in range(CLASSES):
+        of_class = chosen[labels[chosen] == label]
+        cuts = (np.cumsum(generator.dirichlet([alpha] * devices)) * len(of_class)).astype(int)[:-1]
+        for own, part in zip(found, np.split(of_class, cuts), strict=True):
+            own.extend(part.tolist())
+    return [np.array(own, dtype=int) for own in found if len(own) >= 2]
+
+
+def personal_accuracy(space: ClassSpace, own: Array, own_labels: Array, rows: Array, labels: Array) -> float:
+    """Returns the accuracy of a device's personal model on the test set in the device's class shares."""
+    counted = [label for label in np.unique(own_labels).tolist() if label in space.labels]
+    variant = class_variants(space, own, own_labels, counted, CLASSES, moments_of(own, own_labels)).personal
+    found = logits(variant.space, coordinates(variant.space, rows), CLASSES) / variant.temperature
+    right = (found + np.log(variant.prior)).argmax(axis=1) == labels
+    weight = (np.bincount(own_labels, minlength=CLASSES) / np.bincount(labels, minlength=CLASSES))[labels]
+    return float((right * weight).sum() / weight.sum())
+
+
+def main() -> None:
+    """Prints both tables of each data set as Markdown."""
+    torch.set_num_threads(1)
+    print("| data | devices | rows a device |", *(f"{e:g} |" for e in EPSILONS))
+    for name in sys.argv[1:]:
+        data = load_dataset(name, data_dir=Path(os.environ["FLEETDISTILL_DATA"]))
+        train, test = features(data.train_images), features(data.test_images)
+        labels, test_labels = data.train_labels.numpy(), data.test_labels.numpy()
+        for devices, rows in FLEETS:
+            cells = []
+            for epsilon in EPSILONS:
+                mu = mu_of(epsilon)
+                fleets = [dealt(labels, devices, rows, math.inf, seed) for seed in SEEDS]
+                spaces = [merged_space(train, labels, own, mu, seed) for own, seed in zip(fleets, SEEDS, strict=True)]
+                mean = np.mean([accuracy(space, test, test_labels) for space in spaces])
+                cells.append(f"{100 * mean:.1f}" + (f" ({strength(rows, [mu] * devices):.0f})" if mu < 10 else ""))
+            print(f"| {name} | {devices} | {rows} |", *(f"{cell} |" for cell in cells), flush=True)
+        for devices, rows, alpha in PERSONAL:
+            cells = []
+            for epsilon in EPSILONS:
+                general, personal = [], []
+                for seed in SEEDS:
+                    own = dealt(labels, devices, rows, alpha, seed)
+                    space = merged_space(train, labels, own, mu_of(epsilon), seed)
+                    general.append(accuracy(space, test, test_labels))
+                    personal += [
+                        personal_accuracy(space, train[one], labels[one], test, test_labels) if space else math.nan
+                        for one in own
+                    ]
+                cells.append(f"{100 * np.mean(general):.1f} / {100 * np.nanmean(personal):.1f}")
+            print(f"| {name}, alpha {alpha:g} | {devices} | {rows} |", *(f"{cell} |" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()
