@@ -1,6 +1,7 @@
 """A device without PyTorch in a process of its own, in which importing torch, onnx or safetensors fails.
 
     python light_process.py played FOLDER               plays a whole exchange from files, without a server
+    python light_process.py released FOLDER             makes a private release from files, without a server
     python light_process.py served FOLDER 127.0.0.1:1   takes part in a run over gRPC
 
 FOLDER has data.npz, and for an exchange from files contract.bin, extractor.onnx and space.npz. What comes of it goes
@@ -60,6 +61,22 @@ def played(folder: Path) -> None:
     note_answers(folder, worker.delivered_models(), data)
 
 
+def released(folder: Path) -> None:
+    """The noisy sums that a device of a private run would send."""
+    from fleetdistill.device.private import PrivateAnswers, guarantee_of
+    from fleetdistill.state.files import Files
+
+    contract = contract_pb2.Contract.FromString((folder / "contract.bin").read_bytes())
+    guarantee = guarantee_of(contract)
+    assert guarantee is not None
+    worker: Any = light_worker(arrays_of(folder / "data.npz"))(contract)
+    take_extractor(worker, folder)
+    answer = worker.answer(service_pb2.Ask(round=1, step="summarise"), {}, ["features", "counts"]).answer
+    sent = PrivateAnswers(Files(folder), None).closed(answer, contract, guarantee, 1).parts["statistics"]
+    np.savez(folder / "sums.npz", **vars(sent))
+    note_modules(folder)
+
+
 def take_extractor(worker: Any, folder: Path) -> None:
     (sha256,) = worker.wanted_payloads()
     assert not worker.has_payload(sha256)
@@ -91,9 +108,13 @@ def served(folder: Path, server: str) -> None:
 
 def note_answers(folder: Path, models: Any, data: Pair) -> None:
     np.savez(folder / "logits.npz", **{name: model(data[0]) for name, model in models.items()})
+    note_modules(folder)
+
+
+def note_modules(folder: Path) -> None:
     loaded = sorted({name.partition(".")[0] for name in sys.modules})
     (folder / "modules.json").write_text(json.dumps(loaded))
 
 
 if __name__ == "__main__":
-    {"played": played, "served": served}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])  # type: ignore[operator]
+    {"played": played, "released": released, "served": served}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])  # type: ignore[operator]
