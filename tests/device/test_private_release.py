@@ -182,7 +182,7 @@ def everything_sent(backend, seed, rows, directory):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_with_the_noisy_sums_given_no_bit_of_any_message_depends_on_the_rows(backend, tmp_path, monkeypatch):
     """The mechanism's output is held fixed; then all that is sent must be equal for any data, test and validation."""
-    monkeypatch.setattr(private, "_with_noise", lambda rows, units, used: CONSTANT)
+    monkeypatch.setattr(private, "noisy_sums", lambda rows, units, used: CONSTANT)
     first = everything_sent(backend, 1, 40, tmp_path / "first")
     second = everything_sent(backend, 2, 17, tmp_path / "second")
     assert [call for call, _ in first].count("upload") == 3

@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.cli.app import app
+from fleetdistill_server.service.heartbeat import Served
 from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.report.report import _title
+from fleetdistill_server.simulation.report.report import report_title
 from fleetdistill_server.simulation.show import exchange_lines, privacy_lines
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views.runs import Served, run
+from fleetdistill_server.views.runs import run
 
 SENTENCE = "each row of each device is (8, 1e-5)-private against the server"
 FLEET = Simulation(
@@ -41,7 +42,7 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
     assert saved["privacy"] == {"epsilon": 8.0, "delta": 1e-5, "exact": True, "sentence": SENTENCE}
     assert privacy_lines(report) == [f"Privacy: {SENTENCE}"]
     assert f"Privacy: {SENTENCE}" in exchange_lines(report, tmp_path)
-    assert _title(report).endswith(f"\n{SENTENCE}")
+    assert report_title(report).endswith(f"\n{SENTENCE}")
     assert [one.samples for one in report.devices] == [479] * 3
     assert {(row["direction"], row["kind"]) for row in report.traffic if row["tensor_bytes"]} == {
         ("up", "class_sums"),

@@ -95,7 +95,7 @@ class PrivateAnswers:
             return known
         ledger = PrivacyLedger(self._files)
         ledger.record(run=run, round=round, mu=used.mu, exact=used.exact, rows=content, most=most, time=time.time())
-        made = _with_noise(rows, units_nf, used)
+        made = noisy_sums(rows, units_nf, used)
         releases.save(name, made)
         return made
 
@@ -105,13 +105,13 @@ def with_noise(answer: Answer, guarantee: Guarantee) -> Answer:
     from fleetdistill.methods.classstats.private_sums import on_grid, unit_rows
 
     parts = {
-        name: _with_noise(part, on_grid(unit_rows(part.rows)), guarantee) if isinstance(part, PrivateRows) else part
+        name: noisy_sums(part, on_grid(unit_rows(part.rows)), guarantee) if isinstance(part, PrivateRows) else part
         for name, part in answer.parts.items()
     }
     return replace(answer, parts=parts, samples=SAMPLES)
 
 
-def _with_noise(rows: PrivateRows, units_nf: np.ndarray, used: Guarantee) -> ClassSums:
+def noisy_sums(rows: PrivateRows, units_nf: np.ndarray, used: Guarantee) -> ClassSums:
     """Draws the noise from the operating system: the server knows the ask's seed and could subtract its noise."""
     from fleetdistill.methods.classstats.private_sums import class_sums, release_exact, release_rounded, to_wire
 

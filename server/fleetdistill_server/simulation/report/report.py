@@ -149,11 +149,12 @@ def write_report(report: FleetReport, out: Path) -> None:
         curves=report.curves,
         by_device=_by_device(report),
         alone=report.mean_accuracy_alone,
-        title=_title(report),
+        title=report_title(report),
     )
 
 
-def _title(report: FleetReport) -> str:
+def report_title(report: FleetReport) -> str:
+    """Returns the title of a report's figure, with the meaning of a private run's epsilon."""
     text = f"{report.method} on {report.dataset}, seed {report.seed}, over {report.link}"
     if not report.finished:
         text = f"{text}: interrupted after {report.completed_rounds} of {report.rounds} rounds"
