@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import closing
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.privacy.accountant import discrete_mu_for
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.service.heartbeat import Served
 from fleetdistill_server.simulation.fleet import simulate
@@ -49,7 +51,9 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
         ("down", "class_space"),
     }
     with closing(Store.open(tmp_path / "work" / "store")) as store:
-        assert json.loads(run(store, "simulation", Served("", False)).json())["privacy"] == SENTENCE
+        shown = json.loads(run(store, "simulation", Served("", False)).json())
+        assert shown["privacy"] == SENTENCE
+        assert shown["rounds"][0]["strength"] == pytest.approx(math.sqrt(3) * 479 * discrete_mu_for(8, 1e-5), rel=0.1)
         assert store.history.figures("simulation", "accuracy", "test") == []
         assert store.history.figures("simulation", "replaced", "validation") == []
 

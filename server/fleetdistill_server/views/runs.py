@@ -217,6 +217,7 @@ def _round_row(row: Row, guards: int, reported: _Reported) -> Row:
         "cut_layers": ", ".join(f"{n} x {cut}" for cut, n in Counter(figures.get("cut_layer", {}).values()).items()),
         "distillation_steps": figures.get("distillation_steps"),
         "effective_devices": round(figures["effective_devices"], 2) if "effective_devices" in figures else None,
+        "strength": figures.get("strength"),
         "global_accuracy": round(figures["global_accuracy"], 4) if "global_accuracy" in figures else None,
         "refined": ", ".join(f"{count} {tag}" for tag, count in figures.get("refined_rows", {}).items()),
     }
