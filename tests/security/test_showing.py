@@ -35,6 +35,7 @@ FIGURES = {
     "cut_layer": {"a": "body.3", "b": "body.3"},
     "distillation_steps": 3,
     "effective_devices": 1.5,
+    "strength": 812.5,
     "global_accuracy": 0.75,
     "refined_rows": {"kkr": 7},
 }
@@ -87,7 +88,7 @@ class Shown:
 def shown_run(directory: Path) -> Iterator[Shown]:
     authority = make_pki(directory / "pki")
     authority.issue_person(Role.VIEWER, "vera", 1.0, directory / "vera")
-    store = prepare_store(directory / "store")
+    store = prepare_store(directory / "store", privacy={"epsilon": 1.0, "delta": 1e-5, "exact": True})
     with secured_front(directory / "store", directory / "pki") as front:
         there = ["--server", f"127.0.0.1:{front.port}", "--identity", str(directory / "vera")]
         yield Shown(store, authority, ["--store", str(directory / "store")], there, front.port)
@@ -114,6 +115,8 @@ def test_a_run_is_shown_over_the_network_as_on_the_servers_machine(shown: Shown)
     there = said("--json", *shown.there)
     assert there == said("--json", *shown.here)
     run = json.loads(there)
+    assert run["privacy"] == "each row of each device is (1, 1e-5)-private against the server"
+    assert run["rounds"][0]["strength"] == 812.5
     assert [row["suspects"] for row in run["rounds"]] == ["", "", "", "a"]
     assert [row["bytes_up"] for row in run["rounds"]] == [500, 600, 700, 800]
     assert (run["leave_one_out_general"], run["leave_one_out"][1]["general"]) == (0.4, 0.4)

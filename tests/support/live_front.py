@@ -38,10 +38,10 @@ RUN = "digits"
 CALL_SECONDS = PATIENCE_SECONDS
 
 
-def prepare_store(directory: Path, **contract: Any) -> Store:
+def prepare_store(directory: Path, privacy: dict[str, Any] | None = None, **contract: Any) -> Store:
     """A store with one running run, as the engine would have left it."""
     store = Store.open(directory)
-    store.runs.begin(RUN, {"made": "by hand"})
+    store.runs.begin(RUN, {"made": "by hand", **({} if privacy is None else {"privacy": privacy})})
     store.runs.publish_contract(RUN, make_contract(run=RUN, **contract).SerializeToString())
     return store
 

@@ -110,7 +110,7 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
         **reported.totals(),
         **_expected_of_the_fleet(expectations),
     }
-    return View(lists, {**_run_row(found[name], served), **_privacy(found[name]), **facts})
+    return View(lists, {**_run_row(found[name], served), **facts, **_privacy(found[name])})
 
 
 def devices(store: Store, only: str | None) -> View:

@@ -91,6 +91,7 @@ class RoundSummary(_message.Message):
     CUT_LAYERS_FIELD_NUMBER: _builtins.int
     DISTILLATION_STEPS_FIELD_NUMBER: _builtins.int
     EFFECTIVE_DEVICES_FIELD_NUMBER: _builtins.int
+    STRENGTH_FIELD_NUMBER: _builtins.int
     GLOBAL_ACCURACY_FIELD_NUMBER: _builtins.int
     REFINED_FIELD_NUMBER: _builtins.int
     SUSPECTS_FIELD_NUMBER: _builtins.int
@@ -126,6 +127,8 @@ class RoundSummary(_message.Message):
     """FedDKD: number of distillation steps that were not rolled back."""
     effective_devices: _builtins.float
     """DaFKD: effective number of devices per generated sample, at least 1."""
+    strength: _builtins.float
+    """Private class statistics: strength R of the fleet's rows against their noise, at least 0."""
     global_accuracy: _builtins.float
     """Accuracy of the run's global model, in [0, 1]."""
     refined: _builtins.str
@@ -156,15 +159,16 @@ class RoundSummary(_message.Message):
         cut_layers: _builtins.str = ...,
         distillation_steps: _builtins.int | None = ...,
         effective_devices: _builtins.float | None = ...,
+        strength: _builtins.float | None = ...,
         global_accuracy: _builtins.float | None = ...,
         refined: _builtins.str = ...,
         suspects: _builtins.str = ...,
         bytes_up: _builtins.int | None = ...,
         bytes_down: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bytes_down", b"_bytes_down", "_bytes_up", b"_bytes_up", "_distillation_steps", b"_distillation_steps", "_effective_devices", b"_effective_devices", "_global_accuracy", b"_global_accuracy", "_kept", b"_kept", "_replaced", b"_replaced", "_seconds", b"_seconds", "_server_accuracy", b"_server_accuracy", "_test_accuracy", b"_test_accuracy", "_train_loss", b"_train_loss", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "distillation_steps", b"distillation_steps", "effective_devices", b"effective_devices", "global_accuracy", b"global_accuracy", "kept", b"kept", "replaced", b"replaced", "seconds", b"seconds", "server_accuracy", b"server_accuracy", "test_accuracy", b"test_accuracy", "train_loss", b"train_loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bytes_down", b"_bytes_down", "_bytes_up", b"_bytes_up", "_distillation_steps", b"_distillation_steps", "_effective_devices", b"_effective_devices", "_global_accuracy", b"_global_accuracy", "_kept", b"_kept", "_replaced", b"_replaced", "_seconds", b"_seconds", "_server_accuracy", b"_server_accuracy", "_strength", b"_strength", "_test_accuracy", b"_test_accuracy", "_train_loss", b"_train_loss", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "distillation_steps", b"distillation_steps", "effective_devices", b"effective_devices", "global_accuracy", b"global_accuracy", "kept", b"kept", "replaced", b"replaced", "seconds", b"seconds", "server_accuracy", b"server_accuracy", "strength", b"strength", "test_accuracy", b"test_accuracy", "train_loss", b"train_loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bytes_down", b"_bytes_down", "_bytes_up", b"_bytes_up", "_distillation_steps", b"_distillation_steps", "_effective_devices", b"_effective_devices", "_global_accuracy", b"_global_accuracy", "_kept", b"_kept", "_replaced", b"_replaced", "_seconds", b"_seconds", "_server_accuracy", b"_server_accuracy", "_test_accuracy", b"_test_accuracy", "_train_loss", b"_train_loss", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "cohort", b"cohort", "cut_layers", b"cut_layers", "distillation_steps", b"distillation_steps", "effective_devices", b"effective_devices", "global_accuracy", b"global_accuracy", "guards", b"guards", "kept", b"kept", "refined", b"refined", "replaced", b"replaced", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_accuracy", b"server_accuracy", "status", b"status", "suspects", b"suspects", "test_accuracy", b"test_accuracy", "train_loss", b"train_loss", "used", b"used"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bytes_down", b"_bytes_down", "_bytes_up", b"_bytes_up", "_distillation_steps", b"_distillation_steps", "_effective_devices", b"_effective_devices", "_global_accuracy", b"_global_accuracy", "_kept", b"_kept", "_replaced", b"_replaced", "_seconds", b"_seconds", "_server_accuracy", b"_server_accuracy", "_strength", b"_strength", "_test_accuracy", b"_test_accuracy", "_train_loss", b"_train_loss", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "cohort", b"cohort", "cut_layers", b"cut_layers", "distillation_steps", b"distillation_steps", "effective_devices", b"effective_devices", "global_accuracy", b"global_accuracy", "guards", b"guards", "kept", b"kept", "refined", b"refined", "replaced", b"replaced", "reported", b"reported", "round", b"round", "seconds", b"seconds", "server_accuracy", b"server_accuracy", "status", b"status", "strength", b"strength", "suspects", b"suspects", "test_accuracy", b"test_accuracy", "train_loss", b"train_loss", "used", b"used"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bytes_down: _TypeAlias = _typing.Literal["bytes_down"]  # noqa: Y015
     _WhichOneofArgType__bytes_down: _TypeAlias = _typing.Literal["_bytes_down", b"_bytes_down"]  # noqa: Y015
@@ -184,6 +188,8 @@ class RoundSummary(_message.Message):
     _WhichOneofArgType__seconds: _TypeAlias = _typing.Literal["_seconds", b"_seconds"]  # noqa: Y015
     _WhichOneofReturnType__server_accuracy: _TypeAlias = _typing.Literal["server_accuracy"]  # noqa: Y015
     _WhichOneofArgType__server_accuracy: _TypeAlias = _typing.Literal["_server_accuracy", b"_server_accuracy"]  # noqa: Y015
+    _WhichOneofReturnType__strength: _TypeAlias = _typing.Literal["strength"]  # noqa: Y015
+    _WhichOneofArgType__strength: _TypeAlias = _typing.Literal["_strength", b"_strength"]  # noqa: Y015
     _WhichOneofReturnType__test_accuracy: _TypeAlias = _typing.Literal["test_accuracy"]  # noqa: Y015
     _WhichOneofArgType__test_accuracy: _TypeAlias = _typing.Literal["_test_accuracy", b"_test_accuracy"]  # noqa: Y015
     _WhichOneofReturnType__train_loss: _TypeAlias = _typing.Literal["train_loss"]  # noqa: Y015
@@ -206,6 +212,8 @@ class RoundSummary(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds) -> _WhichOneofReturnType__seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__server_accuracy) -> _WhichOneofReturnType__server_accuracy | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__strength) -> _WhichOneofReturnType__strength | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__test_accuracy) -> _WhichOneofReturnType__test_accuracy | None: ...
     @_typing.overload
@@ -317,6 +325,7 @@ class RunTotals(_message.Message):
     MODELS_KEPT_FIELD_NUMBER: _builtins.int
     LEAVE_ONE_OUT_GENERAL_FIELD_NUMBER: _builtins.int
     LEAVE_ONE_OUT_PERSONAL_FIELD_NUMBER: _builtins.int
+    PRIVACY_FIELD_NUMBER: _builtins.int
     events_in_all: _builtins.int
     """Number of events, including those that are not in the response."""
     guards_fired: _builtins.int
@@ -329,6 +338,8 @@ class RunTotals(_message.Message):
     """Leave-one-out accuracy of the general variant on the devices' own rows, in [0, 1]; absent if no device reported it."""
     leave_one_out_personal: _builtins.float
     """Leave-one-out accuracy of the personal variants, in [0, 1]."""
+    privacy: _builtins.str
+    """Meaning of a private run's epsilon and delta; absent for other runs."""
     def __init__(
         self,
         *,
@@ -338,19 +349,24 @@ class RunTotals(_message.Message):
         models_kept: _builtins.int = ...,
         leave_one_out_general: _builtins.float | None = ...,
         leave_one_out_personal: _builtins.float | None = ...,
+        privacy: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_leave_one_out_general", b"_leave_one_out_general", "_leave_one_out_personal", b"_leave_one_out_personal", "leave_one_out_general", b"leave_one_out_general", "leave_one_out_personal", b"leave_one_out_personal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_leave_one_out_general", b"_leave_one_out_general", "_leave_one_out_personal", b"_leave_one_out_personal", "_privacy", b"_privacy", "leave_one_out_general", b"leave_one_out_general", "leave_one_out_personal", b"leave_one_out_personal", "privacy", b"privacy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leave_one_out_general", b"_leave_one_out_general", "_leave_one_out_personal", b"_leave_one_out_personal", "events_in_all", b"events_in_all", "guards_fired", b"guards_fired", "leave_one_out_general", b"leave_one_out_general", "leave_one_out_personal", b"leave_one_out_personal", "models_kept", b"models_kept", "models_replaced", b"models_replaced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leave_one_out_general", b"_leave_one_out_general", "_leave_one_out_personal", b"_leave_one_out_personal", "_privacy", b"_privacy", "events_in_all", b"events_in_all", "guards_fired", b"guards_fired", "leave_one_out_general", b"leave_one_out_general", "leave_one_out_personal", b"leave_one_out_personal", "models_kept", b"models_kept", "models_replaced", b"models_replaced", "privacy", b"privacy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__leave_one_out_general: _TypeAlias = _typing.Literal["leave_one_out_general"]  # noqa: Y015
     _WhichOneofArgType__leave_one_out_general: _TypeAlias = _typing.Literal["_leave_one_out_general", b"_leave_one_out_general"]  # noqa: Y015
     _WhichOneofReturnType__leave_one_out_personal: _TypeAlias = _typing.Literal["leave_one_out_personal"]  # noqa: Y015
     _WhichOneofArgType__leave_one_out_personal: _TypeAlias = _typing.Literal["_leave_one_out_personal", b"_leave_one_out_personal"]  # noqa: Y015
+    _WhichOneofReturnType__privacy: _TypeAlias = _typing.Literal["privacy"]  # noqa: Y015
+    _WhichOneofArgType__privacy: _TypeAlias = _typing.Literal["_privacy", b"_privacy"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__leave_one_out_general) -> _WhichOneofReturnType__leave_one_out_general | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__leave_one_out_personal) -> _WhichOneofReturnType__leave_one_out_personal | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__privacy) -> _WhichOneofReturnType__privacy | None: ...
 
 Global___RunTotals: _TypeAlias = RunTotals  # noqa: Y015
 
