@@ -1,10 +1,14 @@
 """Accuracy of private class statistics by epsilon, devices and rows: the table of benchmarks/RESULTS.md.
 
     FLEETDISTILL_DATA=... python benchmarks/experiments/private_statistics.py fashion-mnist mnist
+    FLEETDISTILL_DATA=... python benchmarks/experiments/private_statistics.py --drawn fashion-mnist
 
 Extractor, sums, merge and models are the product's. The noise is drawn as floats with the variance of exact noise, so
 that thousands of releases take seconds. General: the closed form of the merge, which the server and every device have.
 Personal: the mean over devices, on the test set in each device's class shares (Dirichlet partitions by class).
+
+`--drawn` compares the closed form with predictors of 64 hidden units that devices train on own and drawn rows: in the
+class space, as the product's `predictor = "trained"`, and on all 64 numbers, of rows mean + R z with R Rᵀ = covariance.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn import functional
 
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, ClassSpace
@@ -35,6 +41,7 @@ FLEETS = ((5, 300), (5, 600), (5, 3000), (20, 100), (20, 600), (20, 3000))
 PERSONAL = ((5, 600, 0.5), (5, 600, 0.1))
 SEEDS = (0, 1, 2)
 CLASSES, DELTA, BATCH = 10, 1e-5, 500
+PASSES, DRAWN = 20, 2000
 _NO_NOISE = 1e6
 
 
@@ -50,8 +57,8 @@ def mu_of(epsilon: float) -> float:
     return discrete_mu_for(epsilon, DELTA) if math.isfinite(epsilon) else _NO_NOISE
 
 
-def merged_space(rows: Array, labels: Array, devices: Sequence[Array], mu: float, seed: int) -> ClassSpace | None:
-    """Returns the class space of the devices' releases; None if the noise leaves no two classes."""
+def merged_moments(rows: Array, labels: Array, devices: Sequence[Array], mu: float, seed: int) -> Moments | None:
+    """Returns the merge of the devices' releases; None if the noise leaves no class."""
     generator = np.random.default_rng(seed)
     units = on_grid(unit_rows(rows))
     parts = [release_rounded(class_sums(units[own], labels[own], CLASSES), mu, generator) for own in devices]
@@ -59,15 +66,20 @@ def merged_space(rows: Array, labels: Array, devices: Sequence[Array], mu: float
     if found is None:
         return None
     counts, size = np.maximum(np.rint(found.counts), 1).astype(np.int64), rows.shape[1]
-    moments = Moments(
+    return Moments(
         labels=tuple(found.labels.tolist()),
         counts=counts,
         means=found.means * math.sqrt(size),
         covariance=found.covariance * size,
         df=max(int(counts.sum()) - len(counts), 1),
     )
+
+
+def merged_space(rows: Array, labels: Array, devices: Sequence[Array], mu: float, seed: int) -> ClassSpace | None:
+    """Returns the class space of the devices' releases; None if the noise leaves no two classes."""
+    moments = merged_moments(rows, labels, devices, mu, seed)
     try:
-        return make_space(moments, shrinkage=0.0)
+        return None if moments is None else make_space(moments, shrinkage=0.0)
     except KnowledgeError:
         return None
 
@@ -104,14 +116,78 @@ def personal_accuracy(space: ClassSpace, own: Array, own_labels: Array, rows: Ar
     return float((right * weight).sum() / weight.sum())
 
 
+def trained(own: Array, labels: Array, drawn: Array, drawn_labels: Array, test: Array, seed: int) -> Array:
+    """Returns the classes that a predictor gives the test rows; it is trained on own and drawn rows, 20 passes."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(own.shape[1], 64), nn.ReLU(), nn.Linear(64, CLASSES))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    (x, xs, test_x), (y, ys) = (
+        (torch.tensor(one).float() for one in (own, drawn, test)),
+        map(torch.tensor, (labels, drawn_labels)),
+    )
+    for number in range(PASSES):
+        optimizer.param_groups[0]["lr"] = 0.02 * 0.1 ** (number / (PASSES - 1))
+        for batch in torch.randperm(len(x)).split(32):
+            other = torch.randint(len(xs), (len(batch),))
+            loss = functional.cross_entropy(net(x[batch]), y[batch]) + functional.cross_entropy(
+                net(xs[other]), ys[other]
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    with torch.no_grad():
+        return net(test_x).argmax(dim=1).numpy()
+
+
+def drawn_row(
+    train: Array, labels: Array, test: Array, test_labels: Array, alpha: float, epsilon: float
+) -> list[float]:
+    """Returns the devices' mean accuracy on all classes: closed form, trained in the space, and on all numbers."""
+    found = []
+    for seed in SEEDS:
+        devices = dealt(labels, 5, 600, alpha, seed)
+        moments = merged_moments(train, labels, devices, mu_of(epsilon), seed)
+        assert moments is not None
+        space, root = make_space(moments, shrinkage=0.0), np.linalg.cholesky(moments.covariance)
+        random, classes = np.random.default_rng(seed), np.repeat(np.arange(len(moments.labels)), DRAWN)
+        noise = random.normal(size=(len(classes), train.shape[1]))
+        flat = random.normal(size=(len(classes), space.centres.shape[1]))
+        whole, spaced = moments.means[classes] + noise @ root.T, space.centres[classes] + flat
+        drawn_labels = np.array(moments.labels)[classes]
+        closed = logits(space, coordinates(space, test), CLASSES).argmax(axis=1)
+        for own in devices:
+            v, test_v = coordinates(space, train[own]), coordinates(space, test)
+            guesses = [
+                closed,
+                trained(v, labels[own], spaced, drawn_labels, test_v, seed),
+                trained(train[own], labels[own], whole, drawn_labels, test, seed),
+            ]
+            found.append([float((one == test_labels).mean()) for one in guesses])
+    return [100 * float(one) for one in np.mean(found, axis=0)]
+
+
+def print_drawn(name: str, train: Array, labels: Array, test: Array, test_labels: Array) -> None:
+    """Prints the table of `--drawn`."""
+    print("| data | epsilon | closed form | trained in the space | trained on all numbers |")
+    for alpha in (0.5, 0.1):
+        for epsilon in (10.0, 3.0, 1.0):
+            row = drawn_row(train, labels, test, test_labels, alpha, epsilon)
+            print(f"| {name}, alpha {alpha:g} | {epsilon:g} |", *(f"{one:.1f} |" for one in row), flush=True)
+
+
 def main() -> None:
     """Prints both tables of each data set as Markdown."""
     torch.set_num_threads(1)
-    print("| data | devices | rows a device |", *(f"{e:g} |" for e in EPSILONS))
-    for name in sys.argv[1:]:
+    drawn = "--drawn" in sys.argv
+    if not drawn:
+        print("| data | devices | rows a device |", *(f"{e:g} |" for e in EPSILONS))
+    for name in (one for one in sys.argv[1:] if one != "--drawn"):
         data = load_dataset(name, data_dir=Path(os.environ["FLEETDISTILL_DATA"]))
         train, test = features(data.train_images), features(data.test_images)
         labels, test_labels = data.train_labels.numpy(), data.test_labels.numpy()
+        if drawn:
+            print_drawn(name, train, labels, test, test_labels)
+            continue
         for devices, rows in FLEETS:
             cells = []
             for epsilon in EPSILONS:

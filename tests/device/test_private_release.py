@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from support.forked import Forked
 from support.private_fleet import CLASSES, RUN, SIZE, PrivateFleet, RecordingLink, RowsWorker, received
+from support.sdk_fleet import Fleet as OpenFleet
+from support.sdk_fleet import tiny_data, tiny_model
 
 from fleetdistill import Device, Step
 from fleetdistill.device import private
@@ -114,6 +116,15 @@ def test_a_larger_budget_allows_a_release_of_other_rows(fleet, tmp_path):
             check_in_and_answer(device, fleet)
     assert len(received(fleet.store)) == 2
     assert ledger(tmp_path)[-1]["epsilon"] == pytest.approx(1.4651699604, abs=1e-9)
+
+
+def test_a_device_with_a_budget_takes_part_in_no_run_without_privacy(tmp_path):
+    """Not even its profile is sent: an answer without noise would exceed any budget."""
+    link = RecordingLink(OpenFleet().api)
+    arguments = {"worker": None, "model": tiny_model, "data": tiny_data(), "privacy_budget": (1.0, 1e-5)}
+    with make_device(link, tmp_path, **arguments) as device, pytest.raises(ConfigurationError, match="is not private"):
+        device.step(0)
+    assert link.sent == []
 
 
 @pytest.mark.parametrize("given", [1.0, (1.0,), (1, 2, 3), ("1", "2"), (0, 1e-5), (1, 0)])

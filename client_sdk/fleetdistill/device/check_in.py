@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from fleetdistill.device.events import Events
 from fleetdistill.device.identity import save_identity
-from fleetdistill.device.private import guarantee_of, hide_rows
+from fleetdistill.device.private import check_is_private, guarantee_of, hide_rows
 from fleetdistill.device.session import Session
 from fleetdistill.link.base import Link
 from fleetdistill.link.credentials import is_enrolled
@@ -39,6 +39,7 @@ class CheckIn:
         data: The app's training data, as in `Device(data=...)`.
         allow: Columns that may leave the device.
         max_threads: Maximum number of threads that a run may require.
+        only_private: Whether the app allows only private runs.
         downloads: Stores the run's payloads.
     """
 
@@ -51,12 +52,13 @@ class CheckIn:
         data: Any,
         allow: Sequence[str],
         max_threads: int,
+        only_private: bool,
         downloads: Downloads,
     ) -> None:
         self._session, self._events, self._storage = session, events, session.storage
         self._make, self._data = make_compute, data
         self._allow, self._max_threads = tuple(allow), max_threads
-        self._downloads = downloads
+        self._only_private, self._downloads = only_private, downloads
         self._profile_sent = False  # whether the server has the current profile
         self._data_version_sent = False  # whether the server has the current data version
 
@@ -85,6 +87,8 @@ class CheckIn:
     def _send_check_in(self, profile: contract_pb2.DeviceProfile | None) -> service_pb2.CheckInResponse:
         terms = self._session.link.check_in(self._session.identity, profile)
         check_terms(terms, self._session.identity.run, self._max_threads)
+        if self._only_private:
+            check_is_private(terms.contract)
         return terms
 
     def _profile_of(self, compute: Compute) -> contract_pb2.DeviceProfile:

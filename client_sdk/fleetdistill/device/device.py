@@ -107,7 +107,7 @@ class Device:
         max_seconds_per_ask: Time limit for one ask in seconds, above 0. The device declines an ask that takes longer.
         privacy_budget: Maximum `(epsilon, delta)` of all private releases of this state directory together. The device
             uses the smaller of the run's and this epsilon, and declines a release beyond it. Default: the run's epsilon
-            and delta, so one release. Runs without [privacy] are not limited.
+            and delta, so one release. With a budget, the device takes part only in runs with [privacy].
         clock: Clock for tests, such as `fleetdistill.testing.ManualClock`. Default: the system clock.
 
     Raises:
@@ -172,6 +172,7 @@ class Device:
             data=data,
             allow=tuple(allow),
             max_threads=max_threads,
+            only_private=budget is not None,
             downloads=Downloads(self._storage.directory / DOWNLOADS, max_spool_bytes),
         )
         self._sender = Sender(self._session, self._events, self._check_in.ready_compute, export_onnx)

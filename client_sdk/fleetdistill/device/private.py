@@ -39,6 +39,15 @@ def guarantee_of(contract: contract_pb2.Contract) -> Guarantee | None:
     return found
 
 
+def check_is_private(contract: contract_pb2.Contract) -> None:
+    """Raises ConfigurationError for a run without privacy: every answer would exceed any budget."""
+    if guarantee_of(contract) is None:
+        raise ConfigurationError(
+            f"run {contract.run!r} is not private, but Device(privacy_budget=...) is set; ask the operator for a run "
+            "with [privacy], or leave the budget out"
+        )
+
+
 def hide_rows(profile: contract_pb2.DeviceProfile) -> None:
     """Removes from a profile what depends on the rows: their number and the version of the data."""
     profile.samples = SAMPLES

@@ -97,13 +97,21 @@ def test_the_fleet_gets_a_space_in_which_its_classes_are_apart():
     assert cohort.kinds == []
 
 
-def test_devices_halves_take_part_with_noise_of_their_own():
-    """`play` adds the noise that `Device` adds; with 20,000 rows at epsilon 20 the class shares are visible."""
+MODELS = [
+    {},
+    {"predictor": "trained", "predictor_steps": 5},
+    {"own_network": "taught", "own_network_epochs": 1, "drawn_images": 4},
+]
+
+
+@pytest.mark.parametrize("models", MODELS)
+def test_device_halves_take_part_with_noise_of_their_own(models):
+    """`play` adds the noise that `Device` adds; at epsilon 20 the 50 rows of each class are visible."""
     random = torch.Generator().manual_seed(0)
     data = TensorData(torch.rand(200, *SHAPE, generator=random), torch.arange(200) % CLASSES)
     model = build_model("digits_linear", classes=CLASSES)
     local = Local(model=model, taps=check_local_model(model), data=data, classes=CLASSES, torch_device=CPU)
-    settings = {"epsilon": 20.0, "robust": "off"}
+    settings = {"epsilon": 20.0, "robust": "off", **models}
     halves = {name: ClassStatsDevice(config_of(**settings), local) for name in "ab"}
     (cohort,) = play(make_server(**settings), halves)
     sent: Any = cohort.answers("a", "summarise")[0]["statistics"]
