@@ -109,7 +109,7 @@ class PrivateServer(ClassStatsServer):
         self._drowned = drowned(rows, len(kept), mean_mu, self.config.epsilon)
         notes.report("strength", round(found, 1))
         if self._drowned is None and found < ENOUGH:
-            text = f"the strength of the fleet's statistics is {found:.0f}, below {ENOUGH:.0f}: expect 6 to 17 points"
+            text = f"the strength of the fleet's statistics is {found:.0f}, below {ENOUGH:.0f}: expect 7 to 21 points"
             notes.event("much-noise", f"{text} less accuracy than without noise; use more rows or devices")
 
     def check_merge(self) -> None:
