@@ -72,7 +72,7 @@ def released(folder: Path) -> None:
     worker: Any = light_worker(arrays_of(folder / "data.npz"))(contract)
     take_extractor(worker, folder)
     answer = worker.answer(service_pb2.Ask(round=1, step="summarise"), {}, ["features", "counts"]).answer
-    sent = PrivateAnswers(Files(folder), None).closed(answer, contract, guarantee, 1).parts["statistics"]
+    sent = PrivateAnswers(Files(folder), None).private_answer(answer, contract, guarantee, 1).parts["statistics"]
     np.savez(folder / "sums.npz", **vars(sent))
     note_modules(folder)
 

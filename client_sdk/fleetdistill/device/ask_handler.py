@@ -118,7 +118,7 @@ class AskHandler:
             computed = compute.answer(ask, parts, allow)
         answer = computed.answer
         if guarantee is not None:
-            answer = self._private.closed(answer, compute.contract, guarantee, ask.round)
+            answer = self._private.private_answer(answer, compute.contract, guarantee, ask.round)
         check_may_leave(answer.parts, allow)  # every answer passes this check
         payload = encode(answer.parts, DTYPES[compute.contract.knowledge_type])
         # A server that lost an acknowledged answer asks again, with an attempt number above the device's own count.

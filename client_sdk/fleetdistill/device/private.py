@@ -74,7 +74,9 @@ class PrivateAnswers:
         """Returns the columns that may leave the device: at most noisy features and counts."""
         return tuple(column for column in allow if column in _COLUMNS)
 
-    def closed(self, answer: Answer, contract: contract_pb2.Contract, guarantee: Guarantee, round: int) -> Answer:
+    def private_answer(
+        self, answer: Answer, contract: contract_pb2.Contract, guarantee: Guarantee, round: int
+    ) -> Answer:
         """Returns the answer with noisy sums in place of rows, and without the number of samples.
 
         Raises:

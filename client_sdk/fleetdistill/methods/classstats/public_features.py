@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Array
+from fleetdistill.methods.classstats.config import SCATTERING
 from fleetdistill.methods.classstats.private_config import MOST_OUTPUTS, MOST_WHITENED
 from fleetdistill.methods.classstats.projection import projection_for
 from fleetdistill.models.scattering import SMALLEST_SIDE, scattering
@@ -116,7 +117,7 @@ def private_extractor(
     Raises:
         ConfigurationError: The extractor has more than 128 outputs, or the inputs are not grey or colour images.
     """
-    if given is None or features == "scattering":
+    if given is None or features == SCATTERING:
         return PublicFeatures(WhitenedScattering(input_shape, size), size)
     outputs = prod(output_shape(given, input_shape))
     if outputs > MOST_OUTPUTS:
