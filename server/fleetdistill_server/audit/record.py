@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from fleetdistill.knowledge import Kind
+import numpy as np
+
+from fleetdistill.knowledge import Kind, Parts
+from fleetdistill.link.base import Link
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import service_pb2
@@ -20,7 +25,7 @@ class Message:
 
     Attributes:
         device: Id of the device.
-        round: Round of the ask.
+        round: Round of the ask, from 1.
         step: Step of the ask.
         received: Parts of the ask, as decoded from the wire.
         sent: Parts of the answer, as decoded from the wire.
@@ -29,8 +34,8 @@ class Message:
     device: str
     round: int
     step: str
-    received: Mapping[str, Kind]
-    sent: Mapping[str, Kind]
+    received: Parts
+    sent: Parts
 
 
 @dataclass
@@ -38,38 +43,60 @@ class Record:
     """All messages of a run, in the order of the receipts."""
 
     messages: list[Message] = field(default_factory=list)
+    _payloads: dict[bytes, Parts] = field(default_factory=dict)
 
     def of(self, device: str) -> list[Message]:
         """Returns the messages of one device."""
         return [message for message in self.messages if message.device == device]
 
+    def link(self, api: DeviceApi, device: str) -> Link:
+        """Returns an in-memory link that records the device's messages; see `run_over_memory`."""
+        return _RecordingLink(api, device, self)
 
-class RecordingLink(MemoryLink):
+    def parts(self, store: Store, sha256: bytes) -> Parts:
+        """Returns the parts of a payload that the store still has, copied to memory; equal payloads are kept once."""
+        if sha256 not in self._payloads:
+            decoded = decode(store.blobs.open(sha256))
+            self._payloads[sha256] = {name: _in_memory(part) for name, part in decoded.items()}
+        return self._payloads[sha256]
+
+
+class _RecordingLink(MemoryLink):
     """An in-memory link that adds every acknowledged answer, and the ask that it answers, to a record.
 
     Payloads are read from the store while the server still has them, so they are exactly what was on the wire.
     """
 
-    def __init__(self, api: DeviceApi, store: Store, device: str, record: Record) -> None:
+    def __init__(self, api: DeviceApi, device: str, record: Record) -> None:
         super().__init__(api)
-        self._store, self._device, self._record = store, device, record
+        self._store, self._device, self._record = api.store, device, record
         self._ask: service_pb2.Ask | None = None
-        self._received: Mapping[str, Kind] = {}
+        self._received: Parts = {}
 
     def next_ask(self, identity: service_pb2.Identity, wait_seconds: float) -> service_pb2.NextAskResponse:
         response = super().next_ask(identity, wait_seconds)
         if response.HasField("ask"):
             self._ask = response.ask
-            self._received = self._parts(response.ask.payload) if response.ask.payload else {}
+            payload = response.ask.payload
+            self._received = self._record.parts(self._store, payload) if payload else {}
         return response
 
     def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
         receipt = super().upload(header, chunks)
         assert self._ask is not None
-        sent = self._parts(header.payload.sha256)
+        sent = self._record.parts(self._store, header.payload.sha256)
         message = Message(self._device, self._ask.round, self._ask.step, self._received, sent)
         self._record.messages.append(message)
         return receipt
 
-    def _parts(self, sha256: bytes) -> Mapping[str, Kind]:
-        return decode(self._store.blobs.open(sha256))
+
+def _in_memory(value: Any) -> Any:
+    """Copies a part's arrays, which are mapped from files that the server deletes."""
+    if isinstance(value, np.ndarray):
+        return np.array(value)
+    if isinstance(value, Kind):
+        copied = {one.name: _in_memory(getattr(value, one.name)) for one in dataclasses.fields(value)}  # type: ignore[arg-type]
+        return dataclasses.replace(value, **copied)  # type: ignore[type-var]
+    if isinstance(value, Mapping):
+        return {name: _in_memory(one) for name, one in value.items()}
+    return value

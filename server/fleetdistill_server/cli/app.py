@@ -16,6 +16,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Weights
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.version import VERSION
+from fleetdistill_server.cli.audit import audit
 from fleetdistill_server.cli.devices import devices_app
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
@@ -336,6 +337,7 @@ def methods(
     show(methods_view(sizes, knowledge_type, rounds, context.obj), as_json)
 
 
+app.command("audit")(audit)
 app.command("backup")(backup)
 app.command("restore")(restore)
 

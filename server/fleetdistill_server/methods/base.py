@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fleetdistill.knowledge import ModelParameters, NetworkFile
+from fleetdistill.knowledge import ModelParameters, NetworkFile, Parts
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import MethodContext
@@ -161,6 +161,17 @@ class ServerMethod:
             present: Data version by id of all present devices, hexadecimal; empty if a device reports none.
         """
         return True
+
+    def known_extractor(self, name: str, received: Parts) -> torch.nn.Module | None:
+        """Returns the extractor of the features that a device sends, as far as the server knows it; by default None.
+
+        `fleetdistill audit` attacks the features with it, so use the latest weights that the server has.
+
+        Args:
+            name: Name of a feature column, or of a part with class statistics.
+            received: Parts of the ask that the device answers.
+        """
+        return None
 
     async def round(self, cohort: Cohort) -> None:
         """Runs one round. Must change the method's own state only."""

@@ -78,6 +78,13 @@ class FixedFeatures:
         return digest.digest()
 
 
+def projected(fixed: FixedFeatures) -> nn.Module:
+    """Returns a module from inputs to projected features `[batch, D]`, without the cache."""
+    project = nn.Linear(fixed.features, fixed.dimensions, bias=False)
+    project.weight = nn.Parameter(projection_tensor(fixed.features, fixed.dimensions).T.clone(), requires_grad=False)
+    return nn.Sequential(fixed.extractor, nn.Flatten(), project)
+
+
 @functools.lru_cache(maxsize=4)
 def projection_tensor(features: int, dimensions: int) -> Tensor:
     """Returns G, `[F, D]`, as a shared tensor that callers must not change."""

@@ -127,6 +127,13 @@ class AveragedServer(ServerMethod):
         """Returns the extractor; each device has its own predictor."""
         return model_parameters(self.extractor, scope="extractor")
 
+    def known_extractor(self, name: str, received: Parts) -> nn.Module:
+        """Returns the extractor that the devices freeze for their statistics."""
+        extractor = self.context.extractor()
+        sent = received.get("extractor")
+        load_parameters(extractor, sent if isinstance(sent, ModelParameters) else self.initial())
+        return extractor
+
     # --- rounds
 
     async def round(self, cohort: Cohort) -> None:

@@ -32,6 +32,7 @@ from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT
 from fleetdistill.methods.classstats.config import SCATTERING, ClassStatsConfig
 from fleetdistill.methods.classstats.exchange import SpacePlan, check_images
 from fleetdistill.methods.classstats.fixed_extractor import fixed_features
+from fleetdistill.methods.classstats.kept_features import projected
 from fleetdistill.methods.classstats.kept_space import packed, unpacked
 from fleetdistill.methods.classstats.private_config import PrivateConfig
 from fleetdistill.methods.classstats.shared_statistics import Moments, most_directions
@@ -162,6 +163,10 @@ class ClassStatsServer(ServerMethod):
         except ExportError:
             return None
         return NetworkFile(onnx=np.frombuffer(data, np.uint8))
+
+    def known_extractor(self, name: str, received: Parts) -> nn.Module:
+        """Returns the fixed extractor with its projection, exactly as the devices compute them."""
+        return projected(self.fixed)
 
     # --- rounds
 

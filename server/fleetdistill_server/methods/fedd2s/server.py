@@ -128,6 +128,13 @@ class FedD2SServer(ServerMethod):
             return None
         return self.given_initial or model_parameters(self.context.device_model())
 
+    def known_extractor(self, name: str, received: Parts) -> nn.Module:
+        """Returns the layers up to a column's of the initial model, the last one that the server knows."""
+        model, initial = _layered(self.context.device_model()), self.initial()
+        if initial is not None:
+            load_parameters(model, initial)
+        return model.stages[: model.depth_of(name)]
+
     async def round(self, cohort: Cohort) -> None:
         layers = {device: self._layer(device) for device in cohort.sample(self.config.participation_ratio)}  # eq. (6)
         cohort.report("cut_layer", {device: self.names[layer - 1] for device, layer in layers.items()})

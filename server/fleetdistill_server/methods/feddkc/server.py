@@ -22,7 +22,7 @@ from fleetdistill.methods.feddkc.config import FedDKCConfig
 from fleetdistill.training.local_training import extract, make_optimizer, smallest_batch
 from fleetdistill.training.losses import distillation_loss
 from fleetdistill.training.model import output_shape
-from fleetdistill.training.parameters import model_parameters
+from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, train_or_roll_back
 from fleetdistill_server.methods.averaging import OFF, capped
 from fleetdistill_server.methods.base import Needs, ServerMethod
@@ -106,6 +106,13 @@ class FedDKCServer(ServerMethod):
         if not self.config.shared_initial:
             return None
         return self.given_initial or model_parameters(self.context.extractor(), scope="extractor")
+
+    def known_extractor(self, name: str, received: Parts) -> torch.nn.Module:
+        """Returns the initial extractor, the last one that the server knows."""
+        extractor, initial = self.context.extractor(), self.initial()
+        if initial is not None:
+            load_parameters(extractor, initial)
+        return extractor
 
     async def round(self, cohort: Cohort) -> None:
         asked = cohort.sample(self.config.participation_ratio)

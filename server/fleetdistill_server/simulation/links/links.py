@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fleetdistill import Device, Step
 from fleetdistill.errors import RunError
+from fleetdistill.link.base import Link
 from fleetdistill.wire.compression import compression_of
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.intake.device_api import DeviceApi
@@ -24,6 +25,8 @@ from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device, 
 from fleetdistill_server.store.store import Store
 
 Watch = Callable[[Store], None]
+MakeLink = Callable[[DeviceApi, str], Link]
+"""Makes the link of one device, from the server's side of the device API and the device's id."""
 MOST_SHORT_ROUNDS = 100
 """Number of consecutive short rounds after which a simulation fails, since no further devices will join."""
 _POLL_SECONDS = 0.1
@@ -47,7 +50,14 @@ class DriveDevices:
         """Does nothing, because devices in this process need no wake-up."""
 
 
-def run_over_memory(config: RunConfig, specs: list[DeviceSpec], work: Path, watch: Watch) -> Store:
+def memory_link(api: DeviceApi, device: str) -> Link:
+    """Returns the usual link of a device in this process."""
+    return MemoryLink(api)
+
+
+def run_over_memory(
+    config: RunConfig, specs: list[DeviceSpec], work: Path, watch: Watch, make_link: MakeLink = memory_link
+) -> Store:
     """Runs engine and devices in this process, one step at a time.
 
     The store is on disk, so that another process can resume an interrupted run.
@@ -57,6 +67,7 @@ def run_over_memory(config: RunConfig, specs: list[DeviceSpec], work: Path, watc
         specs: The devices.
         work: Not used; the store's path is in `config`.
         watch: Called with the store after every device step.
+        make_link: Makes each device's link.
 
     Returns:
         The open store.
@@ -65,7 +76,7 @@ def run_over_memory(config: RunConfig, specs: list[DeviceSpec], work: Path, watc
 
     store = Store.open(Path(config.server.store))
     api = DeviceApi(store, compression=compression_of(config.server.compression))
-    with _closed_on_failure(store), _open_devices(specs, api) as devices:
+    with _closed_on_failure(store), _open_devices(specs, lambda device: make_link(api, device)) as devices:
         engine = Engine(store, config, DriveDevices(devices, lambda: watch(store)), MOST_SHORT_ROUNDS)
         # asyncio.run would turn Ctrl-C into a task cancellation, which this code never awaits.
         with contextlib.closing(asyncio.new_event_loop()) as loop:
@@ -87,13 +98,13 @@ def _closed_on_failure(store: Store) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _open_devices(specs: list[DeviceSpec], api: DeviceApi) -> Iterator[list[Device]]:
+def _open_devices(specs: list[DeviceSpec], link_of: Callable[[str], Link]) -> Iterator[list[Device]]:
     """Opens the devices; on an interruption they close without leaving the run, so that the open round waits."""
     devices: list[Device] = []
     finished = False
     try:
         for spec in specs:
-            devices.append(make_device(spec, MemoryLink(api)))
+            devices.append(make_device(spec, link_of(spec.name)))
         yield devices
         finished = True
     finally:

@@ -1,0 +1,251 @@
+"""Audits a run: its method and models run on a public set, and every part that devices send is attacked.
+
+No private row is needed or read: the devices' data are rows of the public set, and the attacker asks which.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.audit.attacks import attack, class_shares, parts_sent
+from fleetdistill_server.audit.candidates import Attacker, Part, Rows, Scores
+from fleetdistill_server.audit.linkage import Linkage, Scored, known_shares, linkage
+from fleetdistill_server.audit.public_set import PublicSet, split_public
+from fleetdistill_server.audit.record import Message, Record
+from fleetdistill_server.config.run_config import RunConfig
+from fleetdistill_server.engine.contract import build_method
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.simulation.checks import check_plan, check_settings
+from fleetdistill_server.simulation.data.datasets import Dataset
+from fleetdistill_server.simulation.links.links import run_over_memory
+from fleetdistill_server.simulation.spec.plan import deal, hold_out_proxy, make_run_config, make_specs
+from fleetdistill_server.simulation.spec.settings import Simulation
+
+ATTACKED_ROWS = 60
+"""Rows of each device that are attacked; all rows of a device with fewer."""
+USUAL_ROUNDS = 5
+_MOST_ROUNDS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """Settings of an audit.
+
+    Attributes:
+        config: The run, whose method, settings and models are audited.
+        data: The public set.
+        rounds: Number of rounds; None for 5, or what the method needs.
+        devices: Number of devices.
+        models: Device models, assigned in turn; by default `[model] device`, or built-in models that fit.
+        rows: Rows that the devices train on together, at most half of the public set.
+        alpha: Concentration of the Dirichlet partition by class, above 0.
+        seed: Seed of the split, the partition and the run.
+    """
+
+    config: RunConfig
+    data: Dataset
+    rounds: int | None = None
+    devices: int = 5
+    models: tuple[str, ...] = ()
+    rows: int = 1500
+    alpha: float = 0.5
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """Result of an audit.
+
+    Attributes:
+        method: Name of the method.
+        public_set: Name of the public set.
+        devices: Number of devices.
+        rounds: Number of rounds.
+        trained_rows: Rows that the devices trained on together.
+        attacked_rows: Rows that were attacked, of all devices.
+        decoys: Fewest decoys of an attacked row.
+        parts: Results by part and attack; empty for a part that cannot be asked about a row.
+        classes: How well class shares are known, at most 1; None if nothing in the messages depends on them.
+    """
+
+    method: str
+    public_set: str
+    devices: int
+    rounds: int
+    trained_rows: int
+    attacked_rows: int
+    decoys: int
+    parts: Mapping[str, Mapping[str, Linkage]]
+    classes: float | None
+
+    @property
+    def worst(self) -> Linkage | None:
+        """Result of the attack with the largest `linked`; None if no part can be asked about a row."""
+        return max((one for attacks in self.parts.values() for one in attacks.values()), key=_linked, default=None)
+
+    @property
+    def chance(self) -> dict[str, float]:
+        """Figures of an attack that knows nothing."""
+        return {"linked": 1 / (self.decoys + 1), "auc": 0.5, "tpr1": 0.01}
+
+
+def _linked(found: Linkage) -> tuple[float, float]:
+    return found.linked, found.auc
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A finished run of an audit.
+
+    Attributes:
+        record: All messages.
+        rows: Each device's rows, by its id.
+        method: A new server half of the run.
+        config: Configuration of the run.
+    """
+
+    record: Record
+    rows: Mapping[str, Rows]
+    method: ServerMethod
+    config: RunConfig
+
+
+def audit(wanted: Audit) -> AuditReport:
+    """Runs an audit; writes nothing.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or the run's models do not fit.
+        DataError: The public set is too small.
+        RunError: The run failed.
+    """
+    public = split_public(wanted.data, wanted.rows, wanted.seed)
+    recorded = record_run(wanted, public)
+    return report(wanted, public, recorded)
+
+
+def record_run(wanted: Audit, public: PublicSet) -> Recorded:
+    """Runs the method on the public set in memory and returns all messages; temporary files are deleted."""
+    simulation = simulation_of(wanted, public.fleet)
+    check_settings(simulation)
+    check_plan(simulation, public.fleet)
+    with tempfile.TemporaryDirectory(prefix="fleetdistill-audit-") as scratch:
+        work, record = Path(scratch), Record()
+        data = hold_out_proxy(simulation, public.fleet, work)
+        split = deal(simulation, data)
+        config = make_run_config(simulation, data, work)
+        specs = make_specs(simulation, data, split, work)
+        run_over_memory(config, specs, work, lambda store: None, record.link).close()
+        rows = {
+            spec.name: Rows(data.train_images[of], data.train_labels[of])
+            for spec, of in zip(specs, split.indices, strict=True)
+        }
+        return Recorded(record, rows, build_method(config), config)
+
+
+def simulation_of(wanted: Audit, fleet: Dataset) -> Simulation:
+    """Returns the simulation that runs a run.toml's method and models on a data set."""
+    config = wanted.config
+    models = config.model.model_dump(exclude_unset=True)
+    return Simulation(
+        method=config.run.method,
+        modules=tuple(config.run.modules),
+        settings=config.method,
+        dataset=fleet,
+        devices=wanted.devices,
+        models=wanted.models or tuple(filter(None, [config.model.device])),
+        extractor=models.get("extractor", ""),
+        server_model=models.get("server", ""),
+        alpha=wanted.alpha,
+        rounds=_rounds(wanted),
+        seed=wanted.seed,
+        threads=config.run.threads,
+        knowledge_type=config.contract.knowledge_type,
+        torch_device=config.server.torch_device,
+        with_alone=False,
+        with_fedavg=False,
+    )
+
+
+def _rounds(wanted: Audit) -> int:
+    """Returns the number of rounds; by default the method's own if smaller, else the first from 5 that it accepts."""
+    config = wanted.config.method_config()
+    if wanted.rounds is not None:
+        config.check_rounds(wanted.rounds)
+        return wanted.rounds
+    if config.usual_rounds < USUAL_ROUNDS:
+        return int(config.usual_rounds)
+    return next(filter(lambda rounds: _accepts(config, rounds), range(USUAL_ROUNDS, _MOST_ROUNDS)), USUAL_ROUNDS)
+
+
+def _accepts(config: object, rounds: int) -> bool:
+    try:
+        config.check_rounds(rounds)  # type: ignore[attr-defined]
+    except ConfigurationError:
+        return False
+    return True
+
+
+def report(wanted: Audit, public: PublicSet, recorded: Recorded) -> AuditReport:
+    """Attacks all messages of a run and summarizes the results."""
+    attacked = {device: _some(rows, wanted.seed) for device, rows in recorded.rows.items()}
+    everything = Rows(
+        torch.cat([*(rows.inputs for rows in attacked.values()), public.decoys.inputs]),
+        torch.cat([*(rows.labels for rows in attacked.values()), public.decoys.labels]),
+    )
+    attacker, found = Attacker(recorded.method, public.attacker), dict[Part, list[Scored]]()
+    first = 0
+    for device, rows in attacked.items():
+        own = np.arange(first, first + len(rows))
+        first += len(rows)
+        for part, scores in attack(recorded.record.of(device), attacker, everything).items():
+            found.setdefault(part, []).extend(_scored(scores, own, everything, len(public.decoys)))
+    return AuditReport(
+        method=wanted.config.run.method,
+        public_set=wanted.data.name,
+        devices=wanted.devices,
+        rounds=recorded.config.run.rounds,
+        trained_rows=sum(len(rows) for rows in recorded.rows.values()),
+        attacked_rows=first,
+        decoys=int(public.decoys.labels.bincount()[everything.labels[:first]].min()),
+        parts=_by_part(found, recorded.record.messages),
+        classes=_classes(recorded),
+    )
+
+
+def _some(rows: Rows, seed: int) -> Rows:
+    """Returns the attacked rows of a device."""
+    taken = np.random.default_rng([seed, 2]).permutation(len(rows))[:ATTACKED_ROWS]
+    return Rows(rows.inputs[taken], rows.labels[taken])
+
+
+def _scored(scores: Scores, own: np.ndarray, rows: Rows, decoys: int) -> Iterator[Scored]:
+    """Yields each own row's score with those of the decoys of its class, which are the last rows."""
+    labels = rows.labels.numpy()
+    for row in own:
+        yield Scored(float(scores[row]), scores[-decoys:][labels[-decoys:] == labels[row]])
+
+
+def _by_part(found: Mapping[Part, Sequence[Scored]], messages: Sequence[Message]) -> dict[str, dict[str, Linkage]]:
+    """Returns the results by part and attack; a part that cannot be asked about a row has none."""
+    return {
+        name: {attack: linkage(scored) for (part, attack), scored in found.items() if part == name}
+        for name in parts_sent(messages)
+    }
+
+
+def _classes(recorded: Recorded) -> float | None:
+    """Returns how well the devices' class shares are known."""
+    classes = len(recorded.config.contract.class_names())
+    estimates = {device: class_shares(recorded.record.of(device), classes) for device in recorded.rows}
+    known = {device: one for device, one in estimates.items() if one is not None}
+    if not known:
+        return None
+    true = [np.bincount(recorded.rows[device].labels, minlength=classes) for device in known]
+    return known_shares(np.stack([*known.values()]), np.stack([one / one.sum() for one in true]))

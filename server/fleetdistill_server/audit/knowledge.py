@@ -1,0 +1,175 @@
+"""Attacks on parts about samples and classes: features, and class statistics."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fleetdistill.knowledge import Array, ClassStatistics, SampleKnowledge, SharedStatistics
+from fleetdistill.training.local_training import extract
+from fleetdistill_server.audit.candidates import Attacker, Part, Rows, Scores
+from fleetdistill_server.audit.record import Message
+
+Statistics = ClassStatistics | SharedStatistics
+_SHRINKAGE = 0.05
+"""Weight of the diagonal in the attacker's covariance, as in the default of the class space."""
+_LEAST_DEVIATION = 1e-3
+_TINY = 1e-12
+
+
+def by_features(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> dict[Part, Scores]:
+    """Scores by the largest cosine of a row's features with a sent row, both centred.
+
+    The devices have trained the extractor since the server knew it. The second attack therefore fits it to public rows:
+    batch-norm gets their statistics, and each feature the same deviation as the sent one.
+
+    Returns:
+        Scores for the first and the last message that contains a column.
+    """
+    scores: dict[Part, Scores] = {}
+    for message, name, column, sent in _first_and_last(messages):
+        known = attacker.method.known_extractor(column, message.received)
+        if known is None:
+            continue
+        what = f"{column}, round {message.round}"
+        for attack, extractor in ((what, known), (f"{what}, fitted", _fitted(known, attacker.public.inputs))):
+            own, public = features_of(extractor, rows.inputs), features_of(extractor, attacker.public.inputs)
+            fitted = extractor is not known
+            centred, others = own - public.mean(axis=0), sent - sent.mean(axis=0)
+            if fitted:
+                centred, others = _scaled(centred, public), _scaled(others, sent)
+            scores[name, attack] = np.asarray((_unit(centred) @ _unit(others).T).max(axis=1))
+    return scores
+
+
+def features_of(extractor: nn.Module, inputs: Tensor) -> Array:
+    """Returns an extractor's features `[n, F]` float64, in eval mode."""
+    return np.asarray(extract(extractor, inputs).flatten(1).double().numpy())
+
+
+def _fitted(extractor: nn.Module, inputs: Tensor) -> nn.Module:
+    """Returns a copy whose batch-norm has the statistics of inputs."""
+    fitted = copy.deepcopy(extractor).train()
+    for part in fitted.modules():
+        if isinstance(part, _BatchNorm):
+            part.reset_running_stats()
+            part.momentum = None
+    with torch.no_grad():
+        fitted(inputs)
+    return fitted.eval()
+
+
+def _scaled(rows_nf: Array, by_mf: Array) -> Array:
+    deviations = by_mf.std(axis=0)
+    return np.asarray(rows_nf / (deviations + _LEAST_DEVIATION * deviations.mean() + _TINY))
+
+
+def _first_and_last(messages: Sequence[Message]) -> Iterator[tuple[Message, str, str, Array]]:
+    """Yields message, part, column and sent rows `[m, F]`."""
+    found = [
+        (message, name, column, sent.reshape(len(sent), -1).astype(np.float64))
+        for message in messages
+        for name, part in message.sent.items()
+        if isinstance(part, SampleKnowledge)
+        for column, sent in part.features.items()
+    ]
+    for column in dict.fromkeys(one[2] for one in found):
+        of_column = [one for one in found if one[2] == column]
+        yield of_column[0]
+        if len(of_column) > 1:
+            yield of_column[-1]
+
+
+def _unit(rows_nf: Array) -> Array:
+    lengths = np.linalg.norm(rows_nf, axis=1, keepdims=True)
+    return np.asarray(rows_nf / np.maximum(lengths, _TINY), dtype=np.float64)
+
+
+def by_statistics(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> dict[Part, Scores]:
+    """Scores by class statistics, separately by their directions and by their means.
+
+    Rows lie in the span of the directions, and lean from the public mean of their class towards the sent one.
+    """
+    scores: dict[Part, Scores] = {}
+    for message in messages:
+        for name, part in message.sent.items():
+            if isinstance(part, Statistics) and part.means is not None:
+                known = attacker.method.known_extractor(name, message.received)
+                scores |= {} if known is None else _statistics_scores(name, part, known, attacker, rows)
+    return scores
+
+
+def _statistics_scores(
+    name: str, part: Statistics, known: nn.Module, attacker: Attacker, rows: Rows
+) -> dict[Part, Scores]:
+    assert part.means is not None
+    own_nf, labels_n = features_of(known, rows.inputs), rows.labels.numpy()
+    public = _Public(features_of(known, attacker.public.inputs), attacker.public.labels.numpy())
+    scores = {"means": np.zeros(len(rows)), "directions": np.zeros(len(rows))}
+    for place, label in enumerate(part.labels):
+        of_class = labels_n == label
+        if of_class.any() and label in public.means:
+            mean, basis = part.means[place].astype(np.float64), _directions(part, place)
+            scores["means"][of_class] = public.leaning(own_nf[of_class], mean, label)
+            if len(basis):
+                shared = isinstance(part, SharedStatistics)
+                scores["directions"][of_class] = public.nearness(own_nf[of_class], mean, basis, label, shared)
+    return {(name, attack): found for attack, found in scores.items() if found.any()}
+
+
+class _Public:
+    """Moments of the attacker's rows."""
+
+    def __init__(self, features_mf: Array, labels_m: Array) -> None:
+        self.means = {int(one): features_mf[labels_m == one].mean(axis=0) for one in np.unique(labels_m)}
+        self._centred = {label: features_mf[labels_m == label] - mean for label, mean in self.means.items()}
+        within = np.concatenate([*self._centred.values()])
+        covariance = within.T @ within / max(len(within) - len(self.means), 1)
+        diagonal = np.diag(np.diag(covariance) + _TINY)
+        self.inverse = np.linalg.pinv((1 - _SHRINKAGE) * covariance + _SHRINKAGE * diagonal, hermitian=True)
+        self._axes = {-1: _principal(within)}
+
+    def leaning(self, rows_nf: Array, mean_f: Array, label: int) -> Scores:
+        """Returns how far rows lean from the public mean of a class towards a sent one: the optimal linear score."""
+        usual = self.means[label]
+        return np.asarray((rows_nf - usual) @ self.inverse @ (mean_f - usual))
+
+    def nearness(self, rows_nf: Array, mean_f: Array, basis_qf: Array, label: int, shared: bool) -> Scores:
+        """Returns minus the distance to the span of sent directions, relative to that of as many public ones."""
+        axes = self._principal(label, shared)[: len(basis_qf)]
+        outside, usually = _outside(rows_nf - mean_f, basis_qf), _outside(rows_nf - self.means[label], axes)
+        return np.asarray(-outside / np.maximum(usually, _TINY))
+
+    def _principal(self, label: int, shared: bool) -> Array:
+        """Returns the principal directions `[k, F]` of a class, or of all classes together."""
+        place = -1 if shared else label
+        if place not in self._axes:
+            self._axes[place] = _principal(self._centred[label])
+        return self._axes[place]
+
+
+def _principal(centred_mf: Array) -> Array:
+    return np.asarray(np.linalg.svd(centred_mf, full_matrices=False)[2])
+
+
+def _directions(part: Statistics, place: int) -> Array:
+    """Returns an orthonormal basis of the directions sent for a class, `[q, F]`."""
+    if part.directions is None:
+        return np.zeros((0, 0))
+    if isinstance(part, SharedStatistics):
+        assert part.steps is not None
+        rows = part.directions.astype(np.float64) * part.steps.astype(np.float64)[:, None]
+    else:
+        rows = part.directions[place].astype(np.float64)
+    rows = rows[np.linalg.norm(rows, axis=1) > 0]
+    return np.linalg.qr(rows.T)[0].T if len(rows) else rows
+
+
+def _outside(rows_nf: Array, basis_qf: Array) -> Array:
+    """Returns the squared length of what lies outside the span of an orthonormal basis."""
+    return np.asarray(np.square(rows_nf).sum(axis=1) - np.square(rows_nf @ basis_qf.T).sum(axis=1))

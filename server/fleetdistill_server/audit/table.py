@@ -1,0 +1,92 @@
+"""Shows an audit's report as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from fleetdistill.errors import StateError
+from fleetdistill_server.audit.audit import AuditReport
+from fleetdistill_server.views.runs import View
+
+NOTHING = "–"
+"""Shown where a part cannot be asked about a row; not 0, because nothing was measured."""
+
+
+class AuditView(View):
+    """An audit's report."""
+
+    def tables(self) -> list[Table | str]:
+        """Returns the table of parts, and the lines that explain it."""
+        facts, rows = self.facts, self.lists["parts"]
+        table = Table(title=_title(facts), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for name in ("part", "attack", f"linked (of {_among(facts):,})", "95 %", "auc", "tpr1"):
+            table.add_column(name, justify="left" if name in ("part", "attack") else "right")
+        for row in rows:
+            table.add_row(row["part"], *_cells(row))
+        classes = NOTHING if facts["classes"] is None else f"{facts['classes']:.2f}"
+        return [table, f"classes: {classes}", _meaning(facts)]
+
+
+def view(report: AuditReport) -> AuditView:
+    """Returns a report as a view with one row for each part and attack."""
+    parts: list[dict[str, Any]] = []
+    for name, attacks in report.parts.items():
+        parts += [{"part": name, "attack": attack, **asdict(one)} for attack, one in attacks.items()]
+        parts += [] if attacks else [{"part": name, "attack": None}]
+    facts = {
+        name: getattr(report, name)
+        for name in ("method", "public_set", "devices", "rounds", "trained_rows", "attacked_rows", "decoys", "classes")
+    }
+    worst = report.worst
+    facts |= {"linked": None if worst is None else worst.linked, "chance": report.chance}
+    return AuditView({"parts": parts}, facts)
+
+
+def write_json(shown: AuditView, out: Path) -> Path:
+    """Writes audit.json to a directory, which is created, and returns its path.
+
+    Raises:
+        StateError: The directory cannot be written.
+    """
+    file = out / "audit.json"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(json.loads(shown.json()), indent=1) + "\n")
+    except OSError as error:
+        raise StateError(f"cannot write {file}: {error}; choose another --out directory") from error
+    return file
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if row["attack"] is None:
+        return [NOTHING] * 5
+    low, high = row["interval"]
+    numbers = [f"{row['linked']:.3f}", f"{low:.3f} to {high:.3f}", f"{row['auc']:.3f}", f"{row['tpr1']:.3f}"]
+    return [row["attack"], *numbers]
+
+
+def _title(facts: dict[str, Any]) -> str:
+    return (
+        f"{facts['method']} on {facts['public_set']}: {facts['devices']} devices, {facts['trained_rows']:,} rows, "
+        f"{facts['rounds']} {'round' if facts['rounds'] == 1 else 'rounds'}"
+    )
+
+
+def _among(facts: dict[str, Any]) -> int:
+    return int(facts["decoys"]) + 1
+
+
+def _meaning(facts: dict[str, Any]) -> str:
+    chance = facts["chance"]
+    return (
+        f"linked: share of {facts['attacked_rows']} rows that stand out among {facts['decoys']} other rows of their "
+        f"class (chance {chance['linked']:.3f}); auc: share of those below (chance 0.5); tpr1: above 99 % of them "
+        f"(chance 0.01). {NOTHING}: the part cannot be asked about a row. classes: how well the class shares of a "
+        "device are known, 1 exactly, 0 as by a uniform guess. See docs/explanation/privacy.md."
+    )

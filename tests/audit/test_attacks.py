@@ -1,0 +1,190 @@
+"""Attacks find rows that are in a message, and not those that are in none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from audit.conftest import members_of, run_of
+
+from fleetdistill.knowledge import (
+    CUT,
+    ClassStatistics,
+    Discriminator,
+    DistillationGradient,
+    Metrics,
+    ModelParameters,
+    ProxyKnowledge,
+    SampleKnowledge,
+)
+from fleetdistill.methods.classstats.gaussians import summarise
+from fleetdistill.methods.classstats.gaussians import to_wire as class_statistics
+from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire
+from fleetdistill.methods.feddkd.device import distillation_gradient
+from fleetdistill.models.discriminators import SharedHead
+from fleetdistill.training.model import logits_and_embedding
+from fleetdistill.training.parameters import model_parameters
+from fleetdistill_server.audit.attacks import attack, class_shares, parts_sent
+from fleetdistill_server.audit.candidates import Attacker, Rows
+from fleetdistill_server.audit.knowledge import features_of
+from fleetdistill_server.audit.linkage import Scored, linkage
+from fleetdistill_server.audit.public_set import PublicSet
+from fleetdistill_server.audit.record import Message
+from fleetdistill_server.engine.contract import build_method
+
+MEMBERS = 30
+
+
+def message(sent=None, received=None, number=1) -> Message:
+    return Message("device-0", number, "train", received or {}, sent or {})
+
+
+def attacker_of(public: PublicSet, method: str, device: str = "", **settings) -> Attacker:
+    return Attacker(build_method(run_of(method, device, **settings)), public.attacker)
+
+
+def linked(public: PublicSet, attacker: Attacker, messages, of=None) -> dict[tuple[str, str], float]:
+    """The share of the first rows that are linked, by part and attack."""
+    own, decoys = of or members_of(public, MEMBERS), public.decoys
+    everything = Rows(torch.cat([own.inputs, decoys.inputs]), torch.cat([own.labels, decoys.labels]))
+    scored = {
+        part: [Scored(scores[row], scores[len(own) :][decoys.labels == own.labels[row]]) for row in range(len(own))]
+        for part, scores in attack(messages, attacker, everything).items()
+    }
+    return {part: linkage(one).linked for part, one in scored.items()}
+
+
+def features_sent(attacker: Attacker, rows: Rows) -> SampleKnowledge:
+    extractor = attacker.method.known_extractor(CUT, {})
+    assert extractor is not None
+    return SampleKnowledge(sample_ids=np.arange(len(rows)), features={CUT: features_of(extractor, rows.inputs)})
+
+
+def test_rows_are_found_in_features_and_others_are_not(public: PublicSet) -> None:
+    attacker = attacker_of(public, "feddkc")
+    sent = message({"knowledge": features_sent(attacker, members_of(public, MEMBERS))})
+    found = linked(public, attacker, [sent])
+    assert found["knowledge", f"{CUT}, round 1"] == 1
+    others = Rows(public.fleet.train_images[100:130], public.fleet.train_labels[100:130])
+    assert linked(public, attacker, [sent], others)["knowledge", f"{CUT}, round 1"] < 0.2  # chance is 1 / 107
+
+
+def test_the_first_and_the_last_message_are_attacked(public: PublicSet) -> None:
+    attacker = attacker_of(public, "feddkc")
+    part = features_sent(attacker, members_of(public, 5))
+    messages = [message({"knowledge": part}, number=number) for number in (1, 2, 3)]
+    rounds = {name for _, name in linked(public, attacker, messages)}
+    assert rounds == {f"{CUT}, round {number}{end}" for number in (1, 3) for end in ("", ", fitted")}
+
+
+def test_directions_link_rows_that_they_nearly_span(public: PublicSet) -> None:
+    attacker, own = attacker_of(public, "classstats"), members_of(public, MEMBERS)
+    extractor = attacker.method.known_extractor("statistics", {})
+    assert extractor is not None
+    features = features_of(extractor, own.inputs)
+    moments = moments_of(features, own.labels.numpy(), 2)
+    many = linked(public, attacker, [message({"statistics": to_wire(moments, 128, 2)})])
+    few = linked(public, attacker, [message({"statistics": to_wire(moments, 1, 2)})])
+    assert many["statistics", "directions"] > 0.5 > few["statistics", "directions"]
+    assert ("statistics", "directions") not in linked(
+        public, attacker, [message({"statistics": to_wire(moments, 0, 2)})]
+    )
+
+
+def test_class_statistics_of_two_rows_link_by_their_means(public: PublicSet) -> None:
+    attacker = attacker_of(public, "classstats", features="averaged")
+    own = members_of(public, 200)
+    of_class = [torch.nonzero(own.labels == label)[:2, 0] for label in range(10)]
+    rows = Rows(own.inputs[torch.cat(of_class)], own.labels[torch.cat(of_class)])
+    extractor = attacker.method.known_extractor("statistics", {})
+    assert extractor is not None
+    features = features_of(extractor, rows.inputs)
+    classes = {label: summarise(features[rows.labels == label], 0) for label in range(10)}
+    part = class_statistics(classes)
+    assert isinstance(part, ClassStatistics)
+    assert linked(public, attacker, [message({"statistics": part})], rows)["statistics", "means"] > 0.2  # chance .01
+
+
+def test_an_overfitted_model_gives_its_rows_away(public: PublicSet) -> None:
+    """Twenty rows with random labels, learned by heart: their loss falls more than that of most others."""
+    attacker, own = attacker_of(public, "fedavg", "digits_mlp_large"), members_of(public, 20)
+    noisy = Rows(own.inputs, torch.randint(10, (20,), generator=torch.Generator().manual_seed(0)))
+    model = attacker.method.context.device_model()
+    before = model_parameters(model)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(noisy.inputs), noisy.labels).backward()
+        optimizer.step()
+    sent = message({"parameters": model_parameters(model)}, {"parameters": before})
+    assert linked(public, attacker, [sent], noisy)["parameters", "loss over all rounds"] > 0.3  # chance .01
+
+
+def test_the_gradient_of_one_row_gives_it_away(public: PublicSet) -> None:
+    attacker = attacker_of(public, "feddkd", "digits_mlp_large")
+    student, teacher = attacker.method.context.device_model().eval(), attacker.method.context.device_model().eval()
+    torch.manual_seed(1)
+    torch.nn.init.normal_([*teacher.parameters()][-2])  # the last layer's weight
+    own, found = members_of(public, 10), []
+    trained = message({"parameters": model_parameters(teacher)}, {"parameters": model_parameters(student)})
+    for row in range(10):
+        one = Rows(own.inputs[row : row + 1], own.labels[row : row + 1])
+        probs = teacher(one.inputs).detach().softmax(1)
+        gradients, loss = distillation_gradient(student, model_parameters(student), one.inputs, probs, 1.0)
+        arrays = {name: gradient.numpy() for name, gradient in gradients.items()}
+        gradient = DistillationGradient(gradients=arrays, batch_size=1, loss=loss)
+        step = message({"gradient": gradient}, {"parameters": model_parameters(student)})
+        found.append(linked(public, attacker, [trained, step], one)["gradient", "last layer, all steps"])
+    assert np.mean(found) == 1
+
+
+def test_a_discriminator_is_asked_for_its_logit(public: PublicSet) -> None:
+    attacker = attacker_of(public, "dafkd", "digits_mlp_small")
+    model = attacker.method.context.device_model()
+    head = SharedHead(32)
+    part = Discriminator(parameters=model_parameters(head, scope="head"), shares_extractor=True)
+    sent = message({"parameters": model_parameters(model), "discriminator": part})
+    rows = members_of(public, 4)
+    scores = attack([sent], attacker, rows)["discriminator", "its logit"]
+    _, embedding = logits_and_embedding(model.eval(), rows.inputs)
+    assert scores == pytest.approx(head(embedding).detach().numpy(), abs=1e-5)
+
+
+def test_a_part_without_rows_is_not_attacked(public: PublicSet) -> None:
+    proxy = ProxyKnowledge(valid=True, logits=np.zeros((4, 10)))
+    sent = [message({"knowledge": proxy, "metrics": Metrics(metrics=[])})]
+    assert attack(sent, attacker_of(public, "fedavg", "digits_linear"), public.decoys) == {}
+    assert parts_sent(sent) == ["knowledge", "metrics"]
+
+
+# --- class shares
+
+
+def test_labels_give_shares_exactly() -> None:
+    part = SampleKnowledge(sample_ids=np.arange(4), labels=np.array([0, 0, 0, 2]))
+    assert class_shares([message({"knowledge": part})], 3) == pytest.approx([0.75, 0, 0.25])
+
+
+def test_counts_give_shares() -> None:
+    part = ClassStatistics(labels=[2, 0], counts=np.array([1, 3], np.int32))
+    assert class_shares([message({"statistics": part})], 3) == pytest.approx([0.75, 0, 0.25])
+
+
+def test_predictions_give_shares() -> None:
+    part = ProxyKnowledge(valid=True, logits=np.array([[9.0, 0, 0], [0, 0, 9]], np.float16))
+    assert class_shares([message({"knowledge": part})], 3) == pytest.approx([0.5, 0, 0.5], abs=1e-3)
+
+
+def test_the_first_step_of_the_bias_gives_shares() -> None:
+    """Steps (.3, .1, -.2, -.2, -.2): less the mean of the smallest three, -.2, they are .5, .3 and three times 0."""
+
+    def weights(bias) -> ModelParameters:
+        return ModelParameters(parameters={"head.weight": np.zeros((5, 2)), "head.bias": np.array(bias, np.float32)})
+
+    sent = message({"parameters": weights([1.3, 0.1, -0.2, -0.2, -0.2])}, {"parameters": weights([1, 0, 0, 0, 0])})
+    later = message({"parameters": weights([0, 0, 0, 0, 9])}, {"parameters": weights([0, 0, 0, 0, 0])}, number=2)
+    assert class_shares([sent, later], 5) == pytest.approx([5 / 8, 3 / 8, 0, 0, 0], abs=1e-6)
+
+
+def test_nothing_to_estimate_shares_from() -> None:
+    assert class_shares([message({"metrics": Metrics(metrics=[])})], 3) is None
