@@ -36,7 +36,7 @@ MEMBERS = 30
 
 
 def message(sent=None, received=None, number=1) -> Message:
-    return Message("device-0", number, "train", received or {}, sent or {})
+    return Message("device-0", number, "train", 0, received or {}, sent or {})
 
 
 def attacker_of(public: PublicSet, method: str, device: str = "", **settings) -> Attacker:

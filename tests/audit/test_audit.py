@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+import numpy as np
 import pytest
 from audit.conftest import run_of
+from torch import nn
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.training.model import SplitModel
 from fleetdistill_server.audit.audit import Audit, audit, record_run, simulation_of
 from fleetdistill_server.audit.public_set import split_public
 from fleetdistill_server.audit.table import view
@@ -52,6 +56,14 @@ def test_predictions_cannot_be_asked_about_a_row() -> None:
     assert [row["attack"] for row in shown.lists["parts"]] == [None, None]
 
 
+def test_gradients_of_few_rows_are_called_invertible() -> None:
+    found = audit(small("feddkd", "digits_linear", dkd_batch_size=4, dkd_steps=1))
+    assert found.smallest_batch == 4
+    assert "gradient of 4 rows: gradients of fewer than 32 rows can be inverted" in str(view(found).tables()[2])
+    usual = dataclasses.replace(found, smallest_batch=32)
+    assert len(view(usual).tables()) == len(view(found).tables()) - 1
+
+
 @pytest.mark.parametrize(
     ("method", "settings", "rounds"),
     [("fedavg", {}, 5), ("classstats", {}, 1), ("classstats", {"features": "averaged", "extractor_rounds": 7}, 8)],
@@ -83,6 +95,39 @@ def test_the_command_prints_a_table_and_writes_the_figures(tmp_path) -> None:
     assert written["linked"] == parameters["linked"]
     assert written["chance"]["linked"] == 1 / (written["decoys"] + 1)
     assert f"{parameters['linked']:.3f}" in shown.output
+
+
+@pytest.mark.pictures
+def test_the_command_draws_pictures(tmp_path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('[run]\nname = "x"\n[contract]\nclasses = 10\ninput_shape = [1, 8, 8]\n')
+    options = ["--data", "digits", "--rounds", "1", "--devices", "2", "--rows", "60", "--out", str(tmp_path / "out")]
+    shown = CliRunner().invoke(app, ["audit", str(config), *options, "--pictures", "--other", "digits"])
+    assert shown.exit_code == 0, shown.output
+    same, other = json.loads((tmp_path / "out" / "audit.json").read_text())["pictures"]
+    assert same["source"] == "cut, round 1, public rows of the same kind"
+    assert other["source"] == "cut, round 1, rows of digits"
+    assert same["reidentified"] > 0.2  # chance is .001
+    assert (tmp_path / "out" / "pictures.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pictures_need_images(tmp_path) -> None:
+    config = tmp_path / "run.toml"
+    settings = '[method]\nfeatures = "model"\n[model]\nextractor = "identity"\n'
+    config.write_text(
+        f'[run]\nname = "x"\nmethod = "classstats"\n[contract]\nclasses = 2\ninput_shape = [6]\n{settings}'
+    )
+    inputs = np.random.default_rng(0).random((200, 6), dtype=np.float32)
+    np.savez(tmp_path / "set.npz", inputs=inputs, labels=np.arange(200) % 2)
+    given = ["audit", str(config), "--data", str(tmp_path / "set.npz"), "--out", str(tmp_path / "out")]
+    given += ["--model", "audit.test_audit:vectors", "--rows", "80"]
+    assert CliRunner().invoke(app, given).exit_code == 0
+    shown = CliRunner().invoke(app, [*given, "--pictures"])
+    assert "--pictures needs images" in shown.output
+
+
+def vectors(input_shape, classes: int) -> SplitModel:
+    return SplitModel({"stem": nn.Identity(), "head": nn.Linear(*input_shape, classes)}, cut="stem")
 
 
 def test_the_command_reports_a_missing_set(tmp_path) -> None:

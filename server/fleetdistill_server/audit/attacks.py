@@ -63,6 +63,12 @@ def parts_sent(messages: Sequence[Message]) -> list[str]:
     return list(dict.fromkeys(name for message in messages for name in message.sent))
 
 
+def smallest_batch(messages: Sequence[Message]) -> int | None:
+    """Returns the fewest rows of a gradient in the messages; None if there is no gradient."""
+    parts = (part for message in messages for part in message.sent.values())
+    return min((part.batch_size for part in parts if isinstance(part, DistillationGradient)), default=None)
+
+
 def class_shares(messages: Sequence[Message], classes: int) -> Array | None:
     """Estimates a device's class shares `[C]` from its messages; None if nothing in them depends on the shares.
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.audit.attacks import attack, class_shares, parts_sent
+from fleetdistill_server.audit.attacks import attack, class_shares, parts_sent, smallest_batch
 from fleetdistill_server.audit.candidates import Attacker, Part, Rows, Scores
 from fleetdistill_server.audit.linkage import Linkage, Scored, known_shares, linkage
 from fleetdistill_server.audit.public_set import PublicSet, split_public
@@ -73,6 +73,7 @@ class AuditReport:
         decoys: Fewest decoys of an attacked row.
         parts: Results by part and attack; empty for a part that cannot be asked about a row.
         classes: How well class shares are known, at most 1; None if nothing in the messages depends on them.
+        smallest_batch: Fewest rows of a gradient that a device sent; None if no device sent one.
     """
 
     method: str
@@ -84,6 +85,7 @@ class AuditReport:
     decoys: int
     parts: Mapping[str, Mapping[str, Linkage]]
     classes: float | None
+    smallest_batch: int | None
 
     @property
     def worst(self) -> Linkage | None:
@@ -216,6 +218,7 @@ def report(wanted: Audit, public: PublicSet, recorded: Recorded) -> AuditReport:
         decoys=int(public.decoys.labels.bincount()[everything.labels[:first]].min()),
         parts=_by_part(found, recorded.record.messages),
         classes=_classes(recorded),
+        smallest_batch=smallest_batch(recorded.record.messages),
     )
 
 

@@ -37,11 +37,11 @@ def by_features(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> 
         if known is None:
             continue
         what = f"{column}, round {message.round}"
-        for attack, extractor in ((what, known), (f"{what}, fitted", _fitted(known, attacker.public.inputs))):
+        for attack, extractor in ((what, known), (f"{what}, fitted", fitted(known, attacker.public.inputs))):
             own, public = features_of(extractor, rows.inputs), features_of(extractor, attacker.public.inputs)
-            fitted = extractor is not known
+            is_fitted = extractor is not known
             centred, others = own - public.mean(axis=0), sent - sent.mean(axis=0)
-            if fitted:
+            if is_fitted:
                 centred, others = _scaled(centred, public), _scaled(others, sent)
             scores[name, attack] = np.asarray((_unit(centred) @ _unit(others).T).max(axis=1))
     return scores
@@ -52,16 +52,16 @@ def features_of(extractor: nn.Module, inputs: Tensor) -> Array:
     return np.asarray(extract(extractor, inputs).flatten(1).double().numpy())
 
 
-def _fitted(extractor: nn.Module, inputs: Tensor) -> nn.Module:
+def fitted(extractor: nn.Module, inputs: Tensor) -> nn.Module:
     """Returns a copy whose batch-norm has the statistics of inputs."""
-    fitted = copy.deepcopy(extractor).train()
-    for part in fitted.modules():
+    copied = copy.deepcopy(extractor).train()
+    for part in copied.modules():
         if isinstance(part, _BatchNorm):
             part.reset_running_stats()
             part.momentum = None
     with torch.no_grad():
-        fitted(inputs)
-    return fitted.eval()
+        copied(inputs)
+    return copied.eval()
 
 
 def _scaled(rows_nf: Array, by_mf: Array) -> Array:

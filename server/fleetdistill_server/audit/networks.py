@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -65,25 +66,48 @@ def by_gradients(messages: Sequence[Message], attacker: Attacker, rows: Rows) ->
     The student has the weights of the ask, the teacher those that the device sent in its last local training.
     """
     total: dict[Part, Scores] = {}
+    for step in steps_of(messages):
+        scores = _agreement(attacker, step, rows)
+        total[step.name, _STEPS] = total.get((step.name, _STEPS), np.zeros(len(rows))) + scores
+    return total
+
+
+@dataclass(frozen=True)
+class Step:
+    """One distillation step of a device.
+
+    Attributes:
+        name: Name of the part with the gradient.
+        gradient: The gradient.
+        student: Weights in the ask.
+        teacher: Weights that the device sent in its last local training.
+        seed: Seed of the ask.
+    """
+
+    name: str
+    gradient: DistillationGradient
+    student: ModelParameters
+    teacher: ModelParameters
+    seed: int
+
+
+def steps_of(messages: Sequence[Message]) -> Iterator[Step]:
+    """Yields the distillation steps of one device, in order."""
     teacher: ModelParameters | None = None
     for message in messages:
         teacher = next((after for _, _, after in _models(message)), teacher)
         student = next((one for one in message.received.values() if isinstance(one, ModelParameters)), None)
         for name, part in message.sent.items():
             if isinstance(part, DistillationGradient) and student is not None and teacher is not None:
-                scores = _agreement(attacker, student, teacher, part, rows)
-                total[name, _STEPS] = total.get((name, _STEPS), np.zeros(len(rows))) + scores
-    return total
+                yield Step(name, part, student, teacher, message.seed)
 
 
-def _agreement(
-    attacker: Attacker, student: ModelParameters, teacher: ModelParameters, sent: DistillationGradient, rows: Rows
-) -> Scores:
-    last = next((one for one in reversed([*sent.gradients.values()]) if one.ndim == 2), None)
+def _agreement(attacker: Attacker, step: Step, rows: Rows) -> Scores:
+    last = next((one for one in reversed([*step.gradient.gradients.values()]) if one.ndim == 2), None)
     if last is None:
         return np.zeros(len(rows))
-    student_nc, embedding_nf = _outputs(attacker, student, rows)
-    teacher_nc, _ = _outputs(attacker, teacher, rows)
+    student_nc, embedding_nf = _outputs(attacker, step.student, rows)
+    teacher_nc, _ = _outputs(attacker, step.teacher, rows)
     difference_nc = student_nc.softmax(1) - teacher_nc.softmax(1)  # its outer product with the embedding is g_x
     inner = ((difference_nc @ torch.from_numpy(last).double()) * embedding_nf).sum(1)
     length = difference_nc.norm(dim=1) * embedding_nf.norm(dim=1)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill_server.audit.candidates import Rows
@@ -59,6 +60,19 @@ def read_public(source: str, contract: ContractSection) -> Dataset:
     if most > len(names):
         raise DataError(f"{source} has labels up to {most - 1}, but [contract] classes has {len(names)} classes")
     return replace(data, classes=tuple(names))
+
+
+def kinds_of_images(public: PublicSet, other: str, contract: ContractSection) -> dict[str, Tensor]:
+    """Returns public images to train decoders with, by description: the attacker's, and those of another set if named.
+
+    Raises:
+        DataError: The other set cannot be read, or does not fit the contract.
+    """
+    kinds = {"public rows of the same kind": public.attacker.inputs}
+    if other:
+        data = read_public(other, contract)
+        kinds[f"rows of {data.name}"] = data.train_images[:_MOST_PUBLIC]
+    return kinds
 
 
 def _reduced(data: Dataset, wanted: list[int]) -> Dataset:

@@ -27,6 +27,7 @@ class Message:
         device: Id of the device.
         round: Round of the ask, from 1.
         step: Step of the ask.
+        seed: Seed of the ask, from which the device draws its batches.
         received: Parts of the ask, as decoded from the wire.
         sent: Parts of the answer, as decoded from the wire.
     """
@@ -34,6 +35,7 @@ class Message:
     device: str
     round: int
     step: str
+    seed: int
     received: Parts
     sent: Parts
 
@@ -85,7 +87,7 @@ class _RecordingLink(MemoryLink):
         receipt = super().upload(header, chunks)
         assert self._ask is not None
         sent = self._record.parts(self._store, header.payload.sha256)
-        message = Message(self._device, self._ask.round, self._ask.step, self._received, sent)
+        message = Message(self._device, self._ask.round, self._ask.step, self._ask.seed, self._received, sent)
         self._record.messages.append(message)
         return receipt
 

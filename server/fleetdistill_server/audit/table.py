@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fleetdistill.errors import StateError
+from fleetdistill.methods.feddkd.config import LEAST_BATCH
 from fleetdistill_server.audit.audit import AuditReport
+from fleetdistill_server.audit.pictures import Pictures
 from fleetdistill_server.views.runs import View
 
 NOTHING = "–"
@@ -30,11 +33,12 @@ class AuditView(View):
         for row in rows:
             table.add_row(row["part"], *_cells(row))
         classes = NOTHING if facts["classes"] is None else f"{facts['classes']:.2f}"
-        return [table, f"classes: {classes}", _meaning(facts)]
+        pictures = [_pictures(self.lists["pictures"])] if "pictures" in self.lists else []
+        return [table, *pictures, f"classes: {classes}", *_warnings(facts), _meaning(facts)]
 
 
-def view(report: AuditReport) -> AuditView:
-    """Returns a report as a view with one row for each part and attack."""
+def view(report: AuditReport, pictures: Sequence[Pictures] | None = None) -> AuditView:
+    """Returns a report as a view with one row for each part and attack, and one for each kind of pictures."""
     parts: list[dict[str, Any]] = []
     for name, attacks in report.parts.items():
         parts += [{"part": name, "attack": attack, **asdict(one)} for attack, one in attacks.items()]
@@ -43,9 +47,15 @@ def view(report: AuditReport) -> AuditView:
         name: getattr(report, name)
         for name in ("method", "public_set", "devices", "rounds", "trained_rows", "attacked_rows", "decoys", "classes")
     }
+    facts["smallest_batch"] = report.smallest_batch
     worst = report.worst
     facts |= {"linked": None if worst is None else worst.linked, "chance": report.chance}
-    return AuditView({"parts": parts}, facts)
+    made = {} if pictures is None else {"pictures": [_picture_row(one) for one in pictures]}
+    return AuditView({"parts": parts, **made}, facts)
+
+
+def _picture_row(found: Pictures) -> dict[str, Any]:
+    return {"part": found.part, "source": found.source, "pictures": len(found.pictures), **found.figures()}
 
 
 def write_json(shown: AuditView, out: Path) -> Path:
@@ -69,6 +79,29 @@ def _cells(row: dict[str, Any]) -> list[str]:
     low, high = row["interval"]
     numbers = [f"{row['linked']:.3f}", f"{low:.3f} to {high:.3f}", f"{row['auc']:.3f}", f"{row['tpr1']:.3f}"]
     return [row["attack"], *numbers]
+
+
+def _pictures(rows: Sequence[dict[str, Any]]) -> Table | str:
+    if not rows:
+        return f"pictures: {NOTHING}"
+    table = Table(title="pictures", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("part", "made from", "pictures", "SSIM", "PSNR in dB", "reidentified"):
+        table.add_column(name, justify="left" if name in ("part", "made from") else "right")
+    for row in rows:
+        figures = [f"{row['ssim']:.2f}", f"{row['psnr']:.1f}", f"{row['reidentified']:.2f}"]
+        table.add_row(row["part"], row["source"], str(row["pictures"]), *figures)
+    return table
+
+
+def _warnings(facts: dict[str, Any]) -> list[str]:
+    """Returns a line for gradients of few rows, whatever this attack finds in them."""
+    batch = facts["smallest_batch"]
+    if batch is None or batch >= LEAST_BATCH:
+        return []
+    return [
+        f"A device sent a gradient of {batch} {'row' if batch == 1 else 'rows'}: gradients of fewer than {LEAST_BATCH} "
+        "rows can be inverted to the rows by stronger attacks."
+    ]
 
 
 def _title(facts: dict[str, Any]) -> str:

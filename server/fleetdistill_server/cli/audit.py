@@ -28,7 +28,13 @@ def audit(
     ] = 1500,
     alpha: Annotated[float, typer.Option(help="Concentration of the Dirichlet partition by class.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Seed of the partition, the models and the batches.")] = 0,
-    out: Annotated[Path, typer.Option(help="Output directory for audit.json.")] = Path("out/audit"),
+    pictures: Annotated[
+        bool, typer.Option("--pictures", help="Also reconstruct images from the messages, to pictures.png.")
+    ] = False,
+    other: Annotated[
+        str, typer.Option(help="With --pictures: public images of another kind, for a second decoder; like --data.")
+    ] = "",
+    out: Annotated[Path, typer.Option(help="Output directory for audit.json and pictures.png.")] = Path("out/audit"),
     as_json: JsonOption = False,
 ) -> None:
     """Attacks what a run's devices send. Example: fleetdistill audit run.toml --data digits
@@ -36,9 +42,10 @@ def audit(
     The run's method and models run in memory on a public set, and every part that a device sends is attacked with
     everything that the server knows. No private row is needed or read.
     """
-    from fleetdistill_server.audit.audit import Audit
-    from fleetdistill_server.audit.audit import audit as run_audit
-    from fleetdistill_server.audit.public_set import read_public
+    from fleetdistill_server.audit.audit import Audit, record_run, report
+    from fleetdistill_server.audit.pictures import reconstruct
+    from fleetdistill_server.audit.plot import draw
+    from fleetdistill_server.audit.public_set import kinds_of_images, read_public, split_public
     from fleetdistill_server.audit.table import view, write_json
     from fleetdistill_server.config.run_config import load_run_config
 
@@ -53,8 +60,12 @@ def audit(
         alpha=alpha,
         seed=seed,
     )
-    shown = view(run_audit(wanted))
-    file = write_json(shown, out)
+    public = split_public(wanted.data, rows, seed)
+    kinds = kinds_of_images(public, other, loaded.contract)
+    recorded = record_run(wanted, public)
+    made = reconstruct(recorded, public, kinds) if pictures else None
+    shown = view(report(wanted, public, recorded), made)
+    files = [write_json(shown, out), *([draw(made, out / "pictures.png")] if made else [])]
     show(shown, as_json)
     if not as_json:
-        typer.echo(str(file))
+        typer.echo(", ".join(map(str, files)))

@@ -20,6 +20,8 @@ CHOICES = {
     "fedmax_form": ("a_to_u", "u_to_a_elementwise"),
 }
 _DKD_LR, _DKD_LR_WITH_BATCH_NORM = 0.1, 0.01
+LEAST_BATCH = 32
+"""Fewest rows of a gradient that is not called invertible."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,17 +112,12 @@ class FedDKDDevice(DeviceMethod):
         """
         self._check_step(ask)  # guard
         student = ask.part("parameters", ModelParameters)  # message 3: w
-        rows_b = self._mini_batch(ask.seed)
+        rows_b = mini_batch(len(self.local.data), self.config.dkd_batch_size, ask.seed)
         gradients, loss = self._gradient(student, rows_b)
         loss = self._comparable_loss(student, loss, rows_b)  # for the server's divergence guard
         arrays = {name: gradient.cpu().numpy() for name, gradient in gradients.items()}
         sent = DistillationGradient(gradients=arrays, batch_size=len(rows_b), loss=loss)  # message 4
         return Answer(parts={"gradient": sent}, samples=len(self.local.data), notes=self._clipping_note(len(rows_b)))
-
-    def _mini_batch(self, seed: int) -> Tensor:
-        """Returns the positions of B~ own rows, drawn without replacement, or of all rows if the device has fewer."""
-        order = torch.randperm(len(self.local.data), generator=torch.Generator().manual_seed(seed))
-        return order[: self.config.dkd_batch_size]
 
     def _gradient(self, student: ModelParameters, rows_b: Tensor) -> tuple[dict[str, Tensor], float]:
         local, config = self.local, self.config
@@ -199,6 +194,11 @@ class FedDKDDevice(DeviceMethod):
         """Restores a state that `state_dict` returned."""
         self._round, self._step = int(state["round"]), int(state["step"])
         self._teacher_logits = state["teacher_logits"]
+
+
+def mini_batch(rows: int, size: int, seed: int) -> Tensor:
+    """Returns the positions of B~ of a device's rows, drawn without replacement, or of all rows if it has fewer."""
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(seed))[:size]
 
 
 def distillation_gradient(
