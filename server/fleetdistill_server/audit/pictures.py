@@ -255,7 +255,7 @@ def invert(recorded: Recorded, step: Step, start: Tensor) -> Tensor:
 
 
 def _differences(target: list[Tensor], batch: int, classes: int) -> Tensor:
-    """Returns the first guess of the rows' differences `[batch, C]`: the bias's gradient, and noise for several rows."""
+    """Returns a first guess of the rows' differences `[batch, C]`: the bias's gradient, with noise for several rows."""
     biases = [one for one in target if one.shape == (classes,)]
     mean = functional.normalize(biases[-1], dim=0) if biases else torch.zeros(classes)
     noise = torch.randn(batch, classes, generator=_generator())
