@@ -12,6 +12,7 @@ from fleetdistill.device.events import Events
 from fleetdistill.device.identity import save_identity
 from fleetdistill.device.private import check_is_private, guarantee_of, hide_rows
 from fleetdistill.device.session import Session
+from fleetdistill.errors import FleetDistillError
 from fleetdistill.link.base import Link
 from fleetdistill.link.credentials import is_enrolled
 from fleetdistill.link.downloads import Downloads
@@ -81,7 +82,8 @@ class CheckIn:
             self._save_data_version(profile)
         self._session.terms = terms
         device = self._session.identity.device
-        self._events.emit("checked-in", 0, f"{device} takes part in run {terms.contract.run!r}")
+        text, reveals = f"{device} takes part in run {terms.contract.run!r}", _reveals(terms.contract)
+        self._events.emit_checked_in(text, reveals, leaves_the_process=self._session.link.remote)
         return terms
 
     def _send_check_in(self, profile: contract_pb2.DeviceProfile | None) -> service_pb2.CheckInResponse:
@@ -227,6 +229,16 @@ def _set_compressions(profile: contract_pb2.DeviceProfile) -> None:
     """Updates the supported compressions: a library may have been added or removed since the profile was saved."""
     del profile.compressions[:]
     profile.compressions.extend(offered())
+
+
+def _reveals(contract: contract_pb2.Contract) -> str:
+    """Returns what answers reveal of single samples, by this SDK's knowledge of the method; empty if that is little."""
+    from fleetdistill.methods import config_of_contract  # the front imports this package and must not load methods
+
+    try:
+        return str(config_of_contract(contract).reveals())
+    except FleetDistillError:  # a worker may run a method that this SDK does not know
+        return ""
 
 
 def _parse_profile(saved: bytes | None) -> contract_pb2.DeviceProfile | None:

@@ -69,6 +69,12 @@ class Events:
         logger.info("%s: %s", self._device_id, printable(text))
         self._guard.emit(Event(kind, number, text, values or {}))
 
+    def emit_checked_in(self, text: str, reveals: str, *, leaves_the_process: bool) -> None:
+        """Emits that the device checked in, and logs a warning if answers that leave the process reveal samples."""
+        if reveals and leaves_the_process:
+            logger.warning("%s: what leaves this device: %s", self._device_id, reveals)
+        self.emit("checked-in", 0, text, {"reveals": reveals} if reveals else {})
+
     def emit_ask(self, ask: service_pb2.Ask) -> None:
         """Emits that work on an ask begins."""
         if ask.first_attempt > 1:

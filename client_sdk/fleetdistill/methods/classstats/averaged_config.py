@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.base import check_choice, check_range
-from fleetdistill.methods.local import LocalTraining
+from fleetdistill.methods.local import LocalTraining, directions_reveal
 from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION, ROWS_PER_DIRECTION
 
 MOST_RANK = 64
@@ -113,6 +113,10 @@ class AveragedConfig(LocalTraining):
     def moments(self) -> int:
         """Number of vectors of F numbers that are sent for a class: mean, variances and directions."""
         return 1 if self.means_only else 2 + self.rank
+
+    def reveals(self) -> str:
+        """See `LocalTraining.reveals`."""
+        return directions_reveal(self.rank, self.rows_per_direction)
 
     def for_classes(self, classes: int) -> AveragedConfig:
         """Returns this configuration: no setting depends on the number of classes."""

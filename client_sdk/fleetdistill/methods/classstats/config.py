@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.base import check_choice, check_range
 from fleetdistill.methods.classstats.projection import usual_dimensions
-from fleetdistill.methods.local import LocalTraining
+from fleetdistill.methods.local import LocalTraining, directions_reveal
 from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION
 
 SCATTERING = "scattering"
@@ -163,6 +163,10 @@ class ClassStatsConfig(SpaceConfig):
         from fleetdistill.methods.classstats.averaged_config import AveragedConfig
 
         return {'features = "averaged"': AveragedConfig, "[privacy] epsilon": cls._private()}
+
+    def reveals(self) -> str:
+        """See `LocalTraining.reveals`."""
+        return directions_reveal(self.rank, self.rows_per_direction)
 
     def dimensions_for(self, input_shape: tuple[int, ...], features: int) -> int:
         """Returns D for a run: `dimensions` or the default for its inputs, at most the numbers of the features."""

@@ -110,6 +110,13 @@ class FedD2SConfig(LocalTraining):
             label_epochs=half if self.label_epochs is None else self.label_epochs,
         )
 
+    def reveals(self) -> str:
+        """See `LocalTraining.reveals`."""
+        return (
+            "the first layer's output of every sample leaves, from which the server can reconstruct most inputs, "
+            "and its label"
+        )
+
     @classmethod
     def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the paper's values; its epochs, optimiser and learning rate are our defaults."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.base import check_choice, check_range
 from fleetdistill.methods.feddkc.ranges import (
     check_epsilon,
@@ -44,6 +45,7 @@ class FedDKCConfig(LocalTraining):
             Algorithm 1. If a guard withholds knowledge later, the device trains only on its labels.
         shared_initial: Whether all devices start from one extractor; otherwise the server learns little from their
             features.
+        labels: Whether devices send the labels of their samples. If not, the server trains only on refined logits.
         teacher_guard: Whether the server withholds knowledge that is worse than chance and than the device's own.
         paper: Use the paper's values for all other settings: `beta` on both sides, temperature 1, one device after the
             other on the server, a uniform teacher in round 1, a separate extractor for every device, no guard, and
@@ -67,6 +69,7 @@ class FedDKCConfig(LocalTraining):
     server_learning_rate: float = 0.01
     initial_zero_knowledge: bool = False
     shared_initial: bool = True
+    labels: bool = True
     teacher_guard: bool = True
     paper: bool = False
 
@@ -81,6 +84,10 @@ class FedDKCConfig(LocalTraining):
         for name in ("beta", "server_beta"):
             check_range(name, getattr(self, name), 0)
         check_range("server_epochs", self.server_epochs, 1)
+        if not self.labels and not self.server_beta:
+            raise ConfigurationError(
+                "labels is false and server_beta is 0, so the server would learn nothing; set server_beta above 0"
+            )
 
     def for_classes(self, classes: int) -> FedDKCConfig:
         """Returns this configuration with the defaults of T and E for C classes filled in.
@@ -94,6 +101,11 @@ class FedDKCConfig(LocalTraining):
         check_target_entropy(entropy, classes)
         check_epsilon(self.epsilon, target_entropy=entropy, classes=classes)
         return replace(self, target_peak=peak, target_entropy=entropy)
+
+    def reveals(self) -> str:
+        """See `LocalTraining.reveals`."""
+        labels = "its label" if self.labels else "logits that give its label"
+        return f"features of every sample leave, from which the server can reconstruct most inputs, and {labels}"
 
     @classmethod
     def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 Wu et al., Exploring the Distributed Knowledge Congruence in Proxy-data-free Federated Distillation, 2022. A device
 trains its model on its labels and on the server's logits for its samples, then sends features, logits and labels of
-these samples. Labels are sent to the server.
+these samples. With `labels = false` the labels stay on the device.
 """
 
 from __future__ import annotations
@@ -64,8 +64,18 @@ class FedDKCDevice(DeviceMethod):
         probs, valid = torch.zeros(shape), torch.zeros(shape[0], dtype=torch.bool)
         values = torch.from_numpy(knowledge.values[rows].astype(np.float32))
         probs[own_rows] = soft_targets(values, self.config.temperature)
-        valid[own_rows] = True
+        valid[own_rows] = self._is_trusted(values, own_rows)
         return _Teacher(probs, valid, len(knowledge.sample_ids) - len(rows))
+
+    def _is_trusted(self, values: Tensor, own_rows: Array) -> Tensor:
+        """Guard: without labels the server cannot check its logits, so the device uses those with the right class.
+
+        Returns:
+            `[K]`, whether each row of logits is used.
+        """
+        if self.config.labels or not self.config.teacher_guard:
+            return torch.ones(len(values), dtype=torch.bool)
+        return values.argmax(dim=1) == self.local.data.labels.cpu()[own_rows]
 
     def _initial_teacher(self) -> _Teacher | None:
         """Returns the uniform teacher of the paper's first round; None later, if a guard withheld the logits."""
@@ -98,14 +108,14 @@ class FedDKCDevice(DeviceMethod):
         return loss
 
     def knowledge(self) -> SampleKnowledge:
-        """Returns features at the cut, logits and labels of all the device's rows, computed in eval mode."""
+        """Returns features at the cut, logits and, unless they stay, labels of all own rows, computed in eval mode."""
         features = extract(self.local.taps.features, self.local.data.inputs, model=self.local.model)
         logits = extract(self.local.model, self.local.data.inputs)
         return SampleKnowledge(
             sample_ids=self._sample_ids,
             features={CUT: features.numpy()},
             logits=logits.numpy(),
-            labels=self.local.data.labels.cpu().numpy().astype(np.int32),
+            labels=self.local.data.labels.cpu().numpy().astype(np.int32) if self.config.labels else None,
         )
 
     def state_dict(self) -> dict[str, Any]:

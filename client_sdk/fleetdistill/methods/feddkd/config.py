@@ -94,6 +94,13 @@ class FedDKDConfig(LocalTraining):
         """Returns this configuration: no setting depends on the number of classes."""
         return self
 
+    def reveals(self) -> str:
+        """See `LocalTraining.reveals`."""
+        if not self.dkd_steps or self.dkd_batch_size >= LEAST_BATCH:
+            return ""
+        rows = "one sample" if self.dkd_batch_size == 1 else f"{self.dkd_batch_size} samples"
+        return f"gradients of {rows} leave, fewer than {LEAST_BATCH}; the server can invert them to the inputs"
+
     @classmethod
     def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the paper's settings, with the decay of its CIFAR runs; its gamma is 0.01 to 0.4, by data set."""

@@ -46,7 +46,7 @@ class Upload:
         sample_ids: `[N]` int64, on the CPU.
         features: `[N, ...]`, any float type.
         logits: `[N, C]`, any float type.
-        labels: `[N]` int64.
+        labels: `[N]` int64; the classes that the device predicts, if its labels stay on it.
     """
 
     device: str
@@ -90,8 +90,8 @@ class FedDKCServer(ServerMethod):
     @classmethod
     def exchanges(cls, config: FedDKCConfig, sizes: Sizes) -> Sequence[Exchange]:
         """Returns the exchange of section 8 of feddkc.md, with sample ids in both directions."""
-        n, c = sizes.samples, sizes.classes
-        columns, channels = ("features", "logits", "labels"), sizes.cut_channels
+        n, c, channels = sizes.samples, sizes.classes, sizes.cut_channels
+        columns = ("features", "logits", *(["labels"] if config.labels else []))
         own = SampleKnowledge.schema(rows=n, features=sizes.at_cut, classes=c, columns=columns, channels=channels)
         refined = RefinedKnowledge.schema(rows=n, classes=c)
         return [Exchange(step="train", down={"knowledge": refined}, up={"knowledge": own})]
@@ -145,8 +145,8 @@ class FedDKCServer(ServerMethod):
         """Returns message 2 on the server's torch device; features keep the wire's type to save memory."""
         sent = answer.part("knowledge", SampleKnowledge)
         assert sent.logits is not None  # the contract's columns were checked at ingest
-        assert sent.labels is not None
-        tensors = (sent.sample_ids, sent.features[CUT], sent.logits, sent.labels.astype(np.int64))
+        labels = sent.logits.argmax(axis=1) if sent.labels is None else sent.labels
+        tensors = (sent.sample_ids, sent.features[CUT], sent.logits, labels.astype(np.int64))
         ids, features, logits, labels = (torch.from_numpy(np.array(one)) for one in tensors)
         where = self.context.torch_device
         return Upload(answer.device, ids, features.to(where), logits.to(where), labels.to(where))
@@ -230,9 +230,12 @@ class FedDKCServer(ServerMethod):
         return [batch.to(self.context.torch_device) for batch in batches]
 
     def distil_step(self, features_b: Tensor, labels_b: Tensor, targets_bc: Tensor) -> None:
-        """Takes one optimiser step on the loss of eq. (2), CE + beta * distillation, for one mini-batch."""
+        """Takes one optimiser step on the loss of eq. (2), CE + beta * distillation, for one mini-batch.
+
+        Without the devices' labels there is no CE.
+        """
         logits_bc = self.predictor(features_b)
-        loss = functional.cross_entropy(logits_bc, labels_b)
+        loss = functional.cross_entropy(logits_bc, labels_b) if self.config.labels else logits_bc.new_zeros(())
         if self.config.server_beta > 0:
             loss = loss + self.config.server_beta * distillation_loss(logits_bc, targets_bc, self.config.temperature)
         self.optimizer.zero_grad(set_to_none=True)
@@ -259,7 +262,10 @@ class FedDKCServer(ServerMethod):
         return not reason
 
     def _teaches(self, logits: Tensor, upload: Upload, notes: Notes) -> bool:
-        """Guard: returns whether the predictor is better than chance or than the device on the device's rows."""
+        """Guard: returns whether the predictor is better than chance or than the device on the device's rows.
+
+        Without labels the predictor's accuracy is its agreement with the device.
+        """
         labels = upload.labels.cpu()
         teacher, own = _accuracy(logits, labels), _accuracy(upload.logits.cpu(), labels)
         useless = teacher <= 1 / self.context.classes and teacher < own

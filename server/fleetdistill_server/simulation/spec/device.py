@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import os
 import signal
 import sys
@@ -162,6 +163,7 @@ def main() -> int:
     parser.add_argument("--server", required=True)
     parser.add_argument("--parent", type=int, help="exit when this process exits; default: the parent process")
     given = parser.parse_args()
+    logging.getLogger("fleetdistill").addHandler(logging.NullHandler())  # nothing private leaves simulated devices
     specs = [DeviceSpec(**json.loads(path.read_text())) for path in given.specs]
     try:
         import_modules(dict.fromkeys(name for spec in specs for name in spec.modules), "modules")
