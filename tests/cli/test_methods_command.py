@@ -31,6 +31,7 @@ from fleetdistill.methods.feddkc.config import FedDKCConfig
 from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import model_parameters
+from fleetdistill_server.audit.figures import figures
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.cli.method_table import method_row, methods
 from fleetdistill_server.config.run_config import ContractSection, load_run_config
@@ -325,6 +326,10 @@ def test_json_has_a_row_for_every_method() -> None:
     assert said["knowledge_type"] == "float16"
     rows = {row["method"]: row for row in said["methods"]}
     assert {name for name, row in rows.items() if row["labels_leave"]} == {"fedd2s", "feddkc"}
+    measured = figures()["forms"]
+    for name, row in rows.items():
+        found = [one["linked"] for one in measured[name]["attacks"] if one["attack"] is not None]
+        assert row["linked"] == (max(found) if found else "none")
     assert {name for name, row in rows.items() if row["models"] == "different"} == {"cdkt", "classstats", "feddkc"}
     assert {name for name, row in rows.items() if row["recommended"]} == {"classstats"}
     assert {name for name, row in rows.items() if row["proxy_set"]} == {"cdkt"}

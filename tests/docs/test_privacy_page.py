@@ -1,0 +1,54 @@
+"""The figures of the page on privacy are those that were measured."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fleetdistill_server.audit.figures import figures, linked, worst
+
+PAGE = (Path(__file__).parents[2] / "docs/explanation/privacy.md").read_text(encoding="utf-8")
+FORMS = figures()["forms"]
+
+
+def rows_below(heading: str) -> list[list[str]]:
+    """The cells of the table whose first column is `method`, below a heading, without its head."""
+    text = PAGE[PAGE.index(heading) :]
+    table = re.search(r"^\| method \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert table, heading
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
+
+
+def test_the_table_has_the_strongest_attack_of_every_form() -> None:
+    rows = rows_below("## What a curious server learns")
+    assert [row[0] for row in rows] == list(FORMS)
+    for form, attack, *numbers, classes in rows:
+        found = worst(form)
+        assert classes == ("–" if FORMS[form]["classes"] is None else f"{FORMS[form]['classes']:.2f}")
+        if found is None:
+            assert (attack, set(numbers)) == ("none", {""})
+            continue
+        low, high = found["interval"]
+        expected = [f"{found['linked']:.3f}", f"{low:.3f} to {high:.3f}", f"{found['auc']:.3f}", f"{found['tpr1']:.3f}"]
+        assert (attack, numbers) == (f"{found['part']}: {found['attack']}", expected)
+
+
+def test_the_table_of_pictures_has_measured_figures() -> None:
+    measured = {
+        (form, one["source"]): [f"{one['ssim']:.2f}", f"{one['psnr']:.1f}", f"{one['reidentified']:.2f}"]
+        for form, found in FORMS.items()
+        for one in found["pictures"]
+    }
+    rows = rows_below("### Images from messages")
+    assert rows
+    for form, source, *numbers in rows:
+        assert numbers == measured[form, source]
+
+
+def test_an_apps_own_method_is_not_measured() -> None:
+    assert linked("an app's own") == "not measured"
+    assert linked("cdkt") == "none"
+    with pytest.raises(KeyError):
+        worst("an app's own")
