@@ -30,6 +30,8 @@ FORMS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "cdkt": ("cdkt", "", {}),
     "classstats": ("classstats", "", {}),
     "classstats, averaged": ("classstats", "", {"features": "averaged"}),
+    "classstats, epsilon = 3": ("classstats", "", {"epsilon": 3.0}),
+    "classstats, epsilon = 1": ("classstats", "", {"epsilon": 1.0}),
     "dafkd": ("dafkd", "", {}),
     "fedavg": ("fedavg", "", {}),
     "fedd2s": ("fedd2s", "fedd2s_digits", {}),
@@ -39,18 +41,20 @@ FORMS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "feddkd, batches of 8": ("feddkd", "digits_cnn_small", {"dkd_batch_size": 8}),
     "feddkd, batches of 1": ("feddkd", "digits_cnn_small", {"dkd_batch_size": 1}),
 }
-"""Method, device model and settings by name."""
+"""Method, device model and settings by name; `epsilon` is that of [privacy]."""
 
 
 def config_of(form: str) -> RunConfig:
     """The run.toml of a form, for 8x8 images of ten classes."""
     method, device, settings = FORMS[form]
+    epsilon = {"epsilon": settings["epsilon"]} if "epsilon" in settings else None
     return run_config(
         {
+            **({} if epsilon is None else {"privacy": epsilon}),
             "run": {"name": "audit", "method": method},
             "contract": {"classes": 10, "input_shape": [1, 8, 8]},
             "model": {"device": device},
-            "method": settings,
+            "method": {name: value for name, value in settings.items() if name != "epsilon"},
             "server": {"torch_device": "cpu"},
         }
     )
@@ -58,7 +62,7 @@ def config_of(form: str) -> RunConfig:
 
 def measure(form: str, data: str, other: str, seeds: Sequence[int]) -> dict[str, Any]:
     """The figures of one form over all seeds."""
-    started, reports, pictures = time.monotonic(), [], []
+    reports, pictures = [], []
     config = config_of(form)
     public_data = read_public(data, config.contract)
     for seed in seeds:
@@ -76,8 +80,8 @@ def measure(form: str, data: str, other: str, seeds: Sequence[int]) -> dict[str,
     return {
         "attacks": pooled(reports),
         "classes": round(statistics.mean(classes), 2) if classes else None,
+        "bound": None if reports[0].bound is None else round(reports[0].bound, 4),
         "pictures": pictures,
-        "seconds": round(time.monotonic() - started),
     }
 
 
@@ -138,11 +142,12 @@ def main() -> None:
         return
     known = json.loads(given.out.read_text()) if given.out.exists() else {"forms": {}}
     for form in given.forms:
+        started = time.monotonic()
         known["forms"][form] = measure(form, given.data, given.other, given.seeds)
         known |= {"data": given.data, "other": given.other, "seeds": given.seeds}
         ordered = {**known, "forms": dict(sorted(known["forms"].items()))}
         given.out.write_text(json.dumps(ordered, indent=1) + "\n")
-        print(form, known["forms"][form]["seconds"], "s", flush=True)
+        print(f"{form}: {time.monotonic() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

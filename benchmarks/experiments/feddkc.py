@@ -1,4 +1,4 @@
-"""FedDKC against its controls: alone, none (FedGKT), KKR, SKR, and `server_beta = 0`, with paired differences.
+"""FedDKC against its controls: alone, none (FedGKT), KKR, SKR, `server_beta = 0` and without labels, paired.
 
     python benchmarks/experiments/feddkc.py --dataset fashion-mnist --train-limit 3000 --rounds 10 --seeds 0 1 2
 
@@ -24,14 +24,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kkr": {"refinement": "kkr"},
     "skr": {"refinement": "skr"},
     "server_beta=0": {"server_beta": 0.0},
+    "no labels, none": {"labels": False, "refinement": "none"},
+    "no labels, skr": {"labels": False},
+    "no labels, none, no guard": {"labels": False, "refinement": "none", "teacher_guard": False},
 }
+"""Settings by name; `none` comes first, because the control of training alone runs with it."""
 
 
 def runs(given: argparse.Namespace) -> Iterator[tuple[str, Simulation]]:
     """Every run with its key, seeds outermost so that a stopped experiment has whole seeds."""
     for seed in given.seeds:
         for alpha in given.alphas:
-            for name, settings in VARIANTS.items():
+            for name, settings in ((name, VARIANTS[name]) for name in given.variants):
                 key = f"{given.dataset}/{given.train_limit}/{given.test_limit}/{given.rounds}/{alpha}/{seed}/{name}"
                 yield (
                     key,
@@ -92,7 +96,7 @@ def _print_alpha(found: dict[tuple[str, int], Any], seeds: list[int], title: str
     own = _spread([found["none", seed]["alone_own"] for seed in seeds])
     print(f"\n{title}, seeds {seeds}: mean device accuracy in %, global test part and own classes")
     print(f"| alone | {_spread(list(alone.values()))} | | {own} |")
-    for name in VARIANTS:
+    for name in dict.fromkeys(name for name, _ in found):
         have = [seed for seed in seeds if (name, seed) in found]
         gains = [found[name, seed]["fleet"] - alone[seed] for seed in have]
         each = ", ".join(f"{100 * gain:+.1f}" for gain in gains)
@@ -128,6 +132,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--alphas", type=float, nargs="+", default=[0.5, 0.1])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), help="none is needed")
     parser.add_argument("--torch-device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("out/experiments/work"))
     parser.add_argument("--results", type=Path, default=Path("out/experiments/feddkc.jsonl"))

@@ -10,6 +10,7 @@ from audit.conftest import members_of, run_of
 from fleetdistill.knowledge import (
     CUT,
     ClassStatistics,
+    ClassSums,
     Discriminator,
     DistillationGradient,
     Metrics,
@@ -19,17 +20,19 @@ from fleetdistill.knowledge import (
 )
 from fleetdistill.methods.classstats.gaussians import summarise
 from fleetdistill.methods.classstats.gaussians import to_wire as class_statistics
+from fleetdistill.methods.classstats.private_sums import class_sums, unit_rows
 from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire
 from fleetdistill.methods.feddkd.device import distillation_gradient
 from fleetdistill.models.discriminators import SharedHead
 from fleetdistill.training.model import logits_and_embedding
 from fleetdistill.training.parameters import model_parameters
-from fleetdistill_server.audit.attacks import attack, class_shares, parts_sent
+from fleetdistill_server.audit.attacks import attack, largest_mu, parts_sent
 from fleetdistill_server.audit.candidates import Attacker, Rows
 from fleetdistill_server.audit.knowledge import features_of
 from fleetdistill_server.audit.linkage import Scored, linkage
 from fleetdistill_server.audit.public_set import PublicSet
 from fleetdistill_server.audit.record import Message
+from fleetdistill_server.audit.shares import class_shares
 from fleetdistill_server.engine.contract import build_method
 
 MEMBERS = 30
@@ -105,6 +108,23 @@ def test_class_statistics_of_two_rows_link_by_their_means(public: PublicSet) -> 
     assert linked(public, attacker, [message({"statistics": part})], rows)["statistics", "means"] > 0.2  # chance .01
 
 
+def test_sums_without_noise_link_rows_of_small_classes(public: PublicSet) -> None:
+    """Two rows of each class. With noise the bound of `test_audit` applies."""
+    attacker, own = attacker_of(public, "classstats", epsilon=3), members_of(public, 200)
+    taken = torch.cat([torch.nonzero(own.labels == label)[:2, 0] for label in range(10)])
+    rows = Rows(own.inputs[taken], own.labels[taken])
+    extractor = attacker.method.known_extractor("statistics", {})
+    assert extractor is not None
+    sums = class_sums(unit_rows(features_of(extractor, rows.inputs)), rows.labels.numpy(), 10)
+    second_moment = np.zeros(64 * 65 // 2)
+    part = ClassSums(counts=sums.counts, sums=sums.sums, second_moment=second_moment, mu=1.0, discrete=False)
+    sent = [message({"statistics": part})]
+    assert linked(public, attacker, sent, rows)["statistics", "sums"] > 0.2  # chance .01
+    assert largest_mu(sent) == 1.0
+    assert largest_mu([*sent, message({"metrics": Metrics(metrics=[])})]) is None, "not only private sums left"
+    assert class_shares(sent, 10) == pytest.approx([0.1] * 10)
+
+
 def test_an_overfitted_model_gives_its_rows_away(public: PublicSet) -> None:
     """Twenty rows with random labels, learned by heart: their loss falls more than that of most others."""
     attacker, own = attacker_of(public, "fedavg", "digits_mlp_large"), members_of(public, 20)
@@ -173,6 +193,14 @@ def test_counts_give_shares() -> None:
 def test_predictions_give_shares() -> None:
     part = ProxyKnowledge(valid=True, logits=np.array([[9.0, 0, 0], [0, 0, 9]], np.float16))
     assert class_shares([message({"knowledge": part})], 3) == pytest.approx([0.5, 0, 0.5], abs=1e-3)
+
+
+def test_the_last_predictions_for_own_samples_give_shares() -> None:
+    """Two samples of class 2 and one of class 1, as the second message has it."""
+    before = SampleKnowledge(sample_ids=np.arange(3), logits=np.eye(3, dtype=np.float16))
+    after = SampleKnowledge(sample_ids=np.arange(3), logits=np.eye(3, dtype=np.float16)[[2, 1, 2]])
+    sent = [message({"knowledge": before}), message({"knowledge": after}, number=2)]
+    assert class_shares(sent, 3) == pytest.approx([0, 1 / 3, 2 / 3])
 
 
 def test_the_first_step_of_the_bias_gives_shares() -> None:

@@ -11,9 +11,10 @@ from audit.conftest import run_of
 from torch import nn
 from typer.testing import CliRunner
 
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, RunError
+from fleetdistill.privacy.accountant import discrete_mu_for, mu_for
 from fleetdistill.training.model import SplitModel
-from fleetdistill_server.audit.audit import Audit, audit, record_run, simulation_of
+from fleetdistill_server.audit.audit import Audit, audit, bound, record_run, simulation_of
 from fleetdistill_server.audit.public_set import split_public
 from fleetdistill_server.audit.table import view
 from fleetdistill_server.cli.app import app
@@ -21,6 +22,7 @@ from fleetdistill_server.simulation.data.datasets import load_dataset
 
 
 def small(method: str, device: str = "", **settings) -> Audit:
+    """Two devices with 120 rows together."""
     return Audit(config=run_of(method, device, **settings), data=load_dataset("digits"), devices=2, rows=120, rounds=1)
 
 
@@ -62,6 +64,36 @@ def test_gradients_of_few_rows_are_called_invertible() -> None:
     assert "gradient of 4 rows: gradients of fewer than 32 rows can be inverted" in str(view(found).tables()[2])
     usual = dataclasses.replace(found, smallest_batch=32)
     assert len(view(usual).tables()) == len(view(found).tables()) - 1
+
+
+# --- private answers
+
+
+@pytest.mark.parametrize(("epsilon", "most"), [(0.3, "0.00134"), (1, "0.00238"), (3, "0.00887"), (10, "0.1379")])
+def test_pri_10_no_attack_links_more_than_the_noise_allows(epsilon: float, most: str) -> None:
+    digits = len(most) - 2
+    assert f"{bound(0.001, mu_for(epsilon, 1e-5)):.{digits}f}" == most
+    assert bound(0.001, 0) == pytest.approx(0.001)
+
+
+def test_attacks_on_private_sums_stay_below_the_bound() -> None:
+    found = audit(small("classstats", epsilon=10))
+    assert found.mu is not None
+    assert found.mu == pytest.approx(discrete_mu_for(10, 1e-5))
+    assert found.mu < mu_for(10, 1e-5)  # exact noise is a little larger
+    assert found.bound == pytest.approx(bound(1 / (found.decoys + 1), found.mu))
+    assert list(found.parts) == ["statistics"], "nothing else leaves"
+    found.check_bound()
+    assert "The devices' noise bounds linked at" in str(view(found).tables()[2])
+
+
+def test_an_attack_above_the_bound_is_an_error() -> None:
+    """Features that link most rows, if they were called private."""
+    found = audit(small("feddkc"))
+    assert found.bound is None
+    found.check_bound()
+    with pytest.raises(RunError, match=r"but the devices' noise allows at most 0\.0"):
+        dataclasses.replace(found, mu=0.3).check_bound()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +159,7 @@ def test_pictures_need_images(tmp_path) -> None:
 
 
 def vectors(input_shape, classes: int) -> SplitModel:
-    return SplitModel({"stem": nn.Identity(), "head": nn.Linear(*input_shape, classes)}, cut="stem")
+    return SplitModel({"stem": nn.Identity(), "head": nn.Linear(input_shape[0], classes)}, cut="stem")
 
 
 def test_the_command_reports_a_missing_set(tmp_path) -> None:

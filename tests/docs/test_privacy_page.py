@@ -47,6 +47,17 @@ def test_the_table_of_pictures_has_measured_figures() -> None:
         assert numbers == measured[form, source]
 
 
+def test_the_readme_has_the_same_figures() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    section = readme[readme.index("## What leaves a device") :]
+    forms, _, figures_of = (
+        line.strip("| ").split(" | ") for line in re.findall(r"^\|.*\|$", section, re.MULTILINE)[:3]
+    )
+    for form, figure in zip(forms, figures_of, strict=True):
+        found = worst(form)
+        assert figure == ("none" if found is None else f"{found['linked']:.3f}"), form
+
+
 def test_an_apps_own_method_is_not_measured() -> None:
     assert linked("an app's own") == "not measured"
     assert linked("cdkt") == "none"

@@ -409,7 +409,7 @@ def test_a_revoked_devices_open_download_ends_at_its_next_message(world: World) 
 def test_what_leaves_a_device_is_what_the_methods_say() -> None:
     """docs/explanation/privacy.md against the data behind `fleetdistill methods`."""
     page = (Path(__file__).parents[2] / "docs/explanation/privacy.md").read_text(encoding="utf-8")
-    section = page.split("## What leaves a device, by method\n")[1]
+    section = page.split("## What leaves a device, by method\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:2] == "| "]
     said = {row[0]: (row[1], row[2]) for row in rows[1:]}
     known = [row for row in methods_view(Sizes(), "float16").lists["methods"] if row["method"] in BUILT_IN]

@@ -9,16 +9,18 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 import torch
 
-from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.audit.attacks import attack, class_shares, parts_sent, smallest_batch
+from fleetdistill.errors import ConfigurationError, RunError
+from fleetdistill_server.audit.attacks import attack, largest_mu, parts_sent, smallest_batch
 from fleetdistill_server.audit.candidates import Attacker, Part, Rows, Scores
 from fleetdistill_server.audit.linkage import Linkage, Scored, known_shares, linkage
 from fleetdistill_server.audit.public_set import PublicSet, split_public
 from fleetdistill_server.audit.record import Message, Record
+from fleetdistill_server.audit.shares import class_shares
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.methods.base import ServerMethod
@@ -73,6 +75,7 @@ class AuditReport:
         decoys: Fewest decoys of an attacked row.
         parts: Results by part and attack; empty for a part that cannot be asked about a row.
         classes: How well class shares are known, at most 1; None if nothing in the messages depends on them.
+        mu: Gaussian-DP parameter of the devices' answers; None if they are not private.
         smallest_batch: Fewest rows of a gradient that a device sent; None if no device sent one.
     """
 
@@ -86,6 +89,7 @@ class AuditReport:
     parts: Mapping[str, Mapping[str, Linkage]]
     classes: float | None
     smallest_batch: int | None
+    mu: float | None
 
     @property
     def worst(self) -> Linkage | None:
@@ -93,9 +97,37 @@ class AuditReport:
         return max((one for attacks in self.parts.values() for one in attacks.values()), key=_linked, default=None)
 
     @property
+    def bound(self) -> float | None:
+        """Largest `linked` that any attack can reach; None if the answers are not private."""
+        return None if self.mu is None else bound(self.chance["linked"], self.mu)
+
+    def check_bound(self) -> None:
+        """Raises RunError if an attack links more rows than the answers' privacy allows."""
+        worst, most = self.worst, self.bound
+        if worst is not None and most is not None and worst.interval[0] > most:
+            raise RunError(
+                f"linked is at least {worst.interval[0]:.4f}, but the devices' noise allows at most {most:.4f}; the "
+                "noise is faulty, report it"
+            )
+
+    @property
     def chance(self) -> dict[str, float]:
         """Figures of an attack that knows nothing."""
         return {"linked": 1 / (self.decoys + 1), "auc": 0.5, "tpr1": 0.01}
+
+
+def bound(chance: float, mu: float) -> float:
+    """Returns the largest `linked` that any attack can reach on answers that are mu-Gaussian differentially private.
+
+    Args:
+        chance: `linked` by chance, in (0, 1): the share of false links.
+        mu: Gaussian-DP parameter of one device's answers, at least 0.
+
+    References:
+        Dong, Roth and Su, Gaussian Differential Privacy, 2022: the trade-off function of a Gaussian mechanism.
+    """
+    normal = NormalDist()
+    return normal.cdf(normal.inv_cdf(chance) + mu)
 
 
 def _linked(found: Linkage) -> tuple[float, float]:
@@ -141,7 +173,7 @@ def record_run(wanted: Audit, public: PublicSet) -> Recorded:
         work, record = Path(scratch), Record()
         data = hold_out_proxy(simulation, public.fleet, work)
         split = deal(simulation, data)
-        config = make_run_config(simulation, data, work)
+        config = make_run_config(simulation, data, work).model_copy(update={"privacy": wanted.config.privacy})
         specs = make_specs(simulation, data, split, work)
         run_over_memory(config, specs, work, lambda store: None, record.link).close()
         rows = {
@@ -159,6 +191,7 @@ def simulation_of(wanted: Audit, fleet: Dataset) -> Simulation:
         method=config.run.method,
         modules=tuple(config.run.modules),
         settings=config.method,
+        epsilon=None if config.privacy is None else config.privacy.epsilon,
         dataset=fleet,
         devices=wanted.devices,
         models=wanted.models or tuple(filter(None, [config.model.device])),
@@ -219,6 +252,7 @@ def report(wanted: Audit, public: PublicSet, recorded: Recorded) -> AuditReport:
         parts=_by_part(found, recorded.record.messages),
         classes=_classes(recorded),
         smallest_batch=smallest_batch(recorded.record.messages),
+        mu=largest_mu(recorded.record.messages),
     )
 
 

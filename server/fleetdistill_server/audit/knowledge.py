@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fleetdistill.knowledge import Array, ClassStatistics, SampleKnowledge, SharedStatistics
+from fleetdistill.knowledge import Array, ClassStatistics, ClassSums, SampleKnowledge, SharedStatistics
+from fleetdistill.methods.classstats.private_sums import unit_rows
 from fleetdistill.training.local_training import extract
 from fleetdistill_server.audit.candidates import Attacker, Part, Rows, Scores
 from fleetdistill_server.audit.record import Message
+from fleetdistill_server.audit.shares import class_shares
 
 Statistics = ClassStatistics | SharedStatistics
 _SHRINKAGE = 0.05
@@ -25,13 +27,15 @@ _TINY = 1e-12
 def by_features(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> dict[Part, Scores]:
     """Scores by the largest cosine of a row's features with a sent row, both centred.
 
-    The devices have trained the extractor since the server knew it. The second attack therefore fits it to public rows:
+    The rows are centred by the mean of public rows with the device's class shares, the sent ones by their own mean. The
+    devices have trained the extractor since the server knew it. The second attack therefore fits it to public rows:
     batch-norm gets their statistics, and each feature the same deviation as the sent one.
 
     Returns:
         Scores for the first and the last message that contains a column.
     """
     scores: dict[Part, Scores] = {}
+    weights_m = _weights(messages, attacker)
     for message, name, column, sent in _first_and_last(messages):
         known = attacker.method.known_extractor(column, message.received)
         if known is None:
@@ -39,12 +43,24 @@ def by_features(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> 
         what = f"{column}, round {message.round}"
         for attack, extractor in ((what, known), (f"{what}, fitted", fitted(known, attacker.public.inputs))):
             own, public = features_of(extractor, rows.inputs), features_of(extractor, attacker.public.inputs)
-            is_fitted = extractor is not known
-            centred, others = own - public.mean(axis=0), sent - sent.mean(axis=0)
-            if is_fitted:
-                centred, others = _scaled(centred, public), _scaled(others, sent)
+            mean = weights_m @ public
+            centred, others = own - mean, sent - sent.mean(axis=0)
+            if extractor is not known:
+                centred = _scaled(centred, np.sqrt(weights_m @ np.square(public - mean)))
+                others = _scaled(others, sent.std(axis=0))
             scores[name, attack] = np.asarray((_unit(centred) @ _unit(others).T).max(axis=1))
     return scores
+
+
+def _weights(messages: Sequence[Message], attacker: Attacker) -> Array:
+    """Returns weights of the public rows `[m]` that give them the class shares that the device seems to have."""
+    labels, classes = attacker.public.labels.numpy(), attacker.method.context.classes
+    shares = class_shares(messages, classes)
+    if shares is None:
+        return np.full(len(labels), 1 / len(labels))
+    weights = shares[labels] / np.bincount(labels, minlength=classes)[labels]
+    total = weights.sum()
+    return np.asarray(weights / total if total > 0 else np.full(len(labels), 1 / len(labels)))
 
 
 def features_of(extractor: nn.Module, inputs: Tensor) -> Array:
@@ -64,8 +80,7 @@ def fitted(extractor: nn.Module, inputs: Tensor) -> nn.Module:
     return copied.eval()
 
 
-def _scaled(rows_nf: Array, by_mf: Array) -> Array:
-    deviations = by_mf.std(axis=0)
+def _scaled(rows_nf: Array, deviations: Array) -> Array:
     return np.asarray(rows_nf / (deviations + _LEAST_DEVIATION * deviations.mean() + _TINY))
 
 
@@ -120,6 +135,30 @@ def _statistics_scores(
                 shared = isinstance(part, SharedStatistics)
                 scores["directions"][of_class] = public.nearness(own_nf[of_class], mean, basis, label, shared)
     return {(name, attack): found for attack, found in scores.items() if found.any()}
+
+
+def by_sums(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> dict[Part, Scores]:
+    """Scores by <u(x) - m, s / n - m>: how far a row leans from the public mean m of its class towards the sent one.
+
+    u(x) has length 1, as the rows of the sums have.
+    """
+    scores: dict[Part, Scores] = {}
+    for message in messages:
+        for name, part in message.sent.items():
+            known = attacker.method.known_extractor(name, message.received) if isinstance(part, ClassSums) else None
+            if isinstance(part, ClassSums) and known is not None:
+                own, public = (unit_rows(features_of(known, one.inputs)) for one in (rows, attacker.public))
+                scores[name, "sums"] = _leaning(part, own, rows.labels.numpy(), public, attacker.public.labels.numpy())
+    return scores
+
+
+def _leaning(part: ClassSums, own_nf: Array, labels_n: Array, public_mf: Array, public_m: Array) -> Scores:
+    scores = np.zeros(len(own_nf))
+    for label in np.unique(public_m):
+        of_class, usual = labels_n == label, public_mf[public_m == label].mean(axis=0)
+        sent = part.sums[label].astype(np.float64) / max(float(part.counts[label]), 1.0)
+        scores[of_class] = (own_nf[of_class] - usual) @ (sent - usual)
+    return scores
 
 
 class _Public:

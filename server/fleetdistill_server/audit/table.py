@@ -34,7 +34,7 @@ class AuditView(View):
             table.add_row(row["part"], *_cells(row))
         classes = NOTHING if facts["classes"] is None else f"{facts['classes']:.2f}"
         pictures = [_pictures(self.lists["pictures"])] if "pictures" in self.lists else []
-        return [table, *pictures, f"classes: {classes}", *_warnings(facts), _meaning(facts)]
+        return [table, *pictures, f"classes: {classes}", *_bound(facts), *_warnings(facts), _meaning(facts)]
 
 
 def view(report: AuditReport, pictures: Sequence[Pictures] | None = None) -> AuditView:
@@ -49,7 +49,7 @@ def view(report: AuditReport, pictures: Sequence[Pictures] | None = None) -> Aud
     }
     facts["smallest_batch"] = report.smallest_batch
     worst = report.worst
-    facts |= {"linked": None if worst is None else worst.linked, "chance": report.chance}
+    facts |= {"linked": None if worst is None else worst.linked, "bound": report.bound, "chance": report.chance}
     made = {} if pictures is None else {"pictures": [_picture_row(one) for one in pictures]}
     return AuditView({"parts": parts, **made}, facts)
 
@@ -91,6 +91,12 @@ def _pictures(rows: Sequence[dict[str, Any]]) -> Table | str:
         figures = [f"{row['ssim']:.2f}", f"{row['psnr']:.1f}", f"{row['reidentified']:.2f}"]
         table.add_row(row["part"], row["source"], str(row["pictures"]), *figures)
     return table
+
+
+def _bound(facts: dict[str, Any]) -> list[str]:
+    if facts["bound"] is None:
+        return []
+    return [f"The devices' noise bounds linked at {facts['bound']:.4f}, whatever the attack."]
 
 
 def _warnings(facts: dict[str, Any]) -> list[str]:

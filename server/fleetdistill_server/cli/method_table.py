@@ -143,7 +143,6 @@ def _costs(row: Row) -> dict[str, str]:
     return {
         "method": row["method"],
         "leaves the device": row["leaves_the_device"],
-        "labels": _yes_or_no(row["labels_leave"]),
         "linked": row["linked"] if isinstance(row["linked"], str) else f"{row['linked']:.3f}",
         "exchanges": formula if formula in (count, f"{count} in all") else f"{count} = {formula}",
         "up": readable_bytes(row["bytes_up"]),

@@ -39,8 +39,8 @@ def test_the_server_learns_the_devices_classes_from_their_logits() -> None:
 
 def test_only_the_distillation_is_descended() -> None:
     """The gradient of one step is that of the distillation alone: labels have no influence."""
-    knowledge = make_knowledge(0)
-    steps = []
+    knowledge, steps = make_knowledge(0), []
+    assert knowledge.labels is not None
     for shift in (0, 1):
         server = make_server(labels=False)
         labels = torch.from_numpy((knowledge.labels.astype(np.int64) + shift) % 3)
