@@ -38,7 +38,7 @@ from fleetdistill_server.simulation.data.datasets import load_dataset
 
 EPSILONS = (math.inf, 10.0, 3.0, 1.0, 0.3)
 FLEETS = ((5, 300), (5, 600), (5, 3000), (20, 100), (20, 600), (20, 3000))
-PERSONAL = ((5, 600, 0.5), (5, 600, 0.1))
+ALPHAS = (0.5, 0.1)
 SEEDS = (0, 1, 2)
 CLASSES, DELTA, BATCH = 10, 1e-5, 500
 PASSES, DRAWN = 20, 2000
@@ -175,6 +175,25 @@ def print_drawn(name: str, train: Array, labels: Array, test: Array, test_labels
             print(f"| {name}, alpha {alpha:g} | {epsilon:g} |", *(f"{one:.1f} |" for one in row), flush=True)
 
 
+def print_personal(
+    name: str, train: Array, labels: Array, test: Array, test_labels: Array, devices: int, rows: int, alpha: float
+) -> None:
+    """Prints one row of the table of general and personal answers."""
+    cells = []
+    for epsilon in EPSILONS:
+        general, personal = [], []
+        for seed in SEEDS:
+            own = dealt(labels, devices, rows, alpha, seed)
+            space = merged_space(train, labels, own, mu_of(epsilon), seed)
+            general.append(accuracy(space, test, test_labels))
+            personal += [
+                personal_accuracy(space, train[one], labels[one], test, test_labels) if space else math.nan
+                for one in own
+            ]
+        cells.append(f"{100 * np.mean(general):.1f} / {100 * np.nanmean(personal):.1f}")
+    print(f"| {name}, alpha {alpha:g} | {devices} | {rows} |", *(f"{cell} |" for cell in cells), flush=True)
+
+
 def main() -> None:
     """Prints both tables of each data set as Markdown."""
     torch.set_num_threads(1)
@@ -197,20 +216,9 @@ def main() -> None:
                 mean = np.mean([accuracy(space, test, test_labels) for space in spaces])
                 cells.append(f"{100 * mean:.1f}" + (f" ({strength(rows, [mu] * devices):.0f})" if mu < 10 else ""))
             print(f"| {name} | {devices} | {rows} |", *(f"{cell} |" for cell in cells), flush=True)
-        for devices, rows, alpha in PERSONAL:
-            cells = []
-            for epsilon in EPSILONS:
-                general, personal = [], []
-                for seed in SEEDS:
-                    own = dealt(labels, devices, rows, alpha, seed)
-                    space = merged_space(train, labels, own, mu_of(epsilon), seed)
-                    general.append(accuracy(space, test, test_labels))
-                    personal += [
-                        personal_accuracy(space, train[one], labels[one], test, test_labels) if space else math.nan
-                        for one in own
-                    ]
-                cells.append(f"{100 * np.mean(general):.1f} / {100 * np.nanmean(personal):.1f}")
-            print(f"| {name}, alpha {alpha:g} | {devices} | {rows} |", *(f"{cell} |" for cell in cells), flush=True)
+        for devices, rows in FLEETS:
+            for alpha in ALPHAS:
+                print_personal(name, train, labels, test, test_labels, devices, rows, alpha)
 
 
 if __name__ == "__main__":
