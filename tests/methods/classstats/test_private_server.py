@@ -21,7 +21,7 @@ from fleetdistill.methods.base import Answer, Local
 from fleetdistill.methods.classstats.class_space import coordinates, logits
 from fleetdistill.methods.classstats.device import ClassStatsDevice
 from fleetdistill.methods.classstats.private_config import PrivateConfig
-from fleetdistill.methods.classstats.private_merge import drowned, rows_needed, strength
+from fleetdistill.methods.classstats.private_merge import drowned, precisions, rows_needed, strength
 from fleetdistill.methods.classstats.private_sums import class_sums, release_rounded, to_wire, unit_rows
 from fleetdistill.models import build_model
 from fleetdistill.privacy.accountant import mu_for
@@ -125,6 +125,18 @@ def test_a_device_with_a_smaller_epsilon_counts_for_less_and_is_named():
     fleet = members("abcd") | {"e": Member([100] * CLASSES, seed=5, mu=MU / 4)}
     (cohort,) = play(make_server(), fleet)
     assert [(one.kind, one.device) for one in cohort.events] == [("more-noise", "e")]
+
+
+def test_a_device_with_far_more_noise_than_the_others_does_not_spoil_the_merge():
+    """Without weights its counts, below zero here, would end the run."""
+    fleet = members("abcd") | {"e": Member([100] * CLASSES, seed=7, mu=MU / 1000)}
+    (cohort,) = play(make_server(), fleet)
+    assert accuracy(fleet["a"].spaces[0]) > 0.95
+    assert cohort.figures["strength"] == pytest.approx(math.sqrt(4) * 400 * MU, rel=0.1)
+
+
+def test_weights_of_precision():
+    assert precisions([0.5, 0.25, 0.5]) == pytest.approx([1, 0.25, 1])
 
 
 def test_a_device_that_claims_less_noise_than_the_run_asks_for_does_not_count_for_more():

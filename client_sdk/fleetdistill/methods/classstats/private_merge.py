@@ -56,9 +56,23 @@ def strength(rows: float, mus: Sequence[float]) -> float:
     return rows * math.sqrt(sum(mu * mu for mu in mus))
 
 
-def rows_needed(devices: int, mu: float) -> int:
-    """Returns the number of rows a device that gives `ENOUGH` strength."""
-    return math.ceil(ENOUGH / (math.sqrt(devices) * mu))
+def rows_needed(devices: int, mu: float, wanted: float = ENOUGH) -> int:
+    """Returns the number of rows a device that gives a strength of `wanted`."""
+    return math.ceil(wanted / (math.sqrt(devices) * mu))
+
+
+def much_noise(found: float) -> list[str]:
+    """Returns a warning if the strength `found` is below `ENOUGH`; empty otherwise."""
+    if found >= ENOUGH:
+        return []
+    text = f"the strength of the fleet's statistics is {found:.0f}, below {ENOUGH:.0f}: expect 7 to 21 points"
+    return [f"{text} less accuracy than without noise; use more rows or devices, or a larger epsilon"]
+
+
+def precisions(mus: Sequence[float]) -> Array:
+    """Returns each release's weight, (mu / largest mu)^2: inverse to its noise's variance, as `strength` assumes."""
+    squares = np.square(np.array(mus))
+    return np.asarray(squares / squares.max())
 
 
 def drowned(rows: float, devices: int, mu: float, epsilon: float) -> str | None:
@@ -68,7 +82,8 @@ def drowned(rows: float, devices: int, mu: float, epsilon: float) -> str | None:
         return None
     return (
         f"the noise drowns {rows:,.0f} rows on each of {devices} devices at epsilon {epsilon:g}; about "
-        f"{rows_needed(devices, mu):,} rows a device would do, or more devices, or a larger epsilon"
+        f"{rows_needed(devices, mu):,} rows a device would do, {rows_needed(devices, mu, TOO_LITTLE):,} are the least; "
+        "use more rows, more devices or a larger epsilon"
     )
 
 

@@ -24,14 +24,24 @@ _NOISE_SHARE = 0.25
 """Largest expected squared noise of a compared mean, as a share of the smallest squared distance of two centres."""
 
 
-def screened(releases: Releases, rules: Rules, notes: Notes) -> tuple[Releases, LeftOutReasons]:
-    """Returns the releases to merge, scaled to the cap of rows, and why others are left out.
+def screened(
+    releases: Releases, weights: Mapping[str, float], rules: Rules, notes: Notes
+) -> tuple[Releases, LeftOutReasons]:
+    """Returns the releases to merge, scaled to the cap of rows and by their precision, and why others are left out.
+
+    Args:
+        releases: Releases by device.
+        weights: Each release's weight of precision; without them, one device with far more noise than the others
+            would spoil the merge.
+        rules: Settings of the tests.
+        notes: Takes events.
 
     A device with one suspicious class is left out as a whole: its second moment cannot be split by class.
     """
     off = rules.robust == "off"
     cap = rules.count_cap or (0.0 if off else MOST_ROWS)
-    bounded = _capped(releases, cap, notes) if cap else releases
+    capped = _capped(releases, cap, notes) if cap else releases
+    bounded = {device: _scaled(*one, weights[device]) for device, one in capped.items()}
     if off:
         return bounded, {}
     _, found = screen(_comparable(bounded), rules.robust, rules.trusted)
@@ -52,12 +62,13 @@ def _capped(releases: Releases, cap: float, notes: Notes) -> Releases:
         if share < 1:
             text = f"{device} sent noisy sums of {totals[device]:.0f} rows, which count as {most:.0f}: the limit is"
             notes.event("rows-capped", f"{text} {cap:g} times the median device's rows", device)
-        found[device] = (_scaled(sums, share), NoiseScale(*(share * one for one in vars(noise).values())))
+        found[device] = _scaled(sums, noise, share)
     return found
 
 
-def _scaled(sums: RowSums, share: float) -> RowSums:
-    return replace(sums, counts=share * sums.counts, sums=share * sums.sums, second_moment=share * sums.second_moment)
+def _scaled(sums: RowSums, noise: NoiseScale, share: float) -> tuple[RowSums, NoiseScale]:
+    scaled = {name: share * value for name, value in vars(sums).items()}
+    return replace(sums, **scaled), NoiseScale(*(share * one for one in vars(noise).values()))
 
 
 def _comparable(releases: Releases) -> Mapping[str, DeviceStatistics]:

@@ -18,7 +18,14 @@ from fleetdistill.knowledge import ClassSpace, ClassSums, Kind
 from fleetdistill.methods.classstats.class_space import make_space
 from fleetdistill.methods.classstats.config import SCATTERING
 from fleetdistill.methods.classstats.private_config import MOST_OUTPUTS, PrivateConfig
-from fleetdistill.methods.classstats.private_merge import ENOUGH, PrivateMoments, drowned, merge_private, strength
+from fleetdistill.methods.classstats.private_merge import (
+    PrivateMoments,
+    drowned,
+    merge_private,
+    much_noise,
+    precisions,
+    strength,
+)
 from fleetdistill.methods.classstats.private_sums import NoiseScale, from_wire
 from fleetdistill.methods.classstats.shared_statistics import Moments
 from fleetdistill.wire.schema import PartSchema
@@ -74,19 +81,25 @@ class PrivateServer(ClassStatsServer):
         unit = math.sqrt(self.fixed.dimensions)
         rules = replace(rules, trusted={label: centre / unit for label, centre in rules.trusted.items()})
         releases = {device: self._release(part) for device, part in sorted(parts.items())}
-        kept, left_out = screened(releases, rules, notes)
+        weights = self._precisions(parts)
+        kept, left_out = screened(releases, weights, rules, notes)
         found = (
             merge_private([one for one, _ in kept.values()], [noise for _, noise in kept.values()]) if kept else None
         )
-        self._note_strength(parts, kept, notes)
+        self._note_strength(parts, kept, weights, notes)
         if found is None:
             return None, {}, left_out
         counted = {device: found.labels.tolist() for device in kept}
         return self._moments_of(found), counted, left_out
 
     def _release(self, part: ClassSums) -> Any:
-        mu = min(part.mu, self.config.guarantee.mu)  # a device that claims less noise would count for more
-        return from_wire(part), NoiseScale.of(mu)
+        return from_wire(part), NoiseScale.of(self._mu(part))
+
+    def _mu(self, part: ClassSums) -> float:
+        return min(part.mu, self.config.guarantee.mu)  # a device that claims less noise would count for more
+
+    def _precisions(self, parts: Mapping[str, Any]) -> dict[str, float]:
+        return dict(zip(parts, precisions([self._mu(part) for part in parts.values()]), strict=True)) if parts else {}
 
     def _moments_of(self, found: PrivateMoments) -> Moments:
         """Returns the moments of rows of length sqrt(F), as the features of both variants have."""
@@ -99,18 +112,21 @@ class PrivateServer(ClassStatsServer):
             df=max(int(counts.sum()) - len(counts), 1),
         )
 
-    def _note_strength(self, parts: Mapping[str, Any], kept: Releases, notes: Notes) -> None:
+    def _note_strength(
+        self, parts: Mapping[str, Any], kept: Releases, weights: Mapping[str, float], notes: Notes
+    ) -> None:
         """Guard: reports R, and adds an event if accuracy will be far below that without noise."""
         if not kept:
             return
-        mus = [min(parts[device].mu, self.config.guarantee.mu) for device in kept]
-        rows = max(float(np.mean([sums.counts.sum() for sums, _ in kept.values()])), 0.0)
+        mus = [self._mu(parts[device]) for device in kept]
+        weighted = sum(float(sums.counts.sum()) for sums, _ in kept.values())
+        rows = max(weighted / sum(weights[device] for device in kept), 0.0)
         mean_mu, found = math.sqrt(float(np.mean(np.square(mus)))), strength(rows, mus)
         self._drowned = drowned(rows, len(kept), mean_mu, self.config.epsilon)
         notes.report("strength", round(found, 1))
-        if self._drowned is None and found < ENOUGH:
-            text = f"the strength of the fleet's statistics is {found:.0f}, below {ENOUGH:.0f}: expect 7 to 21 points"
-            notes.event("much-noise", f"{text} less accuracy than without noise; use more rows or devices")
+        if self._drowned is None:
+            for warning in much_noise(found):
+                notes.event("much-noise", warning)
 
     def check_merge(self) -> None:
         """Ends the run if the merge is mostly noise. Raises RunError."""
