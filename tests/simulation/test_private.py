@@ -15,8 +15,8 @@ from fleetdistill.privacy.accountant import discrete_mu_for
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.service.heartbeat import Served
 from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.report.report import report_title
-from fleetdistill_server.simulation.show import exchange_lines, privacy_lines
+from fleetdistill_server.simulation.report.report import privacy_lines, report_title
+from fleetdistill_server.simulation.show import exchange_lines
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.runs import run
@@ -41,10 +41,16 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
     assert report.mean_accuracy_fleet > 0.8, "digits, 479 rows a device; 0.93 without noise"
     assert report.global_accuracy_by_round[-1] == pytest.approx(report.mean_accuracy_fleet, abs=0.02)
     saved = json.loads((tmp_path / "report.json").read_text())
-    assert saved["privacy"] == {"epsilon": 8.0, "delta": 1e-5, "exact": True, "sentence": SENTENCE}
-    assert privacy_lines(report) == [f"Privacy: {SENTENCE}"]
-    assert f"Privacy: {SENTENCE}" in exchange_lines(report, tmp_path)
-    assert report_title(report).endswith(f"\n{SENTENCE}")
+    found = math.sqrt(3) * 479 * discrete_mu_for(8, 1e-5)
+    said = {"epsilon": 8.0, "delta": 1e-5, "exact": True, "sentence": SENTENCE}
+    assert saved["privacy"] == {**said, "strength": pytest.approx(found, abs=0.1)}
+    assert privacy_lines(report) == [f"Privacy of class statistics: {SENTENCE}"]
+    assert f"Privacy of class statistics: {SENTENCE}" in exchange_lines(report, tmp_path)
+    assert report_title(report).endswith(f"\nPrivacy of class statistics: {SENTENCE}")
+    noisy = replace(report, privacy={**report.privacy, "strength": 340.0}, mean_accuracy_alone=0.5)
+    line, warning = privacy_lines(noisy)
+    assert line.endswith("against the server; the controls are not private")
+    assert warning.startswith("the strength of the fleet's statistics is 340, below 350: expect 7 to 21 points less")
     assert [one.samples for one in report.devices] == [479] * 3
     assert {(row["direction"], row["kind"]) for row in report.traffic if row["tensor_bytes"]} == {
         ("up", "class_sums"),
@@ -53,7 +59,7 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
     with closing(Store.open(tmp_path / "work" / "store")) as store:
         shown = json.loads(run(store, "simulation", Served("", False)).json())
         assert shown["privacy"] == SENTENCE
-        assert shown["rounds"][0]["strength"] == pytest.approx(math.sqrt(3) * 479 * discrete_mu_for(8, 1e-5), rel=0.1)
+        assert shown["rounds"][0]["strength"] == pytest.approx(found, rel=0.1)
         assert store.history.figures("simulation", "accuracy", "test") == []
         assert store.history.figures("simulation", "replaced", "validation") == []
 
@@ -62,7 +68,7 @@ def test_the_command_has_epsilon(tmp_path):
     words = "simulate --method classstats --epsilon 8 --devices 2 --model digits_linear --no-controls --test-limit 60"
     done = CliRunner().invoke(app, [*words.split(), "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert f"Privacy: {SENTENCE}" in done.output
+    assert f"Privacy of class statistics: {SENTENCE}" in done.output
 
 
 def test_a_hostile_device_that_flips_its_labels_is_named(tmp_path):

@@ -21,6 +21,7 @@ from fleetdistill_server.simulation.folder import IfThere
 from fleetdistill_server.simulation.not_begun import not_begun
 from fleetdistill_server.simulation.progress import Progress as Done
 from fleetdistill_server.simulation.report.comparison import NAMES, comparison_table
+from fleetdistill_server.simulation.report.report import privacy_lines
 from fleetdistill_server.simulation.report.results import FleetReport
 from fleetdistill_server.simulation.report.table import report_table
 from fleetdistill_server.simulation.spec.settings import Simulation
@@ -94,11 +95,6 @@ def interrupted_line(interrupted: Interrupted, out: Path) -> str:
         return f"interrupted before the first round was complete; continue with --resume --out {out}"
     done = f"{report.completed_rounds} of {report.rounds} rounds"
     return f"interrupted; report.json and fleet.png in {out} cover {done}; continue with --resume --out {out}"
-
-
-def privacy_lines(report: FleetReport) -> list[str]:
-    """Returns the meaning of a private run's epsilon."""
-    return [] if report.privacy is None else [f"Privacy: {report.privacy['sentence']}"]
 
 
 def summary_line(report: FleetReport) -> str:

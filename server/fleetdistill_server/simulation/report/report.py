@@ -10,9 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fleetdistill.methods.classstats.private_merge import much_noise, strength
 from fleetdistill.privacy.guarantee import Guarantee
 from fleetdistill.training.figures import Counts
 from fleetdistill_server.simulation.report.comparison import (
+    NAMES,
     Candidate,
     ComparisonRow,
     Cost,
@@ -59,6 +61,7 @@ def make_report(done: Outcome) -> FleetReport:
         **_upload_counts(done.store, done.run),
         **_protection(done.store, done.run),
         devices=devices,
+        privacy=_privacy(done.config.method_config().guarantee, devices),
         **_accuracies_by_round(done.history, done.controls.alone),
         leave_one_out=of_the_fleet(estimates.values()),
         **_comparison(done, shares, cost),
@@ -83,12 +86,14 @@ def _settings(done: Outcome) -> dict[str, Any]:
         "attack": done.wanted.attack,
         "class_names": list(done.data.classes),
         "proxy_per_class": done.wanted.proxy_per_class or 0,
-        "privacy": _privacy(done.config.method_config().guarantee),
     }
 
 
-def _privacy(guarantee: Guarantee | None) -> dict[str, Any] | None:
-    return None if guarantee is None else {**asdict(guarantee), "sentence": guarantee.sentence}
+def _privacy(guarantee: Guarantee | None, devices: Sequence[DeviceReport]) -> dict[str, Any] | None:
+    if guarantee is None:
+        return None
+    found = strength(statistics.mean(one.samples for one in devices), [guarantee.mu] * len(devices))
+    return {**asdict(guarantee), "sentence": guarantee.sentence, "strength": round(found, 1)}
 
 
 def _mean_accuracies(
@@ -158,7 +163,17 @@ def report_title(report: FleetReport) -> str:
     text = f"{report.method} on {report.dataset}, seed {report.seed}, over {report.link}"
     if not report.finished:
         text = f"{text}: interrupted after {report.completed_rounds} of {report.rounds} rounds"
-    return text if report.privacy is None else f"{text}\n{report.privacy['sentence']}"
+    return "\n".join([text, *privacy_lines(report)[:1]])
+
+
+def privacy_lines(report: FleetReport) -> list[str]:
+    """Returns the meaning of a private run's epsilon, and a warning if its noise is large."""
+    if report.privacy is None:
+        return []
+    has_controls = report.mean_accuracy_alone is not None or report.mean_accuracy_fedavg_global is not None
+    controls = "; the controls are not private" if has_controls else ""
+    name = NAMES.get(report.method, report.method)
+    return [f"Privacy of {name}: {report.privacy['sentence']}{controls}", *much_noise(report.privacy["strength"])]
 
 
 def _by_device(report: FleetReport) -> DeviceCurves:

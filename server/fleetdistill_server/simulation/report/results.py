@@ -118,7 +118,8 @@ class FleetReport:
         leave_one_out: Like `DeviceReport.leave_one_out`, over the samples of all devices.
         comparison: Local-only training, the method and FedAvg, by variant; see `comparison.ComparisonRow`.
         curves: Accuracies of the method and FedAvg by bytes; see `comparison.Curve`.
-        privacy: `epsilon`, `delta` and `exact` of a private run, and `sentence`, their meaning; None for other runs.
+        privacy: `epsilon`, `delta` and `exact` of a private run, `sentence`, their meaning, and `strength` R of the
+            fleet's statistics; None for other runs.
     """
 
     method: str
