@@ -183,7 +183,7 @@ class Device:
             self._sender,
             self._stopped,
             allow=tuple(allow),
-            private=PrivateAnswers(self._storage, budget),
+            private=PrivateAnswers(self._storage, budget, self._events),
             max_seconds=max_seconds_per_ask,
         )
 

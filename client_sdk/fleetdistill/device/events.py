@@ -16,6 +16,8 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
+    from fleetdistill.privacy.guarantee import Guarantee
+    from fleetdistill.state.privacy_ledger import PrivacyBudget
     from fleetdistill.training.onnx_file import OnnxReport
 
 logger = logging.getLogger(__name__)
@@ -39,8 +41,8 @@ class Event:
     """Progress report from a device to its app, passed to `Device(on_event=...)`.
 
     Attributes:
-        kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, scored, answered, refused, dropped,
-            kept, delivered, exported, interrupted, lost-contact, stopped or finished.
+        kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, released, scored, answered, refused,
+            dropped, kept, delivered, exported, interrupted, lost-contact, stopped or finished.
         round: Round that the event belongs to, or 0.
         text: Description in one sentence.
         values: Counts and figures by name; docs/reference/events.md lists them for each kind.
@@ -82,6 +84,12 @@ class Events:
             self.emit("asked-again", ask.round, text, {"first_attempt": ask.first_attempt})
         text = f"round {ask.round}: the server asks for step {plain(ask.step)!r}"
         self.emit("ask", ask.round, text, {"step": ask.step, "completed_rounds": ask.completed_rounds})
+
+    def emit_released(self, number: int, used: Guarantee, spent: float, most: PrivacyBudget) -> None:
+        """Emits that noisy statistics were made, and how much of the budget `most` all releases have spent."""
+        text = f"round {number}: noisy statistics with epsilon {used.epsilon:g}, delta {used.delta:g}; epsilon"
+        values = {"epsilon": used.epsilon, "delta": used.delta, "spent": spent, "budget": most.epsilon}
+        self.emit("released", number, f"{text} {spent:.3g} of {most.epsilon:g} is spent", values)
 
     def emit_outcome(self, outcome: Outcome) -> None:
         """Emits the outcome of an answer, and whether the app's model was replaced."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fleetdistill.device.events import Events
 from fleetdistill.errors import ConfigurationError, FleetDistillError, PrivacyBudgetError
 from fleetdistill.knowledge import ClassSums, PrivateRows
 from fleetdistill.privacy.guarantee import Guarantee
@@ -65,10 +66,11 @@ class PrivateAnswers:
     Args:
         files: The state directory, with the ledger and the last release.
         budget: The app's budget; None for the run's epsilon and delta.
+        events: Emits an event for each release.
     """
 
-    def __init__(self, files: Files, budget: PrivacyBudget | None) -> None:
-        self._files, self._budget = files, budget
+    def __init__(self, files: Files, budget: PrivacyBudget | None, events: Events) -> None:
+        self._files, self._budget, self._events = files, budget, events
 
     def columns(self, allow: Sequence[str]) -> tuple[str, ...]:
         """Returns the columns that may leave the device: at most noisy features and counts."""
@@ -105,9 +107,12 @@ class PrivateAnswers:
         if (known := releases.load(name)) is not None:
             return known
         ledger = PrivacyLedger(self._files)
-        ledger.record(run=run, round=round, mu=used.mu, exact=used.exact, rows=content, most=most, time=time.time())
+        recorded = ledger.record(
+            run=run, round=round, mu=used.mu, exact=used.exact, rows=content, most=most, time=time.time()
+        )
         made = noisy_sums(rows, units_nf, used)
         releases.save(name, made)
+        self._events.emit_released(round, used, recorded.epsilon, most)
         return made
 
 

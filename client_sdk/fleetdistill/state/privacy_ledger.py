@@ -91,8 +91,8 @@ class PrivacyLedger:
 
     def record(
         self, *, run: str, round: int, mu: float, exact: bool, rows: str, most: PrivacyBudget, time: float
-    ) -> None:
-        """Adds a release, durably. Call it before drawing the noise.
+    ) -> Release:
+        """Adds a release, durably, and returns it. Call it before drawing the noise.
 
         Rows that were replaced or removed do not reset the ledger: some may be in both releases.
 
@@ -116,6 +116,7 @@ class PrivacyLedger:
         self._save([*self.releases, release])
         self.releases.append(release)
         failpoints.hit("device.privacy.after-record")
+        return release
 
     def _save(self, releases: list[Release]) -> None:
         entries = [asdict(one) for one in releases]
