@@ -65,6 +65,12 @@ def test_a_run_without_the_section_is_what_it_was(tmp_path):
             {"dimensions": 128},
             r"dimensions must be in \[8, 64\] with \[privacy\], got 128",
         ),
+        (
+            {"epsilon": 1},
+            "classstats",
+            {"delta": 1e-6, "exact": False},
+            r"\[method\] delta, exact: set it in \[privacy\]",
+        ),
         (None, "classstats", {"epsilon": 1.0}, r"\[method\] epsilon: set it in \[privacy\] instead"),
     ],
 )

@@ -190,12 +190,12 @@ def checked_settings(method: str, settings: Mapping[str, Any], privacy: Mapping[
         ConfigurationError: The method or a setting is unknown, of the wrong type or out of range, or the method has no
             private form.
     """
-    settings = {**settings, **(privacy or {})}
+    in_method, settings = settings, {**settings, **(privacy or {})}
     try:
         cls = config_class(method, settings)
     except ConfigurationError as error:
         raise ConfigurationError(f"[run] method: {error}") from error
-    _check_privacy(method, cls, settings, privacy is not None)
+    _check_privacy(method, cls, in_method, privacy is not None)
     _check_form(cls, settings)
     types, known = get_type_hints(cls), dict[str, Any]()
     for field in dataclasses.fields(cls):
@@ -219,8 +219,8 @@ def _check_privacy(method: str, cls: type[LocalTraining], settings: Mapping[str,
             f"[privacy] is not available for method {method!r} with these settings; use method = 'classstats' with "
             "features = 'scattering' or 'model', or remove [privacy]"
         )
-    if cls.is_private and not given:
-        found = ", ".join(sorted(PrivacySection.model_fields.keys() & settings.keys()))
+    if cls.is_private and (there := PrivacySection.model_fields.keys() & settings.keys()):
+        found = ", ".join(sorted(there))
         raise ConfigurationError(f"[method] {found}: set it in [privacy] instead")
 
 
