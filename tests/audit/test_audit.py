@@ -154,6 +154,8 @@ def test_pictures_need_images(tmp_path) -> None:
     given = ["audit", str(config), "--data", str(tmp_path / "set.npz"), "--out", str(tmp_path / "out")]
     given += ["--model", "audit.test_audit:vectors", "--rows", "80"]
     assert CliRunner().invoke(app, given).exit_code == 0
+    shown = CliRunner().invoke(app, [*given, "--other", "digits"])
+    assert "--other has no effect without --pictures" in shown.output
     shown = CliRunner().invoke(app, [*given, "--pictures"])
     assert "--pictures needs images" in shown.output
 

@@ -39,7 +39,7 @@ _ATTACKS: Mapping[type[Kind], Attack] = {
 
 
 def attack(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> dict[Part, Scores]:
-    """Scores rows by every part of a device's messages that can be asked about a row.
+    """Scores rows by every part of a device's messages that can be tested for single rows.
 
     Args:
         messages: All messages of one device, in order.

@@ -73,7 +73,7 @@ class AuditReport:
         trained_rows: Rows that the devices trained on together.
         attacked_rows: Rows that were attacked, of all devices.
         decoys: Fewest decoys of an attacked row.
-        parts: Results by part and attack; empty for a part that cannot be asked about a row.
+        parts: Results by part and attack; empty for a part that cannot be tested for single rows.
         classes: How well class shares are known, at most 1; None if nothing in the messages depends on them.
         mu: Gaussian-DP parameter of the devices' answers; None if they are not private.
         smallest_batch: Fewest rows of a gradient that a device sent; None if no device sent one.
@@ -93,7 +93,7 @@ class AuditReport:
 
     @property
     def worst(self) -> Linkage | None:
-        """Result of the attack with the largest `linked`; None if no part can be asked about a row."""
+        """Result of the attack with the largest `linked`; None if no part can be tested for single rows."""
         return max((one for attacks in self.parts.values() for one in attacks.values()), key=_linked, default=None)
 
     @property
@@ -270,7 +270,7 @@ def _scored(scores: Scores, own: np.ndarray, rows: Rows, decoys: int) -> Iterato
 
 
 def _by_part(found: Mapping[Part, Sequence[Scored]], messages: Sequence[Message]) -> dict[str, dict[str, Linkage]]:
-    """Returns the results by part and attack; a part that cannot be asked about a row has none."""
+    """Returns the results by part and attack; a part that cannot be tested for single rows has none."""
     return {
         name: {attack: linkage(scored) for (part, attack), scored in found.items() if part == name}
         for name in parts_sent(messages)

@@ -20,7 +20,7 @@ def figures() -> Mapping[str, Any]:
 
 
 def worst(form: str) -> Mapping[str, Any] | None:
-    """Returns the attack on a form with the largest `linked`; None if nothing can be asked about a row.
+    """Returns the attack on a form with the largest `linked`; None if nothing can be tested for single rows.
 
     Raises:
         KeyError: The form was not measured.
@@ -30,7 +30,7 @@ def worst(form: str) -> Mapping[str, Any] | None:
 
 
 def linked(method: str) -> float | str:
-    """Returns the largest `linked` of a method with its defaults; `none` if nothing can be asked about a row.
+    """Returns the largest `linked` of a method with its defaults; `none` if nothing can be tested for single rows.
 
     For a method that is not in the file, such as an app's own, returns `NOT_MEASURED`.
     """

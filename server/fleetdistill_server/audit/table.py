@@ -18,7 +18,7 @@ from fleetdistill_server.audit.pictures import Pictures
 from fleetdistill_server.views.runs import View
 
 NOTHING = "–"
-"""Shown where a part cannot be asked about a row; not 0, because nothing was measured."""
+"""Shown where a part cannot be tested for single rows; not 0, because nothing was measured."""
 
 
 class AuditView(View):
@@ -126,6 +126,6 @@ def _meaning(facts: dict[str, Any]) -> str:
     return (
         f"linked: share of {facts['attacked_rows']} rows that stand out among {facts['decoys']} other rows of their "
         f"class (chance {chance['linked']:.3f}); auc: share of those below (chance 0.5); tpr1: above 99 % of them "
-        f"(chance 0.01). {NOTHING}: the part cannot be asked about a row. classes: how well the class shares of a "
+        f"(chance 0.01). {NOTHING}: the part cannot be tested for single rows. classes: how well the class shares of a "
         "device are known, 1 exactly, 0 as by a uniform guess. See docs/explanation/privacy.md."
     )

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.cli.options import JsonOption, report_errors, show
 
 
@@ -49,6 +50,8 @@ def audit(
     from fleetdistill_server.audit.table import view, write_json
     from fleetdistill_server.config.run_config import load_run_config
 
+    if other and not pictures:
+        raise ConfigurationError("--other has no effect without --pictures; add it, or remove --other")
     loaded = load_run_config(config)
     wanted = Audit(
         config=loaded,

@@ -272,6 +272,8 @@ class FedDKCServer(ServerMethod):
         teaches = not (useless and self.config.teacher_guard)
         if not teaches:
             text = f"the predictor has accuracy {teacher:.3f} on the rows of {upload.device}, the device {own:.3f}"
+            if not self.config.labels:
+                text = f"the predictor agrees with {upload.device} on a share of {teacher:.3f} of its rows"
             notes.guard("teacher", f"{text}; the device gets no knowledge from it", upload.device)
         notes.report("teacher_accuracy", {upload.device: teacher})
         return teaches
