@@ -71,7 +71,7 @@ def test_two_devices_with_the_same_rows_and_seed_send_different_noise(fleet, tmp
         with make_device(MemoryLink(fleet.api), tmp_path / name, device_id=name) as device:
             check_in_and_answer(device, fleet, name)
     first, second = received(fleet.store)
-    assert not np.isin(first.sums, second.sums).any()
+    assert (first.sums != second.sums).mean() > 0.9  # noise on a grid is equal by chance in 1 of 3,600 numbers
 
 
 def test_every_further_ask_of_the_run_gets_the_same_noise(fleet, tmp_path):
