@@ -10,11 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 from support.forked import Forked
-from support.private_fleet import CLASSES, RUN, SIZE, PrivateFleet, RecordingLink, RowsWorker, received
+from support.private_fleet import (
+    CLASSES,
+    RUN,
+    SIZE,
+    PrivateFleet,
+    RecordingLink,
+    RowsWorker,
+    make_device,
+    received,
+    take_a_step,
+)
 from support.sdk_fleet import Fleet as OpenFleet
 from support.sdk_fleet import tiny_data, tiny_model
 
-from fleetdistill import Device, Step
+from fleetdistill import Step
 from fleetdistill.device import private
 from fleetdistill.errors import CannotAnswer, ConfigurationError, KnowledgeError
 from fleetdistill.knowledge import ClassSpace, ClassSums, Metric, Metrics, ModelParameters, Plan
@@ -32,11 +42,6 @@ from fleetdistill_server.store.store import Store
 @pytest.fixture
 def fleet():
     return PrivateFleet()
-
-
-def make_device(link, directory, **changes):
-    given: dict[str, Any] = {"worker": RowsWorker, "export_onnx": "never", "device_id": "d"} | changes
-    return Device(server=link, state_dir=directory, **given)
 
 
 def check_in_and_answer(device, fleet, name="d"):
@@ -276,16 +281,9 @@ def test_a_row_of_infinities_counts_as_a_row_of_zeros(fleet, tmp_path, monkeypat
 # --- kill -9
 
 
-def _run_device(points, store, directory, budget):
-    api = DeviceApi(Store.open(store))
-    failpoints.switch_on(points)
-    with make_device(MemoryLink(api), directory, privacy_budget=budget) as device:
-        device.step(0)
-
-
 def one_life(points, store, directory, budget=None):
     """Whether a device that was started with these failpoints has died of SIGKILL."""
-    process = Forked(_run_device, store, directory, budget)
+    process = Forked(take_a_step, store, directory, budget)
     process.start(points)
     assert process.process is not None
     process.process.join(60)
@@ -304,13 +302,9 @@ def hits_of_an_answer(folder, monkeypatch):
     disk_fleet(folder / "store").store.close()
     with monkeypatch.context() as patch:
         patch.setattr(failpoints, "hit", names.append)
-        _run_device_here(folder / "store", folder / "d")
+        with make_device(MemoryLink(DeviceApi(Store.open(folder / "store"))), folder / "d") as device:
+            device.step(0)
     return names
-
-
-def _run_device_here(store, directory):
-    with make_device(MemoryLink(DeviceApi(Store.open(store))), directory) as device:
-        device.step(0)
 
 
 @pytest.mark.slow

@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from fleetdistill import Device
 from fleetdistill.device.compute import Computed
 from fleetdistill.knowledge import ClassSums, Kind, PrivateRows
+from fleetdistill.link.base import Link
 from fleetdistill.methods.base import Answer
 from fleetdistill.replacement import Replacement
+from fleetdistill.state import failpoints
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.config.run_config import run_config
@@ -134,6 +137,20 @@ class RowsWorker:
 
     def deliver(self, replacement: Replacement) -> None:
         raise AssertionError("nothing is delivered")
+
+
+def make_device(link: str | Link, directory: Path, **changes: Any) -> Device:
+    """A device whose worker sends rows."""
+    given: dict[str, Any] = {"worker": RowsWorker, "export_onnx": "never", "device_id": "d"} | changes
+    return Device(server=link, state_dir=directory, **given)
+
+
+def take_a_step(points: str, store: Path, directory: Path, budget: tuple[float, float] | None) -> None:
+    """One step of a device with these failpoints. Here because a forked process imports it by name."""
+    api = DeviceApi(Store.open(store))
+    failpoints.switch_on(points)
+    with make_device(MemoryLink(api), directory, privacy_budget=budget) as device:
+        device.step(0)
 
 
 def state_files(directory: Path) -> dict[str, bytes]:
