@@ -26,9 +26,15 @@ def of_packages(modules: set[str], *packages: str) -> set[str]:
 
 
 def test_a_device_is_light_to_import() -> None:
-    loaded = loaded_by("import fleetdistill")
+    loaded = loaded_by("from fleetdistill import *")
     assert of_packages(loaded, *HEAVY) == set()
     assert "fleetdistill.device.device" in loaded
+
+
+def test_the_package_alone_loads_no_grpc() -> None:
+    assert (
+        of_packages(loaded_by("import fleetdistill; fleetdistill.FleetDistillError"), *HEAVY, "grpc", "numpy") == set()
+    )
 
 
 def test_a_device_reaches_its_server_without_torch() -> None:

@@ -1,12 +1,39 @@
 """The device SDK of fleetdistill: federated knowledge distillation for fleets of edge devices.
 
-`import fleetdistill` does not load torch, onnx or onnxruntime; they are imported when they are first needed.
+Exported names are imported on first use, so a process that only predicts loads no gRPC. Importing `Device` does not
+load torch, onnx or onnxruntime; they are imported when they are first needed.
 """
 
-from fleetdistill.device.arguments import COLUMNS
-from fleetdistill.device.device import Device
-from fleetdistill.device.events import Event, Step
-from fleetdistill.errors import FleetDistillError
-from fleetdistill.version import VERSION as __version__
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fleetdistill.device.arguments import COLUMNS
+    from fleetdistill.device.device import Device
+    from fleetdistill.device.events import Event, Step
+    from fleetdistill.errors import FleetDistillError
+    from fleetdistill.version import VERSION as __version__
 
 __all__ = ["COLUMNS", "Device", "Event", "FleetDistillError", "Step", "__version__"]
+
+_WHERE = {
+    "COLUMNS": "fleetdistill.device.arguments",
+    "Device": "fleetdistill.device.device",
+    "Event": "fleetdistill.device.events",
+    "FleetDistillError": "fleetdistill.errors",
+    "Step": "fleetdistill.device.events",
+    "__version__": "fleetdistill.version:VERSION",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, found = _WHERE[name].partition(":")
+    return getattr(import_module(module), found or name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

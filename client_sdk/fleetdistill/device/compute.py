@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from fleetdistill.training.figures import Counts
     from fleetdistill.training.onnx_file import OnnxReport
 
-__all__ = ["Compute", "Computed", "MakeCompute", "NamesRows", "faults_decline"]
+__all__ = ["Compute", "Computed", "FreezesModel", "MakeCompute", "NamesRows", "faults_decline"]
 
 logger = logging.getLogger(__name__)
 
-_FAULTS = (
+FAULTS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -51,7 +51,7 @@ def faults_decline(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except _FAULTS as error:
+    except FAULTS as error:
         logger.warning("%s failed", what, exc_info=error)
         message = str(error).strip().split("\n")[0][:300]
         raise CannotAnswer(
@@ -150,6 +150,17 @@ class NamesRows(Protocol):
 
     def data_digest(self) -> bytes:
         """Returns the SHA-256 of all training inputs and labels. The digest never leaves the device."""
+
+
+@runtime_checkable
+class FreezesModel(Protocol):
+    """Optional protocol of a `Compute`, which `Device.predict` requires."""
+
+    def frozen_model(self) -> Callable[[Any], Any]:
+        """Returns a copy of `delivered_model` that later deliveries do not change.
+
+        The copy maps a batch of inputs to logits in the same type, NumPy array or torch tensor, and is thread-safe.
+        """
 
 
 MakeCompute = Callable[[contract_pb2.Contract], Compute]

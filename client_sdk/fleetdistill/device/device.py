@@ -34,6 +34,7 @@ from fleetdistill.device.check_in import CheckIn, MakeForData, open_link
 from fleetdistill.device.events import Event, Events, Step
 from fleetdistill.device.guard import Guard
 from fleetdistill.device.identity import load_identity
+from fleetdistill.device.predictions import Predictions
 from fleetdistill.device.private import PrivateAnswers
 from fleetdistill.device.sender import Sender
 from fleetdistill.device.session import Session
@@ -70,7 +71,7 @@ LONGEST_PAUSE_SECONDS = 15.0
 class Device:
     """Trains the app's model on private data when the server asks, and delivers the result to the app.
 
-    Use a device from one thread; `stop`, `model` and `models` are thread-safe.
+    Use a device from one thread; `stop`, `predict`, `model` and `models` are thread-safe.
 
     Args:
         server: `"host:port"` of the aggregation server, or a `Link`.
@@ -175,7 +176,9 @@ class Device:
             only_private=budget is not None,
             downloads=Downloads(self._storage.directory / DOWNLOADS, max_spool_bytes),
         )
-        self._sender = Sender(self._session, self._events, self._check_in.ready_compute, export_onnx)
+        ready_compute = self._check_in.ready_compute
+        self._predictions = Predictions(self._session, ready_compute)
+        self._sender = Sender(self._session, self._events, ready_compute, self._predictions, export_onnx)
         self._handler = AskHandler(
             self._session,
             self._events,
@@ -235,6 +238,27 @@ class Device:
         """
         with self._guard.held():
             return AppModels(self._check_in.ready_compute().delivered_models())
+
+    def predict(self, inputs: Any) -> Any:
+        """Returns the delivered model's logits, also while the device trains or receives another model.
+
+        Thread-safe, and without a lock: every call uses exactly one delivered model. The device copies the model at the
+        first call and at each later delivery, before its event `delivered`. The model is that of `model`.
+
+        Args:
+            inputs: `[batch, *input_shape]` of any float type, on any device; a NumPy array or a torch tensor. A device
+                without PyTorch accepts only arrays.
+
+        Returns:
+            Logits `[batch, classes]` float32; an array for an array, a tensor on the same device for a tensor.
+
+        Raises:
+            DataError: The inputs are not floats, or have another shape.
+            ModelError: A device without PyTorch has no model before the first delivery, a custom worker does not
+                support `predict`, or the model does not accept the batch.
+            FleetDistillError: The first call may check in and build the model, which can fail as in `step`.
+        """
+        return self._predictions.predict(inputs)
 
     def replace_data(self, data: Any = None) -> None:
         """Replaces the training data. The next `step` checks in with them before it requests work.

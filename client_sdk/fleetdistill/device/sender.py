@@ -21,6 +21,7 @@ from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
     from fleetdistill.device.compute import Compute
+    from fleetdistill.device.predictions import Predictions
 
 _EXPORT_DUE = "model.onnx.due"
 _ATTEMPTS_TO_SEND = 5
@@ -40,14 +41,20 @@ class Sender:
         session: State of the open device.
         events: Emits events to the app.
         ready_compute: Returns the compute backend with the device's state.
+        predictions: Predictions of the app, which use each delivered model before its event is emitted.
         export_onnx: When to export the delivered model, as in `Device(export_onnx=...)`.
     """
 
     def __init__(
-        self, session: Session, events: Events, ready_compute: Callable[[], Compute], export_onnx: str
+        self,
+        session: Session,
+        events: Events,
+        ready_compute: Callable[[], Compute],
+        predictions: Predictions,
+        export_onnx: str,
     ) -> None:
         self._session, self._events, self._storage = session, events, session.storage
-        self._ready_compute, self._export_onnx = ready_compute, export_onnx
+        self._ready_compute, self._predictions, self._export_onnx = ready_compute, predictions, export_onnx
 
     def settle(self, pending: Pending) -> None:
         """Sends the answer in the outbox until it is acknowledged or refused, then commits or drops it.
@@ -79,6 +86,9 @@ class Sender:
         outcome = self._storage.outbox.outcome()
         if outcome is None:
             return
+        replacement = outcome.pending.replacement
+        if outcome.receipt and replacement is not None and replacement.replaced:
+            self._predictions.renew()
         self._events.emit_outcome(outcome)
         self._storage.outbox.mark_reported()
         self.export_due()

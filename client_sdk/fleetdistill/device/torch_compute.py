@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fleetdistill.device.compute import Computed, faults_decline
+from fleetdistill.device.frozen_model import FrozenModel
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, KnowledgeError, ModelError, WireError
 from fleetdistill.knowledge import CUT, DELIVER, EMBEDDING, RECEIVED, RESULT, Kind, Metric, Metrics, ModelParameters
 from fleetdistill.methods import config_of_contract, device_class
@@ -302,6 +303,10 @@ class TorchCompute:
     def delivered_model(self) -> nn.Module:
         """Returns the app's model, in eval mode."""
         return self._delivered[self._in_use].eval()
+
+    def frozen_model(self) -> FrozenModel:
+        """Returns a copy of the app's model, for `Device.predict`."""
+        return FrozenModel(self.delivered_model(), self.contract.input_shape)
 
     def delivered_models(self) -> Mapping[str, nn.Module]:
         """Returns all variants of the app's model by name, in eval mode."""

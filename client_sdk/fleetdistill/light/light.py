@@ -17,11 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fleetdistill.deployment.batch import shape_message
 from fleetdistill.device.compute import Computed, MakeCompute, faults_decline
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
 from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, ClassSpace, Kind, Metric, Metrics, Plan
 from fleetdistill.light.onnx_extractor import OnnxExtractor, extractor_of
-from fleetdistill.light.variants import LightModel, SpaceClassifier, pack_variants, shape_message, unpack_variants
+from fleetdistill.light.variants import (
+    FrozenLightModel,
+    LightModel,
+    SpaceClassifier,
+    pack_variants,
+    unpack_variants,
+)
 from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import Ask
 from fleetdistill.methods.classstats.config import SCATTERING
@@ -282,6 +289,10 @@ class LightCompute:
                 f"Run the device until its event 'delivered', or check `{GENERAL!r} in device.models`"
             )
         return self._delivered[self._in_use]
+
+    def frozen_model(self) -> FrozenLightModel:
+        """Returns a copy of the variant in use, for `Device.predict`. Raises ModelError before the first delivery."""
+        return FrozenLightModel(self._model(self.delivered_model().classifier), self.contract.input_shape)
 
     def delivered_models(self) -> Mapping[str, LightModel]:
         """Returns the delivered variants by name; empty before the first delivery."""

@@ -11,6 +11,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from fleetdistill.deployment.batch import check_batch, shape_message
 from fleetdistill.errors import DataError
 from fleetdistill.knowledge import Array, ClassSpace
 from fleetdistill.light.onnx_extractor import OnnxExtractor
@@ -32,12 +33,6 @@ class SpaceClassifier:
         """Returns logits `[n, C]` float64 for coordinates in the space."""
         scaled = logits(self.space, coordinates_nq, classes) / self.temperature
         return scaled if self.prior is None else scaled + np.log(self.prior)
-
-
-def shape_message(found: Sequence[int], input_shape: Sequence[int]) -> str:
-    """Returns the message for inputs that do not have the shape `[samples, *input_shape]`."""
-    expected = ", ".join(["samples", *map(str, input_shape)])
-    return f"the inputs have shape {list(found)}, expected [{expected}]"
 
 
 class LightModel:
@@ -90,6 +85,18 @@ class LightModel:
         directions = self.classifier.space.directions.astype(np.float64)
         signs = projection(self.extractor.features, len(directions))
         return np.asarray(signs @ directions, dtype=np.float32)
+
+
+class FrozenLightModel:
+    """A `LightModel` for `Device.predict`: nobody else has a reference to it, so deliveries do not change it."""
+
+    def __init__(self, model: LightModel, input_shape: Sequence[int]) -> None:
+        self._model, self._input_shape = model, tuple(input_shape)
+
+    def __call__(self, inputs: Array) -> Array:
+        """Returns logits `[n, C]` float32 for inputs `[n, *input_shape]`. Raises DataError for other inputs."""
+        check_batch(inputs, self._input_shape)
+        return self._model(inputs)
 
 
 def pack_variants(outline: Mapping[str, Any], spaces: Mapping[str, ClassSpace], priors: Mapping[str, Array]) -> bytes:

@@ -1,0 +1,43 @@
+"""A copy of a torch model that only predicts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fleetdistill.deployment.batch import check_batch
+from fleetdistill.device.compute import FAULTS
+from fleetdistill.errors import ModelError
+
+
+class FrozenModel:
+    """Copies a torch model; call it with a batch of inputs. Thread-safe if the module's `forward` is.
+
+    Args:
+        model: Maps inputs `[batch, *input_shape]` to logits `[batch, classes]`.
+        input_shape: Shape of one input of the run.
+        dynamic_size: Whether inputs may have another size, as in `Deployment(dynamic_size=...)`.
+    """
+
+    def __init__(self, model: nn.Module, input_shape: Sequence[int], *, dynamic_size: bool = False) -> None:
+        self._model = copy.deepcopy(model).eval().requires_grad_(False)
+        first = next(self._model.parameters())
+        self._device, self._dtype = first.device, first.dtype
+        self._input_shape, self._dynamic_size = tuple(input_shape), dynamic_size
+
+    def __call__(self, inputs: Any) -> Any:
+        """Returns logits `[batch, classes]` float32, of the type of the inputs: NumPy array or torch tensor."""
+        check_batch(inputs, self._input_shape, dynamic_size=self._dynamic_size)
+        given = torch.as_tensor(inputs)
+        with torch.no_grad():
+            try:
+                logits = self._model(given.to(self._device, self._dtype))
+            except FAULTS as error:
+                shape = list(given.shape)
+                raise ModelError(f"the delivered model cannot process a batch of shape {shape}: {error}") from error
+        made = logits.to(given.device, torch.float32)
+        return made if isinstance(inputs, torch.Tensor) else made.numpy()

@@ -1,0 +1,163 @@
+"""`Device.predict`: from any thread, while the device trains and across deliveries, with one delivered model each."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from link.test_hostile_server import DATA, device_at, model
+from support.hostile_server import CLASSES, LyingLink, ask, terms
+from support.processes import PATIENCE_SECONDS
+from support.small_device import SmallWorker
+from torch import Tensor, nn
+
+from fleetdistill import Device, Event
+from fleetdistill.errors import DataError, LinkError, ModelError
+from fleetdistill.light import light_worker
+from fleetdistill.testing import FaultyLink, lost_reply
+from fleetdistill.training.model import split_sequential
+from fleetdistill_server.testing import MemoryServer
+
+ROUNDS, THREADS = 12, 3
+BATCH = np.random.default_rng(1).random((5, 4)).astype(np.float32)
+
+
+def logits_of(module: Any) -> np.ndarray:
+    with torch.no_grad():
+        return np.asarray(module(torch.from_numpy(BATCH)).numpy())
+
+
+def test_every_prediction_is_that_of_exactly_one_delivered_model(tmp_path: Path) -> None:
+    over, versions = threading.Event(), [logits_of(model().eval())]
+
+    def keep(event: Event) -> None:
+        if event.kind == "delivered":
+            versions.append(logits_of(device.model))
+            np.testing.assert_array_equal(device.predict(BATCH), versions[-1], "the event comes after the swap")
+
+    def predict() -> list[np.ndarray]:
+        found: list[np.ndarray] = []
+        while not over.wait(0.001) or not found:
+            found.append(device.predict(BATCH))
+        return found
+
+    asks = [ask(round=number) for number in range(1, ROUNDS + 1)]
+    device, _ = device_at(LyingLink(*asks), tmp_path, on_event=keep)
+    with device, ThreadPoolExecutor(THREADS) as threads:
+        predicting = [threads.submit(predict) for _ in range(THREADS)]
+        try:
+            device.run()
+        finally:
+            over.set()
+        results = [one for each in predicting for one in each.result(PATIENCE_SECONDS)]
+    assert len(versions) == ROUNDS + 1
+    assert all(np.abs(a - b).max() > 1e-4 for a, b in itertools.pairwise(versions))
+    matches = [sum(np.allclose(one, version, rtol=0, atol=1e-6) for version in versions) for one in results]
+    assert set(matches) == {1}
+
+
+gate = {"entered": threading.Event(), "open": threading.Event()}
+
+
+class Gate(nn.Module):
+    """Stops a training step until the test opens the gate. The events are global: modules are copied."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            gate["entered"].set()
+            assert gate["open"].wait(PATIENCE_SECONDS)
+        return x
+
+
+def gated_model() -> nn.Module:
+    torch.manual_seed(0)
+    return split_sequential(nn.Sequential(nn.Linear(4, 5), Gate(), nn.ReLU(), nn.Linear(5, CLASSES)), 3)
+
+
+def test_a_prediction_does_not_wait_for_training(tmp_path: Path) -> None:
+    for one in gate.values():
+        one.clear()
+    device, events = device_at(LyingLink(ask()), tmp_path, model=gated_model)
+    with device, ThreadPoolExecutor(1) as background:
+        running = background.submit(device.run)
+        try:
+            assert gate["entered"].wait(PATIENCE_SECONDS)
+            before = device.predict(BATCH)
+            np.testing.assert_array_equal(before, device.predict(BATCH))
+            assert events.texts("delivered") == []
+        finally:
+            gate["open"].set()
+        running.result(PATIENCE_SECONDS)
+        assert not np.array_equal(device.predict(BATCH), before)
+
+
+def test_logits_come_in_the_type_of_the_inputs(tmp_path: Path) -> None:
+    device, _ = device_at(LyingLink(ask()), tmp_path)
+    with device:
+        array = device.predict(BATCH.astype(np.float64))
+        tensor = device.predict(torch.from_numpy(BATCH))
+        assert (array.dtype, array.shape) == (np.float32, (5, CLASSES))
+        assert (tensor.dtype, tensor.requires_grad) == (torch.float32, False)
+        np.testing.assert_array_equal(array, tensor.numpy())
+        assert device.predict(BATCH[:0]).shape == (0, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "sentence"),
+    [
+        (np.zeros((2, 5), np.float32), r"shape \[2, 5\], expected \[samples, 4\]; a single sample is a batch of 1"),
+        (np.zeros(4, np.float32), r"shape \[4\], expected \[samples, 4\]"),
+        (np.zeros((2, 4), np.uint8), "the inputs are uint8, expected an array of floats"),
+        ([[0.0] * 4], "the inputs are list, expected an array of floats"),
+    ],
+)
+def test_other_inputs_are_refused(tmp_path: Path, inputs: Any, sentence: str) -> None:
+    device, _ = device_at(LyingLink(ask()), tmp_path)
+    with device, pytest.raises(DataError, match=sentence):
+        device.predict(inputs)
+
+
+def test_predictions_go_on_while_the_server_is_away_and_after_the_data_change(tmp_path: Path) -> None:
+    link = FaultyLink(LyingLink(ask(round=1), ask(round=2)), lost_reply("upload"))
+    device, _ = device_at(link, tmp_path)
+    with device:
+        before = device.predict(BATCH)
+        with pytest.raises(LinkError):
+            device.step(0)
+        np.testing.assert_array_equal(device.predict(BATCH), before, "no receipt, no delivery")
+        device.replace_data((DATA[0] + 1, DATA[1]))
+        np.testing.assert_array_equal(device.predict(BATCH), before)
+        device.step(0)  # settles the answer, with a compute backend of other data
+        after = device.predict(BATCH)
+        np.testing.assert_array_equal(after, logits_of(device.model))
+        assert not np.array_equal(after, before)
+
+
+def test_a_worker_that_cannot_predict_says_so(tmp_path: Path) -> None:
+    changes = {"model": None, "data": None, "worker": SmallWorker}
+    device, _ = device_at(LyingLink(terms=terms()), tmp_path, **changes)
+    with device, pytest.raises(ModelError, match="SmallWorker does not support predict; add the method frozen_model"):
+        device.predict(BATCH)
+
+
+def test_a_device_without_pytorch_predicts_from_its_first_delivery(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"run": {"method": "classstats"}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}}
+    images = np.random.default_rng(0).random((60, 1, 8, 8), dtype=np.float32)
+    worker = light_worker((images, np.arange(60) % 10))
+    with (
+        MemoryServer(settings) as server,
+        Device(server=server.link(), worker=worker, state_dir=tmp_path, export_onnx="never") as device,
+    ):
+        with pytest.raises(ModelError, match="no model yet"):
+            device.predict(images)
+        device.run()
+        frozen = device.predict(images[:3])
+        np.testing.assert_array_equal(frozen, device.model(images[:3]))
+        with pytest.raises(DataError, match="the inputs are int64"):
+            device.predict(np.zeros((1, 1, 8, 8), np.int64))
