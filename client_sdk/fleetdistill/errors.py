@@ -14,6 +14,7 @@
     ├── RefusedError             the server refused a request
     ├── CannotAnswer             a device cannot answer an ask (handled by `Device`)
     │   └── PrivacyBudgetError   the answer would exceed the device's privacy budget
+    ├── WorkInterrupted          work must end now and is done again later (handled by `Device`)
     ├── StoreError               the server's store failed
     │   ├── DamagedError         stored data are missing or corrupt
     │   └── NoSpaceError         the server's disk is full
@@ -45,6 +46,7 @@ __all__ = [
     "StateError",
     "StoreError",
     "WireError",
+    "WorkInterrupted",
 ]
 
 
@@ -178,6 +180,22 @@ class PrivacyBudgetError(CannotAnswer):
     def __init__(self, spent: float, wanted: float) -> None:
         super().__init__("privacy budget used up")
         self.spent, self.wanted = spent, wanted
+
+
+class WorkInterrupted(FleetDistillError):
+    """Work must end now: the app stopped the device, or a condition of its policy no longer holds.
+
+    Raised by `fleetdistill.interruption.check_may_continue` and handled by `Device`; it does not reach the app. The
+    committed state is unchanged, and the same work done again gives the same result.
+
+    Attributes:
+        condition: Name of the condition, such as `charging` or `stopped`.
+        seconds: Seconds until the work may continue; None if unknown, infinite if waiting does not help.
+    """
+
+    def __init__(self, message: str, condition: str, seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.condition, self.seconds = condition, seconds
 
 
 class QuorumNotReached(FleetDistillError):

@@ -63,6 +63,7 @@ class LyingLink:
         declined: What the device has declined.
         uploads: Headers of its answers.
         beats: Heartbeats.
+        left: Calls of `leave`.
     """
 
     def __init__(self, *asks: Any, terms: Any = None, remote: bool = False) -> None:
@@ -72,7 +73,7 @@ class LyingLink:
         self.payloads: dict[bytes, tuple[knowledge_pb2.PayloadHeader, list[AnyChunk]]] = {}
         self.declined: list[service_pb2.DeclineRequest] = []
         self.uploads: list[service_pb2.UploadHeader] = []
-        self.beats = 0
+        self.beats = self.left = 0
         self.change_receipt: Callable[[service_pb2.Receipt], None] = lambda receipt: None
         self.holds(KNOWLEDGE)
 
@@ -94,7 +95,8 @@ class LyingLink:
     def heartbeat(self, identity: Any) -> None:
         self.beats += 1
 
-    def leave(self, identity: Any) -> None: ...
+    def leave(self, identity: Any) -> None:
+        self.left += 1
 
     def decline(self, request: Any) -> None:
         self.declined.append(request)

@@ -22,10 +22,11 @@ from fleetdistill.errors import (
     NoRoomError,
     RefusedError,
     WireError,
+    WorkInterrupted,
 )
+from fleetdistill.interruption import time_limit
 from fleetdistill.link.terms import check_ask
 from fleetdistill.state.outbox import Pending
-from fleetdistill.training.time_limit import time_limit
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import DTYPES
@@ -79,6 +80,7 @@ class AskHandler:
             self._decline(ask, reason)
             return
         self._events.emit_ask(ask)
+        self._session.ask_interrupted = False
         with self._sender.heartbeats():
             compute = self._check_in.ready_compute()
             try:
@@ -91,8 +93,9 @@ class AskHandler:
                 # and continues with the next one.
                 self._decline(ask, reason)
                 return
-            except BaseException:
+            except BaseException as error:
                 compute.forget_state()  # training for a failed answer must not affect the next one
+                self._session.ask_interrupted = isinstance(error, WorkInterrupted | KeyboardInterrupt)
                 raise
         if any(answer.notes.values()):
             self._events.emit("ask", ask.round, notes_text(ask.step, answer.notes), dict(answer.notes))

@@ -43,10 +43,13 @@ from fleetdistill.errors import (
     FleetDistillError,
     LinkError,
     RefusedError,
+    WorkInterrupted,
 )
+from fleetdistill.interruption import Hold, check_may_continue, checked_by
 from fleetdistill.link.base import Link
 from fleetdistill.link.credentials import is_enrolled
 from fleetdistill.link.downloads import DOWNLOADS, Downloads, adopt_proxy_set
+from fleetdistill.link.metered import MeteredLink
 from fleetdistill.link.terms import pause_seconds, plain
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.state.directory import MAX_SPOOL_BYTES, Storage
@@ -197,7 +200,7 @@ class Device:
         adopt_proxy_set(self._storage.directory)
         if isinstance(server, str):
             server = open_link(server, enrolment, self._storage.directory, identity.device)
-        return Session(self._storage, server, identity, self._guard, clock)
+        return Session(self._storage, MeteredLink(server, lambda count: None), identity, self._guard, clock)
 
     @property
     def device_id(self) -> str:
@@ -320,7 +323,8 @@ class Device:
             wait_seconds: How long the server may hold the request if there is no work, 0 to 60 seconds.
 
         Returns:
-            `Step.ANSWERED`, `Step.WAITED` if there was no work, or `Step.FINISHED` at the end of the run.
+            `Step.ANSWERED`, `Step.WAITED` if there was no work, `Step.PAUSED` if the device must not work now, or
+            `Step.FINISHED` at the end of the run.
 
         Raises:
             LinkError: The server is unavailable or temporarily refuses requests, or the disk is full. Retry later.
@@ -328,7 +332,11 @@ class Device:
             FleetDistillError: The data, the model or the state directory cannot be used.
         """
         try:
-            return self._step(wait_seconds)
+            with checked_by(self._check_stopped):
+                check_may_continue()
+                return self._step(wait_seconds)
+        except WorkInterrupted:
+            return Step.PAUSED
         except RefusedError as refusal:
             if refusal.code == Code.BAD_IDENTITY and "check_in" in refusal.details:
                 self._session.terms = None  # a server restored from a backup no longer has this device: check in again
@@ -361,14 +369,19 @@ class Device:
                 return Step.WAITED
 
     def stop(self) -> None:
-        """Makes `run` return after its current step. Thread-safe; may be called from a signal handler."""
+        """Interrupts the current step and makes `run` return. Thread-safe; may be called from a signal handler.
+
+        Training ends after the current mini-batch, and calls to the server are cancelled. The committed state is
+        unchanged. After a restart the device does the same work again, if the server still requests it.
+        """
         self._stopped.set()
         self._session.link.interrupt()
 
     def close(self, *, leave: bool = True) -> None:
         """Leaves the run and releases the state directory.
 
-        The device does not leave while an answer has no receipt, because leaving would close its ask.
+        The device does not leave while an answer has no receipt or an ask was interrupted, because leaving would close
+        the ask; the server then waits until the lease ends.
 
         Args:
             leave: Whether to leave the run. With False the server keeps waiting for the answer to an open ask.
@@ -379,7 +392,7 @@ class Device:
         self._stopped.set()
         if leave and self._session.terms is not None:
             with contextlib.suppress(FleetDistillError):
-                if self._storage.outbox.pending() is None:
+                if self._storage.outbox.pending() is None and not self._session.ask_interrupted:
                     self._session.link.leave(self._session.identity)
         self._session.link.close()
         self._storage.close()
@@ -389,6 +402,10 @@ class Device:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise Hold("stopped", "the app stopped the device").error()
 
     def _finish(self, reason: str) -> Step:
         if self._export_onnx == "finish":

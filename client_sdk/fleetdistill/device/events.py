@@ -32,6 +32,8 @@ class Step(StrEnum):
     """The device handled an ask or settled an earlier answer."""
     WAITED = "waited"
     """The server had no work; the device waited as long as the server requested."""
+    PAUSED = "paused"
+    """The device must not work now, or its work was interrupted. A later step does the work again."""
     FINISHED = "finished"
     """The run is finished."""
 

@@ -29,6 +29,7 @@ class Session:
         terms: Server's reply to the check-in; None if the device has to check in.
         compute: Compute backend; None before its first use.
         computed: Answer whose state the compute backend holds, or None.
+        ask_interrupted: Whether the work on the last ask was interrupted, and is done again later.
     """
 
     storage: Storage
@@ -39,6 +40,7 @@ class Session:
     terms: service_pb2.CheckInResponse | None = None
     compute: Compute | None = None
     computed: Pending | None = None
+    ask_interrupted: bool = False
 
     def forget_state(self) -> None:
         """Makes the compute backend restore its state from the disk before its next use."""

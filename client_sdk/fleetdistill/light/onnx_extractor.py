@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from fleetdistill.errors import ModelError, WireError
+from fleetdistill.interruption import check_may_continue
 from fleetdistill.knowledge import Array, NetworkFile, Parts
 from fleetdistill.methods.classstats.projection import projection
 from fleetdistill.training.onnx_file import cpu_session
-from fleetdistill.training.time_limit import check_time
 
 PART = "extractor"
 """Name of the payload's part with the extractor file."""
@@ -87,7 +87,7 @@ class OnnxExtractor:
 
     def _batches(self, inputs: Array) -> Iterator[Array]:
         for start in range(0, len(inputs), _BATCH):
-            check_time()
+            check_may_continue()
             part = self._run(inputs[start : start + _BATCH]).reshape(-1, self.features)
             if not np.isfinite(part).all():
                 row = start + int(np.argwhere(~np.isfinite(part))[0][0])

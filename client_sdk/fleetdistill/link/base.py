@@ -53,7 +53,7 @@ class Link(Protocol):
         """Returns the header of a payload and its chunks from `first_byte` on."""
 
     def interrupt(self) -> None:
-        """Cancels a pending `next_ask`. Thread-safe; may be called from a signal handler."""
+        """Cancels the pending calls, except heartbeats. Thread-safe; may be called from a signal handler."""
 
     def close(self) -> None:
         """Releases the connection."""

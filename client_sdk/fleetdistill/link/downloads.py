@@ -15,7 +15,6 @@ import mmap
 import random
 import shutil
 import tempfile
-import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
@@ -24,6 +23,7 @@ import google_crc32c
 from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import LinkError, NoRoomError, PayloadTooLargeError, RefusedError, WireError
+from fleetdistill.interruption import pause
 from fleetdistill.link.base import Link
 from fleetdistill.state.directory import MAX_SPOOL_BYTES
 from fleetdistill.state.disk import disk_errors, free_bytes
@@ -92,7 +92,7 @@ class Downloads:
                 if attempt + 1 == ATTEMPTS or error.after_seconds:
                     raise
                 # A restart of the server takes a few seconds.
-                time.sleep(PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.0))
+                pause(PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.0))
         raise AssertionError("unreachable: the retry loop ended without a result")
 
     def stored(self, sha256: bytes) -> Payload | None:

@@ -15,7 +15,8 @@ import numpy as np
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from fleetdistill.errors import ConfigurationError, FleetDistillError, LinkError, RefusedError
+from fleetdistill.errors import ConfigurationError, FleetDistillError, LinkError, RefusedError, WorkInterrupted
+from fleetdistill.interruption import check_may_continue
 from fleetdistill.link.credentials import Credentials
 from fleetdistill.link.tls_probe import accepts_tls
 from fleetdistill.wire.codes import Code
@@ -86,7 +87,7 @@ class GrpcLink:
         self._opening = threading.Lock()
         self._used: Credentials | None = None
         self._channels: list[grpc.Channel] = []
-        self._poll: Any = None
+        self._calls: set[Any] = set()  # the calls that `interrupt` cancels
         self._probe_at = 0.0
         if source is None:
             self._open(grpc.insecure_channel(server, options=_OPTIONS))
@@ -116,14 +117,15 @@ class GrpcLink:
     ) -> service_pb2.CheckInResponse:
         with self._errors():
             request = service_pb2.CheckInRequest(identity=identity, profile=profile)
-            response: service_pb2.CheckInResponse = self._stub.CheckIn(request, timeout=CALL_SECONDS)
+            call = self._stub.CheckIn.future(request, timeout=CALL_SECONDS)
+            response: service_pb2.CheckInResponse = self._cancellable(call).result()
         return response
 
     def next_ask(self, identity: service_pb2.Identity, wait_seconds: float) -> service_pb2.NextAskResponse:
         request = service_pb2.NextAskRequest(identity=identity, wait_seconds=wait_seconds)
         with self._errors():
-            self._poll = self._stub.NextAsk.future(request, timeout=wait_seconds + CALL_SECONDS)
-            response: service_pb2.NextAskResponse = self._poll.result()
+            call = self._stub.NextAsk.future(request, timeout=wait_seconds + CALL_SECONDS)
+            response: service_pb2.NextAskResponse = self._cancellable(call).result()
         return response
 
     def heartbeat(self, identity: service_pb2.Identity) -> None:
@@ -143,15 +145,16 @@ class GrpcLink:
     ) -> service_pb2.UploadStatusResponse:
         with self._errors():
             request = service_pb2.UploadStatusRequest(identity=identity, name=name)
-            response: service_pb2.UploadStatusResponse = self._stub.UploadStatus(request, timeout=CALL_SECONDS)
+            call = self._stub.UploadStatus.future(request, timeout=CALL_SECONDS)
+            response: service_pb2.UploadStatusResponse = self._cancellable(call).result()
         return response
 
     def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
         _keep_freed_chunks()
         with self._errors():
-            receipt: service_pb2.Receipt = self._stub.Upload(
-                _upload_messages(header, chunks), timeout=STREAM_SECONDS
-            ).receipt
+            messages = self._until_interrupted(_upload_messages(header, chunks))
+            call = self._stub.Upload.future(messages, timeout=STREAM_SECONDS)
+            receipt: service_pb2.Receipt = self._cancellable(call).result().receipt
         return receipt
 
     def download(
@@ -162,15 +165,15 @@ class GrpcLink:
         )
         _keep_freed_chunks()
         with self._errors():
-            stream = self._stub.Download(request, timeout=STREAM_SECONDS)
+            stream = self._cancellable(self._stub.Download(request, timeout=STREAM_SECONDS))
             first = next(stream, None)
         if first is None or first.WhichOneof("message") != "header":
             raise LinkError(f"server {self._server} ended a download before its header")
         return first.header, self._chunks(stream)
 
     def interrupt(self) -> None:
-        if self._poll is not None:
-            self._poll.cancel()
+        for call in list(self._calls):
+            call.cancel()
 
     def close(self) -> None:
         for channel in self._channels:
@@ -180,6 +183,25 @@ class GrpcLink:
         with self._errors():
             for message in stream:
                 yield message.chunk
+
+    def _cancellable(self, call: Any) -> Any:
+        """Returns a call after making it one that `interrupt` cancels."""
+        self._calls.add(call)
+        if not call.add_callback(lambda: self._calls.discard(call)):
+            self._calls.discard(call)  # the call is already complete
+        try:
+            check_may_continue()  # an interruption before this check may have missed the call, a later one cancels it
+        except FleetDistillError:
+            call.cancel()
+            raise
+        return call
+
+    def _until_interrupted(self, messages: Iterator[bytes]) -> Iterator[bytes]:
+        """Yields an upload's messages in a thread of gRPC, which logs exceptions; an interruption cancels the call."""
+        try:
+            yield from messages
+        except WorkInterrupted:
+            self.interrupt()
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -210,7 +232,7 @@ def errors_of(server: str) -> Iterator[None]:
     except grpc.RpcError as error:
         raise _translated(error, server) from error
     except grpc.FutureCancelledError as error:
-        raise LinkError("the request for work was cancelled") from error
+        raise LinkError("the call was cancelled") from error
     except ValueError as error:  # raised by grpc for a closed channel
         raise LinkError(f"the connection to {server} is closed") from error
 

@@ -19,9 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError, ModelError
+from fleetdistill.interruption import check_may_continue
 from fleetdistill.training.figures import Counts
 from fleetdistill.training.model import in_mode
-from fleetdistill.training.time_limit import check_time
 
 __all__ = [
     "TensorData",
@@ -167,7 +167,7 @@ def train_epochs(
         ConfigurationError: `epochs` or `batch_size` is out of range.
         DataError: There are no samples, or one sample and the model has batch-norm.
         KnowledgeError: The loss is not finite; the model keeps the weights from before that step.
-        CannotAnswer: The limit of `fleetdistill.training.time_limit` has passed.
+        CannotAnswer, WorkInterrupted: The work must end; see `fleetdistill.interruption`.
     """
     inputs, labels = data.inputs.to(device), data.labels.to(device)
     return train_steps(
@@ -214,7 +214,7 @@ def train_steps(
     with in_mode(model, training=True):
         for epoch in range(epochs):
             for rows in _batches(count, batch_size, smallest, generator):
-                check_time()
+                check_may_continue()
                 for loss_value in losses(epoch, rows.to(device)):
                     mean_loss = _finite(loss_value, f"epoch {epoch + 1} of {epochs}, step {steps + 1}", optimizer)
                     optimizer.zero_grad(set_to_none=True)
@@ -274,7 +274,7 @@ def extract(
 
 
 def _timed(model_fn: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
-    check_time()
+    check_may_continue()
     return model_fn(part)
 
 

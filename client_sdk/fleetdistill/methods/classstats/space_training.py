@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fleetdistill.interruption import check_may_continue
 from fleetdistill.knowledge import Array, ClassSpace
 from fleetdistill.methods.base import Local
 from fleetdistill.methods.classstats.config import SpaceConfig
@@ -19,7 +20,6 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.training.local_training import TrainingReport, train_steps
 from fleetdistill.training.losses import distillation_loss, soft_targets
 from fleetdistill.training.portable_noise import portable_noise
-from fleetdistill.training.time_limit import check_time
 
 _FALLS_TO = 0.1
 _TAUGHT_AT, _TAUGHT_WEIGHT, _NOISE = 2.0, 0.9, 0.05
@@ -193,7 +193,7 @@ def _inverted(general: SpaceModel, images: Tensor, wanted_v: Tensor) -> Tensor:
     found = images.clone().requires_grad_()
     optimizer = torch.optim.Adam([found], lr=_DRAWING_RATE)
     for _ in range(_DRAWING_STEPS):
-        check_time()
+        check_may_continue()
         optimizer.zero_grad()
         (general.coordinates(found) - wanted_v).square().sum(dim=1).mean().backward()
         optimizer.step()
