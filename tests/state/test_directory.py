@@ -365,7 +365,8 @@ def test_the_files_of_the_outbox_have_the_names_of_format_2(tmp_path: Path) -> N
     put(storage, pending)
     answer = (
         '{"round": 3, "step_number": 2, "attempt": 1, "samples": 40, "verdict": {"replaced": true, "accuracy": 0.75, '
-        '"accuracy_in_use": 0.5, "answer": "personal"}, "scores": {"test": [[1, 0], [0, 1]]}, "payload": "ab"}'
+        '"accuracy_in_use": 0.5, "answer": "personal"}, "scores": {"test": [[1, 0], [0, 1]]}, "payload": "ab", '
+        '"step": "", "columns": null}'
     )
     assert (tmp_path / "outbox" / "manifest.json").read_text() == '{"format": 2, ' + answer[1:]
     storage.outbox.save_outcome(Outcome(pending, "r1", tries=2))

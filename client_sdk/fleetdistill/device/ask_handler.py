@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fleetdistill.device.check_in import CheckIn
 from fleetdistill.device.consent import check_may_leave
-from fleetdistill.device.declines import MAX_REASON, Declines
+from fleetdistill.device.declines import Declines, send_decline
 from fleetdistill.device.events import Events
 from fleetdistill.device.notes import notes_text
-from fleetdistill.device.private import PrivateAnswers, guarantee_of, reason_to_send
+from fleetdistill.device.private import PrivateAnswers, guarantee_of
 from fleetdistill.device.sender import Sender
 from fleetdistill.device.session import Session
 from fleetdistill.errors import (
@@ -47,7 +47,6 @@ class AskHandler:
         check_in: Provides the compute backend and downloads payloads.
         sender: Sends the answer.
         stopped: Set when the app stops the device.
-        allow: Columns that may leave the device.
         private: Makes the answers of a private run.
         max_seconds: Time limit for one ask, in seconds.
     """
@@ -60,13 +59,12 @@ class AskHandler:
         sender: Sender,
         stopped: threading.Event,
         *,
-        allow: Sequence[str],
         private: PrivateAnswers,
         max_seconds: float,
     ) -> None:
         self._session, self._events, self._storage = session, events, session.storage
         self._check_in, self._sender, self._stopped = check_in, sender, stopped
-        self._allow, self._private, self._max_seconds = allow, private, max_seconds
+        self._private, self._max_seconds = private, max_seconds
         self._declines = Declines()
 
     def handle(self, ask: service_pb2.Ask) -> None:
@@ -116,7 +114,9 @@ class AskHandler:
     ) -> tuple[Pending, Answer]:
         """Computes the answer and stores it durably, with its state and the decision about the app's model."""
         guarantee = guarantee_of(compute.contract)
-        allow = self._allow if guarantee is None else self._private.columns(self._allow)
+        allow = self._session.consent.columns
+        if guarantee is not None:
+            allow = self._private.columns(allow)
         with time_limit(self._max_seconds, self._session.clock.now):
             computed = compute.answer(ask, parts, allow)
         answer = computed.answer
@@ -128,7 +128,15 @@ class AskHandler:
         attempt = max(self._storage.outbox.next_attempt(ask.round, ask.step_number), ask.first_attempt)
         scores = {split: counts.confusion.tolist() for split, counts in computed.scores.items()}
         pending = Pending(
-            ask.round, ask.step_number, attempt, answer.samples, computed.replacement, scores, ask.payload.hex()
+            round=ask.round,
+            step_number=ask.step_number,
+            attempt=attempt,
+            samples=answer.samples,
+            replacement=computed.replacement,
+            scores=scores,
+            payload=ask.payload.hex(),
+            step=ask.step,
+            columns={name: list(part.columns()) for name, part in answer.parts.items()},
         )
         self._storage.outbox.put(pending, payload, computed.state, computed.delivered)
         self._session.computed = pending
@@ -142,12 +150,7 @@ class AskHandler:
         if self._session.compute is not None:
             self._session.compute.forget_state()
         self._session.clock.wait(self._stopped, self._declines.note(ask, reason))
-        request = service_pb2.DeclineRequest(
-            identity=self._session.identity, round=ask.round, step_number=ask.step_number
-        )
-        private = self._session.terms is not None and guarantee_of(self._session.terms.contract) is not None
-        request.reason = (reason_to_send(reason) if private else str(reason))[:MAX_REASON]
-        self._session.link.decline(request)
+        send_decline(self._session, ask.round, ask.step, ask.step_number, reason)
         if self._declines.is_first_report():
             self._events.emit("dropped", ask.round, str(reason))
 

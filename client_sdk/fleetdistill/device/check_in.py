@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from fleetdistill.link.downloads import Downloads
 from fleetdistill.link.terms import check_terms
 from fleetdistill.state import failpoints
 from fleetdistill.state.data_version import data_version, digest_of_data
+from fleetdistill.state.sent_ledger import check_in_entry
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.compression import offered
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
@@ -38,7 +39,6 @@ class CheckIn:
         events: Emits events to the app.
         make_compute: Makes the compute backend when it is first needed.
         data: The app's training data, as in `Device(data=...)`.
-        allow: Columns that may leave the device.
         max_threads: Maximum number of threads that a run may require.
         only_private: Whether the app allows only private runs.
         downloads: Stores the run's payloads.
@@ -51,53 +51,66 @@ class CheckIn:
         *,
         make_compute: MakeForData,
         data: Any,
-        allow: Sequence[str],
         max_threads: int,
         only_private: bool,
         downloads: Downloads,
     ) -> None:
         self._session, self._events, self._storage = session, events, session.storage
         self._make, self._data = make_compute, data
-        self._allow, self._max_threads = tuple(allow), max_threads
+        self._max_threads = max_threads
+        self._columns_sent: tuple[str, ...] = ()
         self._only_private, self._downloads = only_private, downloads
         self._profile_sent = False  # whether the server has the current profile
         self._data_version_sent = False  # whether the server has the current data version
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the device must check in, because it has not, or because the app has narrowed `allow` since."""
+        return self._session.terms is None or self._columns_sent != self._session.consent.columns
+
     def check_in(self) -> service_pb2.CheckInResponse:
         """Checks the device in; uses the saved profile if there is one, so that an idle device does not load torch."""
-        profile = _parse_profile(self._storage.load("profile.bin"))
+        profile, columns = _parse_profile(self._storage.load("profile.bin")), self._session.consent.columns
+        run = self._session.identity.run
         if profile is None:
             terms = self._send_check_in(None)
             profile = self._profile_of(self.make_compute(terms.contract))
+            run = terms.contract.run
         else:
             del profile.allowed_columns[:]
-            profile.allowed_columns.extend(self._allow)
+            profile.allowed_columns.extend(sorted(columns))
             _set_compressions(profile)
-        terms = self._send_check_in(profile)
+        terms = self._send_check_in(profile, run)
         self._session.identity.run = terms.contract.run
         failpoints.hit("device.check-in.before-save")
         self._save(profile)
         failpoints.hit("device.check-in.after-save")
         if self._session.compute is not None:
             self._save_data_version(profile)
-        self._session.terms = terms
+        self._session.terms, self._columns_sent = terms, columns
         device = self._session.identity.device
         text, reveals = f"{device} takes part in run {terms.contract.run!r}", _reveals(terms.contract)
         self._events.emit_checked_in(text, reveals, leaves_the_process=self._session.link.remote)
         return terms
 
-    def _send_check_in(self, profile: contract_pb2.DeviceProfile | None) -> service_pb2.CheckInResponse:
-        terms = self._session.link.check_in(self._session.identity, profile)
+    def _send_check_in(self, profile: contract_pb2.DeviceProfile | None, run: str = "") -> service_pb2.CheckInResponse:
+        terms = self._call_server(profile, run)
         check_terms(terms, self._session.identity.run, self._max_threads)
         if self._only_private:
             check_is_private(terms.contract)
         return terms
 
+    def _call_server(self, profile: contract_pb2.DeviceProfile | None, run: str) -> service_pb2.CheckInResponse:
+        """Sends a check-in; one with a profile is recorded in the ledger first."""
+        if profile is not None:
+            self._storage.ledger.record(check_in_entry(run, profile.samples, profile.ByteSize()))
+        return self._session.link.check_in(self._session.identity, profile)
+
     def _profile_of(self, compute: Compute) -> contract_pb2.DeviceProfile:
         # Imported here because it loads methods: the front imports this package and must not load them.
         from fleetdistill.device.compute import NamesRows
 
-        profile = compute.profile(self._allow)
+        profile = compute.profile(self._session.consent.columns)
         _set_compressions(profile)
         if guarantee_of(compute.contract) is not None:
             hide_rows(profile)
@@ -148,7 +161,7 @@ class CheckIn:
             return
         profile = self._profile_of(compute)
         if profile.SerializeToString() != self._storage.load("profile.bin"):
-            self._session.link.check_in(self._session.identity, profile)
+            self._call_server(profile, self._session.identity.run)
             self._save(profile)
         self._save_data_version(profile)
         self._profile_sent = True

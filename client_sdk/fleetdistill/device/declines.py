@@ -1,14 +1,18 @@
-"""The last ask that a device declined, so that a repetition is declined without new work."""
+"""Declines asks, and stores the last declined one, so that a repetition is declined without new work."""
 
 from __future__ import annotations
 
-from fleetdistill.errors import FleetDistillError
+from fleetdistill.device.private import guarantee_of, reason_to_send
+from fleetdistill.device.session import Session
+from fleetdistill.errors import FleetDistillError, NoRoomError
+from fleetdistill.state.sent_ledger import decline_entry
 from fleetdistill.wire.v1 import service_pb2
 
 MAX_REASON = 512
 """Maximum length of a decline's reason, in characters; the server stores at most as many."""
 _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 60.0
+_NO_ROOM = "the device's disk is full"
 
 
 class Declines:
@@ -36,6 +40,19 @@ class Declines:
         """Returns True on the first call for the current ask, so that the app gets one event."""
         reported, self._reported = self._reported, True
         return not reported
+
+
+def send_decline(session: Session, round: int, step: str, step_number: int, reason: FleetDistillError) -> None:
+    """Declines an ask, after recording the reason in the ledger: it can describe the device's data."""
+    private = session.terms is not None and guarantee_of(session.terms.contract) is not None
+    text = (reason_to_send(reason) if private else str(reason))[:MAX_REASON]
+    try:
+        session.storage.ledger.record(decline_entry(session.identity.run, round, step, step_number, text))
+    except NoRoomError:
+        text = _NO_ROOM  # independent of the data
+    session.link.decline(
+        service_pb2.DeclineRequest(identity=session.identity, round=round, step_number=step_number, reason=text)
+    )
 
 
 def _name(ask: service_pb2.Ask) -> bytes:

@@ -31,6 +31,8 @@ from fleetdistill.device.arguments import (
 )
 from fleetdistill.device.ask_handler import AskHandler
 from fleetdistill.device.check_in import CheckIn, MakeForData, open_link
+from fleetdistill.device.consent import Consent
+from fleetdistill.device.disclosure import Disclosure
 from fleetdistill.device.events import Event, Events, Step
 from fleetdistill.device.guard import Guard
 from fleetdistill.device.identity import load_identity
@@ -71,7 +73,7 @@ _FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 15.0
 
 
-class Device:
+class Device(Disclosure):
     """Trains the app's model on private data when the server asks, and delivers the result to the app.
 
     Use a device from one thread; `stop`, `predict`, `model` and `models` are thread-safe.
@@ -164,7 +166,7 @@ class Device:
         self._guard = Guard(on_event or (lambda event: None))
         self._storage = Storage(Path(state_dir), max_spool_bytes)
         try:
-            self._session = self._open_session(server, enrolment, run, device_id, clock or SystemClock())
+            self._session = self._open_session(server, enrolment, run, device_id, clock or SystemClock(), allow)
         except FleetDistillError:
             self._storage.close()
             raise
@@ -174,7 +176,6 @@ class Device:
             self._events,
             make_compute=_compute_factory(model, worker, torch_options),
             data=data,
-            allow=tuple(allow),
             max_threads=max_threads,
             only_private=budget is not None,
             downloads=Downloads(self._storage.directory / DOWNLOADS, max_spool_bytes),
@@ -188,19 +189,25 @@ class Device:
             self._check_in,
             self._sender,
             self._stopped,
-            allow=tuple(allow),
             private=PrivateAnswers(self._storage, budget, self._events),
             max_seconds=max_seconds_per_ask,
         )
 
     def _open_session(
-        self, server: str | Link, enrolment: str | Path | None, run: str, device_id: str | None, clock: Clock
+        self,
+        server: str | Link,
+        enrolment: str | Path | None,
+        run: str,
+        device_id: str | None,
+        clock: Clock,
+        allow: Sequence[str],
     ) -> Session:
         identity = load_identity(self._storage, run, device_id)
         adopt_proxy_set(self._storage.directory)
         if isinstance(server, str):
             server = open_link(server, enrolment, self._storage.directory, identity.device)
-        return Session(self._storage, MeteredLink(server, lambda count: None), identity, self._guard, clock)
+        link = MeteredLink(server, lambda count: None)
+        return Session(self._storage, link, identity, self._guard, clock, consent=Consent(allow))
 
     @property
     def device_id(self) -> str:
@@ -346,8 +353,9 @@ class Device:
 
     def _step(self, wait_seconds: float) -> Step:
         with self._guard.held():
-            if self._session.terms is None:
+            if self._check_in.is_due:
                 self._check_in.check_in()
+            self._events.emit_put_aside(self._storage.put_aside)
             pending = self._storage.outbox.pending()
         if pending is not None:
             self._sender.settle(pending)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fleetdistill.device.guard import Guard
 from fleetdistill.link.terms import plain
 from fleetdistill.printable import printable
+from fleetdistill.state.files import SetAside
 from fleetdistill.state.outbox import Outcome, Pending
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DROPPED = (Code.LATE, Code.CLOSED, Code.SUPERSEDED)
+_DROPPED = (Code.LATE, Code.CLOSED, Code.SUPERSEDED, Code.COLUMN_NOT_ALLOWED)
 
 
 class Step(StrEnum):
@@ -43,8 +44,8 @@ class Event:
     """Progress report from a device to its app, passed to `Device(on_event=...)`.
 
     Attributes:
-        kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, released, scored, answered, refused,
-            dropped, kept, delivered, exported, interrupted, lost-contact, stopped or finished.
+        kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, released, scored, answered, refused, dropped,
+            damaged, kept, delivered, exported, interrupted, lost-contact, stopped or finished.
         round: Round that the event belongs to, or 0.
         text: Description in one sentence.
         values: Counts and figures by name; docs/reference/events.md lists them for each kind.
@@ -104,6 +105,12 @@ class Events:
         else:
             kind = "dropped" if outcome.code in _DROPPED else "refused"
             self.emit(kind, number, outcome.text, {**outcome.details, "tries": outcome.tries})
+
+    def emit_put_aside(self, files: list[SetAside]) -> None:
+        """Emits each damaged file that was put aside, and empties the list."""
+        while files:
+            one = files.pop(0)
+            self.emit("damaged", 0, one.text, {"path": str(one.path), "kept_as": str(one.kept_as)})
 
     def emit_scores(self, pending: Pending) -> None:
         """Emits the scores of the round's model on the app's test and validation data."""

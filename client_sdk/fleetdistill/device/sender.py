@@ -7,16 +7,20 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from fleetdistill.device.consent import ColumnWithdrawn
+from fleetdistill.device.declines import send_decline
 from fleetdistill.device.events import Events
 from fleetdistill.device.session import Session
 from fleetdistill.errors import ExportError, FleetDistillError, LinkError, NoRoomError, RefusedError
 from fleetdistill.link.terms import heartbeat_interval, known_compression, plain
 from fleetdistill.state import failpoints
 from fleetdistill.state.outbox import Outcome, Pending
+from fleetdistill.state.sent_ledger import answer_entry
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code, after_seconds, is_final, status_of
 from fleetdistill.wire.compression import RAW, offered
+from fleetdistill.wire.kind import kind_of
 from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
@@ -76,6 +80,9 @@ class Sender:
     def _commit(self, outcome: Outcome) -> None:
         with self._session.guard.held():
             self._storage.outbox.save_outcome(outcome)
+            self._storage.ledger.end_answer(
+                self._session.identity.run, outcome.pending.name, receipt=outcome.receipt, code=outcome.code
+            )
             if outcome.receipt:
                 self._promote(outcome.pending)
             else:
@@ -102,6 +109,10 @@ class Sender:
             try:
                 receipt = self._send(pending)
                 return Outcome(pending, plain(receipt.id, 64), tries=self._storage.outbox.tries)
+            except ColumnWithdrawn as withdrawn:
+                send_decline(self._session, pending.round, pending.step, pending.step_number, withdrawn)
+                code = Code.COLUMN_NOT_ALLOWED
+                return Outcome(pending, "", code, str(withdrawn), {"code": code}, self._storage.outbox.tries)
             except RefusedError as refusal:
                 status = status_of(refusal.code)
                 if status in _RETRY_LATER:
@@ -150,6 +161,7 @@ class Sender:
             samples=pending.samples,
             first_byte=first_byte,
         )
+        self._record(pending, payload)
         terms = self._session.terms
         packed = known_compression(terms.compression, offered()) if terms is not None else RAW
         self._storage.outbox.count_try()
@@ -158,6 +170,17 @@ class Sender:
             receipt = self._session.link.upload(header, wire.chunks(payload.source, payload.slots, first_byte, packed))
         failpoints.hit("device.upload.after-receipt")
         return receipt
+
+    def _record(self, pending: Pending, payload: Payload) -> None:
+        """Records an answer in the ledger. Raises ColumnWithdrawn if the app no longer allows one of its columns."""
+        columns = pending.columns
+        if columns is None:  # stored by an earlier SDK
+            columns = {part.name: list(kind_of(part).possible_columns or ()) for part in payload.parts.parts}
+        self._session.consent.check_stored(columns)
+        try:
+            self._storage.ledger.begin_answer(answer_entry(self._session.identity.run, pending, payload, columns))
+        except NoRoomError as full:
+            raise LinkError(f"round {pending.round}: the answer cannot be recorded before it is sent: {full}") from full
 
     @contextlib.contextmanager
     def heartbeats(self) -> Iterator[None]:

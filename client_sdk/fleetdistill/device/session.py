@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fleetdistill.clock import Clock
+from fleetdistill.device.consent import Consent
 from fleetdistill.device.guard import Guard
 from fleetdistill.link.base import Link
 from fleetdistill.state.directory import Storage
@@ -26,6 +27,7 @@ class Session:
         identity: Run, device id and secret.
         guard: Lock held while the compute backend or the identity is used.
         clock: Clock for waits and time limits.
+        consent: Columns that may leave the device.
         terms: Server's reply to the check-in; None if the device has to check in.
         compute: Compute backend; None before its first use.
         computed: Answer whose state the compute backend holds, or None.
@@ -37,6 +39,7 @@ class Session:
     identity: service_pb2.Identity
     guard: Guard
     clock: Clock
+    consent: Consent
     terms: service_pb2.CheckInResponse | None = None
     compute: Compute | None = None
     computed: Pending | None = None

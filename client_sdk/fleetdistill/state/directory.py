@@ -13,6 +13,8 @@
                             be replaced, then manifest.json, which commits the others; tries.txt: number of tries to
                             send; outcome.json: outcome of the answer, until the app has its events
     last_outcome.json       outcome of the previous answer, whose events the app has
+    ledger.jsonl            what the device has sent about its data, for its user
+    *.damaged-N             damaged files that were put aside
 
 `fleetdistill.state.outbox` writes the files in `outbox/`.
 """
@@ -32,6 +34,7 @@ from fleetdistill.state.file_lock import lock_file
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import FORMAT, check_format, json_object
 from fleetdistill.state.outbox import Outbox
+from fleetdistill.state.sent_ledger import SentLedger
 from fleetdistill.version import VERSION
 
 MAX_SPOOL_BYTES = 16 << 30
@@ -47,6 +50,7 @@ class Storage(Files):
 
     Attributes:
         outbox: The answer in progress.
+        ledger: What the device has sent.
 
     Raises:
         StateError: Another process uses the directory, or it cannot be written.
@@ -62,6 +66,7 @@ class Storage(Files):
             raise StateError(f"{directory} is in use by another device; each device requires its own state directory")
         self._lock = lock
         self.outbox = Outbox(self, max_answer_bytes)
+        self.ledger = SentLedger(self)
 
     def close(self) -> None:
         """Releases the lock of the directory."""

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from fleetdistill.state.disk import disk_errors
-from fleetdistill.state.durable import rename_durably
+from fleetdistill.state.durable import rename_durably, sync_directory, sync_file
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A damaged file that was put aside; the device continues without it.
+
+    Attributes:
+        path: Path of the file.
+        kept_as: Path of its renamed copy.
+        text: What was found and what the device does, as a sentence.
+    """
+
+    path: Path
+    kept_as: Path
+    text: str
 
 
 class Files:
@@ -14,10 +35,12 @@ class Files:
 
     Attributes:
         directory: Path of the state directory, which must exist.
+        put_aside: Damaged files that were put aside and not reported to the app yet.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.put_aside: list[SetAside] = []
 
     def load(self, name: str) -> bytes | None:
         """Returns the content of a file, or None if it does not exist."""
@@ -45,3 +68,28 @@ class Files:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
             rename_durably(temporary, path)
+
+    def set_aside(self, name: str, reason: object, effect: str, *, copy: bool = False) -> None:
+        """Renames a damaged file to `NAME.damaged-1`, or the next free number, and notes it for the app.
+
+        Args:
+            name: Path relative to the directory, of a file or a folder.
+            reason: What is wrong with the file.
+            effect: What the device does without it.
+            copy: Whether to copy the file, because the caller replaces it atomically.
+        """
+        path = self.directory / name
+        with disk_errors(self.directory):
+            kept = next(
+                one for n in itertools.count(1) if not (one := path.with_name(f"{path.name}.damaged-{n}")).exists()
+            )
+            if copy:
+                with path.open("rb") as source, kept.open("xb") as target:
+                    shutil.copyfileobj(source, target)
+                    sync_file(target)
+            else:
+                path.replace(kept)
+            sync_directory(path.parent)
+        text = f"{path} is damaged: {reason}; it is kept as {kept.name}, and {effect}"
+        logger.warning("%s", text)
+        self.put_aside.append(SetAside(path, kept, text))

@@ -42,6 +42,8 @@ class Pending:
         replacement: Whether the app's model is replaced with the receipt; None if the round continues.
         scores: Confusion matrices `[classes, classes]` of the round's model by split, emitted with the receipt.
         payload: SHA-256 of the ask's payload in hex; empty if the ask had none, and from SDK 0.1.
+        step: Name of the step; empty from earlier SDKs.
+        columns: Columns of each part, by name of the part; None from earlier SDKs.
     """
 
     round: int
@@ -51,6 +53,8 @@ class Pending:
     replacement: Replacement | None = None
     scores: dict[str, list[list[int]]] = field(default_factory=dict)
     payload: str = ""
+    step: str = ""
+    columns: dict[str, list[str]] | None = None
 
     @property
     def name(self) -> tuple[int, int, int]:

@@ -1,0 +1,209 @@
+"""The ledger of a state directory: a durable record of everything that the device has sent about its data.
+
+    ledger.jsonl    one JSON object per line, each with the CRC-32C of its other members as `crc`
+
+An entry is written and fsynced before the bytes leave; the server's receipt or refusal is appended as a second line. An
+answer without either may have been sent. Lines are only appended, up to `MOST_ENTRIES`. Then a file with the newest
+`KEPT_ENTRIES` replaces this one; the others become totals of their months, of which `MOST_MONTHS` are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import google_crc32c
+
+from fleetdistill.state import failpoints
+from fleetdistill.state.disk import disk_errors
+from fleetdistill.state.durable import sync_file
+from fleetdistill.state.files import Files
+from fleetdistill.state.outbox import Pending
+from fleetdistill.state.sent import ANSWER, CHECK_IN, DECLINE, Ledger, Sent, SentTotals, compacted
+from fleetdistill.wire.codec import Payload
+
+LEDGER = "ledger.jsonl"
+MOST_ENTRIES, KEPT_ENTRIES = 2000, 1000
+MOST_MONTHS = 240
+_OUTCOME, _MONTH = "outcome", "month"
+
+
+class SentLedger:
+    """Appends to the ledger of one state directory. Thread-safe.
+
+    Args:
+        files: The state directory.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files, self._path = files, files.directory / LEDGER
+        self._lock = threading.Lock()
+        self._loaded: Ledger | None = None
+
+    def begin_answer(self, entry: Sent) -> None:
+        """Records an answer durably before it is sent; a repeated attempt to send it is not recorded again."""
+        with self._lock:
+            if not any(one.kind == ANSWER and _same(one, entry) for one in self._ledger().entries):
+                self._append(entry)
+                failpoints.hit("device.ledger.after-answer")
+
+    def end_answer(self, run: str, name: tuple[int, int, int], *, receipt: str = "", code: str = "") -> None:
+        """Records the receipt or the refusal of an answer; does nothing if it is recorded, or nothing was sent."""
+        with self._lock:
+            entries = self._ledger().entries
+            if not any(one.kind == ANSWER and (one.run, one.name) == (run, name) and _open(one) for one in entries):
+                return
+            self._write({"kind": _OUTCOME, "run": run, "name": list(name), "receipt": receipt, "code": code})
+            failpoints.hit("device.ledger.after-outcome")
+
+    def record(self, entry: Sent) -> None:
+        """Records a check-in or a decline durably before it is sent."""
+        with self._lock:
+            self._append(entry)
+
+    def _append(self, entry: Sent) -> None:
+        self._write(_line(entry))
+        if len(self._ledger().entries) >= MOST_ENTRIES:
+            self._loaded = compacted(self._ledger(), KEPT_ENTRIES, MOST_MONTHS)
+            self._files.save(LEDGER, _content(self._loaded), mode=0o600)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        """Appends a line durably."""
+        ledger, data = self._ledger(), _sealed(line)
+        self._loaded = None  # after an error, the file decides
+        if not self._path.exists():
+            self._files.save(LEDGER, data, mode=0o600)
+        else:
+            with disk_errors(self._files.directory), self._path.open("ab") as file:
+                file.write(data)
+                sync_file(file)
+        reader = _Reader(list(ledger.entries), list(ledger.months))
+        reader.take(data)
+        self._loaded = reader.ledger
+
+    def _ledger(self) -> Ledger:
+        """Returns the ledger; a damaged file is first put aside and replaced by its readable lines."""
+        if self._loaded is None:
+            data = self._files.load(LEDGER) or b""
+            found = read_ledger(data)
+            if found.damaged or (data and not data.endswith(b"\n")):
+                self._files.set_aside(LEDGER, f"{found.damaged} unreadable lines", "the others are kept", copy=True)
+                self._files.save(LEDGER, _content(found), mode=0o600)
+            self._loaded = replace(found, damaged=0)
+        return self._loaded
+
+
+def answer_entry(run: str, pending: Pending, payload: Payload, columns: Mapping[str, Sequence[str]]) -> Sent:
+    """Returns the entry of an answer."""
+    return Sent(
+        kind=ANSWER,
+        time=time.time(),
+        run=run,
+        bytes=payload.header().ByteSize() + payload.data_bytes,
+        round=pending.round,
+        step=pending.step,
+        step_number=pending.step_number,
+        attempt=pending.attempt,
+        samples=pending.samples,
+        columns={name: list(part) for name, part in columns.items()},
+        sha256=payload.sha256.hex(),
+    )
+
+
+def check_in_entry(run: str, samples: int, size: int) -> Sent:
+    """Returns the entry of a check-in."""
+    return Sent(kind=CHECK_IN, time=time.time(), run=run, bytes=size, samples=samples)
+
+
+def decline_entry(run: str, round: int, step: str, step_number: int, text: str) -> Sent:
+    """Returns the entry of a decline."""
+    size = len(text.encode())
+    return Sent(
+        kind=DECLINE, time=time.time(), run=run, bytes=size, round=round, step=step, step_number=step_number, text=text
+    )
+
+
+def read_ledger(data: bytes) -> Ledger:
+    """Returns the ledger in a file. Unreadable lines, such as one that a power cut truncated, are counted."""
+    reader = _Reader()
+    for line in data.split(b"\n"):
+        if line:
+            reader.take(line)
+    return reader.ledger
+
+
+@dataclass
+class _Reader:
+    entries: list[Sent] = field(default_factory=list)
+    months: list[SentTotals] = field(default_factory=list)
+    damaged: int = 0
+
+    def take(self, line: bytes) -> None:
+        """Adds a line."""
+        found = _opened(line)
+        if found is None or not self._add(found):
+            self.damaged += 1
+
+    def _add(self, found: dict[str, Any]) -> bool:
+        """Adds the content of a line; returns False if it is not a line of a ledger."""
+        try:
+            if found["kind"] == _OUTCOME:
+                self._end(found["run"], tuple(found["name"]), found["receipt"], found["code"])
+            elif found["kind"] == _MONTH:
+                self.months.append(SentTotals(**found["totals"]))
+            else:
+                self.entries.append(Sent(**found))
+        except (KeyError, TypeError):
+            return False
+        return True
+
+    def _end(self, run: str, name: tuple[int, ...], receipt: str, code: str) -> None:
+        for at in reversed(range(len(self.entries))):
+            one = self.entries[at]
+            if one.kind == ANSWER and (one.run, one.name) == (run, name):
+                self.entries[at] = replace(one, receipt=receipt, code=code)
+                return
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger(tuple(self.entries), tuple(self.months), self.damaged)
+
+
+def _same(one: Sent, other: Sent) -> bool:
+    return (one.run, one.name, one.sha256) == (other.run, other.name, other.sha256)
+
+
+def _open(one: Sent) -> bool:
+    return not one.receipt and not one.code
+
+
+def _line(entry: Sent) -> dict[str, Any]:
+    """Returns the members of an entry's line, without those that are empty."""
+    given = {name: value for name, value in asdict(entry).items() if value}
+    return {**given, "time": entry.time, "bytes": entry.bytes}
+
+
+def _content(ledger: Ledger) -> bytes:
+    """Returns the content of a file with a ledger's months and entries."""
+    months: Iterable[dict[str, Any]] = ({"kind": _MONTH, "totals": asdict(one)} for one in ledger.months)
+    return b"".join(_sealed(line) for line in (*months, *map(_line, ledger.entries)))
+
+
+def _sealed(line: Mapping[str, Any]) -> bytes:
+    """Returns a line with its checksum."""
+    text = json.dumps(line)
+    return json.dumps({**line, "crc": google_crc32c.value(text.encode())}).encode() + b"\n"
+
+
+def _opened(line: bytes) -> dict[str, Any] | None:
+    """Returns the members of a line; None if it is incomplete or does not match its checksum."""
+    try:
+        found = json.loads(line)
+        crc = found.pop("crc")
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return None
+    return found if google_crc32c.value(json.dumps(found).encode()) == crc else None
