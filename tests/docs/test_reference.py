@@ -91,7 +91,7 @@ def test_the_pages_and_commands_are_found() -> None:
         "README.md",
         "CHANGELOG.md",
         "feddkc.md",
-        "protocol.md",
+        "wire-format.md",
         "architecture.md",
     }
     assert len(COMMANDS) >= 6

@@ -1,11 +1,11 @@
-"""What docs/reference/protocol.md says of statistics that are refused, and a refusal's sentence as it stands there."""
+"""The table of docs/reference/wire-format.md on refused statistics, and a refusal's sentence in its form."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-_PAGE = (Path(__file__).parents[2] / "docs/reference/protocol.md").read_text(encoding="utf-8")
+_PAGE = (Path(__file__).parents[2] / "docs/reference/wire-format.md").read_text(encoding="utf-8")
 
 
 def documented_refusals(title: str) -> set[tuple[str, str]]:
