@@ -15,6 +15,8 @@
     ├── CannotAnswer             a device cannot answer an ask (handled by `Device`)
     │   └── PrivacyBudgetError   the answer would exceed the device's privacy budget
     ├── WorkInterrupted          work must end now and is done again later (handled by `Device`)
+    ├── DeviceBusyError          another call works on the device
+    ├── DeviceClosedError        the device was closed
     ├── StoreError               the server's store failed
     │   ├── DamagedError         stored data are missing or corrupt
     │   └── NoSpaceError         the server's disk is full
@@ -31,6 +33,8 @@ __all__ = [
     "ConfigurationError",
     "DamagedError",
     "DataError",
+    "DeviceBusyError",
+    "DeviceClosedError",
     "ExportError",
     "FleetDistillError",
     "KnowledgeError",
@@ -134,6 +138,34 @@ class RefusedError(FleetDistillError):
         super().__init__(message)
         self.code = code
         self.details = details or {}
+
+
+class DeviceBusyError(FleetDistillError):
+    """Another call works on the device. One call at a time of `run`, `start`, `step` and `tick` works on a device.
+
+    Attributes:
+        call: Name of the method that was refused.
+        working: Name of the method that works on the device.
+    """
+
+    def __init__(self, call: str, working: str) -> None:
+        super().__init__(
+            f"Device.{call} was called while Device.{working} works on the device; "
+            "only one thread at a time can do so. Call it again after the other one has ended"
+        )
+        self.call, self.working = call, working
+
+
+class DeviceClosedError(FleetDistillError):
+    """The device was closed; the app needs a new one.
+
+    Attributes:
+        member: Name of the method or property that was refused.
+    """
+
+    def __init__(self, member: str, state_dir: object) -> None:
+        super().__init__(f"Device.{member} was used after close; create a new Device with state_dir {str(state_dir)!r}")
+        self.member = member
 
 
 class StoreError(FleetDistillError):

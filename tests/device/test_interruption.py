@@ -63,7 +63,8 @@ def stopped_while(link: Any, state_dir: Path, at: str) -> Any:
         device.stop()
         running.join(PATIENCE_SECONDS)
         assert not running.is_alive()
-        assert device.step() is Step.PAUSED
+        device.stop()
+        assert device.step() is Step.PAUSED, "also if the stop came before the step"
     return events
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,90 @@ def test_ctrl_c_ends_the_example_of_the_readme_without_a_traceback(tmp_path: Pat
             app.wait()
     assert "Traceback" not in (tmp_path / "errors").read_text()
     assert "interrupted by Ctrl-C" in (tmp_path / "out").read_text()
+
+
+class PressingLink(LyingLink):
+    """Ctrl-C is pressed within one of its calls."""
+
+    def __init__(self, *calls: str) -> None:
+        super().__init__(ask())
+        self.calls = list(calls)
+
+    def check_in(self, identity: Any, profile: Any) -> Any:
+        self._press("check_in")
+        return super().check_in(identity, profile)
+
+    def next_ask(self, identity: Any, wait_seconds: float) -> Any:
+        self._press("next_ask")
+        return super().next_ask(identity, wait_seconds)
+
+    def leave(self, identity: Any) -> None:
+        self._press("leave")
+
+    def _press(self, call: str) -> None:
+        while call in self.calls:
+            self.calls.remove(call)
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_ends_run_like_stop_and_the_device_can_be_used_again(tmp_path: Path) -> None:
+    link = PressingLink("check_in")
+    device, events = device_at(link, tmp_path)
+    with device:
+        device.run()
+        assert [event.kind for event in events] == ["interrupted"]
+        device.run()
+    assert len(link.uploads) == 1
+    assert events[-1].kind == "finished"
+
+
+def test_a_second_ctrl_c_ends_run_without_waiting(tmp_path: Path) -> None:
+    link = PressingLink("next_ask", "next_ask")
+    device, events = device_at(link, tmp_path)
+    with device:
+        device.run()
+    assert not link.uploads
+    assert events[-1].kind == "interrupted"
+
+
+def test_ctrl_c_raises_keyboard_interrupt_if_the_app_wants_it(tmp_path: Path) -> None:
+    device, events = device_at(PressingLink("next_ask", "leave"), tmp_path)
+    with pytest.raises(KeyboardInterrupt) as error, device:
+        device.run(handle_ctrl_c=False)
+    assert error.value.__context__ is None, "the second Ctrl-C, while the device leaves, adds no traceback"
+    assert "interrupted" not in [event.kind for event in events]
+
+
+def test_a_second_ctrl_c_while_the_device_leaves_is_silent(tmp_path: Path) -> None:
+    link = PressingLink("next_ask", "leave")
+    link.asks.clear()
+    device, _ = device_at(link, tmp_path)
+    with device:
+        device.run()
+    assert not link.calls
+    device_at(LyingLink(), tmp_path)[0].close()  # the state directory is free
+
+
+def test_a_first_ctrl_c_while_the_device_leaves_is_raised_when_it_is_closed(tmp_path: Path) -> None:
+    device, _ = device_at(PressingLink("leave"), tmp_path)
+    with pytest.raises(KeyboardInterrupt) as error, device:
+        device.run()
+    assert len(traceback.format_exception(error.value)) < 10
+    device_at(LyingLink(), tmp_path)[0].close()  # the state directory is free
+
+
+def test_ctrl_c_in_the_constructor_is_raised_at_its_end_and_frees_the_state_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press(*_: Any) -> bool:
+        signal.raise_signal(signal.SIGINT)
+        return True
+
+    monkeypatch.setattr("fleetdistill.device.device.is_enrolled", press)
+    with pytest.raises(KeyboardInterrupt) as error:
+        device_at("127.0.0.1:1", tmp_path)
+    assert len(traceback.format_exception(error.value)) < 10
+    device_at(LyingLink(), tmp_path)[0].close()  # the state directory is free
 
 
 @pytest.mark.parametrize("where", ["next_ask", "upload", "on_event"])

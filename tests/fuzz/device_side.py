@@ -10,6 +10,7 @@ import contextlib
 import logging
 import shutil
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from fuzz.played import Played
 from fuzz.spoilt_enrolment import enrol_with_lies
 
 from fleetdistill import Device, FleetDistillError, Step
+from fleetdistill.clock import SystemClock
 from fleetdistill.link.base import Link
 
 SECONDS_PER_ASK = 0.05
@@ -63,7 +65,6 @@ class DeviceTarget:
 
     def _session(self, random: Random, state_dir: Path) -> None:
         device = self._open(state_dir)
-        device._stopped.set()  # so that it waits for nothing
         for _ in range(random.choice([2, 6, _STEPS])):
             step = self._step(device)
             if step is Step.FINISHED:
@@ -77,7 +78,7 @@ class DeviceTarget:
             device.close()
 
     def _open(self, state_dir: Path) -> Device:
-        return self.liar.run.device(self._server, state_dir, lambda event: None, SECONDS_PER_ASK)
+        return self.liar.run.device(self._server, state_dir, lambda event: None, SECONDS_PER_ASK, _NoWaits())
 
     def _step(self, device: Device) -> Step | None:
         began = time.monotonic()
@@ -91,6 +92,11 @@ class DeviceTarget:
             return None
         finally:
             self.slowest = max(self.slowest, time.monotonic() - began)
+
+
+class _NoWaits(SystemClock):
+    def wait(self, event: threading.Event, seconds: float) -> None:
+        """Returns immediately."""
 
 
 def _check_is_a_sentence(error: FleetDistillError) -> None:

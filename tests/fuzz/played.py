@@ -13,6 +13,7 @@ import numpy as np
 from support.fleets import RUNS, prepare, run_in_memory
 
 from fleetdistill import COLUMNS, Device
+from fleetdistill.clock import Clock
 from fleetdistill.light import light_worker
 from fleetdistill.link.base import Link
 from fleetdistill.wire.payload import AnyChunk
@@ -45,7 +46,14 @@ class Played:
     asks: list[service_pb2.Ask] = field(default_factory=list)
     payloads: dict[bytes, tuple[knowledge_pb2.PayloadHeader, bytes]] = field(default_factory=dict)
 
-    def device(self, server: str | Link, state_dir: Path, on_event: Callable[[Any], None], seconds: float) -> Device:
+    def device(
+        self,
+        server: str | Link,
+        state_dir: Path,
+        on_event: Callable[[Any], None],
+        seconds: float,
+        clock: Clock | None = None,
+    ) -> Device:
         """A device that fits the run, in a directory of the caller's choice."""
         data, spec = self.data, self.spec
         own: dict[str, Any] = {"worker": light_worker(data)}
@@ -63,6 +71,7 @@ class Played:
             on_event=on_event,
             max_seconds_per_ask=seconds,
             max_spool_bytes=64 << 20,
+            clock=clock,
             **own,
         )
 

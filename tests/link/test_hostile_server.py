@@ -260,10 +260,12 @@ def test_an_ask_that_was_declined_is_declined_again_without_work(tmp_path: Path)
     """Also where the server gives more time or says that it has come further; and the app is told once."""
     same = [ask(step="dream", deadline_seconds=1.0, completed_rounds=number) for number in range(3)]
     link = LyingLink(*same, ask(step="dream", round=2))
-    device, events = device_at(link, tmp_path, clock=ManualClock())
+    clock = ManualClock()
+    device, events = device_at(link, tmp_path, clock=clock)
     with device:
         while device.step() is not Step.FINISHED:
             pass
+    assert clock.waits == [0.5, 1.0], "seconds before the next request, after each repetition"
     assert [one.round for one in link.declined] == [1, 1, 1, 2]
     assert [one.round for one in events if one.kind == "ask"] == [1, 2]
     assert [one.round for one in events if one.kind == "dropped"] == [1, 2]

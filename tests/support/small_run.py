@@ -20,7 +20,7 @@ from support.forked import Forked, Pipe
 from support.processes import PATIENCE_SECONDS
 
 from fleetdistill import Device, Event
-from fleetdistill.device import device as sdk
+from fleetdistill.device import contact
 from fleetdistill.device.compute import Computed
 from fleetdistill.errors import CannotAnswer
 from fleetdistill.knowledge import Kind, ModelParameters
@@ -175,7 +175,9 @@ def _device(points: str, place: Place, name: str) -> None:
                 file.write(event.values["receipt"] + "\n")
 
     failpoints.switch_on(points)
-    sdk.LONGEST_PAUSE_SECONDS = 0.2  # a front that dies over and over again is not to be waited for longer each time
+    contact.LONGEST_PAUSE_SECONDS = (
+        0.2  # a front that dies over and over again is not to be waited for longer each time
+    )
     device = Device(
         server=f"127.0.0.1:{place.port}",
         worker=lambda contract: ParrotWorker(name, contract),  # type: ignore[arg-type, return-value]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -46,7 +45,6 @@ class AskHandler:
         events: Emits events to the app.
         check_in: Provides the compute backend and downloads payloads.
         sender: Sends the answer.
-        stopped: Set when the app stops the device.
         private: Makes the answers of a private run.
         max_seconds: Time limit for one ask, in seconds.
     """
@@ -57,26 +55,27 @@ class AskHandler:
         events: Events,
         check_in: CheckIn,
         sender: Sender,
-        stopped: threading.Event,
         *,
         private: PrivateAnswers,
         max_seconds: float,
     ) -> None:
         self._session, self._events, self._storage = session, events, session.storage
-        self._check_in, self._sender, self._stopped = check_in, sender, stopped
+        self._check_in, self._sender = check_in, sender
         self._private, self._max_seconds = private, max_seconds
         self._declines = Declines()
 
-    def handle(self, ask: service_pb2.Ask) -> None:
-        """Computes and sends the answer to an ask, or declines the ask."""
+    def handle(self, ask: service_pb2.Ask) -> float:
+        """Computes and sends the answer to an ask, or declines the ask.
+
+        Returns:
+            Seconds to wait before the next request for work; above 0 after a repeated decline.
+        """
         if self._declines.was_declined(ask):
-            self._decline(ask, self._declines.reason)
-            return
+            return self._decline(ask, self._declines.reason)
         try:
             check_ask(ask)
         except WireError as reason:
-            self._decline(ask, reason)
-            return
+            return self._decline(ask, reason)
         self._events.emit_ask(ask)
         self._session.ask_interrupted = False
         with self._sender.heartbeats():
@@ -85,12 +84,11 @@ class AskHandler:
                 pending, answer = self._compute_answer(compute, ask, self._download_parts(ask))
             except _AskClosed as closed:
                 self._events.emit("dropped", ask.round, str(closed.refusal), {"code": closed.refusal.code})
-                return
+                return 0.0
             except (CannotAnswer, ConfigurationError, KnowledgeError, WireError, NoRoomError) as reason:
                 # Training diverged, the server is newer or faulty, or the disk is full: the device declines this ask
                 # and continues with the next one.
-                self._decline(ask, reason)
-                return
+                return self._decline(ask, reason)
             except BaseException as error:
                 compute.forget_state()  # training for a failed answer must not affect the next one
                 self._session.ask_interrupted = isinstance(error, WorkInterrupted | KeyboardInterrupt)
@@ -98,6 +96,7 @@ class AskHandler:
         if any(answer.notes.values()):
             self._events.emit("ask", ask.round, notes_text(ask.step, answer.notes), dict(answer.notes))
         self._sender.settle(pending)
+        return 0.0
 
     def _download_parts(self, ask: service_pb2.Ask) -> Mapping[str, Kind]:
         """Returns the parts of the ask's payload, by name; empty if the ask has no payload."""
@@ -142,17 +141,21 @@ class AskHandler:
         self._session.computed = pending
         return pending, answer
 
-    def _decline(self, ask: service_pb2.Ask, reason: FleetDistillError) -> None:
+    def _decline(self, ask: service_pb2.Ask, reason: FleetDistillError) -> float:
         """Declines an ask, so that the server closes the ask and does not wait for the deadline.
 
-        A repetition of the same ask is declined without new work, after increasing delays.
+        A repetition of the same ask is declined without new work.
+
+        Returns:
+            Seconds to wait before the next request for work; they increase with each repetition.
         """
         if self._session.compute is not None:
             self._session.compute.forget_state()
-        self._session.clock.wait(self._stopped, self._declines.note(ask, reason))
+        pause = self._declines.note(ask, reason)
         send_decline(self._session, ask.round, ask.step, ask.step_number, reason)
         if self._declines.is_first_report():
             self._events.emit("dropped", ask.round, str(reason))
+        return pause
 
 
 class _AskClosed(Exception):

@@ -62,6 +62,7 @@ class CheckIn:
         self._only_private, self._downloads = only_private, downloads
         self._profile_sent = False  # whether the server has the current profile
         self._data_version_sent = False  # whether the server has the current data version
+        self._replacements: list[Any] = []  # new data for the next turn; the last ones count
 
     @property
     def is_due(self) -> bool:
@@ -125,10 +126,16 @@ class CheckIn:
     # --- data
 
     def replace_data(self, data: Any) -> None:
-        """Replaces the training data; the next check-in describes them, with a new compute backend."""
+        """Stores new training data for the next turn, because a turn in progress may use the previous ones."""
         self._storage.clear_data_version()  # first, so that a device that crashes here checks in with the new data
-        self._data, self._session.compute, self._session.computed = data, None, None
-        self._profile_sent = self._data_version_sent = False
+        self._replacements.append(data)
+
+    def take_replaced_data(self) -> None:
+        """Replaces the training data if there are new ones; the next check-in describes them, with a new backend."""
+        if self._replacements:
+            self._data, self._session.compute, self._session.computed = self._replacements[-1], None, None
+            self._profile_sent = self._data_version_sent = False
+            self._replacements.clear()
 
     def check_in_changed_data(self) -> None:
         """Checks in again if the training data have changed since the last check-in.
@@ -149,7 +156,8 @@ class CheckIn:
         self._data_version_sent = True
 
     def _save_data_version(self, profile: contract_pb2.DeviceProfile) -> None:
-        self._storage.save_data_version(profile.data_version, digest_of_data(self._data))
+        if not self._replacements:  # otherwise the stored version must stay cleared until the new data are in use
+            self._storage.save_data_version(profile.data_version, digest_of_data(self._data))
         self._data_version_sent = True
 
     def _update_profile(self, compute: Compute) -> None:

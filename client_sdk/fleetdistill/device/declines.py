@@ -29,7 +29,7 @@ class Declines:
         return self._times > 0 and self._ask == _name(ask)
 
     def note(self, ask: service_pb2.Ask, reason: FleetDistillError) -> float:
-        """Records a declined ask; returns the seconds to wait before the reply, 0 for the first time."""
+        """Records a declined ask; returns the seconds to wait afterwards, 0 for the first time."""
         if not self.was_declined(ask):
             self._ask, self._times, self._reported, self.reason = _name(ask), 0, False, reason
         self._times += 1

@@ -10,9 +10,6 @@ restart. Importing this module does not load torch.
 
 from __future__ import annotations
 
-import contextlib
-import random
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,29 +30,24 @@ from fleetdistill.device.ask_handler import AskHandler
 from fleetdistill.device.check_in import CheckIn, MakeForData, open_link
 from fleetdistill.device.consent import Consent
 from fleetdistill.device.disclosure import Disclosure
-from fleetdistill.device.events import Event, Events, Step
+from fleetdistill.device.engine import Engine
+from fleetdistill.device.events import Event, Events
 from fleetdistill.device.guard import Guard
 from fleetdistill.device.identity import load_identity
+from fleetdistill.device.interrupts import delays_ctrl_c
+from fleetdistill.device.loops import Loops
 from fleetdistill.device.predictions import Predictions
 from fleetdistill.device.private import PrivateAnswers
 from fleetdistill.device.sender import Sender
 from fleetdistill.device.session import Session
-from fleetdistill.errors import (
-    ConfigurationError,
-    FleetDistillError,
-    LinkError,
-    RefusedError,
-    WorkInterrupted,
-)
-from fleetdistill.interruption import Hold, check_may_continue, checked_by
+from fleetdistill.device.stop_request import StopRequest
+from fleetdistill.errors import ConfigurationError, DeviceClosedError, FleetDistillError
 from fleetdistill.link.base import Link
 from fleetdistill.link.credentials import is_enrolled
 from fleetdistill.link.downloads import DOWNLOADS, Downloads, adopt_proxy_set
 from fleetdistill.link.metered import MeteredLink
-from fleetdistill.link.terms import pause_seconds, plain
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.state.directory import MAX_SPOOL_BYTES, Storage
-from fleetdistill.wire.codes import Code, after_seconds, is_final
 from fleetdistill.wire.v1 import contract_pb2
 
 if TYPE_CHECKING:
@@ -64,19 +56,18 @@ if TYPE_CHECKING:
     from fleetdistill.device.compute import Compute, MakeCompute
     from fleetdistill.methods.classstats.space_model import MakePredictor
 
-POLL_SECONDS = 20.0
 MAX_THREADS = 64
 """Default of `Device(max_threads=...)`."""
 MAX_SECONDS_PER_ASK = 3600.0
 """Default of `Device(max_seconds_per_ask=...)`, in seconds."""
-_FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 15.0
 
 
-class Device(Disclosure):
+class Device(Loops, Disclosure):
     """Trains the app's model on private data when the server asks, and delivers the result to the app.
 
-    Use a device from one thread; `stop`, `predict`, `model` and `models` are thread-safe.
+    Takes part in the foreground (`run`), in a thread (`start`, `stop`, `join`), in the app's own loop (`tick`
+    or `step`), or in asyncio (`AsyncDevice`). Any thread may use any member at any time. One thread at a time works on
+    the device: `run`, `start`, `step` and `tick` raise DeviceBusyError while another call of them is in progress.
 
     Args:
         server: `"host:port"` of the aggregation server, or a `Link`.
@@ -121,6 +112,7 @@ class Device(Disclosure):
         StateError: `state_dir` is in use, is damaged, or belongs to another run or device.
     """
 
+    @delays_ctrl_c
     def __init__(
         self,
         *,
@@ -162,7 +154,6 @@ class Device(Disclosure):
         if isinstance(server, str):
             check_transport_security(server, insecure, enrolment is not None or is_enrolled(Path(state_dir)))
         self._has_worker, self._export_onnx = worker is not None, export_onnx
-        self._stopped, self._closed = threading.Event(), False
         self._guard = Guard(on_event or (lambda event: None))
         self._storage = Storage(Path(state_dir), max_spool_bytes)
         try:
@@ -180,18 +171,21 @@ class Device(Disclosure):
             only_private=budget is not None,
             downloads=Downloads(self._storage.directory / DOWNLOADS, max_spool_bytes),
         )
-        ready_compute = self._check_in.ready_compute
-        self._predictions = Predictions(self._session, ready_compute)
-        self._sender = Sender(self._session, self._events, ready_compute, self._predictions, export_onnx)
+        self._predictions = Predictions(self._session, lambda: self._ready_compute("predict"))
+        self._sender = Sender(self._session, self._events, self._check_in.ready_compute, self._predictions, export_onnx)
         self._handler = AskHandler(
             self._session,
             self._events,
             self._check_in,
             self._sender,
-            self._stopped,
             private=PrivateAnswers(self._storage, budget, self._events),
             max_seconds=max_seconds_per_ask,
         )
+        stopped = StopRequest()
+        engine = Engine(
+            self._session, self._events, self._check_in, self._sender, self._handler, stopped, export_onnx=export_onnx
+        )
+        super().__init__(self._session, self._events, engine, stopped)
 
     def _open_session(
         self,
@@ -229,9 +223,10 @@ class Device(Disclosure):
 
         Raises:
             FleetDistillError: The first access may check in and build the model, which can fail as in `step`.
+            DeviceClosedError: The device was closed before the first access.
         """
         with self._guard.held():
-            return self._check_in.ready_compute().delivered_model()
+            return self._ready_compute("model").delivered_model()
 
     @property
     def models(self) -> Mapping[str, Any]:
@@ -247,7 +242,16 @@ class Device(Disclosure):
             `validation_data`, its extractor is the run's and its other layers were not trained on it: do not use it.
         """
         with self._guard.held():
-            return AppModels(self._check_in.ready_compute().delivered_models())
+            return AppModels(self._ready_compute("models").delivered_models())
+
+    def _ready_compute(self, member: str) -> Compute:
+        """Returns the compute backend; after `close` only if no file and no call is required."""
+        compute = self._session.compute
+        if not self._turns.closed:
+            return self._check_in.ready_compute()
+        if compute is None or not compute.has_state:
+            raise DeviceClosedError(member, self.state_dir)
+        return compute
 
     def predict(self, inputs: Any) -> Any:
         """Returns the delivered model's logits, also while the device trains or receives another model.
@@ -271,11 +275,11 @@ class Device(Disclosure):
         return self._predictions.predict(inputs)
 
     def replace_data(self, data: Any = None) -> None:
-        """Replaces the training data. The next `step` checks in with them before it requests work.
+        """Replaces the training data. The next turn checks in with them before it requests work.
 
-        An answer without a receipt is settled first, because it was made from the previous data. The device keeps its
-        model state; `model` and `models` then return new objects. May be called from `on_event`. Invalid data
-        raise DataError in the next `step`.
+        Work in progress ends with the previous data. An answer without a receipt is settled first, because it was made
+        from the previous data. The device keeps its model state; after the turn, `model` and `models` return new
+        objects. May be called from `on_event`. Invalid data raise DataError in the next turn.
 
         Args:
             data: New training data, as in `Device(data=...)`. Omit it if the device has a `worker`, whose function is
@@ -283,143 +287,14 @@ class Device(Disclosure):
 
         Raises:
             ConfigurationError: `data` is missing, or the device has a `worker` and `data` was given.
+            DeviceClosedError: The device was closed.
         """
         if (data is None) is not self._has_worker:
             expected = "no argument with a worker, got new data" if self._has_worker else "the new data, got None"
             raise ConfigurationError(f"replace_data expects {expected}")
         with self._guard.held():
+            self._turns.check_open("replace_data")
             self._check_in.replace_data(data)
-
-    def run(self) -> None:
-        """Takes part in the run until the run is finished, `stop` is called, or Ctrl-C is pressed.
-
-        While the server is unavailable, `run` retries with exponential backoff, 0.5 to 15 seconds.
-
-        Raises:
-            RefusedError: The server refuses this device permanently; the message has the reason.
-            FleetDistillError: The data, the model or the state directory cannot be used.
-        """
-        try:
-            self._run()
-        except KeyboardInterrupt:
-            self._stopped.set()
-            self._events.emit("interrupted", 0, "interrupted by Ctrl-C; the device resumes its work after a restart")
-
-    def _run(self) -> None:
-        pause, last_error = _FIRST_PAUSE_SECONDS, ""
-        while not self._stopped.is_set():
-            try:
-                if self.step() is Step.FINISHED:
-                    return
-                pause, last_error = _FIRST_PAUSE_SECONDS, ""
-            except LinkError as error:
-                if self._stopped.is_set():
-                    return
-                if str(error) != last_error:  # one event, not one for each attempt
-                    last_error = str(error)
-                    self._events.emit("lost-contact", 0, f"{last_error}; the device keeps trying")
-                self._session.clock.wait(self._stopped, error.after_seconds + random.uniform(pause / 2, pause))
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-
-    def step(self, wait_seconds: float = POLL_SECONDS) -> Step:
-        """Settles an unfinished answer, or requests an ask from the server and answers it.
-
-        For an app with its own loop; `run` calls it repeatedly.
-
-        Args:
-            wait_seconds: How long the server may hold the request if there is no work, 0 to 60 seconds.
-
-        Returns:
-            `Step.ANSWERED`, `Step.WAITED` if there was no work, `Step.PAUSED` if the device must not work now, or
-            `Step.FINISHED` at the end of the run.
-
-        Raises:
-            LinkError: The server is unavailable or temporarily refuses requests, or the disk is full. Retry later.
-            RefusedError: The server refuses this device permanently.
-            FleetDistillError: The data, the model or the state directory cannot be used.
-        """
-        try:
-            with checked_by(self._check_stopped):
-                check_may_continue()
-                return self._step(wait_seconds)
-        except WorkInterrupted:
-            return Step.PAUSED
-        except RefusedError as refusal:
-            if refusal.code == Code.BAD_IDENTITY and "check_in" in refusal.details:
-                self._session.terms = None  # a server restored from a backup no longer has this device: check in again
-            elif is_final(refusal.code):
-                raise
-            raise LinkError(str(refusal), after_seconds(refusal.details)) from refusal
-
-    def _step(self, wait_seconds: float) -> Step:
-        with self._guard.held():
-            if self._check_in.is_due:
-                self._check_in.check_in()
-            self._events.emit_put_aside(self._storage.put_aside)
-            pending = self._storage.outbox.pending()
-        if pending is not None:
-            self._sender.settle(pending)
-            return Step.ANSWERED
-        self._sender.emit_outcome()  # left by an earlier process that ended before it emitted the events
-        self._check_in.check_in_changed_data()
-        self._sender.export_due()
-        response = self._session.link.next_ask(self._session.identity, wait_seconds)
-        match response.WhichOneof("next"):
-            case "ask":
-                self._events.emit_reason("")
-                self._handler.handle(response.ask)
-                return Step.ANSWERED
-            case "finished":
-                return self._finish(response.finished)
-            case _:
-                self._events.emit_reason(response.come_back.reason)
-                self._session.clock.wait(self._stopped, pause_seconds(response.come_back, self._session.link.remote))
-                return Step.WAITED
-
-    def stop(self) -> None:
-        """Interrupts the current step and makes `run` return. Thread-safe; may be called from a signal handler.
-
-        Training ends after the current mini-batch, and calls to the server are cancelled. The committed state is
-        unchanged. After a restart the device does the same work again, if the server still requests it.
-        """
-        self._stopped.set()
-        self._session.link.interrupt()
-
-    def close(self, *, leave: bool = True) -> None:
-        """Leaves the run and releases the state directory.
-
-        The device does not leave while an answer has no receipt or an ask was interrupted, because leaving would close
-        the ask; the server then waits until the lease ends.
-
-        Args:
-            leave: Whether to leave the run. With False the server keeps waiting for the answer to an open ask.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        self._stopped.set()
-        if leave and self._session.terms is not None:
-            with contextlib.suppress(FleetDistillError):
-                if self._storage.outbox.pending() is None and not self._session.ask_interrupted:
-                    self._session.link.leave(self._session.identity)
-        self._session.link.close()
-        self._storage.close()
-
-    def __enter__(self) -> Device:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _check_stopped(self) -> None:
-        if self._stopped.is_set():
-            raise Hold("stopped", "the app stopped the device").error()
-
-    def _finish(self, reason: str) -> Step:
-        if self._export_onnx == "finish":
-            self._sender.export(0)
-        self._events.emit("finished", 0, plain(reason))
-        return Step.FINISHED
 
 
 def _compute_factory(model: Any, worker: MakeCompute | None, torch_options: Mapping[str, Any]) -> MakeForData:

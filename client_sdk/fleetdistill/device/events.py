@@ -45,7 +45,8 @@ class Event:
 
     Attributes:
         kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, released, scored, answered, refused, dropped,
-            damaged, kept, delivered, exported, interrupted, lost-contact, stopped or finished.
+            damaged, kept, delivered, exported, interrupted, lost-contact, contact-returned, stopped, failed or
+            finished.
         round: Round that the event belongs to, or 0.
         text: Description in one sentence.
         values: Counts and figures by name; docs/reference/events.md lists them for each kind.
@@ -132,6 +133,15 @@ class Events:
         values = {"path": str(report.path), "max_difference": report.max_difference, "bytes": report.bytes}
         text = f"wrote {report.path.name}; its outputs differ from the model's by at most {report.max_difference:.1e}"
         self.emit("exported", number, text, values)
+
+    def emit_failed(self, error: BaseException) -> None:
+        """Emits and logs the exception that ended the background thread; also if the app's callback raised it."""
+        logger.error("%s: the background thread failed", self._device_id, exc_info=error)
+        text = f"the background thread ended with {type(error).__name__}: {printable(str(error))}"
+        try:
+            self._guard.emit(Event("failed", 0, text, {"error": type(error).__name__}))
+        except Exception:
+            logger.exception("%s: on_event failed for the event `failed`", self._device_id)
 
     def emit_reason(self, reason: str) -> None:
         """Emits the server's reason for having no work, once per reason; empty if there is work."""

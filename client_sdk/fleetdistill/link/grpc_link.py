@@ -26,6 +26,7 @@ from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc
 
 CALL_SECONDS = 30.0
+LEAVE_SECONDS = 5.0
 # Timeout of a whole stream; the server ends streams without progress earlier.
 STREAM_SECONDS = 3600.0
 _MAX_REUSED_BYTES = 16 << 20
@@ -134,7 +135,8 @@ class GrpcLink:
 
     def leave(self, identity: service_pb2.Identity) -> None:
         with self._errors():
-            self._stub.Leave(service_pb2.LeaveRequest(identity=identity), timeout=5.0)
+            call = self._stub.Leave.future(service_pb2.LeaveRequest(identity=identity), timeout=LEAVE_SECONDS)
+            self._cancellable(call).result()
 
     def decline(self, request: service_pb2.DeclineRequest) -> None:
         with self._errors():

@@ -1,0 +1,161 @@
+"""The turns of a device, which all its loops run: in the foreground, in a thread, in the app's own or in asyncio."""
+
+from __future__ import annotations
+
+import threading
+
+from fleetdistill.device.ask_handler import AskHandler
+from fleetdistill.device.check_in import CheckIn
+from fleetdistill.device.contact import Contact
+from fleetdistill.device.events import Events, Step
+from fleetdistill.device.sender import Sender
+from fleetdistill.device.session import Session
+from fleetdistill.errors import LinkError, RefusedError, WorkInterrupted
+from fleetdistill.interruption import Hold, check_may_continue, checked_by
+from fleetdistill.link.terms import pause_seconds, plain
+from fleetdistill.wire.codes import Code, after_seconds, is_final
+from fleetdistill.wire.v1 import service_pb2
+
+POLL_SECONDS = 20.0
+
+
+class Engine:
+    """Runs turns: settles an unfinished answer, or requests an ask and answers it. One thread at a time may use it.
+
+    Args:
+        session: State of the open device.
+        events: Emits events to the app.
+        check_in: Checks the device in.
+        sender: Sends answers, and exports the model.
+        handler: Handles asks.
+        stopped: Set when the app stops the device.
+        export_onnx: When to export the delivered model, as in `Device(export_onnx=...)`.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        events: Events,
+        check_in: CheckIn,
+        sender: Sender,
+        handler: AskHandler,
+        stopped: threading.Event,
+        *,
+        export_onnx: str,
+    ) -> None:
+        self._session, self._events, self._check_in = session, events, check_in
+        self._sender, self._handler, self._stopped = sender, handler, stopped
+        self._export_onnx = export_onnx
+        self._contact = Contact(events, session.clock)
+        self._pause = 0.0  # seconds to wait after the last turn, requested by the server
+        self._resume_at = 0.0  # time before which `tick` does nothing
+
+    def run(self) -> None:
+        """Runs turns until the run is finished or the device is stopped; retries while the server is unavailable."""
+        try:
+            while not self._stopped.is_set():
+                try:
+                    if self._turn(POLL_SECONDS) is Step.FINISHED:
+                        return
+                    self._wait(self._pause)
+                except LinkError as error:
+                    self._wait(self._contact.lost(error))
+        finally:
+            self._stopped.clear()
+
+    def step(self, wait_seconds: float) -> Step:
+        """Runs one turn, and waits afterwards if the server requests it. Raises LinkError if the turn failed."""
+        result = self._turn(wait_seconds)
+        self._wait(self._pause)
+        return self._unless_stopped(result)
+
+    def tick(self) -> Step:
+        """Runs one turn without any wait; does nothing before the end of the last pause."""
+        if self._session.clock.now() < self._resume_at:
+            return self._unless_stopped(Step.WAITED)
+        try:
+            result, pause = self._turn(0.0), self._pause
+        except LinkError as error:
+            result, pause = Step.WAITED, self._contact.lost(error)
+        self._resume_at = self._session.clock.now() + pause
+        return self._unless_stopped(result)
+
+    def _wait(self, seconds: float) -> None:
+        if seconds:
+            self._session.clock.wait(self._stopped, seconds)
+
+    def _unless_stopped(self, result: Step) -> Step:
+        """Returns the result of a turn; one that a stop has cut short ends the request to stop."""
+        if result is Step.PAUSED or (result is Step.WAITED and self._stopped.is_set()):
+            self._stopped.clear()
+            return Step.PAUSED
+        return result
+
+    def _turn(self, wait_seconds: float) -> Step:
+        """Runs one turn; returns PAUSED if the device was stopped before its end.
+
+        Raises:
+            LinkError: The server is unavailable or temporarily refuses requests, or the disk is full.
+            RefusedError: The server refuses this device permanently.
+        """
+        self._pause = 0.0
+        try:
+            with checked_by(self._check_stopped):
+                check_may_continue()
+                result = self._settle_or_answer(wait_seconds)
+        except WorkInterrupted:
+            return Step.PAUSED
+        except RefusedError as refusal:
+            if refusal.code == Code.BAD_IDENTITY and "check_in" in refusal.details:
+                self._session.terms = None  # a server restored from a backup no longer has this device: check in again
+            elif is_final(refusal.code):
+                raise
+            raise LinkError(str(refusal), after_seconds(refusal.details)) from refusal
+        except LinkError:
+            if not self._stopped.is_set():
+                raise
+            return Step.PAUSED  # the stop cancelled a call
+        self._contact.reset_pause()
+        return result
+
+    def _check_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise Hold("stopped", "the app stopped the device").error()
+
+    def _settle_or_answer(self, wait_seconds: float) -> Step:
+        with self._session.guard.held():
+            self._check_in.take_replaced_data()
+            if self._check_in.is_due:
+                self._check_in.check_in()
+                self._contact.restored()
+            self._events.emit_put_aside(self._session.storage.put_aside)
+            pending = self._session.storage.outbox.pending()
+        if pending is not None:
+            self._sender.settle(pending)
+            self._contact.restored()
+            return Step.ANSWERED
+        self._sender.emit_outcome()  # left by an earlier process that ended before it emitted the events
+        self._check_in.check_in_changed_data()
+        self._sender.export_due()
+        response = self._session.link.next_ask(self._session.identity, wait_seconds)
+        self._contact.restored()
+        return self._handle(response)
+
+    def _handle(self, response: service_pb2.NextAskResponse) -> Step:
+        match response.WhichOneof("next"):
+            case "ask":
+                self._events.emit_reason("")
+                self._pause = self._handler.handle(response.ask)
+                return Step.ANSWERED
+            case "finished":
+                return self._finish(response.finished)
+            case _:
+                self._pause = pause_seconds(response.come_back, self._session.link.remote)
+                self._events.emit_reason(response.come_back.reason)
+                return Step.WAITED
+
+    def _finish(self, reason: str) -> Step:
+        if self._export_onnx == "finish":
+            self._sender.export(0)
+        self._events.emit("finished", 0, plain(reason))
+        return Step.FINISHED

@@ -1,0 +1,348 @@
+"""The loops of a device: in the background, in the app's own loop, and what ends them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from link.test_hostile_server import DATA, device_at, model
+from support.hostile_server import LyingLink, ask
+from support.processes import PATIENCE_SECONDS
+
+from fleetdistill import Device, Event, Step
+from fleetdistill.errors import DeviceBusyError, DeviceClosedError, LinkError
+from fleetdistill.testing import FaultyLink, ManualClock, lost
+from fleetdistill.wire.v1 import service_pb2
+
+COME_BACK = service_pb2.NextAskResponse(come_back=service_pb2.ComeBack(after_seconds=7, before_seconds=7))
+
+
+class WaitingLink(LyingLink):
+    """Holds every request for work until `interrupt`, like a server without work."""
+
+    def __init__(self, *asks: Any) -> None:
+        super().__init__(*asks)
+        self.polling, self.interrupted = threading.Event(), threading.Event()
+
+    def next_ask(self, identity: Any, wait_seconds: float) -> Any:
+        if self.asks:
+            return super().next_ask(identity, wait_seconds)
+        self.polling.set()
+        assert self.interrupted.wait(PATIENCE_SECONDS)
+        self.interrupted.clear()
+        self.polling.clear()
+        raise LinkError("the call was cancelled")
+
+    def interrupt(self) -> None:
+        if self.polling.is_set():
+            self.interrupted.set()
+
+
+def in_thread(function: Callable[[], Any]) -> list[Any]:
+    """Runs a function in another thread; returns a list with its result or its exception."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(function())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+    return found
+
+
+# --- start, stop, join
+
+
+def test_a_device_runs_in_the_background(tmp_path: Path) -> None:
+    link, threads = LyingLink(ask(), ask(round=2)), set()
+    device, _ = device_at(link, tmp_path, on_event=lambda event: threads.add(threading.current_thread().name))
+    with device:
+        assert device.join(), "a device that was not started has no thread to wait for"
+        device.start()
+        assert device.join(PATIENCE_SECONDS)
+    assert len(link.uploads) == 2
+    assert threads == {f"fleetdistill {device.device_id}"}
+
+
+def test_stop_and_start_pause_and_continue(tmp_path: Path) -> None:
+    link = WaitingLink()
+    device, events = device_at(link, tmp_path)
+    with device:
+        for number in (1, 2):
+            device.start()
+            assert link.polling.wait(PATIENCE_SECONDS)
+            assert not device.join(0)
+            device.stop()
+            assert device.join(PATIENCE_SECONDS)
+            link.asks.append(ask(round=number))
+        device.stop()  # applies to a `run` or `step`, and not to a later `start`
+        link.asks.append(service_pb2.NextAskResponse(finished="over"))
+        device.start()
+        assert device.join(PATIENCE_SECONDS)
+    assert len(link.uploads) == 2
+    assert not events.texts("lost-contact"), "a cancelled request is not a lost contact"
+
+
+def test_an_exception_in_the_background_is_an_event_a_log_record_and_raised_by_every_join(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    events: list[Event] = []
+
+    def fail(event: Event) -> None:
+        events.append(event)
+        if event.kind == "answered":
+            raise OSError("the app's disk is full")
+
+    device, _ = device_at(LyingLink(ask()), tmp_path, on_event=fail)
+    with device:
+        device.start()
+        for _ in range(2):
+            with pytest.raises(OSError, match="the app's disk is full"):
+                device.join(PATIENCE_SECONDS)
+        assert events[-1] == Event("failed", 0, events[-1].text, {"error": "OSError"})
+        assert "the app's disk is full" in events[-1].text
+        device.start()  # the event is delivered again
+        with pytest.raises(OSError, match="disk is full"):
+            device.join(PATIENCE_SECONDS)
+    assert "the background thread failed" in caplog.text
+
+
+def test_a_callback_that_always_fails_hides_no_exception(tmp_path: Path) -> None:
+    def fail(event: Event) -> None:
+        raise ValueError(event.kind)
+
+    device, _ = device_at(LyingLink(ask()), tmp_path, on_event=fail)
+    with device:
+        device.start()
+        with pytest.raises(ValueError, match="checked-in"):
+            device.join(PATIENCE_SECONDS)
+
+
+def test_leaving_the_with_block_ends_the_background_thread(tmp_path: Path) -> None:
+    link = WaitingLink()
+    with device_at(link, tmp_path)[0] as device:
+        device.start()
+        assert link.polling.wait(PATIENCE_SECONDS)
+    assert device.join(0)
+    with device_at(LyingLink(), tmp_path)[0] as again:  # the state directory is free
+        again.run()
+
+
+def test_an_app_that_ends_without_close_stops_its_device(tmp_path: Path) -> None:
+    script = tmp_path / "app.py"
+    script.write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from device.test_loops import WaitingLink, device_at\n"
+        "link = WaitingLink()\n"
+        "device, events = device_at(link, Path(sys.argv[1]))\n"
+        "device.start()\n"
+        "assert link.polling.wait(60)\n"
+    )
+    app = subprocess.run([sys.executable, script, tmp_path / "state"], capture_output=True, timeout=PATIENCE_SECONDS)
+    assert (app.returncode, app.stderr) == (0, b"")
+
+
+# --- one at a time
+
+
+def test_a_second_call_is_refused_while_one_works(tmp_path: Path) -> None:
+    link = WaitingLink()
+    device, _ = device_at(link, tmp_path)
+    with device:
+        device.start()
+        assert link.polling.wait(PATIENCE_SECONDS)
+        for call in (device.run, device.step, device.tick, device.start):
+            with pytest.raises(DeviceBusyError, match=f"Device.{call.__name__} was called while Device.start works"):
+                call()
+        assert link.polling.is_set(), "the background thread was not disturbed"
+
+
+def test_a_callback_cannot_work_on_the_device_and_cannot_wait_for_itself(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def call(event: Event) -> None:
+        for method in (device.step, device.tick, device.run, device.start, device.join):
+            with pytest.raises(DeviceBusyError) as error:
+                method()
+            refused.append(error.value.call)
+
+    device, _ = device_at(LyingLink(), tmp_path, on_event=call)
+    with device:
+        device.start()
+        assert device.join(PATIENCE_SECONDS)
+    assert refused == ["step", "tick", "run", "start", "join"] * 2  # checked-in and finished
+
+
+# --- tick
+
+
+def test_tick_never_waits(tmp_path: Path) -> None:
+    clock = ManualClock()
+    waits: list[float] = []
+
+    class Noting(LyingLink):
+        def next_ask(self, identity: Any, wait_seconds: float) -> Any:
+            waits.append(wait_seconds)
+            return super().next_ask(identity, wait_seconds)
+
+    link = Noting(COME_BACK, ask(), ask(step="dream", round=2), ask(step="dream", round=2))
+    device, _ = device_at(link, tmp_path, clock=clock)
+    with device:
+        assert [device.tick() for _ in range(3)] == [Step.WAITED] * 3
+        assert waits == [0.0], "one request, because the server wants the next one 7 seconds later"
+        clock.advance(7)
+        assert [device.tick() for _ in range(4)] == [Step.ANSWERED] * 3 + [Step.WAITED]
+        clock.advance(0.5)  # the pause after a repeated ask that the device declined before
+        assert device.tick() is Step.FINISHED
+    assert clock.waits == []
+    assert len(link.uploads) == 1
+
+
+def test_tick_and_run_report_lost_and_returned_contact(tmp_path: Path) -> None:
+    for name in ("tick", "run"):
+        clock = ManualClock()
+        link = FaultyLink(LyingLink(ask()), *(lost("next_ask", nth) for nth in (1, 2)), lost("upload"))
+        device, events = device_at(link, tmp_path / name, clock=clock)
+        with device:
+            if name == "run":
+                device.run()
+            else:
+                while device.tick() is not Step.FINISHED:
+                    clock.advance(0.25)
+        told = [event for event in events if "contact" in event.kind]
+        assert [event.kind for event in told] == ["lost-contact", "contact-returned"] * 2
+        assert all(0 < event.values["seconds"] <= 4 for event in told[1::2])
+
+
+# --- stop and close
+
+
+def test_each_stop_ends_one_turn(tmp_path: Path) -> None:
+    device, _ = device_at(LyingLink(ask(), ask(round=2)), tmp_path)
+    with device:
+        device.stop()
+        assert device.step() is Step.PAUSED
+        assert device.step() is Step.ANSWERED
+        device.stop()
+        device.run()  # returns immediately
+        assert device.tick() is Step.ANSWERED
+        device.run()
+
+
+def test_close_in_another_thread_ends_run(tmp_path: Path) -> None:
+    link = WaitingLink()
+    device, _ = device_at(link, tmp_path)
+    running = threading.Thread(target=device.run)
+    running.start()
+    assert link.polling.wait(PATIENCE_SECONDS)
+    device.close()
+    running.join(PATIENCE_SECONDS)
+    assert not running.is_alive()
+
+
+@pytest.mark.parametrize("loop", ["run", "step", "tick", "start"])
+def test_a_callback_may_close_the_device(tmp_path: Path, loop: str) -> None:
+    devices: list[Device] = []
+    devices.append(device_at(LyingLink(ask()), tmp_path, on_event=lambda event: devices[0].close())[0])
+    getattr(devices[0], loop)()
+    assert devices[0].join(PATIENCE_SECONDS)
+    with pytest.raises(DeviceClosedError):
+        devices[0].step()
+    device_at(LyingLink(), tmp_path)[0].close()  # the state directory is free
+
+
+def test_after_close_every_member_answers_or_says_that_the_device_is_closed(tmp_path: Path) -> None:
+    device, _ = device_at(LyingLink(ask()), tmp_path / "used")
+    with device:
+        device.run()
+    calls: list[Callable[[], Any]] = [device.run, device.step, device.tick, device.start]
+    calls.append(partial(device.replace_data, DATA))
+    for call in calls:
+        with pytest.raises(DeviceClosedError, match="used after close; create a new Device"):
+            call()
+    device.stop()
+    device.close()
+    assert device.join(0)
+    assert device.state_dir == tmp_path / "used"
+    assert device.model is device.models["general"], "a loaded model stays usable"
+
+    unused, _ = device_at(LyingLink(), tmp_path / "unused")
+    unused.close()
+    for name in ("model", "models"):
+        with pytest.raises(DeviceClosedError, match=f"Device.{name} was used after close"):
+            getattr(unused, name)
+    with pytest.raises(DeviceClosedError, match=r"Device\.predict was used after close"):
+        unused.predict(0)
+
+
+def test_data_replaced_by_another_thread_do_not_disturb_the_work_in_progress(tmp_path: Path) -> None:
+    """Also if the app then reads the model: it would be built around the module that is being trained."""
+
+    def replace_and_read(device: Device) -> Any:
+        device.replace_data(DATA)
+        return device.model
+
+    def answers(state_dir: Path, *, replaced: bool) -> list[bytes]:
+        devices: list[Device] = []
+
+        def note(event: Event) -> None:
+            if replaced and event.kind == "ask":
+                assert in_thread(partial(replace_and_read, devices[0])) == [devices[0].model]
+
+        link = LyingLink(ask())
+        devices.append(device_at(link, state_dir, model=model(), on_event=note)[0])
+        with devices[0]:
+            devices[0].run()
+        return [header.payload.sha256 for header in link.uploads]
+
+    assert answers(tmp_path / "a", replaced=True) == answers(tmp_path / "b", replaced=False)
+
+
+# --- signals
+
+
+def test_no_signal_handler_is_left_and_none_is_installed_by_another_thread(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def note(event: Event) -> None:
+        seen[threading.current_thread().name] = signal.getsignal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    assert before is signal.default_int_handler
+    device, _ = device_at(LyingLink(ask()), tmp_path / "main", on_event=note)
+    with device:
+        device.run()
+    assert seen.pop("MainThread") is not before
+    assert signal.getsignal(signal.SIGINT) is before
+    for name, changes in (("start", {}), ("opt-out", {"handle_ctrl_c": False})):
+        device, _ = device_at(LyingLink(ask()), tmp_path / name, on_event=note)
+        with device:
+            device.run(**changes) if changes else device.start()
+            assert device.join(PATIENCE_SECONDS)
+    assert set(seen.values()) == {before}
+    assert len(seen) == 2
+
+
+def test_an_apps_own_handler_for_ctrl_c_is_respected(tmp_path: Path) -> None:
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        device, _ = device_at(LyingLink(), tmp_path, on_event=lambda event: signal.raise_signal(signal.SIGINT))
+        with device:
+            device.run()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert pressed == [signal.SIGINT] * 2
