@@ -10,6 +10,7 @@ from typing import Any
 
 import google_crc32c
 import pytest
+from support.other_system import windows_files
 from support.wire_samples import data_of, in_pieces, make_knowledge, make_payload
 
 from fleetdistill.errors import LinkError, NoRoomError, PayloadTooLargeError, RefusedError, WireError
@@ -57,6 +58,12 @@ class Server:
             place += 1
             self.sent += len(chunk.data)
             yield chunk
+
+
+@pytest.fixture(params=["linux", "windows"], autouse=True)
+def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "windows":
+        windows_files(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

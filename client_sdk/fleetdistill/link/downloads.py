@@ -99,14 +99,10 @@ class Downloads:
         """Returns a stored payload, memory-mapped, or None if it is not complete; deletes a damaged one."""
         path = self._path(sha256, "payload")
         with disk_errors(self._folder):
-            try:
-                header, data = _mapped(path)
-                return self._verify_once(header, data, sha256)
-            except FileNotFoundError:
-                return None
-            except (DecodeError, ValueError, WireError):
-                path.unlink(missing_ok=True)
-                return None
+            with contextlib.suppress(DecodeError, ValueError, WireError):
+                return self._verify_once(*_mapped(path), sha256) if path.exists() else None
+            path.unlink(missing_ok=True)  # the mapping is closed by now: Windows cannot delete a mapped file
+            return None
 
     def _verify_once(self, header: knowledge_pb2.PayloadHeader, data: memoryview, sha256: bytes) -> Payload:
         """Returns the payload; verifies its digest only at its first use in this process."""
@@ -134,8 +130,9 @@ class Downloads:
                 digest = part.take(header, chunks)
             if digest != sha256:
                 part.reject(f"a download has SHA-256 {digest.hex()[:16]}..., expected {sha256.hex()[:16]}...")
-        except NoRoomError:
-            part.drop()
+        except (NoRoomError, LinkError, WireError) as error:
+            if part.is_rejected or isinstance(error, NoRoomError):
+                part.drop()
             raise
         path = self._path(sha256, "payload")
         with disk_errors(self._folder):
@@ -166,6 +163,7 @@ class _Part:
         self._max_bytes = max_bytes
         self._header: knowledge_pb2.PayloadHeader | None = None
         self.length = 0
+        self.is_rejected = False
         with disk_errors(path.parent):
             path.parent.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError, DecodeError, ValueError):
@@ -215,8 +213,11 @@ class _Part:
         return data
 
     def reject(self, reason: str) -> None:
-        """Deletes the download and raises WireError; LinkError if it was resumed, since the file may be damaged."""
-        self.drop()
+        """Raises WireError, or LinkError if the download was resumed, since the file may be damaged.
+
+        The caller deletes the download after its file is closed, because Windows cannot delete an open file.
+        """
+        self.is_rejected = True
         raise LinkError(f"{reason}; it starts again") if self._resumed else WireError(reason)
 
     def drop(self) -> None:

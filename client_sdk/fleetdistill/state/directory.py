@@ -121,7 +121,7 @@ class Storage(Files):
 
     def _write_rows(self, text: str) -> None:
         with contextlib.suppress(NoRoomError), disk_errors(self.directory):
-            (self.directory / "rows.txt").write_text(text)
+            (self.directory / "rows.txt").write_bytes(text.encode())  # as text, Windows would write \r\n
 
 
 def _from_hex(text: str) -> bytes:

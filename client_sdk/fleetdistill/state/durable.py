@@ -6,6 +6,7 @@ On macOS fsync leaves the data in the drive's cache; F_FULLFSYNC writes them to 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +20,9 @@ except ImportError:  # Windows
 else:
     _FULL = getattr(fcntl, "F_FULLFSYNC", None)
 
+_UNSUPPORTED = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""Errors of an fsync that the file system does not support for directories; EIO and ENOSPC are not among them."""
+
 
 def sync_file(file: IO[Any]) -> None:
     """Flushes an open file; returns when its content is on the disk."""
@@ -28,12 +32,20 @@ def sync_file(file: IO[Any]) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Returns when the names in a directory are on the disk."""
-    if os.name == "nt":  # Windows cannot fsync a directory
+    """Returns when the names in a directory are on the disk, or immediately where a directory cannot be fsynced.
+
+    Windows cannot open a directory, and some network file systems reject its fsync. There a power cut may revert the
+    latest renames; a killed process still loses nothing.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except PermissionError:
         return
-    descriptor = os.open(directory, os.O_RDONLY)
     try:
         _sync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
     finally:
         os.close(descriptor)
 

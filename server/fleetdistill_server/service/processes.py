@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import sys
 import threading
 import time
 
+from fleetdistill.errors import ConfigurationError
+
+try:
+    import resource
+except ImportError:  # Windows, which has no limit on open files
+    resource = None  # type: ignore[assignment]
+
 EXIT_CONFIGURATION = 2
 EXIT_CANNOT_LISTEN = 3
 EXIT_NO_SPACE = 4
 _LOOK_SECONDS = 1.0
+_UNLIMITED_FILES = 1 << 20
 
 _KEPT_BYTES = str(32 << 20)
 _KEEP_FREED_MEMORY = {
@@ -25,6 +32,14 @@ _KEEP_FREED_MEMORY = {
 By default, glibc returns each megabyte to the system and requests it again, page by page, which costs more than
 checking an upload. glibc also keeps a heap per thread, so 16 threads hold 16 times the memory that one stream needs.
 """
+
+
+def check_system() -> None:
+    """Raises ConfigurationError on Windows, where a front and an engine cannot share pipes."""
+    if sys.platform == "win32":
+        raise ConfigurationError(
+            'the server\'s processes require Linux or macOS; on Windows run devices, or simulate with link = "memory"'
+        )
 
 
 def end_with_parent(parent: int | None = None) -> None:
@@ -55,11 +70,14 @@ def front_environment() -> dict[str, str]:
 
 def open_files() -> int:
     """Returns how many files this process may have open."""
+    if resource is None:
+        return _UNLIMITED_FILES
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return soft if soft != resource.RLIM_INFINITY else 1 << 20
+    return soft if soft != resource.RLIM_INFINITY else _UNLIMITED_FILES
 
 
 def allow_open_files() -> None:
     """Raises this process's limit on open files to the hard limit, because every connection is an open file."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if resource is not None:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

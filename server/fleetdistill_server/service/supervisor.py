@@ -29,6 +29,7 @@ from fleetdistill_server.service.processes import (
     EXIT_CANNOT_LISTEN,
     EXIT_CONFIGURATION,
     EXIT_NO_SPACE,
+    check_system,
     child_environment,
     front_environment,
 )
@@ -147,6 +148,7 @@ class Supervisor:
         stopped: threading.Event | None = None,
         log_options: Sequence[str] = (),
     ) -> None:
+        check_system()
         self._most_short_rounds = most_short_rounds
         self._config = config
         self._on_listening = on_listening

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -166,8 +167,7 @@ class DiskSpace:
         `promised` is the number of bytes that uploads in progress have yet to write.
         """
         with disk_errors("measuring free disk space"):
-            found = os.statvfs(self._directory)
-        free = found.f_bavail * found.f_frsize - promised - missing
+            free = shutil.disk_usage(self._directory).free - promised - missing
         floor = self._bounds.keep_free_bytes
         if free >= floor:
             return ""

@@ -29,7 +29,7 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill_server.service.processes import end_with_parent
 from fleetdistill_server.simulation.spec.score_log import append_scores
 
-_WAITED_FOR = {signal.SIGTERM, signal.SIGCHLD}
+_WAITED_FOR = {signal.SIGTERM, getattr(signal, "SIGCHLD", signal.SIGTERM)}  # Windows has no SIGCHLD and no forks
 
 
 @dataclass(frozen=True)
