@@ -12,6 +12,10 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Runs the command line; signals during the imports of `serve` end it in the same way as later ones."""
+    if sys.argv[1:2] == ["device"]:  # needs only the SDK; the other commands need the extra `server`
+        from fleetdistill.device.command import main as device
+
+        sys.exit(device(sys.argv[2:]))
     if sys.argv[1:2] == ["serve"]:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda signum, frame: sys.exit(0))

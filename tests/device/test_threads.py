@@ -130,8 +130,9 @@ class PressingLink(LyingLink):
         self._press("next_ask")
         return super().next_ask(identity, wait_seconds)
 
-    def leave(self, identity: Any) -> None:
+    def leave(self, identity: Any, *, forget: bool = False) -> bool:
         self._press("leave")
+        return forget
 
     def _press(self, call: str) -> None:
         while call in self.calls:

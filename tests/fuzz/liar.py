@@ -208,8 +208,9 @@ class LyingLink:
         self._liar.refuse()
         self._liar.word(service_pb2.HeartbeatResponse())
 
-    def leave(self, identity: Any) -> None:
+    def leave(self, identity: Any, *, forget: bool = False) -> bool:
         self._liar.refuse()
+        return forget
 
     def decline(self, request: Any) -> None:
         self._liar.go_on()

@@ -95,8 +95,9 @@ class LyingLink:
     def heartbeat(self, identity: Any) -> None:
         self.beats += 1
 
-    def leave(self, identity: Any) -> None:
+    def leave(self, identity: Any, *, forget: bool = False) -> bool:
         self.left += 1
+        return forget
 
     def decline(self, request: Any) -> None:
         self.declined.append(request)

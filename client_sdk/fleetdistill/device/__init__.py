@@ -3,5 +3,6 @@
 from fleetdistill.device.arguments import COLUMNS, DEFAULT_COLUMNS
 from fleetdistill.device.device import Device
 from fleetdistill.device.events import Event, Step
+from fleetdistill.device.inspection import Inspection, inspect
 
-__all__ = ["COLUMNS", "DEFAULT_COLUMNS", "Device", "Event", "Step"]
+__all__ = ["COLUMNS", "DEFAULT_COLUMNS", "Device", "Event", "Inspection", "Step", "inspect"]

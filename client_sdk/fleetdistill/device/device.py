@@ -35,7 +35,6 @@ from fleetdistill.device.events import Event, Events
 from fleetdistill.device.guard import Guard
 from fleetdistill.device.identity import load_identity
 from fleetdistill.device.interrupts import delays_ctrl_c
-from fleetdistill.device.loops import Loops
 from fleetdistill.device.predictions import Predictions
 from fleetdistill.device.private import PrivateAnswers
 from fleetdistill.device.sender import Sender
@@ -62,7 +61,7 @@ MAX_SECONDS_PER_ASK = 3600.0
 """Default of `Device(max_seconds_per_ask=...)`, in seconds."""
 
 
-class Device(Loops, Disclosure):
+class Device(Disclosure):
     """Trains the app's model on private data when the server asks, and delivers the result to the app.
 
     Takes part in the foreground (`run`), in a thread (`start`, `stop`, `join`), in the app's own loop (`tick`

@@ -1,18 +1,18 @@
-"""The members of `Device` about what leaves it: the allowed columns, and the ledger."""
+"""The members of `Device` about what has left it and what may: columns, ledger, erasure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fleetdistill.device.session import Session
+from fleetdistill.device.forgetting import request_forgetting
+from fleetdistill.device.loops import Loops
+from fleetdistill.state.directory import erase_directory
 from fleetdistill.state.sent import Ledger
 from fleetdistill.state.sent_ledger import LEDGER, read_ledger
 
 
-class Disclosure:
-    """Base class of `Device`."""
-
-    _session: Session
+class Disclosure(Loops):
+    """Base class of `Device` with the members about what leaves it."""
 
     @property
     def allow(self) -> tuple[str, ...]:
@@ -38,3 +38,26 @@ class Disclosure:
             StateError: The file cannot be read.
         """
         return read_ledger(self._session.storage.load(LEDGER) or b"")
+
+    def forget(self) -> bool:
+        """Asks the server to delete what this device has sent, erases the state directory, and closes the device.
+
+        The privacy ledger of private runs is kept, because a release
+        stays spent. A new `Device` with this directory is a new device with a new id.
+
+        Returns:
+            Whether the server has recorded the request, or has no data of the device. If False, the server is of an
+            earlier version: ask its operator for `fleetdistill devices forget`.
+
+        Raises:
+            LinkError: The server is unavailable; nothing is erased. Call it again later.
+            RefusedError: The server refuses this device; nothing is erased.
+            DeviceBusyError: Another call works on the device: call `stop` and wait for it first.
+            DeviceClosedError: The device was closed.
+            StateError: A file cannot be deleted. Opening the directory tries again.
+        """
+        with self._working("forget"):
+            recorded = request_forgetting(self._session.link, self._session.identity)
+        self.close(leave=False)
+        erase_directory(self._session.storage.directory)
+        return recorded

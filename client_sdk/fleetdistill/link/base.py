@@ -33,8 +33,16 @@ class Link(Protocol):
     def heartbeat(self, identity: service_pb2.Identity) -> None:
         """Renews the device's lease."""
 
-    def leave(self, identity: service_pb2.Identity) -> None:
-        """Ends the device's lease."""
+    def leave(self, identity: service_pb2.Identity, *, forget: bool = False) -> bool:
+        """Ends the device's lease.
+
+        Args:
+            identity: Identity of the device.
+            forget: Whether the server must also delete what the device has sent.
+
+        Returns:
+            Whether the server has durably recorded that request.
+        """
 
     def decline(self, request: service_pb2.DeclineRequest) -> None:
         """Declines an ask."""

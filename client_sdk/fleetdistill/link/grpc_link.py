@@ -133,10 +133,12 @@ class GrpcLink:
         with self._errors():
             self._stub.Heartbeat(service_pb2.HeartbeatRequest(identity=identity), timeout=CALL_SECONDS)
 
-    def leave(self, identity: service_pb2.Identity) -> None:
+    def leave(self, identity: service_pb2.Identity, *, forget: bool = False) -> bool:
         with self._errors():
-            call = self._stub.Leave.future(service_pb2.LeaveRequest(identity=identity), timeout=LEAVE_SECONDS)
-            self._cancellable(call).result()
+            request = service_pb2.LeaveRequest(identity=identity, forget=forget)
+            call = self._stub.Leave.future(request, timeout=LEAVE_SECONDS)
+            response: service_pb2.LeaveResponse = self._cancellable(call).result()
+        return response.forget_recorded
 
     def decline(self, request: service_pb2.DeclineRequest) -> None:
         with self._errors():

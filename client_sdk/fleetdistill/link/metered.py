@@ -49,10 +49,10 @@ class MeteredLink:
         self._count(identity.ByteSize())
         self._link.heartbeat(identity)
 
-    def leave(self, identity: service_pb2.Identity) -> None:
+    def leave(self, identity: service_pb2.Identity, *, forget: bool = False) -> bool:
         """Forwards the call."""
         self._count(identity.ByteSize())
-        self._link.leave(identity)
+        return self._link.leave(identity, forget=forget)
 
     def decline(self, request: service_pb2.DeclineRequest) -> None:
         """Forwards the call."""

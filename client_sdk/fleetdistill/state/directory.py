@@ -15,6 +15,7 @@
     last_outcome.json       outcome of the previous answer, whose events the app has
     ledger.jsonl            what the device has sent about its data, for its user
     *.damaged-N             damaged files that were put aside
+    erasing                 exists while the directory is being erased
 
 `fleetdistill.state.outbox` writes the files in `outbox/`.
 """
@@ -30,6 +31,7 @@ from fleetdistill.errors import NoRoomError, StateError
 from fleetdistill.state import failpoints
 from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import make_directory
+from fleetdistill.state.erasure import complete_erasure, erase
 from fleetdistill.state.file_lock import lock_file
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import FORMAT, check_format, json_object
@@ -60,11 +62,13 @@ class Storage(Files):
         super().__init__(directory)
         with disk_errors(directory):
             make_directory(directory)
-            (directory / "outbox").mkdir(exist_ok=True)  # fsynced with the first file of the directory
             lock = lock_file(directory / "lock")
         if lock is None:
             raise StateError(f"{directory} is in use by another device; each device requires its own state directory")
         self._lock = lock
+        complete_erasure(self)
+        with disk_errors(directory):
+            (directory / "outbox").mkdir(exist_ok=True)  # fsynced with the first file of the directory
         self.outbox = Outbox(self, max_answer_bytes)
         self.ledger = SentLedger(self)
 
@@ -130,3 +134,16 @@ def _from_hex(text: str) -> bytes:
         return bytes.fromhex(text)
     except ValueError:
         return b""
+
+
+def erase_directory(directory: Path) -> None:
+    """Erases a state directory that no device uses, except for its lock and the privacy ledger.
+
+    Raises:
+        StateError: A device uses the directory, or a file cannot be deleted.
+    """
+    storage = Storage(directory)
+    try:
+        erase(storage)
+    finally:
+        storage.close()

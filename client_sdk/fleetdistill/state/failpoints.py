@@ -105,6 +105,9 @@ FAILPOINTS = {
     "device.drop.after-manifest": "the manifest is deleted, but the other files are not",
     "device.drop.after-files": "the outbox is empty",
     "device.outcome.after-told": "the app has been notified of the answer's outcome",
+    # The app or its user erases the state directory (`Device.forget`, `fleetdistill device forget`).
+    "device.forget.after-mark": "the directory is marked as being erased, but complete",
+    "device.forget.after-files": "the files are deleted, but the directory is still marked",
 }
 """All points by name with the state at the hit; those of a process are in the order of a run."""
 

@@ -162,7 +162,12 @@ class Outbox:
         if not (self._outbox / "candidate.safetensors").exists():
             self.drop()  # a crash between commit and cleanup
             return None
-        return _pending(self._outbox / "manifest.json", data)
+        return self.stored()
+
+    def stored(self) -> Pending | None:
+        """Returns the answer in the outbox without changing anything, not even after a crash."""
+        data = self._files.load("outbox/manifest.json")
+        return None if data is None else _pending(self._outbox / "manifest.json", data)
 
     def count_try(self) -> int:
         """Counts a try to send the answer; returns the number of tries.
@@ -244,6 +249,10 @@ class Outbox:
         with disk_errors(self.directory):
             (self._outbox / "outcome.json").replace(self.directory / "last_outcome.json")
             failpoints.hit("device.outcome.after-told")
+
+    def last_outcome(self) -> Outcome | None:
+        """Returns the last outcome, whether or not the app has its events; None if there is none."""
+        return self.outcome() or self._outcome("last_outcome.json")
 
     def next_attempt(self, number: int, step_number: int) -> int:
         """Returns the number of the next attempt to answer an ask, from 1."""

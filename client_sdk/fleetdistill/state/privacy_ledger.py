@@ -20,7 +20,7 @@ from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import damaged_error, json_object
 
-_NAME = "privacy.json"
+PRIVACY_LEDGER = "privacy.json"
 _TOLERANCE = 1e-9
 """Relative. Epsilon is rounded up twice on its way through mu, so a budget of exactly one release allows it."""
 
@@ -120,13 +120,13 @@ class PrivacyLedger:
 
     def _save(self, releases: list[Release]) -> None:
         entries = [asdict(one) for one in releases]
-        self._files.save(_NAME, json.dumps({"format": 1, "releases": entries}, indent=1).encode(), mode=0o600)
+        self._files.save(PRIVACY_LEDGER, json.dumps({"format": 1, "releases": entries}, indent=1).encode(), mode=0o600)
 
     def _load(self) -> list[Release]:
-        data = self._files.load(_NAME)
+        data = self._files.load(PRIVACY_LEDGER)
         if data is None:
             return []
-        path = self._files.directory / _NAME
+        path = self._files.directory / PRIVACY_LEDGER
         try:
             entries = json_object(path, data)["releases"]
             releases = [Release(**entry) for entry in entries]

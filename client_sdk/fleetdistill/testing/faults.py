@@ -109,9 +109,9 @@ class FaultyLink:
         """Forwards the call, or fails."""
         self._call("heartbeat", lambda: self._link.heartbeat(identity))
 
-    def leave(self, identity: service_pb2.Identity) -> None:
+    def leave(self, identity: service_pb2.Identity, *, forget: bool = False) -> bool:
         """Forwards the call, or fails."""
-        self._call("leave", lambda: self._link.leave(identity))
+        return self._call("leave", lambda: self._link.leave(identity, forget=forget))
 
     def decline(self, request: service_pb2.DeclineRequest) -> None:
         """Forwards the call, or fails."""

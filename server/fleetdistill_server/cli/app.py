@@ -17,6 +17,7 @@ from fleetdistill.knowledge import Weights
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.version import VERSION
 from fleetdistill_server.cli.audit import audit
+from fleetdistill_server.cli.device import device_app
 from fleetdistill_server.cli.devices import devices_app
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
@@ -51,6 +52,7 @@ app.add_typer(runs_app, name="runs")
 app.add_typer(pki_app, name="pki")
 app.command("enrol")(enrol)
 app.add_typer(devices_app, name="devices")
+app.add_typer(device_app, name="device")
 
 _SIZES = Sizes()
 _FIELDS = {

@@ -148,10 +148,13 @@ class DeviceApi:
         return service_pb2.HeartbeatResponse(ask_open=self.store.asks.next_open(run, device) is not None)
 
     def leave(self, request: service_pb2.LeaveRequest) -> service_pb2.LeaveResponse:
-        """Ends the lease of a device that leaves the run."""
+        """Ends the lease of a device that leaves the run, and records its request to be forgotten."""
         run, device = self.sessions.authenticate(request.identity)
         self.sessions.end(run, device, "device left")
-        return service_pb2.LeaveResponse()
+        if request.forget:
+            self.commit(partial(_ask_to_forget, run, device))
+            self.wake_engine()
+        return service_pb2.LeaveResponse(forget_recorded=request.forget)
 
     def decline(self, request: service_pb2.DeclineRequest) -> service_pb2.DeclineResponse:
         """Closes an ask that a device cannot answer and records an event; later asks still go to the device."""
@@ -182,6 +185,15 @@ def _wait_for_restart(reason: str, seconds: float) -> service_pb2.NextAskRespons
     come_back = service_pb2.ComeBack(after_seconds=seconds, before_seconds=2 * seconds)
     come_back.reason = f"the run is stopped until its operator restarts it: {reason}"[:_LONGEST_SENTENCE]
     return service_pb2.NextAskResponse(come_back=come_back)
+
+
+def _ask_to_forget(run: str, device: str, store: Store) -> None:
+    with store.transaction():
+        known = store.devices.get(run, device)
+        store.devices.ask_to_forget(run, device)
+        if known is not None and known["forget_asked_at"] is None:
+            text = "the device asked the server to delete its data, before the next round or with `devices forget`"
+            store.history.add_event(run, "forget-requested", text, device=device)
 
 
 def _note(run: str, kind: str, text: str, device: str, store: Store) -> None:

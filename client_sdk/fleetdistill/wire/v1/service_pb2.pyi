@@ -329,6 +329,11 @@ class LeaveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     IDENTITY_FIELD_NUMBER: _builtins.int
+    FORGET_FIELD_NUMBER: _builtins.int
+    forget: _builtins.bool
+    """Whether the server must also delete what the device has sent: permanently, before the run's next round. The device's
+    own request, with the effect of the operator's `devices forget`.
+    """
     @_builtins.property
     def identity(self) -> Global___Identity:
         """Identity of the caller."""
@@ -337,10 +342,11 @@ class LeaveRequest(_message.Message):
         self,
         *,
         identity: Global___Identity | None = ...,
+        forget: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forget", b"forget", "identity", b"identity"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -352,12 +358,19 @@ class LeaveResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    FORGET_RECORDED_FIELD_NUMBER: _builtins.int
+    forget_recorded: _builtins.bool
+    """Whether the request to delete the device's data is durably recorded. False without such a request, and from a server
+    that does not know it.
+    """
     def __init__(
         self,
+        *,
+        forget_recorded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forget_recorded", b"forget_recorded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,8 +30,8 @@ class MemoryLink:
     def heartbeat(self, identity: service_pb2.Identity) -> None:
         self._api.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
 
-    def leave(self, identity: service_pb2.Identity) -> None:
-        self._api.leave(service_pb2.LeaveRequest(identity=identity))
+    def leave(self, identity: service_pb2.Identity, *, forget: bool = False) -> bool:
+        return self._api.leave(service_pb2.LeaveRequest(identity=identity, forget=forget)).forget_recorded
 
     def decline(self, request: service_pb2.DeclineRequest) -> None:
         self._api.decline(request)

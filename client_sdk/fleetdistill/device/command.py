@@ -1,0 +1,178 @@
+"""The command `fleetdistill device`: inspects and erases a state directory.
+
+Needs only the SDK, and runs as `python -m fleetdistill.device` too. Exit statuses: 0 for success, 1 for an error, which
+is printed as one sentence, and 2 for invalid usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fleetdistill.errors import ConfigurationError, FleetDistillError, LinkError
+from fleetdistill.printable import printable
+
+if TYPE_CHECKING:
+    from fleetdistill.device.inspection import Inspection
+
+_ENTRIES = 10
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status.
+
+    Args:
+        arguments: Arguments after `fleetdistill device`; None for those of this process.
+    """
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        for line in given.run(given):
+            print(line)
+    except FleetDistillError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fleetdistill device", description="Inspects or erases a device.")
+    commands = parser.add_subparsers(required=True, metavar="inspect | forget")
+    inspecting = commands.add_parser(
+        "inspect",
+        help="show identity, model, rounds and what was sent",
+        description="Shows what a state directory contains. Changes nothing, and works while the device runs.",
+    )
+    _add_directory(inspecting)
+    inspecting.add_argument("--json", action="store_true", help="print JSON")
+    inspecting.add_argument("--entries", type=int, default=_ENTRIES, metavar="N", help="newest messages to list (10)")
+    inspecting.set_defaults(run=_inspect)
+    forgetting = commands.add_parser(
+        "forget",
+        help="erase a state directory, and ask the server to delete the device's data",
+        description="Asks the server to delete what the device has sent, then erases its state directory.",
+    )
+    _add_directory(forgetting)
+    forgetting.add_argument("--server", metavar="HOST:PORT", help="server of the run; without it, only erases")
+    forgetting.add_argument("--insecure", action="store_true", help="allow plain text to another machine")
+    forgetting.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    forgetting.set_defaults(run=_forget)
+    return parser
+
+
+def _add_directory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("state_dir", type=Path, metavar="STATE_DIR", help="Device(state_dir=...)")
+
+
+# --- inspect
+
+
+def _inspect(given: argparse.Namespace) -> Iterator[str]:
+    from fleetdistill.device.inspection import inspect
+
+    found = inspect(given.state_dir)
+    if given.json:
+        yield json.dumps({**asdict(found), "totals": asdict(found.ledger.totals)}, indent=1)
+        return
+    for name, value in _lines(found):
+        yield f"{name:<14} {printable(str(value))}"
+    entries = list(found.ledger.entries)[-given.entries :] if given.entries > 0 else []
+    for one in entries:
+        columns = ", ".join(sorted({column for part in one.columns.values() for column in part}))
+        about = f"round {one.round}, {one.step}" if one.round else f"{one.samples} samples"
+        receipt = one.receipt or one.code or one.text
+        yield printable(
+            f"{_when(one.time)}  {one.kind:<8} {about}: {one.bytes} bytes {columns} {one.outcome} {receipt}"
+        )
+
+
+def _lines(found: Inspection) -> Iterator[tuple[str, object]]:
+    totals = found.ledger.totals
+    yield "device", f"{found.device or 'unknown'}, run {found.run or 'unknown'}, SDK {found.sdk or 'unknown'}"
+    yield (
+        "model",
+        f"{found.model or 'unknown'}, {found.parameters} parameters, {found.files.get('model.onnx', 0)} bytes as ONNX",
+    )
+    yield (
+        "data",
+        f"{found.samples} samples, version {found.data_version or 'unknown'}; allowed: {', '.join(found.allowed)}",
+    )
+    yield "rounds", f"{found.rounds} rounds with a receipt; the last answer was of round {found.last_round}"
+    if found.waiting is not None:
+        yield "waiting", f"an answer of round {found.waiting[0]} has no receipt"
+    sent = ", ".join(f"{count} {kind}" for kind, count in totals.messages.items())
+    yield (
+        "sent",
+        f"{totals.bytes} bytes in {sent or 'no message'}; {totals.receipts} receipts; {', '.join(totals.columns)}",
+    )
+    for month in found.ledger.months:
+        yield f"  {month.month}", f"{month.bytes} bytes, {month.receipts} receipts"
+    if found.releases:
+        yield "privacy", f"epsilon {found.epsilon:.3g} spent in {found.releases} releases"
+    for name in found.set_aside:
+        yield "put aside", name
+    if found.erasing:
+        yield "erasing", "an erasure has begun; the next start completes it"
+    for text in found.damage:
+        yield "damaged", text
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+# --- forget
+
+
+def _forget(given: argparse.Namespace) -> Iterator[str]:
+    from fleetdistill.device.forgetting import operator_command
+    from fleetdistill.device.inspection import inspect
+    from fleetdistill.state.directory import erase_directory
+
+    found = inspect(given.state_dir)
+    _confirm(given)
+    recorded = _request(given) if given.server else False
+    erase_directory(given.state_dir)
+    kept = ", but its privacy ledger: releases stay spent" if found.releases else ""
+    yield f"{given.state_dir}: everything is erased{kept}"
+    if recorded:
+        yield f"the server has recorded the request to delete the data of {found.device} before the next round"
+    else:
+        yield f"the server was not asked; its operator can run: {operator_command(found.run, found.device or 'DEVICE')}"
+
+
+def _confirm(given: argparse.Namespace) -> None:
+    """Raises ConfigurationError unless the user agrees."""
+    if given.yes:
+        return
+    if not sys.stdin.isatty() or input(f"Erase {given.state_dir} permanently? [y/N] ").strip().lower() != "y":
+        raise ConfigurationError("nothing was erased; agree with y, or pass --yes")
+
+
+def _request(given: argparse.Namespace) -> bool:
+    """Asks the server to delete the device's data. Raises LinkError, with advice, if it is unavailable."""
+    from fleetdistill.device.arguments import check_transport_security
+    from fleetdistill.device.check_in import open_link
+    from fleetdistill.device.forgetting import request_forgetting
+    from fleetdistill.device.identity import load_identity
+    from fleetdistill.link.credentials import is_enrolled
+    from fleetdistill.state.directory import Storage
+
+    check_transport_security(given.server, given.insecure, is_enrolled(given.state_dir))
+    with contextlib.ExitStack() as stack:
+        storage = Storage(given.state_dir)
+        stack.callback(storage.close)
+        identity = load_identity(storage, "", None)
+        link = open_link(given.server, None, given.state_dir, identity.device)
+        stack.callback(link.close)
+        try:
+            return request_forgetting(link, identity)
+        except LinkError as error:
+            raise LinkError(f"{error}; nothing was erased. Try again later, or leave --server out") from error

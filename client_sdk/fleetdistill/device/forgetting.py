@@ -1,0 +1,32 @@
+"""Erases a device: asks the server to delete what the device has sent, then erases the state directory."""
+
+from __future__ import annotations
+
+from fleetdistill.errors import RefusedError
+from fleetdistill.link.base import Link
+from fleetdistill.wire.codes import Code
+from fleetdistill.wire.v1 import service_pb2
+
+
+def request_forgetting(link: Link, identity: service_pb2.Identity) -> bool:
+    """Asks the server to delete what a device has sent.
+
+    Returns:
+        True if the server has durably recorded the request, or has no data of the device; False if it is of an earlier
+        version, which only its operator can ask.
+
+    Raises:
+        LinkError: The server is unavailable.
+        RefusedError: The server refuses the caller.
+    """
+    try:
+        return link.leave(identity, forget=True)
+    except RefusedError as refusal:
+        if refusal.code == Code.UNKNOWN_RUN or "check_in" in refusal.details:
+            return True
+        raise
+
+
+def operator_command(run: str, device: str) -> str:
+    """Returns the command with which the server's operator deletes a device's data."""
+    return f"fleetdistill devices forget {run or 'RUN'} {device}"

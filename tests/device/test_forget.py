@@ -1,0 +1,254 @@
+"""A device and its directory: what is in it, also while it runs, and how it is erased here and at the server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.forked import Forked
+from support.private_fleet import PrivateFleet, RowsWorker
+from support.processes import python
+from support.sdk_fleet import RUN, Fleet, make_device
+from typer.testing import CliRunner
+
+from fleetdistill import Device
+from fleetdistill.device.command import main
+from fleetdistill.device.inspection import inspect
+from fleetdistill.errors import LinkError, RefusedError, StateError
+from fleetdistill.state import failpoints
+from fleetdistill.testing import EventLog, FaultyLink, lost
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+
+
+@pytest.fixture
+def used(fleet: Fleet, tmp_path: Path) -> Path:
+    """The directory of a device that has answered once."""
+    fleet.ask("d")
+    with make_device(fleet, tmp_path / "state") as device:
+        device.step(0)
+    return tmp_path / "state"
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+# --- inspect
+
+
+def test_inspect_shows_identity_model_rounds_and_what_was_sent(fleet: Fleet, used: Path) -> None:
+    before = contents(used)
+    found = inspect(used)
+    assert (found.device, found.run, found.model) == ("d", RUN, "SplitModel")
+    assert (found.samples, found.rounds, found.last_round, found.waiting) == (24, 1, 1, None)
+    assert found.last_receipt == fleet.store.asks.uploads(RUN)[0]["receipt"]
+    assert found.ledger.totals.messages == {"answer": 1, "check-in": 1}
+    assert len(bytes.fromhex(found.data_version)) == 16
+    assert (found.damage, found.set_aside, found.erasing) == ([], [], False)
+    assert contents(used) == before
+
+
+def test_inspect_works_while_the_device_runs_and_an_answer_waits(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.ask("d")
+    with make_device(fleet, tmp_path, link=FaultyLink(MemoryLink(fleet.api), lost("upload"))) as device:
+        with pytest.raises(LinkError):
+            device.step(0)
+        found = inspect(tmp_path)
+        assert found.waiting == (1, 1, 1)
+        assert found.ledger.entries[-1].outcome == "may have been sent"
+        device.step(0)
+    assert inspect(tmp_path).waiting is None
+
+
+@pytest.mark.parametrize("name", ["device.json", "profile.bin", "ledger.jsonl", "privacy.json", "last_outcome.json"])
+def test_inspect_of_a_damaged_directory_shows_the_rest(used: Path, name: str) -> None:
+    (used / name).write_bytes(b"\xff{")
+    found = inspect(used)
+    assert any(name in text for text in found.damage) or name == "last_outcome.json"
+    assert found.files["state.safetensors"] > 0
+
+
+def test_inspect_of_another_folder_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(StateError, match="is not the state directory of a device"):
+            inspect(path)
+
+
+def test_the_command_prints_a_page_or_json(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(used)]) == 0
+    text = capsys.readouterr().out
+    assert "d, run sdk" in text
+    assert "features, labels, logits, metrics received" in text
+    assert main(["inspect", str(used), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ledger"]["entries"][1]["columns"] == {
+        "knowledge": ["features", "logits", "labels"],
+        "metrics": ["metrics"],
+    }
+    assert found["totals"]["receipts"] == 1
+    assert main(["inspect", str(used / "outbox")]) == 1
+    assert "error: " in capsys.readouterr().err
+
+
+def test_the_command_needs_nothing_but_the_sdk(used: Path) -> None:
+    """Neither the server package nor its dependencies, nor torch: they are made impossible to import."""
+    block = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('typer', 'pydantic', 'torch', 'sqlite_utils', 'rich', 'safetensors', 'onnx'):
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+"""
+    run = f"sys.argv = ['fleetdistill', 'device', 'inspect', {str(used)!r}, '--json']"
+    script = f"{block}\n{run}\nfrom fleetdistill_server.start import main\nmain()"
+    assert json.loads(python(script))["device"] == "d"
+
+
+def test_the_servers_command_line_lists_the_same_command(used: Path) -> None:
+    result = CliRunner().invoke(app, ["device", "inspect", str(used), "--json", "--entries", "3"])
+    assert json.loads(result.stdout)["run"] == RUN
+
+
+# --- forget
+
+
+def test_a_device_that_is_forgotten_erases_itself_and_asks_the_server(fleet: Fleet, used: Path) -> None:
+    device = make_device(fleet, used)
+    device.step(0)
+    assert device.forget() is True
+    assert contents(used) == {"lock": b""}
+    row = fleet.store.devices.get(RUN, "d")
+    assert row is not None
+    assert row["forget_asked_at"] is not None
+    assert fleet.store.devices.to_forget(RUN) == ["d"]
+    assert [one["kind"] for one in fleet.store.history.events(RUN, "forget-requested")] == ["forget-requested"]
+
+
+def test_the_request_is_authenticated(fleet: Fleet, used: Path, tmp_path: Path) -> None:
+    stranger = make_device(fleet, tmp_path / "other")
+    with stranger, pytest.raises(RefusedError):
+        stranger.forget()
+    assert fleet.store.devices.to_forget(RUN) == []
+    assert (tmp_path / "other" / "device.json").exists()
+
+
+def test_a_device_that_the_server_does_not_know_is_erased(fleet: Fleet, tmp_path: Path) -> None:
+    device = make_device(fleet, tmp_path, device_id="new")
+    assert device.forget() is True
+    assert contents(tmp_path) == {"lock": b""}
+
+
+def test_without_its_server_nothing_is_erased(fleet: Fleet, used: Path) -> None:
+    before = contents(used)
+    device = make_device(fleet, used, link=FaultyLink(MemoryLink(fleet.api), lost("leave")))
+    with pytest.raises(LinkError):
+        device.forget()
+    assert contents(used) == before
+    assert device.forget() is True
+
+
+def test_an_earlier_server_does_not_confirm(fleet: Fleet, used: Path) -> None:
+    class Earlier(MemoryLink):
+        def leave(self, identity: Any, *, forget: bool = False) -> bool:
+            return super().leave(identity)
+
+    assert make_device(fleet, used, link=Earlier(fleet.api)).forget() is False
+    assert contents(used) == {"lock": b""}
+
+
+def test_a_forgotten_directory_makes_a_new_device(fleet: Fleet, used: Path) -> None:
+    make_device(fleet, used).forget()
+    with make_device(fleet, used, device_id=None) as device:
+        assert device.device_id != "d"
+        device.step(0)
+        assert [one.kind for one in device.ledger.entries] == ["check-in"]
+
+
+def test_a_private_release_stays_spent(tmp_path: Path) -> None:
+    fleet = PrivateFleet()
+    given: dict[str, Any] = {"worker": RowsWorker, "export_onnx": "never"}
+    events = EventLog()
+    for name in ("first", "second"):
+        device = Device(
+            server=MemoryLink(fleet.api), state_dir=tmp_path, device_id=name, on_event=events.append, **given
+        )
+        device.step(0)
+        fleet.ask(name)
+        device.step(0)
+        device.forget()
+        assert set(contents(tmp_path)) == {"lock", "privacy.json"}
+    assert [event.text for event in events if event.kind == "dropped"] == ["privacy budget used up"]
+    assert inspect_releases(tmp_path) == 1
+
+
+def inspect_releases(directory: Path) -> int:
+    return len(json.loads((directory / "privacy.json").read_text())["releases"])
+
+
+@pytest.mark.parametrize("point", ["after-mark", "after-files"])
+def test_a_device_killed_while_it_erases_completes_it_at_the_next_start(fleet: Fleet, used: Path, point: str) -> None:
+    """At `device.forget.after-mark` all files are there, at `device.forget.after-files` none."""
+    dying = Forked(_forget, used)
+    dying.start(f"device.forget.{point}=kill")
+    assert dying.process is not None
+    dying.process.join(60)
+    assert dying.was_killed
+    assert inspect(used).erasing
+    with make_device(fleet, used, device_id=None) as device:
+        assert device.device_id != "d"
+        assert not (used / "state.safetensors").exists()
+    assert not inspect(used).erasing
+
+
+def _forget(points: str, directory: Path) -> None:
+    failpoints.switch_on(points)
+    main(["forget", str(directory), "--yes"])
+
+
+def test_the_command_erases_and_names_the_operators_command(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(used)
+    assert main(["forget", str(used)]) == 1, "nobody agreed"
+    assert contents(used) == before
+    assert main(["forget", str(used), "--yes"]) == 0
+    assert f"fleetdistill devices forget {RUN} d" in capsys.readouterr().out
+    assert contents(used) == {"lock": b""}
+
+
+def test_the_command_refuses_a_folder_that_is_no_device(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").write_bytes(b"x")
+    assert main(["forget", str(tmp_path / "photos"), "--yes"]) == 1
+    assert (tmp_path / "photos" / "a.jpg").exists()
+
+
+def test_the_command_refuses_a_directory_in_use(fleet: Fleet, used: Path) -> None:
+    with make_device(fleet, used):
+        assert main(["forget", str(used), "--yes"]) == 1
+    assert (used / "device.json").exists()
+
+
+# --- another machine
+
+
+def test_a_directory_moves_to_another_path(fleet: Fleet, used: Path, tmp_path: Path) -> None:
+    """An answer that waits is sent from there, with the same id; and no file names a place of the old machine."""
+    first = make_device(fleet, used, link=FaultyLink(MemoryLink(fleet.api), lost("upload")))
+    first.step(0)
+    fleet.ask("d")
+    with pytest.raises(LinkError):
+        first.step(0)
+    first.close(leave=False)
+    moved = tmp_path / "elsewhere" / "copy"
+    shutil.copytree(used, moved)
+    shutil.rmtree(used)
+    assert not any(str(tmp_path).encode() in data for data in contents(moved).values())
+    with make_device(fleet, moved, device_id=None) as device:
+        device.step(0)
+        assert device.device_id == "d"
+        assert [one.outcome for one in device.ledger.entries if one.kind == "answer"] == ["received", "received"]
+    assert len(fleet.store.asks.uploads(RUN)) == 2
