@@ -4,6 +4,7 @@
     ├── ConfigurationError       a setting or argument is invalid
     ├── ModelError               a local model does not fit the SDK or the run
     ├── DataError                data of the app, a data set or a partition cannot be used
+    │   └── NoSamplesError       the app has no training samples yet
     ├── KnowledgeError           features, logits or labels have unusable values
     ├── ExportError              an ONNX export failed
     ├── StateError               a device's state directory cannot be used
@@ -41,6 +42,7 @@ __all__ = [
     "LinkError",
     "ModelError",
     "NoRoomError",
+    "NoSamplesError",
     "NoSpaceError",
     "PayloadTooLargeError",
     "PrivacyBudgetError",
@@ -75,6 +77,13 @@ class ModelError(FleetDistillError):
 
 class DataError(FleetDistillError):
     """The app's data, a data set or a partition cannot be used."""
+
+
+class NoSamplesError(DataError):
+    """The app has no training samples yet. `Device.run` waits for samples; reading `Device.model` may raise it."""
+
+    def __init__(self) -> None:
+        super().__init__("data has no samples yet; the device takes part as soon as there is one")
 
 
 class KnowledgeError(FleetDistillError):

@@ -135,8 +135,7 @@ def test_a_device_without_an_id_makes_one_and_keeps_it(fleet: Fleet, tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "error", "sentence"),
     [
-        ({"data": (np.zeros((0, 4), np.float32), np.zeros(0, np.int64))}, DataError, "data"),
-        ({"data": (np.zeros((3, 7), np.float32), np.arange(3))}, DataError, r"inputs of shape \[7\].*expects \[4\]"),
+        ({"data": (np.zeros((3, 7), np.float32), np.arange(3))}, DataError, r"have shape \[7\].*expects \[4\]"),
         ({"data": (np.zeros((3, 4), np.float32), np.array([0, 1, 3]))}, DataError, "label 3"),
         ({"data": (np.full((3, 4), np.nan, np.float32), np.arange(3))}, DataError, "NaN or infinity, first at row 0"),
         ({"model": lambda: nn.Linear(4, 3)}, ModelError, "split_sequential"),
@@ -145,7 +144,7 @@ def test_a_device_without_an_id_makes_one_and_keeps_it(fleet: Fleet, tmp_path: P
 def test_data_and_models_that_do_not_fit_say_what_to_do(
     fleet: Fleet, tmp_path: Path, changes: dict[str, Any], error: type[Exception], sentence: str
 ) -> None:
-    with make_device(fleet, tmp_path, **changes) as device, pytest.raises(error, match=sentence):
+    with pytest.raises(error, match=sentence), make_device(fleet, tmp_path, **changes) as device:
         device.step(0)
 
 

@@ -158,7 +158,7 @@ def test_rows_that_do_not_fit_are_refused_until_others_are_given(fleet: Fleet, t
         device.step(0)
         device.replace_data((np.zeros((3, 5), np.float32), np.zeros(3, np.int64)))
         for _ in range(2):
-            with pytest.raises(DataError, match=r"data has inputs of shape \[5\]"):
+            with pytest.raises(DataError, match=r"data: the inputs have shape \[5\]"):
                 device.step(0)
         device.replace_data(tiny_data(12))
         assert device.step(0) is Step.WAITED

@@ -48,7 +48,7 @@ def test_both_compute_the_same_rows(fleet):
     light = light_worker(data())(fleet.contract)
     light.take_payload(fleet.contract.extractor_file, extractor_of(fleet))
     module = build_model("digits_linear", classes=CLASSES)
-    tensors = TensorData(*(torch.from_numpy(one) for one in data()))
+    tensors = TensorData(torch.from_numpy(data()[0]), torch.from_numpy(data()[1]))
     local = Local(
         model=module,
         taps=check_local_model(module),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -123,9 +124,16 @@ class TestTraining:
         assert _train(_linear(batch_norm=True), data, epochs=3).samples_seen == 24
         assert _train(_linear(batch_norm=False), data, epochs=3).samples_seen == 27
 
-    def test_batch_norm_needs_two_samples(self) -> None:
-        with pytest.raises(DataError, match="1 samples: a model with batch-norm needs"):
-            _train(_linear(batch_norm=True), _noise(1))
+    def test_one_sample_trains_with_the_running_statistics_of_batch_norm(self) -> None:
+        model: Any = _linear(batch_norm=True)
+        before, weights = model[2].running_mean.clone(), model[1].weight.clone()
+        report = _train(model, _noise(1), epochs=3)
+        assert (report.samples_seen, report.steps) == (3, 3)
+        assert math.isfinite(report.mean_loss)
+        assert torch.equal(model[2].running_mean, before)
+        assert not torch.equal(model[1].weight, weights)
+
+    def test_batch_norm_cannot_train_on_batches_of_one(self) -> None:
         with pytest.raises(ConfigurationError, match="batch_size is 1"):
             _train(_linear(batch_norm=True), _noise(4), batch_size=1)
         assert _train(_linear(), _noise(1)).steps == 2
@@ -283,13 +291,15 @@ class TestTensorData:
             ((torch.zeros(3, 2), torch.tensor([0, 1])), "3 inputs but 2 labels"),
             ((torch.zeros(2, 2), torch.tensor([0, 5])), r"label 5 at row 1 is outside \[0, 2\)"),
             ((torch.zeros(2, 2), torch.tensor([0, -1])), "label -1 at row 1 is negative"),
-            ((torch.zeros(2, 2), torch.tensor([0.0, 1.0])), "labels are torch.float32"),
+            ((torch.zeros(2, 2), torch.tensor([0.0, 1.0])), "labels are float32"),
             ((torch.zeros(2, 2), torch.tensor([[0], [1]])), r"shape \[2, 1\]"),
-            ((torch.zeros(2, 2, dtype=torch.uint8), torch.tensor([0, 1])), r"torch.uint8.*scale images to \[0, 1\]"),
+            (
+                (torch.zeros(2, 2, dtype=torch.uint8), torch.tensor([0, 1])),
+                r"inputs are uint8.*scale images to",
+            ),
             ((torch.tensor([[0.0, 1.0], [0.0, torch.nan]]), torch.tensor([0, 1])), "NaN or infinity, first at row 1"),
             ((torch.tensor([0.0, torch.inf]), torch.tensor([0, 1])), "NaN or infinity, first at row 1"),
             ((np.array(["a"]), np.array([0])), "cannot convert an array of dtype"),
-            (_Stream(), "the data is of type _Stream"),
             (_Ragged(), "items of _Ragged cannot be stacked"),
             ("images/", "the data is of type str"),
         ],

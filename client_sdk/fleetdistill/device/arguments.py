@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fleetdistill.data.samples import check_data
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.models import USUAL_PREDICTOR, check_predictor
 from fleetdistill.names import unknown_name
@@ -43,6 +44,13 @@ def check_backend(model: object, data: object, worker: object, **torch_options: 
             "Pass data to the function that makes the worker, as in light_worker(data, test_data=...)"
         )
     check_predictor(torch_options["predictor"])
+
+
+def check_all_data(**given: object) -> None:
+    """Checks the data arguments of `Device` as far as that is quick. Raises DataError with the argument's name."""
+    for name, data in given.items():
+        if data is not None:
+            check_data(data, name)
 
 
 def _same(value: object, default: object) -> bool:

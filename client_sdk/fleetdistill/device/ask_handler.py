@@ -16,6 +16,7 @@ from fleetdistill.device.session import Session
 from fleetdistill.errors import (
     CannotAnswer,
     ConfigurationError,
+    DataError,
     FleetDistillError,
     KnowledgeError,
     NoRoomError,
@@ -79,15 +80,18 @@ class AskHandler:
         self._events.emit_ask(ask)
         self._session.ask_interrupted = False
         with self._sender.heartbeats():
-            compute = self._check_in.ready_compute()
+            try:
+                compute = self._check_in.compute_for_ask()
+            except CannotAnswer as reason:  # no samples now, or a sample that cannot be used
+                return self._decline(ask, reason)
             try:
                 pending, answer = self._compute_answer(compute, ask, self._download_parts(ask))
             except _AskClosed as closed:
                 self._events.emit("dropped", ask.round, str(closed.refusal), {"code": closed.refusal.code})
                 return 0.0
-            except (CannotAnswer, ConfigurationError, KnowledgeError, WireError, NoRoomError) as reason:
-                # Training diverged, the server is newer or faulty, or the disk is full: the device declines this ask
-                # and continues with the next one.
+            except (CannotAnswer, ConfigurationError, DataError, KnowledgeError, WireError, NoRoomError) as reason:
+                # Training diverged, a sample cannot be read, the server is newer or faulty, or the disk is full: the
+                # device declines this ask and continues with the next one.
                 return self._decline(ask, reason)
             except BaseException as error:
                 compute.forget_state()  # training for a failed answer must not affect the next one

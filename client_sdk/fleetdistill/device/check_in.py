@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
+from fleetdistill.data.samples import digest_of_arrays, named
 from fleetdistill.device.events import Events
 from fleetdistill.device.identity import save_identity
+from fleetdistill.device.live_data import RereadsData, is_empty
 from fleetdistill.device.private import check_is_private, guarantee_of, hide_rows
 from fleetdistill.device.session import Session
-from fleetdistill.errors import FleetDistillError
+from fleetdistill.errors import CannotAnswer, DataError, FleetDistillError, NoSamplesError
 from fleetdistill.link.base import Link
 from fleetdistill.link.credentials import is_enrolled
 from fleetdistill.link.downloads import Downloads
 from fleetdistill.link.terms import check_terms
 from fleetdistill.state import failpoints
-from fleetdistill.state.data_version import data_version, digest_of_data
+from fleetdistill.state.data_version import data_version
 from fleetdistill.state.sent_ledger import check_in_entry
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.compression import offered
@@ -60,6 +62,7 @@ class CheckIn:
         self._max_threads = max_threads
         self._columns_sent: tuple[str, ...] = ()
         self._only_private, self._downloads = only_private, downloads
+        self._replaced = False  # whether `replace_data` was called and its data are not read yet
         self._profile_sent = False  # whether the server has the current profile
         self._data_version_sent = False  # whether the server has the current data version
         self._replacements: list[Any] = []  # new data for the next turn; the last ones count
@@ -75,7 +78,7 @@ class CheckIn:
         run = self._session.identity.run
         if profile is None:
             terms = self._send_check_in(None)
-            profile = self._profile_of(self.make_compute(terms.contract))
+            profile = self._profile_of(self._with_samples(self._current_compute(terms.contract)))
             run = terms.contract.run
         else:
             del profile.allowed_columns[:]
@@ -131,11 +134,13 @@ class CheckIn:
         self._replacements.append(data)
 
     def take_replaced_data(self) -> None:
-        """Replaces the training data if there are new ones; the next check-in describes them, with a new backend."""
+        """Replaces the training data if there are new ones; they are read and checked in once no answer is pending."""
         if self._replacements:
-            self._data, self._session.compute, self._session.computed = self._replacements[-1], None, None
+            self._data, self._replaced = self._replacements[-1], True
             self._profile_sent = self._data_version_sent = False
             self._replacements.clear()
+            if not isinstance(self._session.compute, RereadsData):
+                self._session.compute = self._session.computed = None
 
     def check_in_changed_data(self) -> None:
         """Checks in again if the training data have changed since the last check-in.
@@ -149,23 +154,68 @@ class CheckIn:
 
     def _compare_data(self) -> None:
         profile = _parse_profile(self._storage.load("profile.bin"))
-        digest = digest_of_data(self._data)
+        digest = self._digest_of_arrays()
         if profile is None or not self._storage.is_data_version(profile.data_version, digest):
             assert self._session.terms is not None  # checked in by `Device.step`
-            self._update_profile(self.make_compute(self._session.terms.contract))
+            self._update_profile(self._current_compute(self._session.terms.contract))
         self._data_version_sent = True
+
+    def has_samples(self) -> bool:
+        """Returns whether the app has training samples; reads the data again if it had none."""
+        with self._session.guard.held():
+            compute, terms = self._session.compute, self._session.terms
+            if terms is None or not is_empty(compute):
+                return True
+            self._update_profile(self._current_compute(terms.contract))
+            return not is_empty(compute)
+
+    def _current_compute(self, contract: contract_pb2.Contract) -> Compute:
+        """Returns the compute backend with the app's current data, which are read again unless it is new."""
+        known = self._session.compute
+        compute = self.make_compute(contract)
+        if compute is known and isinstance(compute, RereadsData) and compute.reread_data(self._data):
+            self._profile_sent = False
+        self._replaced = False
+        return compute
+
+    def _with_samples(self, compute: Compute) -> Compute:
+        if is_empty(compute):
+            raise NoSamplesError()
+        return compute
+
+    def compute_for_ask(self) -> Compute:
+        """Returns the compute backend with the committed state and the app's current data.
+
+        Raises:
+            CannotAnswer: Data that the device used before cannot be used any more, or have no samples now.
+        """
+        with self._session.guard.held():
+            is_first = self._session.compute is None
+            contract = (self._session.terms or self.check_in()).contract
+            try:
+                self._with_samples(self._current_compute(contract))
+            except DataError as error:
+                if is_first and not isinstance(error, NoSamplesError):
+                    raise
+                raise CannotAnswer(str(error)) from error
+            return self._prepared_compute()
+
+    def _digest_of_arrays(self) -> bytes | None:
+        with named("data"):
+            return digest_of_arrays(self._data)
 
     def _save_data_version(self, profile: contract_pb2.DeviceProfile) -> None:
         if not self._replacements:  # otherwise the stored version must stay cleared until the new data are in use
-            self._storage.save_data_version(profile.data_version, digest_of_data(self._data))
+            self._storage.save_data_version(profile.data_version, self._digest_of_arrays())
         self._data_version_sent = True
 
     def _update_profile(self, compute: Compute) -> None:
         """Checks in again if the app's model or data have changed since the last check-in.
 
-        Does nothing while an answer is in the outbox, which may declare more samples than the new data have.
+        Does nothing while an answer is in the outbox, which may declare more samples than the new data have, nor
+        without samples.
         """
-        if self._profile_sent or self._storage.outbox.pending() is not None:
+        if self._profile_sent or self._replaced or is_empty(compute) or self._storage.outbox.pending() is not None:
             return
         profile = self._profile_of(compute)
         if profile.SerializeToString() != self._storage.load("profile.bin"):

@@ -19,6 +19,7 @@ from fleetdistill.clock import Clock, SystemClock
 from fleetdistill.device.app_models import AppModels
 from fleetdistill.device.arguments import (
     DEFAULT_COLUMNS,
+    check_all_data,
     check_backend,
     check_columns,
     check_export,
@@ -47,6 +48,7 @@ from fleetdistill.link.downloads import DOWNLOADS, Downloads, adopt_proxy_set
 from fleetdistill.link.metered import MeteredLink
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.state.directory import MAX_SPOOL_BYTES, Storage
+from fleetdistill.state.sample_ids import SampleIds
 from fleetdistill.wire.v1 import contract_pb2
 
 if TYPE_CHECKING:
@@ -147,6 +149,7 @@ class Device(Disclosure):
         }
         check_columns(allow)
         check_backend(model, data, worker, **torch_options)
+        check_all_data(data=data, test_data=test_data, validation_data=validation_data)
         check_export(export_onnx)
         check_limits(max_threads, max_seconds_per_ask)
         budget = checked_budget(privacy_budget)
@@ -164,7 +167,7 @@ class Device(Disclosure):
         self._check_in = CheckIn(
             self._session,
             self._events,
-            make_compute=_compute_factory(model, worker, torch_options),
+            make_compute=_compute_factory(model, worker, {**torch_options, "ids": SampleIds(self._storage)}),
             data=data,
             max_threads=max_threads,
             only_private=budget is not None,
@@ -277,12 +280,12 @@ class Device(Disclosure):
         """Replaces the training data. The next turn checks in with them before it requests work.
 
         Work in progress ends with the previous data. An answer without a receipt is settled first, because it was made
-        from the previous data. The device keeps its model state; after the turn, `model` and `models` return new
-        objects. May be called from `on_event`. Invalid data raise DataError in the next turn.
+        from the previous data. The device keeps its model state, and `model` and `models` stay the same objects. May be
+        called from `on_event`. Invalid data raise DataError in the next turn.
 
         Args:
-            data: New training data, as in `Device(data=...)`. Omit it if the device has a `worker`, whose function is
-                then called again.
+            data: New training data, as in `Device(data=...)`. Omit it if the device has a `worker`, which then reads
+                its data again.
 
         Raises:
             ConfigurationError: `data` is missing, or the device has a `worker` and `data` was given.

@@ -10,7 +10,7 @@ from fleetdistill.device.contact import Contact
 from fleetdistill.device.events import Events, Step
 from fleetdistill.device.sender import Sender
 from fleetdistill.device.session import Session
-from fleetdistill.errors import LinkError, RefusedError, WorkInterrupted
+from fleetdistill.errors import LinkError, NoSamplesError, RefusedError, WorkInterrupted
 from fleetdistill.interruption import Hold, check_may_continue, checked_by
 from fleetdistill.link.terms import pause_seconds, plain
 from fleetdistill.wire.codes import Code, after_seconds, is_final
@@ -105,6 +105,8 @@ class Engine:
                 result = self._settle_or_answer(wait_seconds)
         except WorkInterrupted:
             return Step.PAUSED
+        except NoSamplesError as none:
+            return self._wait_for_samples(none, wait_seconds)
         except RefusedError as refusal:
             if refusal.code == Code.BAD_IDENTITY and "check_in" in refusal.details:
                 self._session.terms = None  # a server restored from a backup no longer has this device: check in again
@@ -137,9 +139,17 @@ class Engine:
         self._sender.emit_outcome()  # left by an earlier process that ended before it emitted the events
         self._check_in.check_in_changed_data()
         self._sender.export_due()
+        if not self._check_in.has_samples():
+            raise NoSamplesError()
         response = self._session.link.next_ask(self._session.identity, wait_seconds)
         self._contact.restored()
         return self._handle(response)
+
+    def _wait_for_samples(self, none: NoSamplesError, wait_seconds: float) -> Step:
+        """Waits without asking the server for work, which the device cannot do without samples."""
+        self._events.emit_no_samples(str(none))
+        self._pause = wait_seconds
+        return Step.WAITED
 
     def _handle(self, response: service_pb2.NextAskResponse) -> Step:
         match response.WhichOneof("next"):

@@ -45,8 +45,8 @@ class Event:
 
     Attributes:
         kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, released, scored, answered, refused, dropped,
-            damaged, kept, delivered, exported, interrupted, lost-contact, contact-returned, stopped, failed or
-            finished.
+            damaged, kept, delivered, exported, no-samples, interrupted, lost-contact, contact-returned, stopped, failed
+            or finished.
         round: Round that the event belongs to, or 0.
         text: Description in one sentence.
         values: Counts and figures by name; docs/reference/events.md lists them for each kind.
@@ -68,6 +68,7 @@ class Events:
 
     def __init__(self, guard: Guard, device_id: str) -> None:
         self._guard, self._device_id = guard, device_id
+        self._without_samples = False
         self._reason = ""  # the last reported reason for having no work
 
     def emit(self, kind: str, number: int, text: str, values: dict[str, Any] | None = None) -> None:
@@ -83,6 +84,7 @@ class Events:
 
     def emit_ask(self, ask: service_pb2.Ask) -> None:
         """Emits that work on an ask begins."""
+        self._without_samples = False
         if ask.first_attempt > 1:
             text = f"round {ask.round}: the server lost an answer that it had acknowledged, and asks again"
             self.emit("asked-again", ask.round, text, {"first_attempt": ask.first_attempt})
@@ -142,6 +144,12 @@ class Events:
             self._guard.emit(Event("failed", 0, text, {"error": type(error).__name__}))
         except Exception:
             logger.exception("%s: on_event failed for the event `failed`", self._device_id)
+
+    def emit_no_samples(self, text: str) -> None:
+        """Emits that the device waits for training samples, once until it has some."""
+        if not self._without_samples:
+            self.emit("no-samples", 0, text)
+        self._without_samples = True
 
     def emit_reason(self, reason: str) -> None:
         """Emits the server's reason for having no work, once per reason; empty if there is work."""

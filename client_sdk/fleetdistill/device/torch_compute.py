@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fleetdistill.data.samples import Samples, named, read_samples
 from fleetdistill.device.compute import Computed, faults_decline
 from fleetdistill.device.frozen_model import FrozenModel
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, KnowledgeError, ModelError, WireError
@@ -23,10 +24,10 @@ from fleetdistill.methods.base import Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats.space_model import MakePredictor, SpaceModel
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.replacement import REPLACED, REPLACED_BY_RESULT, SPLIT, Replacement, judge, picked
-from fleetdistill.state.data_version import digest_of
+from fleetdistill.state.sample_ids import SampleIds
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.figures import Counts, allowed, metrics_of, place_of
-from fleetdistill.training.local_training import TensorData, TrainingReport, as_tensor_data, evaluate
+from fleetdistill.training.local_training import TrainingReport, evaluate
 from fleetdistill.training.model import (
     SplitModel,
     check_local_model,
@@ -39,11 +40,10 @@ from fleetdistill.training.onnx_export import export_onnx
 from fleetdistill.training.onnx_file import OnnxReport, copy_onnx
 from fleetdistill.training.parameters import state_tensors, take_weights
 from fleetdistill.training.proxy_set import proxy_data, proxy_of
+from fleetdistill.training.tensor_data import LazyData, TensorData, tensor_data_of
 from fleetdistill.version import VERSION
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
-
-_PARITY_SAMPLES = 64
 
 
 class TorchCompute:
@@ -70,24 +70,28 @@ class TorchCompute:
         validation_data: Any,
         torch_device: str,
         predictor: str | MakePredictor = USUAL_PREDICTOR,
+        ids: SampleIds | None = None,
     ) -> None:
         self.contract = contract
         self.has_state = False
         self._classes = len(contract.classes)
-        self._data = _load(data, contract, "data")
-        if not len(self._data):
-            raise DataError("data has no samples; a device needs at least one")
+        self._ids, self._input_shape = ids, tuple(contract.input_shape)
+        self._samples = _samples_of(data, contract, "data")
+        self._data = self._tensors_of(self._samples)
         self._scored = {
-            "test": _load(test_data, contract, "test_data") if test_data is not None else None,
-            "validation": _load(validation_data, contract, "validation_data") if validation_data is not None else None,
+            split: tensor_data_of(_samples_of(given, contract, f"{split}_data"), self._input_shape)
+            if given is not None
+            else None
+            for split, given in (("test", test_data), ("validation", validation_data))
         }
         judging = self._scored[SPLIT]
         if judging is not None and not len(judging):
             raise DataError("validation_data has no samples; pass at least one, or None to accept every round's model")
         self.module = (model if isinstance(model, nn.Module) else model()).to(torch_device)
-        self._taps = check_local_model(self.module, self._data.inputs[:2].to(torch_device), self._classes)
+        probe = self._data.inputs[:2] if len(self._data) else self._data.first
+        self._taps = check_local_model(self.module, probe.to(torch_device), self._classes)
         self._model_name = model_name or type(self.module).__name__
-        config = config_of_contract(contract)
+        self._config = config_of_contract(contract)
         local = Local(
             model=self.module,
             taps=self._taps,
@@ -96,7 +100,7 @@ class TorchCompute:
             torch_device=torch.device(torch_device),
             predictor=predictor,
         )
-        self.method = _method_of(contract, config, local)
+        self.method = _method_of(contract, self._config, local)
         self._own = self.method.own_variant
         self._delivered: dict[str, nn.Module] = {self._own: copy.deepcopy(self.module)}
         self._in_use = self._own
@@ -122,15 +126,35 @@ class TorchCompute:
 
     def data_digest(self) -> bytes:
         """Returns the SHA-256 of the training data."""
-        return self._data_digest
+        return self._samples.digest
 
-    @cached_property
-    def _data_digest(self) -> bytes:
-        return digest_of(self._data.inputs.cpu().numpy(), self._data.labels.cpu().numpy())
+    @property
+    def sample_count(self) -> int:
+        """Number of training samples; 0 if the app has none yet."""
+        return len(self._samples)
+
+    def reread_data(self, data: Any) -> bool:
+        """Reads the training data again; returns whether a sample was added, removed or changed.
+
+        The method is made again for new samples and takes over its state; the model stays the same object.
+        """
+        read = _samples_of(data, self.contract, "data", self._samples)
+        if read is self._samples:
+            return False
+        self._samples, self._data = read, self._tensors_of(read)
+        state, local = self.method.state_dict(), replace(self.method.local, data=self._data)
+        self.method = _method_of(self.contract, self._config, local)
+        self.method.load_state_dict(state)
+        return True
+
+    def _tensors_of(self, samples: Samples) -> TensorData | LazyData:
+        ids = self._ids
+        make_ids = None if ids is None else cache(lambda: ids.of(samples.digests))
+        return tensor_data_of(samples, self._input_shape, make_ids)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of one sample's features: at the cut, at every possible cut, and of the embedding."""
-        probe = self._data.inputs[:1].to(next(self.module.parameters()).device)
+        probe = self._data.first.to(next(self.module.parameters()).device)
         with evaluating(self.module), torch.no_grad():
             at_cut = tuple(self._taps.features(probe).shape[1:])
             tap = embedding_tap(self.module)
@@ -339,7 +363,7 @@ class TorchCompute:
             "method": self.contract.method,
             "class_names": ",".join(self.contract.classes),
         }
-        samples = self._data.inputs[:_PARITY_SAMPLES]
+        samples = torch.from_numpy(self._samples.first) if len(self._samples) else self._data.first
         if len(self._delivered) == 1:
             return export_onnx(self.delivered_model(), path, samples, metadata)
         reports = {
@@ -360,7 +384,7 @@ def _method_of(contract: contract_pb2.Contract, config: Any, local: Local) -> De
         raise ConfigurationError(f"this device cannot take part in run {contract.run!r}: {error}") from error
 
 
-def _counts(model: nn.Module, data: TensorData, classes: int) -> Counts:
+def _counts(model: nn.Module, data: TensorData | LazyData, classes: int) -> Counts:
     """Returns the scores of a model; uses cached features if its extractor is fixed."""
     if isinstance(model, SpaceModel):
         rows = torch.from_numpy(np.array(model.fixed.of(data.inputs)))
@@ -368,18 +392,12 @@ def _counts(model: nn.Module, data: TensorData, classes: int) -> Counts:
     return evaluate(model, data, classes)
 
 
-def _load(data: Any, contract: contract_pb2.Contract, name: str) -> TensorData:
-    try:
-        loaded = as_tensor_data(data() if callable(data) else data, len(contract.classes))
-    except (DataError, ConfigurationError) as error:
-        raise DataError(f"{name}: {error}") from error
-    shape = list(loaded.inputs.shape[1:])
-    if shape != list(contract.input_shape):
-        raise DataError(
-            f"{name} has inputs of shape {shape}, but run {contract.run!r} expects {list(contract.input_shape)}; "
-            "reshape the inputs"
-        )
-    return loaded
+def _samples_of(data: Any, contract: contract_pb2.Contract, name: str, known: Samples | None = None) -> Samples:
+    """Reads and checks data for a run; returns `known` if they have not changed."""
+    with named(name):
+        read = read_samples(data, known)
+        read.check_run(contract.run, tuple(contract.input_shape), len(contract.classes))
+    return read
 
 
 def _training_loss(trained: TrainingReport) -> Metric:

@@ -8,16 +8,15 @@ same two model variants in closed form. Does not import torch or safetensors, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleetdistill.deployment.batch import shape_message
+from fleetdistill.data.samples import Samples, named, read_samples
 from fleetdistill.device.compute import Computed, MakeCompute, faults_decline
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
 from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, ClassSpace, Kind, Metric, Metrics, Plan
@@ -32,10 +31,9 @@ from fleetdistill.light.variants import (
 from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import Ask
 from fleetdistill.methods.classstats.config import SCATTERING
-from fleetdistill.methods.classstats.exchange import check_images, statistics_of
+from fleetdistill.methods.classstats.exchange import DeviceStatistics, check_images, statistics_of
 from fleetdistill.methods.classstats.private_config import Settings
 from fleetdistill.replacement import REPLACED, SPLIT, Replacement, judge, picked
-from fleetdistill.state.data_version import digest_of
 from fleetdistill.training.figures import Counts, allowed, counts_of, metrics_of, place_of
 from fleetdistill.version import VERSION
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
 
 METHOD = "classstats"
 _MODEL_NAME = "light"
-_SAMPLES_COMPARED = 64
+_ROWS_AT_ONCE = 1024
 _WITH_TORCH = "use PyTorch on this device: install fleetdistill[train] and pass Device(model=..., data=...)"
 
 
@@ -69,10 +67,25 @@ def light_worker(data: Any, *, test_data: Any = None, validation_data: Any = Non
 
 @dataclass(frozen=True, eq=False)
 class LabelledArrays:
-    """Labelled samples: inputs `[N, *input_shape]` float32 and labels `[N]` int64."""
+    """Checked labelled samples, whose inputs are read part by part."""
 
-    inputs: Array
-    labels: Array
+    samples: Samples
+    input_shape: tuple[int, ...]
+
+    @property
+    def labels(self) -> Array:
+        """Labels `[N]` int64."""
+        return self.samples.labels
+
+    @property
+    def first(self) -> Array:
+        """The first inputs, `[min(N, 64), *input_shape]` float32; an input of zeros without samples."""
+        return self.samples.first if len(self.samples) else np.zeros((1, *self.input_shape), np.float32)
+
+    def parts(self) -> Iterator[Array]:
+        """Yields all inputs in order, `[b, *input_shape]` float32."""
+        for start in range(0, len(self.samples), _ROWS_AT_ONCE):
+            yield self.samples.rows.read(range(start, min(start + _ROWS_AT_ONCE, len(self.samples))))[0]
 
 
 class LightCompute:
@@ -89,6 +102,7 @@ class LightCompute:
         self._config = _config_of(contract)
         self._classes = len(contract.classes)
         given = {"train": data, "test": test_data, SPLIT: validation_data}
+        self._given = data
         self._data = {
             split: _load(one, contract, self._config.features, "data" if split == "train" else f"{split}_data")
             for split, one in given.items()
@@ -96,9 +110,7 @@ class LightCompute:
         }
         self._features: dict[str, Array] = {}
         self._extractor: OnnxExtractor | None = None
-        self._statistics = statistics_of(
-            self._config, lambda: self._features_of("train"), self._data["train"].labels, self._classes
-        )
+        self._statistics = self._new_statistics()
         self._delivered: dict[str, LightModel] = {}
         self._in_use = ""
         self._best = ""  # best variant of the last ask
@@ -113,7 +125,7 @@ class LightCompute:
         return contract_pb2.DeviceProfile(
             model_name=_MODEL_NAME,
             extractor_fingerprint=self.contract.extractor_fingerprint,
-            samples=len(self._data["train"].labels),
+            samples=self.sample_count,
             classes=self._classes,
             input_shape=self.contract.input_shape,
             features=self.contract.features,
@@ -124,11 +136,30 @@ class LightCompute:
 
     def data_digest(self) -> bytes:
         """Returns the SHA-256 of the training data."""
-        return self._digest
+        return self._data["train"].samples.digest
 
-    @cached_property
-    def _digest(self) -> bytes:
-        return digest_of(self._data["train"].inputs, self._data["train"].labels)
+    @property
+    def sample_count(self) -> int:
+        """Number of training samples; 0 if the app has none yet."""
+        return len(self._data["train"].labels)
+
+    def reread_data(self, data: Any) -> bool:
+        """Reads the worker's training data again; returns whether a sample was added, removed or changed.
+
+        The argument is not used: a worker has its own data.
+        """
+        known = self._data["train"]
+        self._data["train"] = _load(self._given, self.contract, self._config.features, "data", known)
+        if self._data["train"] is known:
+            return False
+        self._features.pop("train", None)
+        before, self._statistics = self._statistics, self._new_statistics()
+        self._statistics.restore(before.space, None if before.plan is None else dict(before.plan.to_wire().values))
+        return True
+
+    def _new_statistics(self) -> DeviceStatistics:
+        labels = self._data["train"].labels
+        return statistics_of(self._config, lambda: self._features_of("train"), labels, self._classes)
 
     # --- extractor
 
@@ -164,7 +195,8 @@ class LightCompute:
         if split not in self._features:
             extractor = self._ready_extractor
             dimensions = self._config.dimensions_for(tuple(self.contract.input_shape), extractor.features)
-            self._features[split] = extractor.projected(self._data[split].inputs, dimensions)
+            parts = [extractor.projected(part, dimensions) for part in self._data[split].parts()]
+            self._features[split] = np.concatenate(parts) if parts else np.zeros((0, dimensions), np.float32)
         return self._features[split]
 
     # --- state
@@ -325,11 +357,7 @@ class LightCompute:
             "class_names": ",".join(self.contract.classes),
         }
         self.delivered_model()  # raises ModelError before the first delivery
-        return export_variants(self._delivered, self._in_use, path, self._samples_to_compare, metadata)
-
-    @property
-    def _samples_to_compare(self) -> Array:
-        return self._data["train"].inputs[:_SAMPLES_COMPARED]
+        return export_variants(self._delivered, self._in_use, path, self._data["train"].first, metadata)
 
 
 def _replacement_metrics(replacement: Replacement, names: Sequence[str]) -> list[Metric]:
@@ -359,48 +387,23 @@ def _config_of(contract: contract_pb2.Contract) -> Settings:
     return config
 
 
-def _load(data: Any, contract: contract_pb2.Contract, features: str, name: str) -> LabelledArrays:
-    try:
-        given = data() if callable(data) else data
-        found = labelled_arrays(given, tuple(contract.input_shape), len(contract.classes))
-        if features == SCATTERING and len(found.labels):
-            check_images(found.inputs, found.inputs.shape[1:])
-    except DataError as error:
-        raise DataError(f"{name}: {error}") from error
-    if not len(found.labels) and name != "test_data":
-        raise DataError(f"{name} has no samples; a device needs at least one")
+def _load(
+    data: Any, contract: contract_pb2.Contract, features: str, name: str, known: LabelledArrays | None = None
+) -> LabelledArrays:
+    """Reads and checks data for a run; returns `known` if they have not changed."""
+    with named(name):
+        samples = read_samples(data, None if known is None else known.samples)
+        if known is not None and samples is known.samples:
+            return known
+        if samples.transform is not None:
+            raise DataError(
+                "a device without PyTorch does not train, so Augmented has no effect; pass the data inside it"
+            )
+        samples.check_run(contract.run, tuple(contract.input_shape), len(contract.classes))
+        found = LabelledArrays(samples, tuple(contract.input_shape))
+        if features == SCATTERING:
+            for part in found.parts():
+                check_images(part, part.shape[1:])
+    if not len(found.labels) and name == f"{SPLIT}_data":
+        raise DataError(f"{name} has no samples; pass at least one, or None to accept every round's model")
     return found
-
-
-def labelled_arrays(data: Any, input_shape: tuple[int, ...], classes: int) -> LabelledArrays:
-    """Checks an app's arrays.
-
-    Args:
-        data: `(inputs, labels)`: float `[N, *input_shape]`, converted to float32, and integers `[N]`.
-        input_shape: Shape of one input of the run.
-        classes: Number of classes C of the run.
-
-    Raises:
-        DataError: The arrays have an invalid type, shape or length, are not finite, or a label is outside [0, C).
-    """
-    if not (isinstance(data, tuple) and len(data) == 2 and all(isinstance(one, np.ndarray) for one in data)):
-        raise DataError(f"the data is of type {type(data).__name__}, expected a tuple (inputs, labels) of NumPy arrays")
-    inputs, labels = data
-    if not np.issubdtype(inputs.dtype, np.floating):
-        raise DataError(f"the inputs are {inputs.dtype}, expected float32; scale images to [0, 1] and convert them")
-    if inputs.ndim == 0 or inputs.shape[1:] != input_shape:
-        raise DataError(f"{shape_message(inputs.shape, input_shape)}, the run's input shape; reshape the inputs")
-    if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1:
-        raise DataError(f"the labels are {labels.dtype} of shape {list(labels.shape)}, expected integers [samples]")
-    if len(inputs) != len(labels):
-        raise DataError(f"{len(inputs)} inputs but {len(labels)} labels; every sample needs exactly one label")
-    with np.errstate(over="ignore"):
-        inputs = inputs.astype(np.float32, copy=False)
-    _check_rows(~np.isfinite(inputs).all(axis=tuple(range(1, inputs.ndim))), "the inputs contain NaN or infinity")
-    _check_rows((labels < 0) | (labels >= classes), f"a label is outside [0, {classes}), the run's classes")
-    return LabelledArrays(inputs, labels.astype(np.int64))
-
-
-def _check_rows(bad_n: Array, text: str) -> None:
-    if bad_n.any():
-        raise DataError(f"{text}, first at row {int(bad_n.argmax())}; correct or remove these samples")

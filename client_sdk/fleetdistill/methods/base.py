@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from fleetdistill.methods.classstats.space_model import MakePredictor
-    from fleetdistill.training.local_training import TensorData, TrainingReport
+    from fleetdistill.training.local_training import LazyData, TensorData, TrainingReport
     from fleetdistill.training.model import FeatureModel
 
 __all__ = [
@@ -109,7 +109,7 @@ class Local:
 
     model: torch.nn.Module
     taps: FeatureModel
-    data: TensorData
+    data: TensorData | LazyData
     classes: int
     torch_device: torch.device
     proxy: TensorData | None = None

@@ -1,4 +1,4 @@
-"""Training and evaluation of a model on data in memory; used by device and server halves.
+"""Training and evaluation of a model; used by device and server halves.
 
 Rows are sliced from tensors by index, because a DataLoader over tensors is several times slower.
 """
@@ -9,21 +9,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError, ModelError
 from fleetdistill.interruption import check_may_continue
 from fleetdistill.training.figures import Counts
-from fleetdistill.training.model import in_mode
+from fleetdistill.training.model import frozen_batch_norm, in_mode
+from fleetdistill.training.tensor_data import LazyData, LazyInputs, TensorData, as_tensor_data
 
 __all__ = [
+    "LazyData",
     "TensorData",
     "TrainingReport",
     "as_tensor_data",
@@ -41,30 +40,6 @@ BatchLosses = Callable[[int, Tensor], Iterable[Tensor]]
 """(epoch from 0, rows [b]) -> scalars, each the loss of one optimiser step."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorData:
-    """Labelled samples in memory. Build it with `as_tensor_data`, which also checks the labels' range.
-
-    Attributes:
-        inputs: `[N, ...]` float32, finite.
-        labels: `[N]` int64, at least 0. N may be 0: a device can have an empty test part.
-    """
-
-    inputs: Tensor
-    labels: Tensor
-
-    def __post_init__(self) -> None:
-        _check_inputs(self.inputs)
-        _check_labels(self.labels)
-        if len(self.inputs) != len(self.labels):
-            raise DataError(
-                f"{len(self.inputs)} inputs but {len(self.labels)} labels; every sample needs exactly one label"
-            )
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
 @dataclass(frozen=True, slots=True)
 class TrainingReport:
     """Result of one call of `train_epochs` or `train_steps`.
@@ -78,33 +53,6 @@ class TrainingReport:
     steps: int
     mean_loss: float
     samples_seen: int
-
-
-def as_tensor_data(data: object, classes: int) -> TensorData:
-    """Reads an app's data into memory and checks it.
-
-    Args:
-        data: A tuple `(inputs [N, ...], labels [N])` of tensors or numpy arrays, or a map-style torch Dataset whose
-            items are `(input, label)`. Inputs of any float dtype become float32; labels of any integer dtype
-            become int64. Float32 tensors are not copied and must not be changed afterwards.
-        classes: Number of classes of the run's contract, at least 2.
-
-    Raises:
-        ConfigurationError: `classes` is less than 2.
-        DataError: The type is unsupported, lengths differ, an input is not finite, or a label is outside [0, classes).
-    """
-    if classes < 2:
-        raise ConfigurationError(f"classes is {classes}, must be at least 2")
-    inputs, labels = _pair_from(data)
-    tensor_data = TensorData(inputs.float() if inputs.is_floating_point() else inputs, _as_int64(labels))
-    outside = (tensor_data.labels >= classes).nonzero()
-    if len(outside):
-        row = int(outside[0])
-        raise DataError(
-            f"label {int(tensor_data.labels[row])} at row {row} is outside [0, {classes}); "
-            "the labels must follow the class list of the run"
-        )
-    return tensor_data
 
 
 def make_optimizer(
@@ -138,7 +86,7 @@ def make_optimizer(
 
 def train_epochs(
     model: nn.Module,
-    data: TensorData,
+    data: TensorData | LazyData,
     *,
     epochs: int,
     batch_size: int,
@@ -150,7 +98,8 @@ def train_epochs(
     """Trains in shuffled mini-batches, in train mode; every module's mode is restored afterwards.
 
     Results on a CPU are bit-equal for equal models, data, generator state, global RNG state (dropout) and thread count.
-    If the model has batch-norm, a last batch of one sample is omitted, because its variance is undefined.
+    If the model has batch-norm, a last batch of one sample is omitted, because its variance is undefined. A single
+    sample in all is trained on with the batch-norm's running statistics, which do not change.
 
     Args:
         model: Model on `device`.
@@ -165,18 +114,18 @@ def train_epochs(
 
     Raises:
         ConfigurationError: `epochs` or `batch_size` is out of range.
-        DataError: There are no samples, or one sample and the model has batch-norm.
+        DataError: There are no samples.
         KnowledgeError: The loss is not finite; the model keeps the weights from before that step.
         CannotAnswer, WorkInterrupted: The work must end; see `fleetdistill.interruption`.
     """
-    inputs, labels = data.inputs.to(device), data.labels.to(device)
+    own = data.to(device)
     return train_steps(
         model,
         len(data),
         epochs=epochs,
         batch_size=batch_size,
         optimizer=optimizer,
-        losses=lambda epoch, rows_b: [loss(model(inputs[rows_b]), labels[rows_b], rows_b)],
+        losses=lambda epoch, rows_b: [loss(model(own.draw(rows_b)), own.labels[rows_b], rows_b)],
         generator=generator,
         device=device,
     )
@@ -211,7 +160,7 @@ def train_steps(
     _check_plan(epochs, batch_size)
     smallest = _checked_smallest_batch(model, count, batch_size)
     steps, samples, loss_sum = 0, 0, 0.0
-    with in_mode(model, training=True):
+    with in_mode(model, training=True), frozen_batch_norm(model, count < smallest_batch(model)):
         for epoch in range(epochs):
             for rows in _batches(count, batch_size, smallest, generator):
                 check_may_continue()
@@ -224,7 +173,7 @@ def train_steps(
     return TrainingReport(steps, loss_sum / samples if samples else math.nan, samples)
 
 
-def evaluate(model: nn.Module, data: TensorData, classes: int, batch_size: int = 1024) -> Counts:
+def evaluate(model: nn.Module, data: TensorData | LazyData, classes: int, batch_size: int = 1024) -> Counts:
     """Evaluates a model in eval mode, without gradients. Ties are resolved in favour of the lowest class index.
 
     Raises:
@@ -248,7 +197,11 @@ def evaluate(model: nn.Module, data: TensorData, classes: int, batch_size: int =
 
 
 def extract(
-    model_fn: Callable[[Tensor], Tensor], inputs: Tensor, batch_size: int = 1024, *, model: nn.Module | None = None
+    model_fn: Callable[[Tensor], Tensor],
+    inputs: Tensor | LazyInputs,
+    batch_size: int = 1024,
+    *,
+    model: nn.Module | None = None,
 ) -> Tensor:
     """Runs a model over all rows, in order, in eval mode and without gradients.
 
@@ -270,7 +223,8 @@ def extract(
     tensor = next(chain(module.parameters(), module.buffers()), None)
     device = inputs.device if tensor is None else tensor.device
     with in_mode(module, training=False), torch.no_grad():
-        return torch.cat([_timed(model_fn, part.to(device)).cpu() for part in torch.split(inputs, batch_size)])
+        starts = range(0, max(len(inputs), 1), batch_size)  # without rows, one empty batch gives the outputs' shape
+        return torch.cat([_timed(model_fn, inputs[at : at + batch_size].to(device)).cpu() for at in starts])
 
 
 def _timed(model_fn: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
@@ -298,10 +252,9 @@ def smallest_batch(model: nn.Module) -> int:
 
 
 def _checked_smallest_batch(model: nn.Module, count: int, batch_size: int) -> int:
-    smallest = smallest_batch(model)
-    if count < smallest:
-        reason = "there is nothing to train on" if smallest == 1 else "a model with batch-norm needs batches of two"
-        raise DataError(f"the training data has {count} samples: {reason}; pass at least {smallest}")
+    if count < 1:
+        raise DataError("the training data has 0 samples: there is nothing to train on; pass at least 1")
+    smallest = min(smallest_batch(model), count)
     if batch_size < smallest:
         raise ConfigurationError(
             f"batch_size is {batch_size}, but a model with batch-norm cannot train on single samples; use at least 2"
@@ -331,61 +284,3 @@ def _check_logits(logits: Tensor, count: int, classes: int) -> None:
     bad = (~logits.isfinite()).any(dim=1).nonzero()
     if len(bad):
         raise KnowledgeError(f"the model returned a non-finite logit at row {int(bad[0])}; it has probably diverged")
-
-
-def _pair_from(data: object) -> tuple[Tensor, Tensor]:
-    if isinstance(data, TensorData):
-        return data.inputs, data.labels
-    if isinstance(data, TensorDataset):
-        data = data.tensors
-    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor | np.ndarray) for part in data):
-        return _tensor(data[0]), _tensor(data[1])
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        return _stacked(data)
-    raise DataError(
-        f"the data is of type {type(data).__name__}; pass a tuple (inputs, labels) of tensors or numpy arrays, "
-        "or a map-style torch Dataset of (input, label)"
-    )
-
-
-def _stacked(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
-    try:
-        items = [dataset[row] for row in range(len(dataset))]  # type: ignore[arg-type]
-        inputs = [torch.as_tensor(item[0]) for item in items]
-        labels = torch.tensor([int(item[1]) for item in items], dtype=torch.int64)
-        return torch.stack(inputs) if inputs else torch.empty(0), labels
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise DataError(
-            f"the items of {type(dataset).__name__} cannot be stacked: {error}; each must be (input, label) with "
-            "inputs that are tensors or arrays of one shape (for images add a ToTensor transform)"
-        ) from error
-
-
-def _tensor(values: Tensor | np.ndarray) -> Tensor:
-    try:
-        return values.detach() if isinstance(values, Tensor) else torch.from_numpy(values)
-    except TypeError as error:
-        raise DataError(f"cannot convert an array of dtype {values.dtype} to a tensor; use a numeric dtype") from error
-
-
-def _as_int64(labels: Tensor) -> Tensor:
-    is_integer = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
-    return labels.long() if is_integer else labels
-
-
-def _check_inputs(inputs: Tensor) -> None:
-    if inputs.dtype != torch.float32:
-        raise DataError(f"the inputs are {inputs.dtype}, expected float32; scale images to [0, 1] and convert them")
-    if inputs.ndim == 0:
-        raise DataError("the inputs are a single number, expected [samples, ...]")
-    if not bool(inputs.isfinite().all()):
-        row = int((~inputs.isfinite()).nonzero()[0, 0])
-        raise DataError(f"the inputs contain NaN or infinity, first at row {row}; clean or remove such samples")
-
-
-def _check_labels(labels: Tensor) -> None:
-    if labels.dtype != torch.int64 or labels.ndim != 1:
-        raise DataError(f"the labels are {labels.dtype} of shape {list(labels.shape)}, expected int64 of [samples]")
-    if len(labels) and int(labels.min()) < 0:
-        row = int(labels.argmin())
-        raise DataError(f"label {int(labels[row])} at row {row} is negative; labels start at 0")

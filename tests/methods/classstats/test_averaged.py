@@ -237,7 +237,7 @@ def test_a_device_without_enough_of_any_class_takes_part() -> None:
 
 def test_numbers_that_do_not_fit_the_wire_are_a_clear_error() -> None:
     half = make_device([20, 12, 3, 0], extractor_rounds=1)
-    half.local.data.inputs.mul_(1e7)
+    half.local.data.inputs[:].mul_(1e7)
     message: Parts = {"extractor": make_server().initial()}
     answer = half.handle(Ask(round=1, step="summarise", seed=1, parts=message))
     with pytest.raises(KnowledgeError, match=r"statistics/means, row 0: .* does not fit float16.*use float32"):

@@ -67,7 +67,7 @@ class Pupil:
         return extract(taps.predict, features.reshape(-1, 8, 4, 4), model=self.half.local.model).double()
 
     def own_loss(self) -> float:
-        logits = extract(self.half.local.model, self.half.local.data.inputs).double()
+        logits = extract(self.half.local.model, self.half.local.data.inputs[:]).double()
         return float(functional.cross_entropy(logits, self.half.local.data.labels))
 
     def drawn_loss(self, seed: int) -> float:
@@ -202,7 +202,7 @@ def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 def personal_of(half: AveragedDevice) -> Tensor:
     """What the personal predictor alone says of own rows: the personal answer without the general predictor's part."""
-    inputs = half.local.data.inputs
+    inputs = half.local.data.inputs[:]
     both = logits_of(half.variants()[PERSONAL], inputs)
     return both - logits_of(half.local.model, inputs).log_softmax(dim=1)
 
@@ -211,11 +211,11 @@ def test_the_personal_predictor_starts_as_the_general_one_is_and_goes_its_own_wa
     half = make_device([20, 20, 0, 0])
     assert PERSONAL not in half.variants()
     half.handle(Ask(round=1, step="summarise", seed=1, parts={"extractor": make_server().initial()}))
-    general = logits_of(half.local.model, half.local.data.inputs).log_softmax(dim=1)
+    general = logits_of(half.local.model, half.local.data.inputs[:]).log_softmax(dim=1)
     assert_close(personal_of(half), general, atol=1e-5, rtol=0)
     pupil = Pupil(learning_rate=0.1)
     pupil.learn(pupil.lesson(draw_seed=77))
-    general = logits_of(pupil.half.local.model, pupil.half.local.data.inputs).log_softmax(dim=1)
+    general = logits_of(pupil.half.local.model, pupil.half.local.data.inputs[:]).log_softmax(dim=1)
     assert float((personal_of(pupil.half) - general).abs().max()) > 0.01
 
 

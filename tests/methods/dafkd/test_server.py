@@ -222,7 +222,7 @@ def round_of_one_class(**settings: Any) -> tuple[dict[str, Tensor], list[str]]:
     with torch.no_grad():
         server.model.get_parameter("stages.head.bias")[0] += 5
     for half in devices.values():
-        half.data = TensorData(half.data.inputs, torch.zeros_like(half.data.labels))
+        half.data = TensorData(half.data.inputs[:], torch.zeros_like(half.data.labels))
     cohort = run_round(server, devices)
     return copied(server.model), cohort.kinds
 

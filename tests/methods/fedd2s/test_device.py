@@ -66,7 +66,7 @@ def test_the_device_descends_equation_12_through_the_frozen_head() -> None:
     ask = learn_ask(server, device, 2)
     mine = copy.deepcopy(device.model)
     t_bc = torch.from_numpy(np.array(ask.part("teacher", RefinedKnowledge).values))
-    v_bc = server.head(2)(mine.features(device.local.data.inputs, 2)) / 2
+    v_bc = server.head(2)(mine.features(device.local.data.inputs[:], 2)) / 2
     loss = 4 * (t_bc * (t_bc.log() - v_bc.log_softmax(1))).sum(1).mean()
     loss.backward()
     device.handle(ask)

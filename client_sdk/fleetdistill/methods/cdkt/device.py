@@ -66,8 +66,8 @@ class CDKTDevice(DeviceMethod):
 
     def _losses(self, term: Term | None, seed: int) -> Callable[[int, Tensor], Iterator[Tensor]]:
         where, proxy = self.local.torch_device, self._proxy
-        inputs, labels = self.local.data.inputs.to(where), self.local.data.labels.to(where)
-        shared = proxy.inputs.to(where)
+        data = self.local.data.to(where)
+        shared = proxy.to(where).inputs
         batches = proxy_batches(
             len(proxy),
             self.config.batch_size,
@@ -77,11 +77,11 @@ class CDKTDevice(DeviceMethod):
 
         def losses(epoch: int, rows_b: Tensor) -> Iterator[Tensor]:
             if term is None:
-                yield functional.cross_entropy(self.local.model(inputs[rows_b]), labels[rows_b])
+                yield functional.cross_entropy(self.local.model(data.draw(rows_b)), data.labels[rows_b])
                 return
             proxy_b = next(batches).to(where)
-            own, logits, embeddings = self._forward(inputs[rows_b], shared[proxy_b])
-            yield functional.cross_entropy(own, labels[rows_b]) + term(logits, embeddings, proxy_b)
+            own, logits, embeddings = self._forward(data.draw(rows_b), shared[proxy_b])
+            yield functional.cross_entropy(own, data.labels[rows_b]) + term(logits, embeddings, proxy_b)
 
         return losses
 

@@ -207,7 +207,7 @@ class AveragedDevice(DeviceMethod):
 
     @cached_property
     def _features_shape(self) -> tuple[int, ...]:
-        first = extract(self.local.taps.features, self.local.data.inputs[:1], model=self.local.model)
+        first = extract(self.local.taps.features, self.local.data.first, model=self.local.model)
         return tuple(first.shape[1:])
 
     def drawn(self, plan: RoundPlan, seed: int) -> DrawnRows | None:
@@ -258,7 +258,7 @@ class AveragedDevice(DeviceMethod):
 
         def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
             if self._personal_has_own_extractor:
-                own = personal.features(self.local.data.inputs[rows_b.cpu()].to(features.device))  # type: ignore[operator]
+                own = personal.features(self.local.data.draw(rows_b.cpu()).to(features.device))  # type: ignore[operator]
             else:
                 own = features[rows_b]
             return [functional.cross_entropy(personal.predict(own), labels[rows_b])]  # type: ignore[operator]

@@ -29,6 +29,7 @@ from fleetdistill.methods.classstats.kept_space import packed, unpacked
 from fleetdistill.methods.classstats.private_config import Settings
 from fleetdistill.methods.classstats.space_model import SpaceModel, make_predictor
 from fleetdistill.methods.classstats.space_training import teach_network, train_predictor
+from fleetdistill.training.tensor_data import parts_of
 
 
 class ClassStatsDevice(DeviceMethod):
@@ -40,7 +41,8 @@ class ClassStatsDevice(DeviceMethod):
     def __init__(self, config: Settings, local: Local) -> None:
         super().__init__(config, local)
         if config.features == SCATTERING:
-            check_images(local.data.inputs.numpy(), tuple(local.data.inputs.shape[1:]))
+            for part in (local.data.first, *parts_of(local.data.inputs)):
+                check_images(part.cpu().numpy(), tuple(part.shape[1:]))
         labels = local.data.labels.cpu().numpy()
         self.own = statistics_of(config, lambda: self._fixed.of(local.data.inputs), labels, local.classes)
         self._predictor: torch.nn.Module | None = None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fleetdistill.knowledge import Array
 from fleetdistill.methods.classstats.projection import projection
 from fleetdistill.training.local_training import extract
+from fleetdistill.training.tensor_data import LazyInputs, parts_of
 
 MOST_BYTES = 512 << 20
 """Maximum size of the cache in bytes; the least recently used features are removed first."""
@@ -46,7 +47,7 @@ class FixedFeatures:
         self.features = features
         self.dimensions = min(features, dimensions)
 
-    def of(self, inputs: Tensor) -> Array:
+    def of(self, inputs: Tensor | LazyInputs) -> Array:
         """Returns the projected features of inputs `[n, ...]`, a read-only `[n, D]` float32 array."""
         name = self._name(inputs)
         with _lock:
@@ -61,7 +62,7 @@ class FixedFeatures:
                 _kept.popitem(last=False)
         return made
 
-    def _make(self, inputs: Tensor) -> Array:
+    def _make(self, inputs: Tensor | LazyInputs) -> Array:
         where = self._torch_device
         extractor = self.extractor if where.type == "cpu" else copy.deepcopy(self.extractor).to(where)
         signs = projection_tensor(self.features, self.dimensions).to(where)
@@ -70,10 +71,10 @@ class FixedFeatures:
         rows.flags.writeable = False
         return rows
 
-    def _name(self, inputs: Tensor) -> bytes:
+    def _name(self, inputs: Tensor | LazyInputs) -> bytes:
         """Returns the cache key: the SHA-256 digest of extractor, D and inputs."""
         digest = hashlib.sha256(f"{self.extractor!r} {self.dimensions} {tuple(inputs.shape)}".encode())
-        for tensor in [*self.extractor.state_dict().values(), inputs]:
+        for tensor in (*self.extractor.state_dict().values(), *parts_of(inputs)):
             digest.update(np.ascontiguousarray(tensor.detach().cpu().numpy()).data)
         return digest.digest()
 

@@ -20,6 +20,7 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.training.local_training import TrainingReport, train_steps
 from fleetdistill.training.losses import distillation_loss, soft_targets
 from fleetdistill.training.portable_noise import portable_noise
+from fleetdistill.training.tensor_data import LazyInputs
 
 _FALLS_TO = 0.1
 _TAUGHT_AT, _TAUGHT_WEIGHT, _NOISE = 2.0, 0.9, 0.05
@@ -165,7 +166,9 @@ def teach_network(
     )
 
 
-def draw_images(general: SpaceModel, space: ClassSpace, images_nchw: Tensor, count: int, seed: int) -> Tensor:
+def draw_images(
+    general: SpaceModel, space: ClassSpace, images_nchw: Tensor | LazyInputs, count: int, seed: int
+) -> Tensor:
     """Makes images whose coordinates are near drawn rows of every class, by gradient steps on own images.
 
     Args:

@@ -29,7 +29,7 @@ from fleetdistill.methods.dafkd.samples import distillation_samples, make_genera
 from fleetdistill.methods.dafkd.training import AdversarialTraining, adam
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.models.discriminators import JudgedClassifier, shared_features
-from fleetdistill.training.local_training import TensorData, extract, train_steps
+from fleetdistill.training.local_training import extract, train_steps
 from fleetdistill.training.losses import soft_targets
 from fleetdistill.training.parameters import model_parameters, take_weights
 
@@ -41,11 +41,11 @@ class DaFKDDevice(DeviceMethod):
 
     def __init__(self, config: DaFKDConfig, local: Local) -> None:
         super().__init__(config, local)
-        first = extract(lambda x: shared_features(local.model, x), local.data.inputs[:1], model=local.model)
+        first = extract(lambda x: shared_features(local.model, x), local.data.first, model=local.model)
         self._feature_shape = tuple(first.shape[1:])
         shape = self._feature_shape if config.feature_level else tuple(local.data.inputs.shape[1:])
         self.generator = make_generator(config, shape, local.classes).to(local.torch_device)
-        self.data = TensorData(local.data.inputs.to(local.torch_device), local.data.labels.to(local.torch_device))
+        self.data = local.data.to(local.torch_device)
         self._own: tuple[JudgedClassifier, torch.optim.Optimizer] | None = None
 
     @classmethod

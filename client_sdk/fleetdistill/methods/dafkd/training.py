@@ -15,7 +15,7 @@ from fleetdistill.methods.dafkd.losses import adversarial_loss, generator_loss, 
 from fleetdistill.models.dafkd import NoiseGenerator
 from fleetdistill.models.discriminators import JudgedClassifier
 from fleetdistill.seeds import derive_seed
-from fleetdistill.training.local_training import TensorData
+from fleetdistill.training.local_training import LazyData, TensorData
 from fleetdistill.training.model import frozen_batch_norm
 
 
@@ -43,7 +43,7 @@ class AdversarialTraining:
         judged: JudgedClassifier,
         discriminator_optimizer: torch.optim.Optimizer,
         generator: NoiseGenerator,
-        data: TensorData,
+        data: TensorData | LazyData,
         *,
         seed: int,
         adversarial: bool,
@@ -60,7 +60,7 @@ class AdversarialTraining:
 
     def losses(self, epoch: int, rows_b: Tensor) -> Iterator[Tensor]:
         """Yields the loss of the classifier's step on one mini-batch, and steps the other two networks."""
-        x, labels_b = self._data.inputs[rows_b], self._data.labels[rows_b]
+        x, labels_b = self._data.draw(rows_b), self._data.labels[rows_b]
         if epoch >= self._adversarial_epochs:
             yield functional.cross_entropy(self._judged.classifier(x), labels_b)
             return

@@ -86,9 +86,9 @@ class FedD2SDevice(DeviceMethod):
                 "build one from a list of stages, or with split_sequential"
             )
         self.model = local.model
-        self._inputs, self._labels = (part.to(local.torch_device) for part in (local.data.inputs, local.data.labels))
+        self._data = local.data.to(local.torch_device)
         self._optimizer = make_local_optimizer(config, self.model.parameters())
-        self._sample_ids: Array = np.arange(len(local.data))
+        self._sample_ids: Array = local.data.sample_ids
         self._warmed_up = False
         self.participations = 0
 
@@ -129,7 +129,7 @@ class FedD2SDevice(DeviceMethod):
     def columns_of(self, layer: int) -> dict[str, Array]:
         """Returns H_1 and H_l `[N, ...]` by the names of their layers; one column if l is 1."""
         model, names = self.model, self.model.stage_names
-        first = extract(lambda x: model.features(x, 1), self._inputs, model=model)
+        first = extract(lambda x: model.features(x, 1), self._data.inputs, model=model)
         at_layer = extract(model.stages[1:layer], first, model=model)
         return {names[0]: first.numpy(), names[layer - 1]: at_layer.numpy()}
 
@@ -157,7 +157,7 @@ class FedD2SDevice(DeviceMethod):
 
     def _label_loss(self, rows_b: Tensor) -> Tensor:
         """Returns Q of eq. (13), over the whole model."""
-        return functional.cross_entropy(self.model(self._inputs[rows_b]), self._labels[rows_b])
+        return functional.cross_entropy(self.model(self._data.draw(rows_b)), self._data.labels[rows_b])
 
     def distillation(self, ask: Ask, layer: int) -> tuple[Term | None, int]:
         """Builds J of eq. (12) on layers 1 to l.
@@ -183,7 +183,7 @@ class FedD2SDevice(DeviceMethod):
         sent, name = ask.part("features", SampleKnowledge), self.model.stage_names[layer - 1]
         if name not in sent.features:
             raise WireError(f"step {ask.step!r}: the features are {', '.join(sent.features)}, expected {name}")
-        shape = self.model.stage_shapes(self._inputs.shape[1:])[name]
+        shape = self.model.stage_shapes(self._data.inputs.shape[1:])[name]
         values, valid, unknown = self.own_rows(sent.sample_ids, sent.features[name], shape)
         if self.config.distance == "mse":
             return self._towards_features(layer, values, valid), unknown
@@ -224,7 +224,7 @@ class FedD2SDevice(DeviceMethod):
         """Builds tau^2 * KL(t || v): v is the head's output for the device's own layers 1 to l."""
 
         def term(rows_b: Tensor) -> Tensor:
-            logits_bc = head(self.model.features(self._inputs[rows_b], layer))
+            logits_bc = head(self.model.features(self._data.draw(rows_b), layer))
             return distillation_loss(logits_bc, probs[rows_b], self.config.temperature, valid_b=valid[rows_b])
 
         return term
@@ -233,7 +233,7 @@ class FedD2SDevice(DeviceMethod):
         """Builds <H_l, G> / batch size, whose gradient is that of J at the uploaded features; rows without G add 0."""
 
         def term(rows_b: Tensor) -> Tensor:
-            features = self.model.features(self._inputs[rows_b], layer)
+            features = self.model.features(self._data.draw(rows_b), layer)
             return (features * gradient[rows_b]).sum() / len(rows_b)
 
         return term
@@ -242,7 +242,7 @@ class FedD2SDevice(DeviceMethod):
         """Builds the ablation's mean squared distance to the global network's features at layer l."""
 
         def term(rows_b: Tensor) -> Tensor:
-            features = self.model.features(self._inputs[rows_b], layer)
+            features = self.model.features(self._data.draw(rows_b), layer)
             return feature_distance(features, target[rows_b], valid_b=valid[rows_b])
 
         return term

@@ -32,7 +32,7 @@ class FedDKCDevice(DeviceMethod):
     def __init__(self, config: FedDKCConfig, local: Local) -> None:
         super().__init__(config, local)
         self._optimizer = make_local_optimizer(config, local.model.parameters())
-        self._sample_ids: Array = np.arange(len(local.data))
+        self._sample_ids: Array = local.data.sample_ids
         self._has_answered = False
 
     @classmethod

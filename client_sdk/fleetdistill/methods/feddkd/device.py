@@ -30,9 +30,9 @@ from fleetdistill.methods.base import (
 )
 from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.training.local_training import extract, train_steps
+from fleetdistill.training.local_training import extract, smallest_batch, train_steps
 from fleetdistill.training.losses import activation_divergence, soft_cross_entropy, soft_targets
-from fleetdistill.training.model import embedding_tap, in_mode, logits_and_embedding
+from fleetdistill.training.model import embedding_tap, frozen_batch_norm, in_mode, logits_and_embedding
 from fleetdistill.training.parameters import batch_norm_names, model_parameters, take_weights, tensors_of
 
 _NO_ROUND = 0
@@ -78,14 +78,14 @@ class FedDKDDevice(DeviceMethod):
 
     def _train(self, rate: float, seed: int) -> None:
         local, config = self.local, self.config
-        inputs, labels = local.data.inputs.to(local.torch_device), local.data.labels.to(local.torch_device)
+        data = local.data.to(local.torch_device)
         self.trained = train_steps(
             local.model,
             len(local.data),
             epochs=config.local_epochs,
             batch_size=config.batch_size,
             optimizer=make_local_optimizer(replace(config, learning_rate=rate), local.model.parameters()),
-            losses=lambda epoch, rows_b: [self.loss(inputs[rows_b], labels[rows_b])],
+            losses=lambda epoch, rows_b: [self.loss(data.draw(rows_b), data.labels[rows_b])],
             generator=torch.Generator().manual_seed(seed),
             device=local.torch_device,
         )
@@ -187,13 +187,13 @@ class FedDKDDevice(DeviceMethod):
         return with_parameters(self.local.model, ask, without=self._own_tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the round whose teacher the model is, the last step answered, and the teacher's logits."""
-        return {"round": self._round, "step": self._step, "teacher_logits": self._teacher_logits}
+        """Returns the round whose teacher the model is, and the last step answered."""
+        return {"round": self._round, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `state_dict` returned."""
         self._round, self._step = int(state["round"]), int(state["step"])
-        self._teacher_logits = state["teacher_logits"]
+        self._teacher_logits = None  # computed from the model again, because the samples may have changed
 
 
 def mini_batch(rows: int, size: int, seed: int) -> Tensor:
@@ -258,6 +258,6 @@ def _student_logits(
     sent = tensors_of(student.parameters) if parameters is None else parameters
     buffers = {name: one.detach().clone() for name, one in model.named_buffers()}  # train mode would change them
     buffers |= tensors_of(student.buffers)
-    with in_mode(model, training=training):
+    with in_mode(model, training=training), frozen_batch_norm(model, len(inputs_b) < smallest_batch(model)):
         both = {name: one.to(where) for name, one in {**sent, **buffers}.items()}
         return functional_call(model, both, (inputs_b,))  # type: ignore[no-any-return]  # a module's call

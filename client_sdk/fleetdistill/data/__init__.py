@@ -1,0 +1,5 @@
+"""The app's data in every form that a device accepts, read when they are needed. Does not import torch."""
+
+from fleetdistill.data.augmented import Augmented
+
+__all__ = ["Augmented"]

@@ -1,0 +1,401 @@
+"""Data that change while the device runs: what is read, which ids are sent, and what happens without samples."""
+
+from __future__ import annotations
+
+import random
+import re
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.sdk_fleet import RUN, Fleet, equal, knowledge_of, make_device, tiny_data, weights
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
+
+from fleetdistill import Step
+from fleetdistill.data import Augmented
+from fleetdistill.data.samples import read_samples
+from fleetdistill.errors import ConfigurationError, DataError, NoSamplesError
+from fleetdistill.testing import EventLog, ManualClock
+from fleetdistill.training.local_training import evaluate, train_epochs
+from fleetdistill.training.tensor_data import tensor_data_of
+from fleetdistill.wire.v1 import contract_pb2
+
+Item = tuple[np.ndarray, int]
+
+
+def items(rows: int = 24, seed: int = 0) -> list[Item]:
+    inputs, labels = tiny_data(rows, seed)
+    return list(zip(inputs, labels.tolist(), strict=True))
+
+
+class Listed(Dataset[Item]):
+    """A map-style Dataset over a list."""
+
+    def __init__(self, kept: list[Item]) -> None:
+        self.kept = kept
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, row: int) -> Item:
+        return self.kept[row]
+
+
+class Named(Listed):
+    """A Dataset whose samples have ids."""
+
+    def __init__(self, kept: list[Item], names: list[Any]) -> None:
+        super().__init__(kept)
+        self.names = names
+
+    def sample_id(self, row: int) -> Any:
+        return self.names[row]
+
+
+class Streamed(IterableDataset[Item]):
+    def __iter__(self) -> Iterator[Item]:
+        return iter(items())
+
+
+class Noisy(Listed):
+    """Every read adds noise, from torch's or from another generator."""
+
+    def __init__(self, kept: list[Item], draw: Callable[[], float]) -> None:
+        super().__init__(kept)
+        self.draw = draw
+
+    def __getitem__(self, row: int) -> Item:
+        values, label = self.kept[row]
+        return np.asarray(values + self.draw(), np.float32), label
+
+
+def torch_noise() -> float:
+    return 0.1 * float(torch.randn(()))
+
+
+def collated(batch: list[Item]) -> tuple[Tensor, list[int]]:
+    return torch.from_numpy(np.stack([values for values, _ in batch])), [label for _, label in batch]
+
+
+def mapped(folder: Path, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
+    inputs, labels = tiny_data()
+    file = np.memmap(folder / "inputs.bin", dtype, "w+", shape=inputs.shape)
+    file[:] = inputs
+    file.flush()
+    return np.memmap(folder / "inputs.bin", dtype, "r", shape=inputs.shape), labels
+
+
+def samples_of(fleet: Fleet) -> int:
+    row = fleet.store.devices.get(RUN, "d")
+    assert row is not None
+    return contract_pb2.DeviceProfile.FromString(row["profile"]).samples
+
+
+def texts(events: EventLog, kind: str) -> list[str]:
+    return [event.text for event in events if event.kind == kind]
+
+
+def answer(fleet: Fleet, device: Any) -> list[int]:
+    """Lets a device answer an ask; returns the sample ids that it sent."""
+    fleet.ask("d")
+    device.step(0)
+    return [int(one) for one in knowledge_of(fleet).sample_ids]
+
+
+# --- forms
+
+
+FORMS: dict[str, Callable[[Path], Any]] = {
+    "a function": lambda folder: tiny_data,
+    "tensors": lambda folder: tuple(map(torch.from_numpy, tiny_data())),
+    "a TensorDataset": lambda folder: TensorDataset(*map(torch.from_numpy, tiny_data())),
+    "a list of pairs": lambda folder: items(),
+    "a Dataset": lambda folder: Listed(items()),
+    "a Subset": lambda folder: Subset(Listed([*items(), *items(6, seed=1)]), range(24)),
+    "an iterable Dataset": lambda folder: Streamed(),
+    "a DataLoader": lambda folder: DataLoader(Listed(items()), batch_size=5),
+    "a shuffled DataLoader": lambda folder: DataLoader(Listed(items()), batch_size=5, shuffle=True),
+    "a DataLoader of a stream": lambda folder: DataLoader(Streamed(), batch_size=5),
+    "a DataLoader with its own collation": lambda folder: DataLoader(
+        Listed(items()),
+        collate_fn=lambda batch: (torch.from_numpy(np.stack([x for x, _ in batch])), [y for _, y in batch]),
+    ),
+    "a memory-mapped array": mapped,
+    "a function of a Dataset": lambda folder: lambda: Listed(items()),
+    "Augmented without a change": lambda folder: Augmented(tiny_data(), lambda one: one),
+}
+
+
+def learned(state_dir: Path, data: Any, **changes: Any) -> tuple[dict[str, Tensor], np.ndarray, list[int]]:
+    """Weights, features sent and sample ids after a round on some data."""
+    fleet = Fleet()
+    with make_device(fleet, state_dir, data=data, **changes) as device:
+        ids = answer(fleet, device)
+        found = weights(device), np.array(knowledge_of(fleet).features["cut"]), ids
+    fleet.store.close()
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_same_samples_gives_the_same_result(tmp_path: Path, form: str) -> None:
+    of_arrays, of_form = learned(tmp_path / "a", tiny_data()), learned(tmp_path / "b", FORMS[form](tmp_path))
+    assert equal(of_arrays[0], of_form[0])
+    assert np.array_equal(of_arrays[1], of_form[1])
+    assert of_arrays[2] == of_form[2] == list(range(24))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_a_mapped_array_of_another_type_is_converted_batch_by_batch(tmp_path: Path, dtype: str) -> None:
+    inputs, labels = mapped(tmp_path, dtype)
+    whole = learned(tmp_path / "a", (np.asarray(inputs, np.float32).copy(), labels))
+    assert equal(whole[0], learned(tmp_path / "b", (inputs, labels))[0])
+
+
+def test_a_mapped_array_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+    """64 MB on the disk; reading, an epoch of training and an evaluation take less than half of that."""
+    inputs = np.memmap(tmp_path / "inputs.bin", np.float32, "w+", shape=(2048, 8192))
+    inputs[:, 0] = np.arange(len(inputs)) % 2
+    model = torch.nn.Linear(8192, 2)
+    tracemalloc.start()
+    try:
+        data = tensor_data_of(read_samples((inputs, np.arange(len(inputs)) % 2)))
+        train_epochs(
+            model,
+            data,
+            epochs=1,
+            batch_size=64,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=lambda logits_bc, labels_b, rows_b: torch.nn.functional.cross_entropy(logits_bc, labels_b),
+            generator=torch.Generator().manual_seed(0),
+            device="cpu",
+        )
+        counts = evaluate(model, data, 2, batch_size=64)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert counts.accuracy == 1
+    assert most < inputs.nbytes / 2
+
+
+# --- samples that come and go
+
+
+def test_samples_keep_their_ids_new_ones_get_new_ids_and_missing_ones_vanish(fleet: Fleet, tmp_path: Path) -> None:
+    kept = items()
+    with make_device(fleet, tmp_path, data=kept) as device:
+        assert answer(fleet, device) == list(range(24))
+        del kept[3:8]
+        kept[:0] = items(2, seed=9)
+        assert answer(fleet, device) == [24, 25, 0, 1, 2, *range(8, 24)]
+        assert samples_of(fleet) == 21
+        same = device.model
+        random.Random(0).shuffle(kept)
+        before = answer(fleet, device)
+        assert sorted(before) == [0, 1, 2, *range(8, 26)]
+        assert device.model is same
+    with make_device(fleet, tmp_path, data=lambda: kept) as device:
+        assert answer(fleet, device) == before, "ids survive a restart"
+        kept.insert(0, items()[4])
+        assert answer(fleet, device) == [26, *before], "a sample that returns is a new one"
+
+
+def test_equal_samples_have_different_ids(fleet: Fleet, tmp_path: Path) -> None:
+    with make_device(fleet, tmp_path, data=items(4) * 3) as device:
+        ids = answer(fleet, device)
+    assert len(set(ids)) == 12
+
+
+def test_the_teacher_follows_its_sample_when_rows_move(fleet: Fleet, tmp_path: Path) -> None:
+    """The server's logits for an id reach the same sample after the rows changed their order."""
+    kept = items()
+    with make_device(fleet, tmp_path, data=kept) as device:
+        answer(fleet, device)
+        before = knowledge_of(fleet)
+        sent = dict(zip(before.sample_ids.tolist(), np.asarray(before.labels).tolist(), strict=True))
+        kept.reverse()
+        answer(fleet, device)
+        again = knowledge_of(fleet)
+    assert dict(zip(again.sample_ids.tolist(), np.asarray(again.labels).tolist(), strict=True)) == sent
+
+
+def test_the_app_may_name_its_samples(fleet: Fleet, tmp_path: Path) -> None:
+    data = Named(items(), [f"photo {row}" for row in range(24)])
+    with make_device(fleet, tmp_path, data=data) as device:
+        assert answer(fleet, device) == list(range(24))
+        data.kept[2] = (np.ones(4, np.float32), 1)  # edited, but the same photo
+        data.names[5] = 5  # another photo
+        assert answer(fleet, device) == [0, 1, 2, 3, 4, 24, *range(6, 24)]
+        data.names[5] = "photo 4"
+        fleet.ask("d")
+        device.step(0)
+        assert not fleet.store.asks.open_ids()
+        assert len(fleet.store.asks.uploads(RUN)) == 2, "ids must be unique: the device declined"
+
+
+def test_a_sample_that_cannot_be_used_declines_the_ask_until_it_is_gone(fleet: Fleet, tmp_path: Path) -> None:
+    kept, events = items(), EventLog()
+    with make_device(fleet, tmp_path, events, data=kept) as device:
+        answer(fleet, device)
+        kept.append((np.full(4, np.nan, np.float32), 0))
+        fleet.ask("d")
+        assert device.step(0) is Step.ANSWERED
+        assert "NaN or infinity, first at row 24" in texts(events, "dropped")[-1]
+        del kept[-1]
+        assert answer(fleet, device) == list(range(24))
+
+
+# --- no samples
+
+
+def test_a_device_without_samples_waits_and_takes_part_once_it_has_some(fleet: Fleet, tmp_path: Path) -> None:
+    kept: list[Item] = []
+    events, clock = EventLog(), ManualClock()
+    with make_device(fleet, tmp_path, events, data=kept, clock=clock) as device:
+        for _ in range(3):
+            assert device.step(0) is Step.WAITED
+        with pytest.raises(NoSamplesError, match="data has no samples yet"):
+            _ = device.model
+        assert fleet.store.devices.get(RUN, "d") is None
+        assert [event.kind for event in events] == ["no-samples"]
+        kept.extend(items(6))
+        assert answer(fleet, device) == list(range(6))
+
+
+def test_samples_that_are_all_gone_leave_the_round_and_not_the_run(fleet: Fleet, tmp_path: Path) -> None:
+    kept, events = items(), EventLog()
+    with make_device(fleet, tmp_path, events, data=lambda: kept, clock=ManualClock()) as device:
+        answer(fleet, device)
+        model = device.model
+        kept.clear()
+        fleet.ask("d")
+        assert device.step(0) is Step.ANSWERED
+        assert "no samples" in texts(events, "dropped")[-1]
+        assert not fleet.store.asks.open_ids()
+        fleet.ask("d")
+        assert [device.step(0), device.step(0)] == [Step.WAITED, Step.WAITED]
+        assert len(texts(events, "no-samples")) == 1
+        assert device.model is model
+        kept.extend(items(5, seed=4))
+        assert device.step(0) is Step.ANSWERED
+        assert samples_of(fleet) == 5
+
+
+def test_a_restarted_device_whose_samples_are_gone_waits(fleet: Fleet, tmp_path: Path) -> None:
+    with make_device(fleet, tmp_path) as device:
+        answer(fleet, device)
+    with make_device(fleet, tmp_path, data=tiny_data(0), clock=ManualClock()) as device:
+        assert device.step(0) is Step.WAITED
+        assert device.model is not None
+
+
+# --- augmentation
+
+
+def test_augmented_data_train_on_new_draws_and_send_knowledge_of_the_samples(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+
+    def transform(one: Tensor) -> Tensor:
+        seen.append(one + 0.1 * torch.randn(4))
+        return seen[-1]
+
+    data = Augmented(tiny_data(), transform)
+    first = learned(tmp_path / "a", data)
+    assert len({tuple(one.tolist()) for one in seen}) == len(seen) >= 48, "each epoch has new draws"
+    again = learned(tmp_path / "b", data)
+    assert equal(first[0], again[0]), "a repeated ask gives the same bits"
+    plain = learned(tmp_path / "c", tiny_data())
+    assert not equal(first[0], plain[0])
+    assert first[2] == plain[2]
+
+
+def test_a_random_dataset_keeps_its_ids_and_draws_anew_in_training(tmp_path: Path) -> None:
+    data = Noisy(items(), torch_noise)
+    first, again = learned(tmp_path / "a", data), learned(tmp_path / "b", data)
+    assert equal(first[0], again[0])
+    assert np.array_equal(first[1], again[1]), "knowledge does not depend on a draw"
+    fleet = Fleet()
+    with make_device(fleet, tmp_path / "c", data=data) as device:
+        assert answer(fleet, device) == answer(fleet, device) == list(range(24))
+    fleet.store.close()
+
+
+def test_reading_data_leaves_the_host_s_random_numbers_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    read_samples(Noisy(items(), torch_noise))
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize(
+    ("transform", "says"),
+    [
+        (lambda one: one[:2], r"returns torch.float32 \[2\], expected float32 \[4\]"),
+        (lambda one: one.double(), r"returns torch.float64"),
+        (lambda one: one.no_such(), "transform of Augmented fails with AttributeError"),
+    ],
+)
+def test_a_transform_that_does_not_fit_declines_the_ask(
+    fleet: Fleet, tmp_path: Path, transform: Callable[[Tensor], Tensor], says: str
+) -> None:
+    events = EventLog()
+    with make_device(fleet, tmp_path, events, data=Augmented(tiny_data(), transform)) as device:
+        fleet.ask("d")
+        device.step(0)
+    assert re.search(says, events.of("dropped").text)
+
+
+# --- errors at construction
+
+
+INPUTS, LABELS = tiny_data()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ("photos/", "data: the data is of type str; pass a tuple"),
+        (iter(items()), "which can be read only once; pass a function"),
+        ((np.zeros((2, 4), np.uint8), LABELS[:2]), "the inputs are uint8, expected float32; scale images"),
+        ((INPUTS, LABELS * 1.0), "the labels are float64 of shape"),
+        ((INPUTS, LABELS[1:]), "24 inputs but 23 labels"),
+        ((INPUTS, LABELS - 1), "label -1 at row 0 is negative"),
+        ((np.where(INPUTS > 2, np.inf, INPUTS), LABELS), "NaN or infinity, first at row"),
+        (([[1.0, 2.0], [3.0]], LABELS[:2]), "all inputs need one shape"),
+        ((np.array([None, "a"]), LABELS[:2]), "array of dtype object"),
+        ([(np.zeros(4, np.float32), 0), (np.zeros(3, np.float32), 0)], "the items of list cannot be stacked"),
+        ([(np.zeros(4, np.float32), 0.5)], "the items of list cannot be stacked.*integer"),
+        ([{"image": 1}], "the items of list cannot be stacked"),
+        (Noisy(items(), random.random), "a sample changes each time it is read.*sample_id"),
+        (DataLoader(Listed(items()), sampler=SubsetRandomSampler([1, 2])), "SubsetRandomSampler selects samples"),
+        (Listed([(np.zeros(4, np.float32), 0, 1)]), "the items of Listed cannot be stacked"),  # type: ignore[list-item]
+        (Named(items(), []), "sample_id of Named cannot be read: IndexError"),
+    ],
+)
+def test_data_that_cannot_work_are_an_error_at_construction(fleet: Fleet, tmp_path: Path, data: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        make_device(fleet, tmp_path / "d", data=data)
+    assert not (tmp_path / "d").exists()
+
+
+def test_test_and_validation_data_are_checked_at_construction_too(fleet: Fleet, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="validation_data: the data is of type str"):
+        make_device(fleet, tmp_path, validation_data="x")
+
+
+def test_a_transform_must_be_a_function() -> None:
+    with pytest.raises(ConfigurationError, match="expected a function of one input tensor"):
+        Augmented(tiny_data(), 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("one_class", [True, False], ids=["one class", "one sample"])
+def test_one_class_or_one_sample_is_enough(fleet: Fleet, tmp_path: Path, one_class: bool) -> None:
+    inputs, labels = tiny_data()
+    data = (inputs[labels == 1], labels[labels == 1]) if one_class else (inputs[:1], labels[:1])
+    with make_device(fleet, tmp_path, data=data) as device:
+        assert answer(fleet, device) == list(range(len(data[1])))
