@@ -259,7 +259,7 @@ def _upload_messages(header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk
 
 
 def _translated(error: Any, server: str) -> FleetDistillError:
-    info = _error_info(error)
+    info = error_info(error)
     if info is not None and info.reason not in (Code.INTERNAL, Code.EXPIRED):
         return RefusedError(info.reason, error.details(), dict(info.metadata))
     if error.code() == grpc.StatusCode.UNAVAILABLE:
@@ -274,7 +274,8 @@ def _tls_reason(details: str) -> str:
     return ""
 
 
-def _error_info(error: Any) -> error_details_pb2.ErrorInfo | None:
+def error_info(error: Any) -> error_details_pb2.ErrorInfo | None:
+    """Returns the details of a gRPC error; None if it has none, as after a failure of the transport."""
     status = rpc_status.from_call(error)
     for detail in status.details if status else []:
         info = error_details_pb2.ErrorInfo()

@@ -9,17 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
 import grpc
-from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
 
 from fleetdistill.errors import FleetDistillError, NoSpaceError, RefusedError
-from fleetdistill.wire.codes import DOMAIN, MEANINGS, Code
+from fleetdistill.wire.codes import MEANINGS, Code
+from fleetdistill.wire.status import DETAILS, rich_status
 
 T = TypeVar("T")
 logger = logging.getLogger("fleetdistill.server.refusals")
-
-# Error texts are sent in trailers, which gRPC limits to 8 KiB.
-LONGEST_SENTENCE = 1000
 
 
 async def in_pool(pool: ThreadPoolExecutor, context: Any, work: Callable[[], T]) -> T:
@@ -45,7 +41,7 @@ async def abort(context: Any, error: FleetDistillError) -> NoReturn:
     await context.abort(
         getattr(grpc.StatusCode, MEANINGS[Code(refusal.code)].status),
         status.message,
-        (("grpc-status-details-bin", status.SerializeToString()),),
+        ((DETAILS, status.SerializeToString()),),
     )
     raise AssertionError("abort raises")
 
@@ -55,13 +51,3 @@ def _as_refusal(error: FleetDistillError) -> RefusedError:
         return RefusedError(Code.NO_SPACE, f"{error}; no receipt was issued, retry later")
     logger.error("a call failed: %s", error)
     return RefusedError(Code.INTERNAL, "the server's store failed; see the server's log")
-
-
-def rich_status(refusal: RefusedError) -> status_pb2.Status:
-    """Returns the google.rpc.Status with one ErrorInfo, which has the reason and its details."""
-    details = {name: value[:LONGEST_SENTENCE] for name, value in refusal.details.items()}
-    info = error_details_pb2.ErrorInfo(reason=refusal.code, domain=DOMAIN, metadata=details)
-    packed = any_pb2.Any()
-    packed.Pack(info)
-    number = getattr(grpc.StatusCode, MEANINGS[Code(refusal.code)].status).value[0]
-    return status_pb2.Status(code=number, message=str(refusal)[:LONGEST_SENTENCE], details=[packed])

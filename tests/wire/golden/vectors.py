@@ -35,8 +35,8 @@ from fleetdistill.wire.codec import KNOWLEDGE_TYPES, Payload, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import pieces
 from fleetdistill.wire.quantize import dequantize, quantize
+from fleetdistill.wire.status import rich_status
 from fleetdistill.wire.v1 import contract_pb2, enrolment_pb2, knowledge_pb2, service_pb2
-from fleetdistill_server.front.errors import rich_status
 
 FILE = Path(__file__).parents[3] / "protos/vectors.json"
 _SECRET, _DIGEST = bytes(range(32)), bytes(range(32, 64))

@@ -1,0 +1,27 @@
+"""Conformance tests of the wire format: plays devices against a server, or a server against a device.
+
+    python -m fleetdistill.conformance 127.0.0.1:50051
+    python -m fleetdistill.conformance --listen
+
+docs/reference/wire-format.md has the rules. The SDK does not import this package.
+"""
+
+from __future__ import annotations
+
+from fleetdistill.conformance.device_check import ListeningServer
+from fleetdistill.conformance.device_rules import DEVICE_RULES
+from fleetdistill.conformance.report import PAGE, Report, Result, Rule
+from fleetdistill.conformance.server_check import RUN_TOML, check_server
+from fleetdistill.conformance.server_rules import SERVER_RULES
+
+__all__ = [
+    "DEVICE_RULES",
+    "PAGE",
+    "RUN_TOML",
+    "SERVER_RULES",
+    "ListeningServer",
+    "Report",
+    "Result",
+    "Rule",
+    "check_server",
+]
