@@ -15,7 +15,7 @@ REASONS = {
     ),
     "lowers a bound that no test can reach": ("_max_answer_bytes", "_max_bytes", "_storage", "_downloads"),
     "an app never gets what computes for it": ("_check_in",),
-    "puts another link or event sink under a device that runs": ("_session", "_sender", "_guard", "_api"),
+    "puts another link or event sink under a device that runs": ("_session", "_guard", "_api"),
     "a device that is asked and never answers": ("_handler",),
     "halts an engine or a training between two of its steps": ("_close", "_train", "_store"),
     "a sweep, or an error, in the middle of a commit": ("_commit", "_guarded", "_responses"),

@@ -10,19 +10,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fleetdistill.deployment.predictor import Predictor
+    from fleetdistill.deployment.settings import Deployment
     from fleetdistill.device.arguments import COLUMNS
     from fleetdistill.device.device import Device
     from fleetdistill.device.events import Event, Step
     from fleetdistill.errors import FleetDistillError
     from fleetdistill.version import VERSION as __version__
 
-__all__ = ["COLUMNS", "Device", "Event", "FleetDistillError", "Step", "__version__"]
+__all__ = ["COLUMNS", "Deployment", "Device", "Event", "FleetDistillError", "Predictor", "Step", "__version__"]
 
 _WHERE = {
     "COLUMNS": "fleetdistill.device.arguments",
+    "Deployment": "fleetdistill.deployment.settings",
     "Device": "fleetdistill.device.device",
     "Event": "fleetdistill.device.events",
     "FleetDistillError": "fleetdistill.errors",
+    "Predictor": "fleetdistill.deployment.predictor",
     "Step": "fleetdistill.device.events",
     "__version__": "fleetdistill.version:VERSION",
 }

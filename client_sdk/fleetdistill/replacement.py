@@ -67,15 +67,16 @@ class Replacement:
         return Metric(name=name, split=SPLIT, sum=float(self.replaced), count=1)
 
 
-def judge(accuracies: Mapping[str, float], in_use: float | None) -> tuple[str, Replacement]:
+def judge(accuracies: Mapping[str, float], in_use: float | None, max_drop: float = 0.0) -> tuple[str, Replacement]:
     """Returns the best variant of a round, and whether it replaces the app's model.
 
     Args:
         accuracies: Accuracy of each variant on the app's validation data, by name; among equals the first is best.
         in_use: Accuracy of the app's model; None if the app has no model yet.
+        max_drop: How much lower the accuracy of the best variant may be, as in `Deployment(max_accuracy_drop=...)`.
     """
     best = max(accuracies, key=lambda name: accuracies[name])
-    replaced = in_use is None or accuracies[best] >= in_use
+    replaced = in_use is None or accuracies[best] >= in_use - max_drop
     return best, Replacement(replaced, accuracies[best], in_use, best if replaced and len(accuracies) > 1 else "")
 
 

@@ -14,8 +14,8 @@ from support.devices import answer_waits, compute_of, state_of
 from support.sdk_fleet import RUN, Crash, Fleet, crashing_link, make_device, tiny_data
 
 from fleetdistill import Device, Event, Step
+from fleetdistill.device.deployer import Deployer
 from fleetdistill.device.events import Events as DeviceEvents
-from fleetdistill.device.sender import Sender
 from fleetdistill.device.torch_compute import TorchCompute
 from fleetdistill.errors import (
     ExportError,
@@ -118,7 +118,7 @@ def test_a_device_killed_between_receipt_and_export_exports_after_the_restart(
     crashing.step(0)
     fleet.ask("d")
     with monkeypatch.context() as patch:
-        patch.setattr(Outbox if moment == "promote" else Sender, moment, die)
+        patch.setattr(Outbox if moment == "promote" else Deployer, moment, die)
         with pytest.raises(Crash):
             crashing.step(0)
     crashing.close(leave=False)

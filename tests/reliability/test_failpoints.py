@@ -26,8 +26,8 @@ WHO = {
     FRAGILE: ("disk.", "device."),
 }
 """Which points a process hits in a run, in the order in which it comes by; those of others have tests of their own."""
-ELSEWHERE = ("engine.quarantine.", "device.privacy.", "device.forget.")
-"""Points that a run without damage, without privacy and without a device that erases itself never hits."""
+ELSEWHERE = ("engine.quarantine.", "device.privacy.", "device.roll-back.", "device.forget.")
+"""Points that a run never hits without damage, privacy, a roll-back or a device that erases itself."""
 POINTS = {
     process: list(
         dict.fromkeys(

@@ -8,19 +8,18 @@ from typing import Any
 from fleetdistill.errors import DataError
 
 
-def shape_message(found: Sequence[int], input_shape: Sequence[int | str]) -> str:
+def shape_message(found: Sequence[int], input_shape: Sequence[int | None]) -> str:
     """Returns the message for inputs that do not have the shape `[samples, *input_shape]`."""
-    expected = ", ".join(["samples", *map(str, input_shape)])
+    expected = ", ".join(["samples", *("any" if one is None else str(one) for one in input_shape)])
     return f"the inputs have shape {list(found)}, expected [{expected}]"
 
 
-def check_batch(inputs: Any, input_shape: Sequence[int], *, dynamic_size: bool = False) -> None:
+def check_batch(inputs: Any, input_shape: Sequence[int | None]) -> None:
     """Checks inputs of a delivered model.
 
     Args:
         inputs: NumPy array or torch tensor.
-        input_shape: Shape of one input of the run.
-        dynamic_size: Whether the model accepts other sizes than the run's in all dimensions of an input but the first.
+        input_shape: Shape of one input; None where the model accepts any size.
 
     Raises:
         DataError: The inputs are not floats, or have another shape than `[samples, *input_shape]`.
@@ -28,10 +27,14 @@ def check_batch(inputs: Any, input_shape: Sequence[int], *, dynamic_size: bool =
     if not hasattr(inputs, "dtype") or "float" not in str(inputs.dtype):
         found = getattr(inputs, "dtype", type(inputs).__name__)
         raise DataError(f"the inputs are {found}, expected an array of floats; scale images as the training data")
-    expected: list[int | str] = list(input_shape)
-    if dynamic_size:
-        expected[1:] = ["any"] * (len(expected) - 1)
-    found = list(inputs.shape[1:])
-    fits = len(found) == len(expected) and all(one in ("any", size) for size, one in zip(found, expected, strict=True))
+    sizes = tuple(inputs.shape[1:])
+    fits = len(sizes) == len(input_shape) and all(
+        expected in (None, size) for size, expected in zip(sizes, input_shape, strict=True)
+    )
     if not inputs.ndim or not fits:
-        raise DataError(f"{shape_message(inputs.shape, expected)}; a single sample is a batch of 1")
+        raise DataError(f"{shape_message(inputs.shape, input_shape)}; a single sample is a batch of 1")
+
+
+def free_size(input_shape: Sequence[int]) -> list[int | None]:
+    """Returns the shape of one input with any size in all dimensions but the first, the channels."""
+    return [*input_shape[:1], *(None for _ in input_shape[1:])]

@@ -20,10 +20,12 @@ from fleetdistill.replacement import Replacement
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 if TYPE_CHECKING:
+    from fleetdistill.deployment.quantization import CheckData
+    from fleetdistill.deployment.settings import Deployment
     from fleetdistill.training.figures import Counts
     from fleetdistill.training.onnx_file import OnnxReport
 
-__all__ = ["Compute", "Computed", "FreezesModel", "MakeCompute", "NamesRows", "faults_decline"]
+__all__ = ["Compute", "Computed", "Deployable", "FreezesModel", "MakeCompute", "NamesRows", "faults_decline"]
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +163,20 @@ class FreezesModel(Protocol):
 
         The copy maps a batch of inputs to logits in the same type, NumPy array or torch tensor, and is thread-safe.
         """
+
+
+@runtime_checkable
+class Deployable(Protocol):
+    """Optional protocol of a `Compute`, which a `Deployment` with other than default settings requires."""
+
+    def use_deployment(self, deployment: Deployment) -> None:
+        """Applies `max_accuracy_drop` to decisions on replacement, and `opset` and `dynamic_size` to exports."""
+
+    def accuracy_of(self, delivered: bytes) -> float | None:
+        """Returns the accuracy on the validation data of a result of `delivered_state`; None without such data."""
+
+    def check_data(self) -> CheckData:
+        """Returns the data that check and calibrate a quantised file."""
 
 
 MakeCompute = Callable[[contract_pb2.Contract], Compute]

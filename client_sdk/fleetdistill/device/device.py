@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fleetdistill.clock import Clock, SystemClock
+from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.app_models import AppModels
 from fleetdistill.device.arguments import (
     DEFAULT_COLUMNS,
@@ -30,6 +31,7 @@ from fleetdistill.device.arguments import (
 from fleetdistill.device.ask_handler import AskHandler
 from fleetdistill.device.check_in import CheckIn, MakeForData, open_link
 from fleetdistill.device.consent import Consent
+from fleetdistill.device.deployer import Deployer, configured
 from fleetdistill.device.disclosure import Disclosure
 from fleetdistill.device.engine import Engine
 from fleetdistill.device.events import Event, Events
@@ -107,6 +109,7 @@ class Device(Disclosure):
             uses the smaller of the run's and this epsilon, and declines a release beyond it. Default: the run's epsilon
             and delta, so one release. With a budget, the device takes part only in runs with [privacy].
         clock: Clock for tests, such as `fleetdistill.testing.ManualClock`. Default: the system clock.
+        deployment: How to keep, check and export the delivered model. Default: `Deployment()`.
 
     Raises:
         ConfigurationError: An argument is invalid, or has no effect together with `worker`.
@@ -139,6 +142,7 @@ class Device(Disclosure):
         max_seconds_per_ask: float = MAX_SECONDS_PER_ASK,
         privacy_budget: tuple[float, float] | None = None,
         clock: Clock | None = None,
+        deployment: Deployment | None = None,
     ) -> None:
         torch_options: dict[str, Any] = {
             "test_data": test_data,
@@ -152,10 +156,12 @@ class Device(Disclosure):
         check_all_data(data=data, test_data=test_data, validation_data=validation_data)
         check_export(export_onnx)
         check_limits(max_threads, max_seconds_per_ask)
+        deployment = deployment or Deployment()
+        deployment.check_used(export_onnx, has_worker=worker is not None)
         budget = checked_budget(privacy_budget)
         if isinstance(server, str):
             check_transport_security(server, insecure, enrolment is not None or is_enrolled(Path(state_dir)))
-        self._has_worker, self._export_onnx = worker is not None, export_onnx
+        self._has_worker = worker is not None
         self._guard = Guard(on_event or (lambda event: None))
         self._storage = Storage(Path(state_dir), max_spool_bytes)
         try:
@@ -167,14 +173,19 @@ class Device(Disclosure):
         self._check_in = CheckIn(
             self._session,
             self._events,
-            make_compute=_compute_factory(model, worker, {**torch_options, "ids": SampleIds(self._storage)}),
+            make_compute=_compute_factory(
+                model, worker, {**torch_options, "ids": SampleIds(self._storage)}, deployment
+            ),
             data=data,
             max_threads=max_threads,
             only_private=budget is not None,
             downloads=Downloads(self._storage.directory / DOWNLOADS, max_spool_bytes),
         )
         self._predictions = Predictions(self._session, lambda: self._ready_compute("predict"))
-        self._sender = Sender(self._session, self._events, self._check_in.ready_compute, self._predictions, export_onnx)
+        self._deployer = Deployer(
+            self._session, self._events, self._check_in.ready_compute, self._predictions, deployment, export_onnx
+        )
+        self._sender = Sender(self._session, self._events, self._predictions, self._deployer)
         self._handler = AskHandler(
             self._session,
             self._events,
@@ -185,7 +196,7 @@ class Device(Disclosure):
         )
         stopped = StopRequest()
         engine = Engine(
-            self._session, self._events, self._check_in, self._sender, self._handler, stopped, export_onnx=export_onnx
+            self._session, self._events, self._check_in, self._sender, self._deployer, self._handler, stopped
         )
         super().__init__(self._session, self._events, engine, stopped)
 
@@ -276,6 +287,32 @@ class Device(Disclosure):
         """
         return self._predictions.predict(inputs)
 
+    @property
+    def version(self) -> int:
+        """Number of the delivered model in use; 0 before the first delivery.
+
+        A delivery has a higher number than all earlier ones. A roll-back returns to an earlier number.
+        """
+        version = self._deployer.versions.in_use()
+        return 0 if version is None else version.number
+
+    def roll_back(self) -> int:
+        """Returns to the previous version of the delivered model in the next turn, with the event `rolled-back`.
+
+        Replaces `model`, the model of `predict` and the ONNX files. The version in use is deleted; training continues
+        from its own state, and the next delivery has a new number. The request survives a restart. Thread-safe.
+
+        Returns:
+            Number of the version that the device returns to.
+
+        Raises:
+            StateError: There is no earlier version (see `Deployment.keep_versions`), or it is damaged.
+            DeviceClosedError: The device was closed.
+        """
+        with self._guard.held():
+            self._turns.check_open("roll_back")
+            return self._deployer.request_roll_back()
+
     def replace_data(self, data: Any = None) -> None:
         """Replaces the training data. The next turn checks in with them before it requests work.
 
@@ -299,11 +336,14 @@ class Device(Disclosure):
             self._check_in.replace_data(data)
 
 
-def _compute_factory(model: Any, worker: MakeCompute | None, torch_options: Mapping[str, Any]) -> MakeForData:
+def _compute_factory(
+    model: Any, worker: MakeCompute | None, torch_options: Mapping[str, Any], deployment: Deployment
+) -> MakeForData:
     """Returns the function that makes the compute backend; a `worker` has its own data."""
     if worker is not None:
-        return lambda contract, data: worker(contract)
-    return partial(_torch_compute, model=model, **torch_options)
+        return lambda contract, data: configured(worker(contract), deployment)
+    make: MakeForData = partial(_torch_compute, model=model, **torch_options)
+    return lambda contract, data: configured(make(contract, data), deployment)
 
 
 def _torch_compute(contract: contract_pb2.Contract, data: Any, **options: Any) -> Compute:

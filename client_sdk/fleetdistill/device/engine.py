@@ -7,6 +7,7 @@ import threading
 from fleetdistill.device.ask_handler import AskHandler
 from fleetdistill.device.check_in import CheckIn
 from fleetdistill.device.contact import Contact
+from fleetdistill.device.deployer import Deployer
 from fleetdistill.device.events import Events, Step
 from fleetdistill.device.sender import Sender
 from fleetdistill.device.session import Session
@@ -26,10 +27,10 @@ class Engine:
         session: State of the open device.
         events: Emits events to the app.
         check_in: Checks the device in.
-        sender: Sends answers, and exports the model.
+        sender: Sends answers.
+        deployer: Keeps and exports the delivered models.
         handler: Handles asks.
         stopped: Set when the app stops the device.
-        export_onnx: When to export the delivered model, as in `Device(export_onnx=...)`.
     """
 
     def __init__(
@@ -38,14 +39,12 @@ class Engine:
         events: Events,
         check_in: CheckIn,
         sender: Sender,
+        deployer: Deployer,
         handler: AskHandler,
         stopped: threading.Event,
-        *,
-        export_onnx: str,
     ) -> None:
         self._session, self._events, self._check_in = session, events, check_in
-        self._sender, self._handler, self._stopped = sender, handler, stopped
-        self._export_onnx = export_onnx
+        self._sender, self._deployer, self._handler, self._stopped = sender, deployer, handler, stopped
         self._contact = Contact(events, session.clock)
         self._pause = 0.0  # seconds to wait after the last turn, requested by the server
         self._resume_at = 0.0  # time before which `tick` does nothing
@@ -138,7 +137,7 @@ class Engine:
             return Step.ANSWERED
         self._sender.emit_outcome()  # left by an earlier process that ended before it emitted the events
         self._check_in.check_in_changed_data()
-        self._sender.export_due()
+        self._deployer.settle()
         if not self._check_in.has_samples():
             raise NoSamplesError()
         response = self._session.link.next_ask(self._session.identity, wait_seconds)
@@ -165,7 +164,6 @@ class Engine:
                 return Step.WAITED
 
     def _finish(self, reason: str) -> Step:
-        if self._export_onnx == "finish":
-            self._sender.export(0)
+        self._deployer.finish()
         self._events.emit("finished", 0, plain(reason))
         return Step.FINISHED

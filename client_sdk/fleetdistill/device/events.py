@@ -19,6 +19,7 @@ from fleetdistill.wire.v1 import service_pb2
 if TYPE_CHECKING:
     from fleetdistill.privacy.guarantee import Guarantee
     from fleetdistill.state.privacy_ledger import PrivacyBudget
+    from fleetdistill.deployment.versions import Version
     from fleetdistill.training.onnx_file import OnnxReport
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ class Event:
 
     Attributes:
         kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, released, scored, answered, refused, dropped,
-            damaged, kept, delivered, exported, no-samples, interrupted, lost-contact, contact-returned, stopped, failed
-            or finished.
+            damaged, kept, delivered, exported, not-quantized, too-large, rolled-back, no-samples, interrupted,
+            lost-contact, contact-returned, stopped, failed or finished.
         round: Round that the event belongs to, or 0.
         text: Description in one sentence.
         values: Counts and figures by name; docs/reference/events.md lists them for each kind.
@@ -130,11 +131,11 @@ class Events:
             kind = "delivered" if replacement.replaced else "kept"
             self.emit(kind, pending.round, f"round {pending.round}: {replacement.text}", replacement.values)
 
-    def emit_exported(self, report: OnnxReport, number: int) -> None:
+    def emit_exported(self, report: OnnxReport, version: Version) -> None:
         """Emits that the delivered model was written as ONNX."""
         values = {"path": str(report.path), "max_difference": report.max_difference, "bytes": report.bytes}
         text = f"wrote {report.path.name}; its outputs differ from the model's by at most {report.max_difference:.1e}"
-        self.emit("exported", number, text, values)
+        self.emit("exported", version.round, text, {**values, "version": version.number})
 
     def emit_failed(self, error: BaseException) -> None:
         """Emits and logs the exception that ended the background thread; also if the app's callback raised it."""

@@ -19,19 +19,18 @@ class FrozenModel:
 
     Args:
         model: Maps inputs `[batch, *input_shape]` to logits `[batch, classes]`.
-        input_shape: Shape of one input of the run.
-        dynamic_size: Whether inputs may have another size, as in `Deployment(dynamic_size=...)`.
+        input_shape: Shape of one input; None where any size is accepted, as with `Deployment(dynamic_size=True)`.
     """
 
-    def __init__(self, model: nn.Module, input_shape: Sequence[int], *, dynamic_size: bool = False) -> None:
+    def __init__(self, model: nn.Module, input_shape: Sequence[int | None]) -> None:
         self._model = copy.deepcopy(model).eval().requires_grad_(False)
         first = next(self._model.parameters())
         self._device, self._dtype = first.device, first.dtype
-        self._input_shape, self._dynamic_size = tuple(input_shape), dynamic_size
+        self._input_shape = tuple(input_shape)
 
     def __call__(self, inputs: Any) -> Any:
         """Returns logits `[batch, classes]` float32, of the type of the inputs: NumPy array or torch tensor."""
-        check_batch(inputs, self._input_shape, dynamic_size=self._dynamic_size)
+        check_batch(inputs, self._input_shape)
         given = torch.as_tensor(inputs)
         with torch.no_grad():
             try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fleetdistill.device.consent import ColumnWithdrawn
 from fleetdistill.device.declines import send_decline
 from fleetdistill.device.events import Events
 from fleetdistill.device.session import Session
-from fleetdistill.errors import ExportError, FleetDistillError, LinkError, NoRoomError, RefusedError
+from fleetdistill.errors import FleetDistillError, LinkError, NoRoomError, RefusedError
 from fleetdistill.link.terms import heartbeat_interval, known_compression, plain
 from fleetdistill.state import failpoints
 from fleetdistill.state.outbox import Outcome, Pending
@@ -24,10 +24,9 @@ from fleetdistill.wire.kind import kind_of
 from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
-    from fleetdistill.device.compute import Compute
+    from fleetdistill.device.deployer import Deployer
     from fleetdistill.device.predictions import Predictions
 
-_EXPORT_DUE = "model.onnx.due"
 _ATTEMPTS_TO_SEND = 5
 # gRPC statuses of refusals for reasons other than the answer. The answer stays in the outbox.
 # The server cannot accept the answer now.
@@ -44,21 +43,19 @@ class Sender:
     Args:
         session: State of the open device.
         events: Emits events to the app.
-        ready_compute: Returns the compute backend with the device's state.
         predictions: Predictions of the app, which use each delivered model before its event is emitted.
-        export_onnx: When to export the delivered model, as in `Device(export_onnx=...)`.
+        deployer: Keeps and exports the delivered models.
     """
 
     def __init__(
         self,
         session: Session,
         events: Events,
-        ready_compute: Callable[[], Compute],
         predictions: Predictions,
-        export_onnx: str,
+        deployer: Deployer,
     ) -> None:
         self._session, self._events, self._storage = session, events, session.storage
-        self._ready_compute, self._predictions, self._export_onnx = ready_compute, predictions, export_onnx
+        self._predictions, self._deployer = predictions, deployer
 
     def settle(self, pending: Pending) -> None:
         """Sends the answer in the outbox until it is acknowledged or refused, then commits or drops it.
@@ -93,12 +90,14 @@ class Sender:
         outcome = self._storage.outbox.outcome()
         if outcome is None:
             return
-        replacement = outcome.pending.replacement
-        if outcome.receipt and replacement is not None and replacement.replaced:
+        replacement = outcome.pending.replacement if outcome.receipt else None
+        if replacement is not None and replacement.replaced:
             self._predictions.renew()
         self._events.emit_outcome(outcome)
         self._storage.outbox.mark_reported()
-        self.export_due()
+        self._deployer.settle()
+        if replacement is not None:
+            self._deployer.check_accuracy(replacement)
 
     # --- sending
 
@@ -207,10 +206,8 @@ class Sender:
 
     def _promote(self, pending: Pending) -> None:
         """Commits the state of an acknowledged answer, and its model if the app's model is replaced."""
-        if self._export_onnx == "round" and pending.replacement is not None and pending.replacement.replaced:
-            self._storage.save(
-                _EXPORT_DUE, str(pending.round).encode()
-            )  # first, so that a crash leaves no outdated file
+        if pending.replacement is not None and pending.replacement.replaced:
+            self._deployer.announce(pending.round, pending.replacement)
         self._storage.outbox.promote()
         compute = self._session.compute
         if compute is None:
@@ -225,24 +222,6 @@ class Sender:
         """Drops a refused answer and returns to the state of the last acknowledged one."""
         self._storage.outbox.drop()
         self._session.forget_state()
-
-    def export_due(self) -> None:
-        """Exports the delivered model if a round has replaced it and `model.onnx` is outdated."""
-        number = self._storage.load(_EXPORT_DUE)
-        if number is None:
-            return
-        try:
-            if self._export_onnx == "round":
-                self.export(int(number) if number.isdigit() else 0)
-        except ExportError:
-            self._storage.remove(_EXPORT_DUE)  # report the error once; the next delivered round exports again
-            raise
-        self._storage.remove(_EXPORT_DUE)
-
-    def export(self, number: int) -> None:
-        """Exports the delivered model with the number of its round."""
-        report = self._ready_compute().export(self._storage.directory / "model.onnx", number)
-        self._events.emit_exported(report, number)
 
 
 def _closed(pending: Pending, status: service_pb2.UploadStatusResponse) -> RefusedError:

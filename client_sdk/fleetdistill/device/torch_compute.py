@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ import torch
 from torch import nn
 
 from fleetdistill.data.samples import Samples, named, read_samples
+from fleetdistill.deployment.batch import free_size
+from fleetdistill.deployment.quantization import CheckData, check_data_of
+from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.compute import Computed, faults_decline
 from fleetdistill.device.frozen_model import FrozenModel
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, KnowledgeError, ModelError, WireError
@@ -78,11 +81,13 @@ class TorchCompute:
         self._ids, self._input_shape = ids, tuple(contract.input_shape)
         self._samples = _samples_of(data, contract, "data")
         self._data = self._tensors_of(self._samples)
+        scored = {
+            split: None if given is None else _samples_of(given, contract, f"{split}_data")
+            for split, given in (("test", test_data), (SPLIT, validation_data))
+        }
+        self._validation = scored[SPLIT]
         self._scored = {
-            split: tensor_data_of(_samples_of(given, contract, f"{split}_data"), self._input_shape)
-            if given is not None
-            else None
-            for split, given in (("test", test_data), ("validation", validation_data))
+            split: None if read is None else tensor_data_of(read, self._input_shape) for split, read in scored.items()
         }
         judging = self._scored[SPLIT]
         if judging is not None and not len(judging):
@@ -106,6 +111,11 @@ class TorchCompute:
         self._in_use = self._own
         self._best = self._own  # best variant of the last ask
         self._delivered_accuracy: float | None = None
+        self._deployment = Deployment()
+
+    def use_deployment(self, deployment: Deployment) -> None:
+        """Applies the app's settings for replacement and export."""
+        self._deployment = deployment
 
     def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
         """Returns the device's profile for the check-in."""
@@ -307,7 +317,7 @@ class TorchCompute:
         }
         if self._delivered_accuracy is None:  # the app's own model, or one delivered before a restart
             self._delivered_accuracy = _counts(self.delivered_model(), data, self._classes).accuracy
-        self._best, replacement = judge(accuracies, self._delivered_accuracy)
+        self._best, replacement = judge(accuracies, self._delivered_accuracy, self._deployment.max_accuracy_drop)
         return replacement
 
     def deliver(self, replacement: Replacement) -> None:
@@ -330,7 +340,22 @@ class TorchCompute:
 
     def frozen_model(self) -> FrozenModel:
         """Returns a copy of the app's model, for `Device.predict`."""
-        return FrozenModel(self.delivered_model(), self.contract.input_shape)
+        shape = self.contract.input_shape
+        return FrozenModel(self.delivered_model(), free_size(shape) if self._deployment.dynamic_size else shape)
+
+    def accuracy_of(self, delivered: bytes) -> float | None:
+        """Returns the accuracy of an earlier delivered model on the validation data; None without such data."""
+        data, saved = self._scored[SPLIT], unpack_state(delivered)
+        if data is None:
+            return None
+        in_use = saved.get("in_use", self._own)
+        model = copy.deepcopy(self._delivered[in_use])
+        model.load_state_dict(saved["model"] if in_use == self._own else saved["further"][in_use])
+        return _counts(model, data, self._classes).accuracy
+
+    def check_data(self) -> CheckData:
+        """Returns the samples that check and calibrate a quantised file."""
+        return check_data_of(self._samples, self._validation)
 
     def delivered_models(self) -> Mapping[str, nn.Module]:
         """Returns all variants of the app's model by name, in eval mode."""
@@ -364,10 +389,11 @@ class TorchCompute:
             "class_names": ",".join(self.contract.classes),
         }
         samples = torch.from_numpy(self._samples.first) if len(self._samples) else self._data.first
+        write = partial(export_onnx, opset=self._deployment.opset, dynamic_size=self._deployment.dynamic_size)
         if len(self._delivered) == 1:
-            return export_onnx(self.delivered_model(), path, samples, metadata)
+            return write(self.delivered_model(), path, samples, metadata)
         reports = {
-            name: export_onnx(model, path.with_name(f"{name}.onnx"), samples, {**metadata, "answer": name})
+            name: write(model, path.with_name(f"{name}.onnx"), samples, {**metadata, "answer": name})
             for name, model in self._delivered.items()
         }
         in_use = reports[self._in_use]

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fleetdistill.data.samples import Samples, named, read_samples
+from fleetdistill.deployment.quantization import CheckData, check_data_of
+from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.compute import Computed, MakeCompute, faults_decline
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
-from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, ClassSpace, Kind, Metric, Metrics, Plan
+from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, Kind, Metric, Metrics, Plan
 from fleetdistill.light.onnx_extractor import OnnxExtractor, extractor_of
 from fleetdistill.light.variants import (
     FrozenLightModel,
@@ -115,6 +117,11 @@ class LightCompute:
         self._in_use = ""
         self._best = ""  # best variant of the last ask
         self._delivered_accuracy: float | None = None
+        self._max_accuracy_drop = 0.0
+
+    def use_deployment(self, deployment: Deployment) -> None:
+        """Applies the app's limit for replacement."""
+        self._max_accuracy_drop = deployment.max_accuracy_drop
 
     def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
         """Returns the device's profile for the check-in.
@@ -216,7 +223,7 @@ class LightCompute:
             outline, spaces, _ = unpack_variants(saved)
             self._statistics.restore(spaces.get("space"), outline["plan"])
             if delivered is not None:
-                self._restore_delivered(*unpack_variants(delivered))
+                self._restore_delivered(delivered)
         except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
             raise StateError(
                 f"the saved state is damaged ({error}); remove the file, or use a new state directory"
@@ -224,15 +231,9 @@ class LightCompute:
         self._delivered_accuracy = None
         self.has_state = True
 
-    def _restore_delivered(
-        self, outline: Mapping[str, Any], spaces: Mapping[str, ClassSpace], priors: Mapping[str, Array]
-    ) -> None:
-        kept = {
-            name: SpaceClassifier(space=spaces[name], temperature=temperature, prior=priors.get(name))
-            for name, temperature in outline["temperatures"].items()
-        }
+    def _restore_delivered(self, delivered: bytes) -> None:
+        kept, self._in_use = _classifiers(delivered)
         self._update_models(kept)
-        self._in_use = outline["in_use"]
 
     def forget_state(self) -> None:
         """Discards changes since the last receipt; the device restores the committed state before the next use."""
@@ -297,7 +298,8 @@ class LightCompute:
             return names[0], Replacement(replaced=True, variant=names[0])
         if self._delivered_accuracy is None and self._delivered:
             self._delivered_accuracy = self._counts(self.delivered_model(), SPLIT).accuracy
-        return judge({name: scores[place_of(SPLIT, name)].accuracy for name in names}, self._delivered_accuracy)
+        accuracies = {name: scores[place_of(SPLIT, name)].accuracy for name in names}
+        return judge(accuracies, self._delivered_accuracy, self._max_accuracy_drop)
 
     def deliver(self, replacement: Replacement) -> None:
         """Replaces or keeps the app's model."""
@@ -325,6 +327,16 @@ class LightCompute:
     def frozen_model(self) -> FrozenLightModel:
         """Returns a copy of the variant in use, for `Device.predict`. Raises ModelError before the first delivery."""
         return FrozenLightModel(self._model(self.delivered_model().classifier), self.contract.input_shape)
+
+    def accuracy_of(self, delivered: bytes) -> float | None:
+        """Returns the accuracy of earlier delivered variants on the validation data; None without such data."""
+        kept, in_use = _classifiers(delivered)
+        return self._counts(self._model(kept[in_use]), SPLIT).accuracy if SPLIT in self._data else None
+
+    def check_data(self) -> CheckData:
+        """Returns the samples that check and calibrate a quantised file."""
+        validation = self._data.get(SPLIT)
+        return check_data_of(self._data["train"].samples, None if validation is None else validation.samples)
 
     def delivered_models(self) -> Mapping[str, LightModel]:
         """Returns the delivered variants by name; empty before the first delivery."""
@@ -358,6 +370,16 @@ class LightCompute:
         }
         self.delivered_model()  # raises ModelError before the first delivery
         return export_variants(self._delivered, self._in_use, path, self._data["train"].first, metadata)
+
+
+def _classifiers(delivered: bytes) -> tuple[dict[str, SpaceClassifier], str]:
+    """Returns the packed variants, and the name of the one in use."""
+    outline, spaces, priors = unpack_variants(delivered)
+    kept = {
+        name: SpaceClassifier(space=spaces[name], temperature=temperature, prior=priors.get(name))
+        for name, temperature in outline["temperatures"].items()
+    }
+    return kept, outline["in_use"]
 
 
 def _replacement_metrics(replacement: Replacement, names: Sequence[str]) -> list[Metric]:

@@ -8,7 +8,8 @@
     downloads/              payloads by digest: the run's proxy set or extractor, the last ask's, an incomplete one
     delivered.safetensors   the app's model
     model.onnx              the app's model as ONNX, if the app wants it
-    model.onnx.due          the round whose delivered model has not been exported yet
+    deployed.json, model.onnx.due, roll-back.due, versions/
+                            the versions of the app's model, written by `fleetdistill.deployment.versions`
     outbox/                 header.bin, data.bin, candidate.safetensors, delivered.safetensors if the app's model is to
                             be replaced, then manifest.json, which commits the others; tries.txt: number of tries to
                             send; outcome.json: outcome of the answer, until the app has its events

@@ -25,6 +25,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,6 +53,9 @@ def export_onnx(
     samples: Tensor,
     metadata: Mapping[str, str],
     tolerance: float = 1e-4,
+    *,
+    opset: int | None = None,
+    dynamic_size: bool = False,
 ) -> OnnxReport:
     """Writes a model as ONNX after comparing onnxruntime's logits with the model's on real samples.
 
@@ -67,19 +71,23 @@ def export_onnx(
         metadata: Written as `metadata_props`, by convention `run`, `round` and `method`. `classes` (their number),
             `input_shape` ("1,8,8") and `fleetdistill_version` are added unless given.
         tolerance: Largest allowed difference, relative to the largest logit if that is above 1.
+        opset: Opset of the file; None for 18.
+        dynamic_size: Whether all dimensions of an input but the first are free, too. The outputs are also compared on
+            inputs of another size.
 
     Raises:
         ExportError: The export or the check fails, outputs differ, or the file cannot be written.
     """
     path = Path(path)
     _check_arguments(path, samples, metadata, tolerance)
-    batches = _batches(samples)
+    batches = [*(_enlarged(samples) if dynamic_size else []), *_batches(samples)]
     with _exporting, torch.no_grad(), temporary_beside(path) as temporary:
         twin = _cpu_copy(model)
         with doing("running the model in PyTorch"):
             expected = [twin(batch) for batch in batches]
-        _check_logits(expected[-1], batches[-1])
-        _trace(twin, batches[-1], temporary)
+        for logits, batch in zip(reversed(expected), reversed(batches), strict=True):
+            _check_logits(logits, batch)
+        _trace(twin, batches[-1], temporary, opset=opset or _OPSET, free=_free(samples, dynamic_size))
         size = finish(temporary, {**facts(samples.shape[1:], expected[-1].shape[1]), **metadata})
         difference = compare(temporary, _arrays(batches), _arrays(expected), tolerance, _PYTORCH)
         with doing(f"writing {path}"):
@@ -129,6 +137,19 @@ def _batches(samples: Tensor) -> list[Tensor]:
     return [every[:1], every if len(every) > 1 else torch.cat([every, every])]
 
 
+def _enlarged(samples: Tensor) -> list[Tensor]:
+    """Returns two samples with half as many values more in each dimension but the first, repeated from the start."""
+    every = samples[:2].detach().to(device="cpu", dtype=torch.float32)
+    for dimension in range(2, every.ndim):
+        every = torch.cat([every, every.narrow(dimension, 0, (every.shape[dimension] + 1) // 2)], dimension)
+    return [every.contiguous()]
+
+
+def _free(samples: Tensor, dynamic_size: bool) -> dict[int, str]:
+    """Returns the names of an input's free dimensions, by position."""
+    return {0: "batch", **({one: f"size_{one - 1}" for one in range(2, samples.ndim)} if dynamic_size else {})}
+
+
 def _check_logits(logits: Any, batch: Tensor) -> None:
     if isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == len(batch):
         return
@@ -143,8 +164,16 @@ def _cpu_copy(model: nn.Module) -> nn.Module:
         return twin.to(memory_format=torch.contiguous_format).eval()
 
 
-def _trace(twin: nn.Module, batch: Tensor, path: Path, output: str = "logits") -> None:
-    """Writes the traced graph of one batch, with a free batch size."""
+def _trace(
+    twin: nn.Module,
+    batch: Tensor,
+    path: Path,
+    output: str = "logits",
+    *,
+    opset: int = _OPSET,
+    free: Mapping[int, str] = MappingProxyType({0: "batch"}),
+) -> None:
+    """Writes the traced graph of one batch, with a free batch size; `free` names all free dimensions of the input."""
     with doing("tracing the model"), warnings.catch_warnings():
         # Suppress torch's warnings about its own exporter only; warnings about the model's code must reach the app.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=rf"torch\.|{re.escape(__name__)}$")
@@ -155,10 +184,10 @@ def _trace(twin: nn.Module, batch: Tensor, path: Path, output: str = "logits") -
             str(path),
             dynamo=False,
             verbose=False,
-            opset_version=_OPSET,
+            opset_version=opset,
             input_names=["input"],
             output_names=[output],
-            dynamic_axes={"input": {0: "batch"}, output: {0: "batch"}},
+            dynamic_axes={"input": dict(free), output: {0: "batch"}},
         )
 
 

@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleetdistill.errors import ExportError
-from fleetdistill.knowledge import Array
+from fleetdistill.errors import ExportError, WorkInterrupted
 from fleetdistill.state.durable import rename_durably
+
+if TYPE_CHECKING:  # Predictor uses this module, and loads neither gRPC nor protobuf
+    from fleetdistill.knowledge import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ def doing(what: str) -> Iterator[None]:
     """Converts any exception of torch, onnx, onnxruntime or the file system to an `ExportError` with context."""
     try:
         yield
+    except WorkInterrupted:
+        raise
     except ImportError as error:
         raise ExportError(f"{what} needs {error.name}; install fleetdistill[onnx]") from error
     except Exception as error:

@@ -1,0 +1,221 @@
+"""`Predictor` runs the delivered ONNX model with onnxruntime alone, also in another process than the device's.
+
+    predictor = Predictor("fleet-state")
+    logits = predictor.predict(images)
+
+Imports neither torch nor gRPC.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fleetdistill.deployment.batch import check_batch
+from fleetdistill.deployment.settings import is_installed
+from fleetdistill.deployment.stamp import check_stamp
+from fleetdistill.errors import ConfigurationError, ModelError, StateError
+from fleetdistill.names import NAME_RULE, is_name
+from fleetdistill.training.onnx_file import cpu_session
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["DeployedModel", "Predictor"]
+
+
+class DeployedModel:
+    """One version of the delivered model, loaded into onnxruntime. It never changes, and is thread-safe.
+
+    Attributes:
+        version: Number of the version, from 1; every delivery has a higher number than all earlier ones.
+        round: Round that delivered the model.
+        variant: Name of the variant, such as `general`; empty if the method has a single one.
+        run: Name of the run.
+        class_names: Names of the classes, in the order of the logits.
+        input_shape: Shape of one input; None where any size is accepted.
+        quantized: `"dynamic"` or `"static"` for an int8 file, else empty.
+    """
+
+    def __init__(self, data: bytes, threads: int = 1) -> None:
+        """Loads a file.
+
+        Args:
+            data: Content of the file.
+            threads: Number of threads of onnxruntime, at least 1.
+
+        Raises:
+            ModelError: The file is damaged, or onnxruntime cannot load it.
+        """
+        check_stamp(data)
+        try:
+            self._session = cpu_session(data, threads)
+        except Exception as error:  # onnxruntime raises its own exception types
+            raise ModelError(f"onnxruntime cannot load the file: {_first_line(error)}") from error
+        found: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
+        self.version, self.round = _number(found, "version"), _number(found, "round")
+        self.variant, self.run = found.get("answer", ""), found.get("run", "")
+        self.class_names: Sequence[str] = tuple(found.get("class_names", "").split(","))
+        self.quantized = found.get("quantized", "")
+        (given,) = self._session.get_inputs()
+        self.input_shape = tuple(size if isinstance(size, int) else None for size in given.shape[1:])
+
+    def predict(self, inputs: NDArray[Any]) -> NDArray[np.float32]:
+        """Returns logits `[batch, classes]` float32 for inputs `[batch, *input_shape]` of any float type.
+
+        Raises:
+            DataError: The inputs are not floats, or have another shape.
+            ModelError: onnxruntime cannot process the batch.
+        """
+        check_batch(inputs, self.input_shape)
+        batch = np.ascontiguousarray(inputs, np.float32)
+        try:
+            return np.asarray(self._session.run(["logits"], {"input": batch})[0])
+        except Exception as error:
+            shape = list(batch.shape)
+            raise ModelError(f"the model cannot process a batch of shape {shape}: {_first_line(error)}") from error
+
+
+class Predictor:
+    """Predicts with the newest ONNX file that a device has written to its state directory.
+
+    Each `predict` checks whether there is a new file and loads it, while other threads predict with the previous model.
+    A file that is incomplete or damaged is reported, and the previous model remains in use. Thread-safe.
+
+    Args:
+        state_dir: State directory of a device with `export_onnx="round"` or `"finish"`; it must exist.
+        variant: Variant to use, such as `"personal"`. Default: the one that the device selects, in `model.onnx`.
+        threads: Number of threads of onnxruntime for one prediction, at least 1.
+
+    Attributes:
+        error: Why the newest file cannot be used; empty if it is in use, or if there is none. Also logged as a warning.
+
+    Raises:
+        ConfigurationError: `variant` or `threads` is invalid.
+        StateError: `state_dir` does not exist.
+        ModelError: onnxruntime is not installed.
+    """
+
+    def __init__(self, state_dir: str | Path, *, variant: str = "model", threads: int = 1) -> None:
+        if not is_name(variant):
+            raise ConfigurationError(f"variant is {variant!r}, must be {NAME_RULE}")
+        if threads < 1:
+            raise ConfigurationError(f"threads is {threads}, must be at least 1")
+        if not Path(state_dir).is_dir():
+            raise StateError(f"the state directory {state_dir} does not exist; use the device's state_dir")
+        if not is_installed("onnxruntime"):
+            raise ModelError("Predictor requires onnxruntime: pip install 'fleetdistill[light]'")
+        self._path, self._threads = Path(state_dir) / f"{variant}.onnx", threads
+        self._loading = threading.Lock()
+        self._model: DeployedModel | None = None
+        self._seen: tuple[int, ...] | None = None  # identity of the last file read, usable or not
+        self.error = ""
+        self.refresh()
+
+    def predict(self, inputs: NDArray[Any]) -> NDArray[np.float32]:
+        """Returns the logits of the newest model; see `DeployedModel.predict`.
+
+        Args:
+            inputs: `[batch, *input_shape]` of any float type.
+
+        Returns:
+            Logits `[batch, classes]` float32.
+
+        Raises:
+            DataError: The inputs are not floats, or have another shape.
+            ModelError: There is no model yet (see `ready`), or it cannot process the batch.
+        """
+        self.refresh()
+        return self.model.predict(inputs)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a model; False before the device's first export."""
+        return self._model is not None
+
+    @property
+    def model(self) -> DeployedModel:
+        """The model in use. Keep a reference for predictions and their version from exactly one model.
+
+        Raises:
+            ModelError: There is no model yet.
+        """
+        if self._model is None:
+            reason = f" ({self.error})" if self.error else ""
+            raise ModelError(
+                f"{self._path} has no usable model{reason}; run the device until its event 'exported', "
+                "and check `predictor.ready`"
+            )
+        return self._model
+
+    @property
+    def version(self) -> int:
+        """Number of the model's version, from 1. Raises ModelError if there is no model yet."""
+        return self.model.version
+
+    @property
+    def round(self) -> int:
+        """Round that delivered the model. Raises ModelError if there is no model yet."""
+        return self.model.round
+
+    @property
+    def variant(self) -> str:
+        """Name of the model's variant; empty for a single one. Raises ModelError if there is no model yet."""
+        return self.model.variant
+
+    def refresh(self) -> bool:
+        """Loads the file if it has changed; returns whether the model was replaced.
+
+        Does not wait if another thread is loading the file and there is a model in use.
+        """
+        if _identity(self._path) in (None, self._seen):
+            return False
+        if not self._loading.acquire(blocking=self._model is None):
+            return False
+        try:
+            return self._load()
+        finally:
+            self._loading.release()
+
+    def _load(self) -> bool:
+        try:
+            with self._path.open("rb") as file:
+                seen = _identity_of(os.fstat(file.fileno()))
+                if seen == self._seen:  # another thread has loaded it
+                    return False
+                self._seen, data = seen, file.read()
+            self._model = DeployedModel(data, self._threads)
+        except (ModelError, OSError) as error:
+            self.error = str(error)
+            logger.warning("%s is not used: %s", self._path, error)
+            return False
+        self.error = ""
+        return True
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        return _identity_of(path.stat())
+    except OSError:
+        return None
+
+
+def _identity_of(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _number(metadata: Mapping[str, str], name: str) -> int:
+    text = metadata.get(name, "")
+    if not text.isdigit():
+        raise ModelError(f"the file has no {name} in its metadata; export it with this SDK")
+    return int(text)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

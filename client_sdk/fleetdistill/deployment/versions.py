@@ -1,0 +1,226 @@
+"""The versions of the delivered model in a state directory.
+
+    deployed.json          the version in use: number, round, variant, accuracy, and the names of its ONNX files
+    model.onnx.due         a version whose model is delivered, or will be after a restart, and that is not recorded yet
+    roll-back.due          number of the version that the device returns to in its next turn
+    versions/NUMBER/       an earlier version: delivered.safetensors, ONNX files and version.json, written last
+
+A kept version consists of hard links where the file system supports them: the device replaces files and never writes
+into them. Numbers only increase; after a roll-back the next delivery has a new number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fleetdistill.errors import StateError
+from fleetdistill.state import failpoints
+from fleetdistill.state.disk import disk_errors
+from fleetdistill.state.durable import make_directory, rename_durably, sync_directory
+from fleetdistill.state.files import Files
+
+MODEL = "delivered.safetensors"
+"""File with the app's model in a state directory."""
+_IN_USE, _DUE, _ROLL_BACK = "deployed.json", "model.onnx.due", "roll-back.due"
+_FOLDER, _NOTE = "versions", "version.json"
+
+
+@dataclass(frozen=True)
+class Version:
+    """A delivered model.
+
+    Attributes:
+        number: Number of the version, from 1.
+        round: Round that delivered it; 0 if unknown.
+        variant: Name of the variant in use; empty if the method has a single one.
+        accuracy: Accuracy on the app's validation data at the delivery, in [0, 1]; None without such data.
+        files: Names of its ONNX files.
+        last: Highest number so far.
+        sha256: Digest of a kept version's `delivered.safetensors`, in hexadecimal.
+    """
+
+    number: int
+    round: int = 0
+    variant: str = ""
+    accuracy: float | None = None
+    files: tuple[str, ...] = ()
+    last: int = 0
+    sha256: str = ""
+
+
+class Versions:
+    """Reads and writes the versions of one state directory.
+
+    Args:
+        files: Files of the state directory.
+        keep: Number of versions to keep, with the one in use, at least 1.
+    """
+
+    def __init__(self, files: Files, keep: int) -> None:
+        self._files, self._keep = files, keep
+        self._directory = files.directory
+        if (data := files.load(_IN_USE)) is not None and _parsed(data) is None:
+            files.set_aside(_IN_USE, "it does not describe a version", "the next delivery has a new number")
+
+    # --- the version in use
+
+    def in_use(self) -> Version | None:
+        """Returns the version in use, or None before the first delivery."""
+        return _parsed(self._files.load(_IN_USE))
+
+    def due(self) -> Version | None:
+        """Returns the delivered version that is not recorded yet, or None."""
+        data = self._files.load(_DUE)
+        if data is None:
+            return None
+        # A file of SDK 0.1 contains the round.
+        return _parsed(data) or self._next(int(data) if data.isdigit() else 0)
+
+    def announce(self, number: int, variant: str, accuracy: float | None) -> None:
+        """Keeps the version in use, then stores that the next one is about to be delivered.
+
+        Args:
+            number: Round of the delivery.
+            variant: Name of the variant in use; empty for a single one.
+            accuracy: Accuracy on the validation data, or None.
+        """
+        if self._keep > 1:
+            self._keep_version_in_use()
+        failpoints.hit("device.deploy.after-keep")
+        self._files.save(_DUE, _packed(replace(self._next(number), variant=variant, accuracy=accuracy)))
+
+    def _next(self, number: int) -> Version:
+        in_use = self.in_use()
+        last = max([0 if in_use is None else in_use.last, *(int(one.name) for one in self._folders())]) + 1
+        return Version(last, number, last=last)
+
+    def record(self, version: Version) -> None:
+        """Records a version as the one in use, and deletes the versions that are no longer kept."""
+        failpoints.hit("device.deploy.before-record")
+        self._files.save(_IN_USE, _packed(version))
+        self._files.remove(_DUE)
+        self._prune()
+        failpoints.hit("device.deploy.after-record")
+
+    # --- earlier versions
+
+    def earlier(self) -> list[Version]:
+        """Returns the kept versions before the one in use, the newest first."""
+        in_use = self.in_use()
+        found = [_parsed(self._load(folder)) for folder in self._folders()]
+        kept = [one for one in found if one is not None and in_use is not None and one.number < in_use.number]
+        return sorted(kept, key=lambda one: -one.number)
+
+    def model_of(self, version: Version) -> bytes:
+        """Returns `delivered.safetensors` of a kept version. Raises StateError if it is damaged."""
+        with disk_errors(self._directory):
+            data = (self._folder(version.number) / MODEL).read_bytes()
+        if hashlib.sha256(data).hexdigest() != version.sha256:
+            raise StateError(f"version {version.number} of the model is damaged; the device keeps the model in use")
+        return data
+
+    def _keep_version_in_use(self) -> None:
+        version = self.in_use()
+        if version is None or _parsed(self._load(self._folder(version.number))) is not None:
+            return
+        folder = self._folder(version.number)
+        with disk_errors(self._directory):
+            self._delete(folder)  # possibly left incomplete by a crash
+            make_directory(folder)
+            present = tuple(name for name in version.files if (self._directory / name).exists())
+            for name in (MODEL, *present):
+                _link(self._directory / name, folder / name)
+            sync_directory(folder)
+            digest = hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()
+        Files(folder).save(_NOTE, _packed(replace(version, files=present, sha256=digest)))
+
+    def _prune(self) -> None:
+        requested, kept = self.requested(), {one.number for one in self.earlier()[: self._keep - 1]}
+        for folder in self._folders():
+            number = int(folder.name)
+            if number not in kept and (requested is None or number != requested.number):
+                with disk_errors(self._directory):
+                    self._delete(folder)
+
+    def _delete(self, folder: Path) -> None:
+        (folder / _NOTE).unlink(missing_ok=True)  # first, so that an incomplete folder is not a version
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _folders(self) -> list[Path]:
+        folder = self._directory / _FOLDER
+        return [one for one in folder.iterdir() if one.name.isdigit()] if folder.is_dir() else []
+
+    def _folder(self, number: int) -> Path:
+        return self._directory / _FOLDER / str(number)
+
+    def _load(self, folder: Path) -> bytes | None:
+        return Files(folder).load(_NOTE)
+
+    # --- roll-back
+
+    def request_roll_back(self, version: Version) -> None:
+        """Stores that the device returns to a kept version in its next turn. Raises StateError if it is damaged."""
+        self.model_of(version)
+        self._files.save(_ROLL_BACK, str(version.number).encode())
+        failpoints.hit("device.roll-back.after-request")
+
+    def requested(self) -> Version | None:
+        """Returns the version that the device is to return to, or None."""
+        number = self._files.load(_ROLL_BACK)
+        return None if number is None else _parsed(self._load(self._directory / _FOLDER / number.decode()))
+
+    def roll_back(self, version: Version) -> None:
+        """Makes a kept version the one in use; repeatable after a crash at any point."""
+        in_use, folder = self.in_use(), self._folder(version.number)
+        with disk_errors(self._directory):
+            for name in (*version.files, MODEL):
+                _restore(folder / name, self._directory / name)
+                failpoints.hit("device.roll-back.after-file")
+        last = version.last if in_use is None else in_use.last
+        self._files.save(_IN_USE, _packed(replace(version, last=last, sha256="")))
+        failpoints.hit("device.roll-back.after-record")
+
+    def end_roll_back(self) -> None:
+        """Removes the request, after the app has been notified."""
+        self._files.remove(_ROLL_BACK)
+        self._prune()
+
+
+def _packed(version: Version) -> bytes:
+    return json.dumps(asdict(version)).encode()
+
+
+def _parsed(data: bytes | None) -> Version | None:
+    """Returns a version, or None if the file is missing or damaged."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        found: Any = json.loads(data or b"null")
+        known = {one.name for one in fields(Version)}
+        values = {name: value for name, value in found.items() if name in known} if isinstance(found, dict) else {}
+        return Version(**{**values, "files": tuple(values["files"])}) if values else None
+    return None
+
+
+def _link(source: Path, target: Path) -> None:
+    """Creates a second name for a file, or a copy where hard links are not supported."""
+    try:
+        os.link(source, target)
+    except OSError:
+        temporary = target.with_name(f"{target.name}.new")
+        shutil.copyfile(source, temporary)
+        rename_durably(temporary, target)
+
+
+def _restore(source: Path, target: Path) -> None:
+    """Replaces a file by a kept one."""
+    temporary = target.with_name(f"{target.name}.new")
+    temporary.unlink(missing_ok=True)
+    _link(source, temporary)
+    rename_durably(temporary, target)
+    temporary.unlink(missing_ok=True)  # a rename to another name of the same file does nothing

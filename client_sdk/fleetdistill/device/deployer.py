@@ -1,0 +1,213 @@
+"""Keeps versions of the delivered model, exports them, and returns to an earlier one."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fleetdistill.deployment.settings import Deployment
+from fleetdistill.deployment.versions import Version, Versions
+from fleetdistill.device.events import Events
+from fleetdistill.errors import ConfigurationError, ExportError, ModelError, StateError
+from fleetdistill.replacement import Replacement
+from fleetdistill.state.disk import disk_errors
+from fleetdistill.state.durable import rename_durably
+
+if TYPE_CHECKING:
+    from fleetdistill.device.compute import Compute
+    from fleetdistill.device.predictions import Predictions
+    from fleetdistill.device.session import Session
+    from fleetdistill.training.onnx_file import OnnxReport
+
+logger = logging.getLogger(__name__)
+
+MODEL_FILE = "model.onnx"
+_STAGING = "export.new"
+
+
+class Deployer:
+    """Numbers, keeps and exports the delivered models of one device.
+
+    Args:
+        session: State of the open device.
+        events: Emits events to the app.
+        ready_compute: Returns the compute backend with the device's state.
+        predictions: Predictions of the app, which use the model in use.
+        deployment: Settings of the app.
+        export_onnx: When to export the delivered model, as in `Device(export_onnx=...)`.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        events: Events,
+        ready_compute: Callable[[], Compute],
+        predictions: Predictions,
+        deployment: Deployment,
+        export_onnx: str,
+    ) -> None:
+        self._session, self._events, self._ready_compute = session, events, ready_compute
+        self._predictions, self._deployment, self._export_onnx = predictions, deployment, export_onnx
+        self._directory = session.storage.directory
+        self.versions = Versions(session.storage, deployment.keep_versions)
+        self._measured: dict[int, float] = {}  # accuracy of versions on the current validation data, by number
+        self._measured_by: Compute | None = None
+
+    def announce(self, number: int, replacement: Replacement) -> None:
+        """Stores before the commit of an answer that it delivers a version, so that a crash leaves no outdated file."""
+        self.versions.announce(number, replacement.variant, replacement.accuracy)
+
+    def settle(self) -> None:
+        """Exports and records a delivered version, and carries out a requested roll-back.
+
+        Raises:
+            ExportError: The export failed. The error is raised once; the next delivery exports again.
+        """
+        version = self.versions.due()
+        if version is not None:
+            try:
+                files = self.export(version) if self._export_onnx == "round" else ()
+            except ExportError:
+                self._record(version)
+                raise
+            self._record(replace(version, files=files))
+        self._roll_back()
+
+    def _record(self, version: Version) -> None:
+        with self._session.guard.held():
+            self.versions.record(version)
+
+    def finish(self) -> None:
+        """Exports the model in use at the end of the run, with `export_onnx="finish"`."""
+        if self._export_onnx == "finish":
+            version = self.versions.in_use() or Version(0)
+            files = self.export(version)
+            if version.number:
+                self._record(replace(version, files=files))
+
+    # --- export
+
+    def export(self, version: Version) -> tuple[str, ...]:
+        """Exports the model in use; returns the names of the files that it has replaced.
+
+        All files are complete before the first one is replaced.
+
+        Raises:
+            ExportError: A file does not give the same outputs as its model, or the export failed.
+        """
+        compute, folder = self._ready_compute(), self._directory / _STAGING
+        try:
+            with disk_errors(self._directory):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+            report = compute.export(folder / MODEL_FILE, version.round)
+            return self._deploy(compute, report, folder, version)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _deploy(self, compute: Compute, report: OnnxReport, folder: Path, version: Version) -> tuple[str, ...]:
+        from fleetdistill.device.finishing import Finishing
+
+        made = Finishing(self._events, self._deployment, compute, version).finish(folder)
+        limit = self._deployment.max_bytes
+        size = max((folder / name).stat().st_size for name in made)
+        if limit is not None and size > limit:
+            self._report_too_large(version, size, limit)
+            return ()
+        with disk_errors(self._directory):
+            for name in made:
+                rename_durably(folder / name, self._directory / name)
+        path = self._directory / MODEL_FILE
+        self._events.emit_exported(replace(report, path=path, bytes=path.stat().st_size), version)
+        return made
+
+    def _report_too_large(self, version: Version, size: int, limit: int) -> None:
+        text = f"the exported model is {size} bytes, the limit is {limit}; the previous file remains"
+        values = {"bytes": size, "max_bytes": limit, "version": version.number}
+        self._events.emit("too-large", version.round, text, values)
+
+    # --- roll-back
+
+    def request_roll_back(self) -> int:
+        """Stores that the device returns to the previous version; returns its number.
+
+        Raises:
+            StateError: There is no earlier version, or it is damaged.
+        """
+        earlier = self.versions.earlier()
+        if not earlier:
+            raise StateError(
+                f"{self._directory} has no earlier version of the model; the device keeps "
+                f"{self._deployment.keep_versions} (Deployment(keep_versions=...)), and the first delivery is version 1"
+            )
+        self.versions.request_roll_back(earlier[0])
+        return earlier[0].number
+
+    def check_accuracy(self, replacement: Replacement) -> None:
+        """Returns to a kept version if the model in use is worse on the validation data by more than the limit.
+
+        A compute backend measures each kept version once: an accuracy from before a restart may be that of other data.
+        """
+        accuracy = replacement.accuracy if replacement.replaced else replacement.accuracy_in_use
+        earlier, in_use = self.versions.earlier(), self.versions.in_use()
+        if accuracy is None or in_use is None:
+            return
+        if self._session.compute is not self._measured_by:
+            self._measured, self._measured_by = {}, self._session.compute
+        self._measured[in_use.number] = accuracy
+        best = max(earlier, key=self._accuracy_of, default=None)
+        if best is not None and self._accuracy_of(best) > accuracy + self._deployment.max_accuracy_drop:
+            self.versions.request_roll_back(best)
+            self._roll_back()
+
+    def _accuracy_of(self, version: Version) -> float:
+        """Returns the accuracy of a kept version on the validation data; -1 if it cannot be measured."""
+        from fleetdistill.device.compute import Deployable
+
+        if version.number not in self._measured:
+            compute = self._ready_compute()
+            try:
+                found = (
+                    compute.accuracy_of(self.versions.model_of(version)) if isinstance(compute, Deployable) else None
+                )
+            except (ModelError, StateError) as error:
+                logger.warning("version %d of the model cannot be measured: %s", version.number, error)
+                found = None
+            self._measured[version.number] = -1.0 if found is None else found
+        return self._measured[version.number]
+
+    def _roll_back(self) -> None:
+        version, in_use = self.versions.requested(), self.versions.in_use()
+        if version is None or in_use is None:
+            return
+        with self._session.guard.held():
+            self.versions.roll_back(version)
+            self._session.forget_state()
+        if self._export_onnx == "round" and not version.files:
+            self._record(replace(self.versions.in_use() or version, files=self.export(version)))
+        self._predictions.renew()
+        text = f"the app's model is version {version.number} of round {version.round} again"
+        self._events.emit("rolled-back", version.round, text, {"version": version.number})
+        self.versions.end_roll_back()
+
+
+def configured(compute: Compute, deployment: Deployment) -> Compute:
+    """Applies the app's settings to a new compute backend.
+
+    Raises:
+        ConfigurationError: The app's worker does not support them.
+    """
+    from fleetdistill.device.compute import Deployable
+
+    if isinstance(compute, Deployable):
+        compute.use_deployment(deployment)
+    elif replace(deployment, keep_versions=1) != Deployment(keep_versions=1):
+        raise ConfigurationError(
+            f"the worker {type(compute).__name__} supports only keep_versions of Deployment; add the methods of "
+            "fleetdistill.device.compute.Deployable"
+        )
+    return compute

@@ -1,0 +1,365 @@
+"""The versions of the delivered model: numbers, how many are kept, and the way back to an earlier one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from link.test_hostile_server import Events
+from support.deployed import BATCH, device_of
+from support.hostile_server import CLASSES
+from support.small_device import SmallWorker
+
+from fleetdistill import Deployment, Device, Predictor
+from fleetdistill.errors import ConfigurationError, StateError
+from fleetdistill.light import light_worker
+from fleetdistill.replacement import judge
+from fleetdistill.state import failpoints
+from fleetdistill_server.testing import MemoryServer
+
+THREE = Deployment(keep_versions=3)
+
+
+class Crash(Exception):
+    """Stands for the moment a process dies."""
+
+
+def play(device: Device, rounds: int) -> list[np.ndarray]:
+    """Plays rounds; the logits after each."""
+    found = []
+    for _ in range(rounds):
+        device.step(0)
+        found.append(device.predict(BATCH))
+    return found
+
+
+def assert_uses(device: Device, version: int, logits: np.ndarray) -> None:
+    """The model, predictions, the file and the version in use are all of one version."""
+    assert device.version == version
+    np.testing.assert_array_equal(device.predict(BATCH), logits)
+    with torch.no_grad():
+        np.testing.assert_allclose(device.model(torch.from_numpy(BATCH)).numpy(), logits, atol=1e-6)
+    predictor = Predictor(device.state_dir)
+    assert (predictor.version, predictor.error) == (version, "")
+    np.testing.assert_allclose(predictor.predict(BATCH), logits, atol=1e-5)
+
+
+def kinds(events: Events) -> list[tuple[str, int]]:
+    return [(event.kind, event.round) for event in events if event.kind in ("rolled-back", "delivered")]
+
+
+# --- roll-back on request
+
+
+def test_a_roll_back_returns_model_predictions_and_file_to_the_previous_version(tmp_path: Path) -> None:
+    device, events = device_of(tmp_path, range(11, 14), deployment=THREE)
+    with device:
+        assert device.version == 0
+        logits = play(device, 3)
+        assert_uses(device, 3, logits[2])
+        for back in (2, 1):
+            assert device.roll_back() == back
+            assert device.version == back + 1, "in the next turn"
+            device.step(0)
+            assert_uses(device, back, logits[back - 1])
+            assert (events[-2].kind, events[-2].round, events[-2].values) == (
+                "rolled-back",
+                10 + back,
+                {"version": back},
+            )
+        with pytest.raises(StateError, match=r"no earlier version of the model; the device keeps 3 \(Deployment"):
+            device.roll_back()
+    assert not any((tmp_path / "versions").iterdir())
+
+
+def test_after_a_roll_back_training_goes_on_and_the_next_delivery_has_a_new_number(tmp_path: Path) -> None:
+    results = []
+    for name, back in (("a", False), ("b", True)):
+        device, events = device_of(tmp_path / name, range(1, 4))
+        with device:
+            play(device, 2)
+            if back:
+                device.roll_back()
+            results.append(play(device, 1)[0])
+            assert device.version == 3
+            assert (device.roll_back()) == (1 if back else 2)
+    np.testing.assert_array_equal(results[0], results[1])
+    assert kinds(events) == [("delivered", 1), ("delivered", 2), ("rolled-back", 1), ("delivered", 3)]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, []), (2, ["4"]), (3, ["3", "4"])])
+def test_as_many_versions_are_kept_as_the_app_wants(tmp_path: Path, keep: int, kept: list[str]) -> None:
+    device, _ = device_of(tmp_path, range(1, 6), deployment=Deployment(keep_versions=keep))
+    with device:
+        play(device, 5)
+    folder = tmp_path / "versions"
+    assert sorted(os.listdir(folder) if folder.exists() else []) == kept
+    for one in kept:
+        assert sorted(os.listdir(folder / one)) == ["delivered.safetensors", "model.onnx", "version.json"]
+
+
+def test_a_request_survives_a_restart(tmp_path: Path) -> None:
+    device, _ = device_of(tmp_path, range(1, 3))
+    with device:
+        logits = play(device, 2)
+        device.roll_back()
+    restarted, events = device_of(tmp_path, range(0))
+    with restarted:
+        restarted.step(0)
+        assert_uses(restarted, 1, logits[0])
+    assert kinds(events) == [("rolled-back", 1)]
+
+
+def test_without_an_exported_file_the_model_is_rolled_back_anyway(tmp_path: Path) -> None:
+    device, _ = device_of(tmp_path, range(1, 3), export_onnx="never")
+    with device:
+        logits = play(device, 2)
+        device.roll_back()
+        device.step(0)
+        np.testing.assert_array_equal(device.predict(BATCH), logits[0])
+    exporting, _ = device_of(tmp_path, range(3, 4), export_onnx="round")
+    with exporting:
+        logits = play(exporting, 1)
+        assert exporting.roll_back() == 1
+        exporting.step(0)
+        assert Predictor(tmp_path).version == 1, "exported now, because the kept version has no file"
+
+
+def test_a_damaged_version_is_refused_and_the_model_in_use_stays(tmp_path: Path) -> None:
+    device, _ = device_of(tmp_path, range(1, 3))
+    with device:
+        logits = play(device, 2)
+        kept = tmp_path / "versions" / "1" / "delivered.safetensors"
+        data = bytearray(kept.read_bytes())
+        kept.unlink()
+        data[-1] ^= 1
+        kept.write_bytes(data)
+        with pytest.raises(StateError, match="version 1 of the model is damaged; the device keeps the model in use"):
+            device.roll_back()
+        device.step(0)
+        assert_uses(device, 2, logits[1])
+
+
+def test_a_damaged_record_is_put_aside_and_numbers_go_on(tmp_path: Path) -> None:
+    device, _ = device_of(tmp_path, range(1, 4), deployment=THREE)
+    with device:
+        play(device, 3)
+    (tmp_path / "deployed.json").write_bytes(b'{"number": ')
+    restarted, events = device_of(tmp_path, range(4, 5), deployment=THREE)
+    with restarted:
+        assert restarted.version == 0
+        play(restarted, 1)
+        assert restarted.version > 2
+    assert (tmp_path / "deployed.json.damaged-1").read_bytes() == b'{"number": '
+    assert len(events.texts("damaged")) == 1
+
+
+def test_file_systems_without_hard_links_get_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*names: Any, **settings: Any) -> None:
+        raise OSError("hard links are not supported")
+
+    monkeypatch.setattr(os, "link", unsupported)
+    device, _ = device_of(tmp_path, range(1, 3))
+    with device:
+        logits = play(device, 2)
+        device.roll_back()
+        device.step(0)
+        assert_uses(device, 1, logits[0])
+    assert not list(tmp_path.rglob("*.new"))
+
+
+def test_a_device_without_pytorch_rolls_back_all_its_variants(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "run": {"method": "classstats", "rounds": 2},
+        "contract": {"classes": 10, "input_shape": [1, 8, 8]},
+    }
+    rng = np.random.default_rng(0)
+    images = [rng.random((60, 1, 8, 8), dtype=np.float32) for _ in range(2)]
+    found: list[dict[str, np.ndarray]] = []
+    with MemoryServer(settings) as server:
+        worker = light_worker(lambda: (images[len(found) > 0], np.arange(60) % 10))
+        with Device(server=server.link(), worker=worker, state_dir=tmp_path) as device:
+            while not found:
+                device.step(0)
+                if device.version == 1:
+                    found.append({name: model(images[0][:3]) for name, model in device.models.items()})
+            device.replace_data()
+            device.run()
+            assert device.version == 2
+            assert device.roll_back() == 1
+            device.step(0)
+            for name, model in device.models.items():
+                np.testing.assert_array_equal(model(images[0][:3]), found[0][name])
+                predicted = Predictor(tmp_path, variant=name).predict(images[0][:3])
+                np.testing.assert_allclose(predicted, found[0][name], rtol=1e-4, atol=1e-4)
+
+
+# --- kills
+
+
+def die_at(patch: pytest.MonkeyPatch, point: str) -> None:
+    def hit(name: str) -> None:
+        if name == point:
+            raise Crash
+
+    patch.setattr(failpoints, "hit", hit)
+
+
+def roll_back_now(device: Device) -> None:
+    device.roll_back()
+    device.step(0)
+
+
+@pytest.mark.parametrize(
+    "point", ["device.roll-back.after-request", "device.roll-back.after-file", "device.roll-back.after-record"]
+)
+def test_a_device_killed_in_a_roll_back_completes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    device, _ = device_of(tmp_path, range(1, 3))
+    logits = play(device, 2)
+    with monkeypatch.context() as patch:
+        die_at(patch, point)
+        with pytest.raises(Crash):
+            roll_back_now(device)
+    device.close(leave=False)
+    restarted, events = device_of(tmp_path, range(3, 4))
+    with restarted:
+        play(restarted, 1)
+        assert kinds(events) == [("rolled-back", 1), ("delivered", 3)]
+        assert restarted.roll_back() == 1
+        restarted.step(0)
+        assert_uses(restarted, 1, logits[0])
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "device.deploy.after-keep",
+        "device.promote.before-renames",
+        "device.promote.between-renames",
+        "device.promote.after-renames",
+        "device.outcome.after-told",
+        "device.deploy.before-record",
+        "device.deploy.after-record",
+    ],
+)
+def test_a_device_killed_in_a_delivery_has_each_version_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    device, _ = device_of(tmp_path, range(1, 3), deployment=THREE)
+    logits = play(device, 1)
+    with monkeypatch.context() as patch:
+        die_at(patch, point)
+        with pytest.raises(Crash):
+            device.step(0)
+    device.close(leave=False)
+    restarted, _ = device_of(tmp_path, range(3, 4), deployment=THREE)
+    with restarted:
+        while restarted.version < 3:
+            logits += play(restarted, 1)
+        assert_uses(restarted, 3, logits[-1])
+        assert restarted.roll_back() == 2
+        restarted.step(0)
+        assert restarted.roll_back() == 1
+        restarted.step(0)
+        assert_uses(restarted, 1, logits[0])
+
+
+# --- accuracy
+
+
+@given(
+    accuracies=st.dictionaries(st.sampled_from("abc"), st.floats(0, 1), min_size=1),
+    in_use=st.floats(0, 1),
+    drop=st.floats(0, 1),
+)
+def test_a_model_replaces_the_apps_unless_its_accuracy_falls_by_more_than_the_limit(
+    accuracies: dict[str, float], in_use: float, drop: float
+) -> None:
+    best, replacement = judge(accuracies, in_use, drop)
+    assert accuracies[best] == max(accuracies.values())
+    assert replacement.replaced == (max(accuracies.values()) >= in_use - drop)
+    assert judge(accuracies, None, drop)[1].replaced
+
+
+def disagreement(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    found = np.flatnonzero(first.argmax(axis=1) != second.argmax(axis=1))
+    assert len(found) >= 3, "the two versions must differ somewhere"
+    return found
+
+
+INPUTS = np.random.default_rng(5).normal(size=(4000, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("limit", "version"), [(0.0, 1), (0.5, 1), (1.0, 3)])
+def test_a_model_that_falls_behind_an_earlier_one_on_new_validation_data_is_rolled_back(
+    tmp_path: Path, limit: float, version: int
+) -> None:
+    """The second version is delivered; then the app has data on which only the first one is right."""
+    anything = (INPUTS[:60], np.arange(60) % CLASSES)
+    device, _ = device_of(
+        tmp_path, range(1, 3), validation_data=anything, deployment=Deployment(keep_versions=3, max_accuracy_drop=1.0)
+    )
+    with device:
+        answers = []
+        for _ in range(2):
+            device.step(0)
+            answers.append(device.predict(INPUTS))
+    differ = disagreement(*answers)
+    validation = (INPUTS[differ], answers[0][differ].argmax(axis=1))
+    restarted, events = device_of(
+        tmp_path,
+        range(3, 4),
+        validation_data=validation,
+        deployment=Deployment(keep_versions=3, max_accuracy_drop=limit),
+    )
+    with restarted:
+        restarted.step(0)
+        assert restarted.version == version
+        assert ("rolled-back", 1) in kinds(events) or version == 3
+        if version == 1:
+            assert_uses(restarted, 1, restarted.predict(BATCH))
+            np.testing.assert_array_equal(restarted.predict(INPUTS[differ]).argmax(axis=1), validation[1])
+
+
+def test_with_a_limit_a_slightly_worse_model_is_delivered(tmp_path: Path) -> None:
+    own, _ = device_of(tmp_path / "own", range(1))
+    with own:
+        logits = own.predict(INPUTS)
+    margin = np.sort(logits, axis=1)
+    close = np.argsort(margin[:, -1] - margin[:, -2])[:40]
+    validation = (INPUTS[close], logits[close].argmax(axis=1))  # the app's own model is right, but only just
+    for limit, kind in ((0.0, "kept"), (1.0, "delivered")):
+        device, events = device_of(
+            tmp_path / kind,
+            range(1, 2),
+            validation_data=validation,
+            deployment=Deployment(max_accuracy_drop=limit),
+        )
+        with device:
+            device.step(0)
+        (judged,) = [event for event in events if event.kind in ("kept", "delivered")]
+        assert judged.kind == kind
+        assert judged.values["accuracy"] < judged.values["accuracy_in_use"] == 1.0
+
+
+# --- workers of an app
+
+
+def test_a_worker_without_the_protocol_accepts_only_keep_versions(tmp_path: Path) -> None:
+    changes = {"model": None, "data": None, "worker": SmallWorker, "export_onnx": "never"}
+    device, _ = device_of(tmp_path, range(1), **changes, deployment=Deployment(max_accuracy_drop=0.1))
+    with device, pytest.raises(ConfigurationError, match="the worker SmallWorker supports only keep_versions"):
+        device.step(0)
+    kept, _ = device_of(tmp_path / "kept", range(1, 3), **changes, deployment=THREE)
+    with kept:
+        kept.step(0)
+        kept.step(0)
+        assert (kept.version, kept.roll_back()) == (2, 1)
