@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -41,8 +40,10 @@ from fleetdistill.training.model import (
 )
 from fleetdistill.training.onnx_export import export_onnx
 from fleetdistill.training.onnx_file import OnnxReport, copy_onnx
+from fleetdistill.training.own_thread import in_own_thread
 from fleetdistill.training.parameters import state_tensors, take_weights
 from fleetdistill.training.proxy_set import proxy_data, proxy_of
+from fleetdistill.training.randomness import own_randomness
 from fleetdistill.training.tensor_data import LazyData, TensorData, tensor_data_of
 from fleetdistill.version import VERSION
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES
@@ -244,16 +245,20 @@ class TorchCompute:
     # --- answers
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
-        """Runs the handler with the ask's seed and the run's thread count; scores the models if the round ends."""
+        """Runs the handler with the ask's seed and the run's thread count; scores the models if the round ends.
+
+        The work is done in a separate thread with separate random numbers, so that torch's settings in the app's
+        threads, and the app's random numbers, are not affected.
+        """
         with faults_decline(f"step {ask.step!r}"):
-            return self._answer(ask, parts, allow)
+            return in_own_thread(lambda: self._answer(ask, parts, allow), self.contract.threads)
 
     def _answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
-        with self._reproducible(ask.seed):
-            self.method.trained, self.method.figures = None, ()
-            asked = Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts)
+        self.method.trained, self.method.figures = None, ()
+        asked = Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts)
+        with own_randomness(ask.seed):
             received = self._score_received(asked)
-            torch.manual_seed(ask.seed)  # scoring may have drawn random numbers
+        with own_randomness(ask.seed):  # independent of what scoring has drawn
             answer = self.method.handle(asked)
             measured, allowed_metrics = ask.step in self.method.metrics_steps(self.method.config), "metrics" in allow
             models = self.method.variants()
@@ -291,18 +296,6 @@ class TorchCompute:
             for name, model in models.items()
             for split, data in splits.items()
         }
-
-    @contextlib.contextmanager
-    def _reproducible(self, seed: int) -> Iterator[None]:
-        threads = torch.get_num_threads()
-        device = next(self.module.parameters()).device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            torch.set_num_threads(self.contract.threads)
-            try:
-                yield
-            finally:
-                torch.set_num_threads(threads)
 
     # --- delivery
 

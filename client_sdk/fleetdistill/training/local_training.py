@@ -19,6 +19,7 @@ from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError, M
 from fleetdistill.interruption import check_may_continue
 from fleetdistill.training.figures import Counts
 from fleetdistill.training.model import frozen_batch_norm, in_mode
+from fleetdistill.training.randomness import draws_nothing
 from fleetdistill.training.tensor_data import LazyData, LazyInputs, TensorData, as_tensor_data
 
 __all__ = [
@@ -167,8 +168,9 @@ def train_steps(
                 for loss_value in losses(epoch, rows.to(device)):
                     mean_loss = _finite(loss_value, f"epoch {epoch + 1} of {epochs}, step {steps + 1}", optimizer)
                     optimizer.zero_grad(set_to_none=True)
-                    loss_value.backward()
-                    optimizer.step()
+                    with draws_nothing():
+                        loss_value.backward()
+                        optimizer.step()
                     steps, samples, loss_sum = steps + 1, samples + len(rows), loss_sum + mean_loss * len(rows)
     return TrainingReport(steps, loss_sum / samples if samples else math.nan, samples)
 
