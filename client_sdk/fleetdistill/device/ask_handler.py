@@ -22,7 +22,6 @@ from fleetdistill.errors import (
     NoRoomError,
     RefusedError,
     WireError,
-    WorkInterrupted,
 )
 from fleetdistill.interruption import time_limit
 from fleetdistill.link.terms import check_ask
@@ -78,7 +77,6 @@ class AskHandler:
         except WireError as reason:
             return self._decline(ask, reason)
         self._events.emit_ask(ask)
-        self._session.ask_interrupted = False
         with self._sender.heartbeats():
             try:
                 compute = self._check_in.compute_for_ask()
@@ -93,9 +91,8 @@ class AskHandler:
                 # Training diverged, a sample cannot be read, the server is newer or faulty, or the disk is full: the
                 # device declines this ask and continues with the next one.
                 return self._decline(ask, reason)
-            except BaseException as error:
+            except BaseException:
                 compute.forget_state()  # training for a failed answer must not affect the next one
-                self._session.ask_interrupted = isinstance(error, WorkInterrupted | KeyboardInterrupt)
                 raise
         if any(answer.notes.values()):
             self._events.emit("ask", ask.round, notes_text(ask.step, answer.notes), dict(answer.notes))

@@ -154,7 +154,7 @@ class Engine:
         match response.WhichOneof("next"):
             case "ask":
                 self._events.emit_reason("")
-                self._pause = self._handler.handle(response.ask)
+                self._handle_ask(response.ask)
                 return Step.ANSWERED
             case "finished":
                 return self._finish(response.finished)
@@ -162,6 +162,14 @@ class Engine:
                 self._pause = pause_seconds(response.come_back, self._session.link.remote)
                 self._events.emit_reason(response.come_back.reason)
                 return Step.WAITED
+
+    def _handle_ask(self, ask: service_pb2.Ask) -> None:
+        self._session.ask_interrupted = False
+        try:
+            self._pause = self._handler.handle(ask)
+        except (WorkInterrupted, KeyboardInterrupt):
+            self._session.ask_interrupted = True
+            raise
 
     def _finish(self, reason: str) -> Step:
         self._deployer.finish()
