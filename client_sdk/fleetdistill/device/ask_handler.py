@@ -33,8 +33,10 @@ from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
     from fleetdistill.device.compute import Compute
+    from fleetdistill.device.preview import Preview
     from fleetdistill.knowledge import Kind
-    from fleetdistill.methods.base import Answer
+    from fleetdistill.methods.base import Answer, Ask
+    from fleetdistill.privacy.guarantee import Guarantee
 
 
 class AskHandler:
@@ -99,6 +101,46 @@ class AskHandler:
         self._sender.settle(pending)
         return 0.0
 
+    def preview(self) -> Preview:
+        """Computes an answer to an ask like the first one of the run, without storing or sending it.
+
+        Raises:
+            ConfigurationError: The method or the worker does not support a preview, or a column is not allowed.
+            FleetDistillError: The answer cannot be computed.
+        """
+        from fleetdistill.device.compute import MakesFirstAsk  # the front imports this package, without methods
+
+        with self._sender.heartbeats():
+            compute = self._check_in.ready_compute()
+            if not isinstance(compute, MakesFirstAsk):
+                raise ConfigurationError(
+                    f"{type(compute).__name__} has no preview; define first_ask, as in "
+                    "fleetdistill.device.compute.MakesFirstAsk"
+                )
+            try:
+                return self._preview(compute, compute.first_ask())
+            finally:
+                self._session.forget_state()  # the next use starts from the committed state
+
+    def _preview(self, compute: Compute, first: Ask) -> Preview:
+        from fleetdistill.device.preview import preview_of
+
+        guarantee = guarantee_of(compute.contract)
+        allow = self._columns(guarantee)
+        ask = service_pb2.Ask(round=first.round, step_number=1, step=first.step, seed=first.seed)
+        with time_limit(self._max_seconds, self._session.clock.now):
+            answer = compute.answer(ask, first.parts, allow).answer
+        if guarantee is not None:
+            answer = self._private.sample_answer(answer, guarantee)
+        check_may_leave(answer.parts, allow)
+        payload = encode(answer.parts, DTYPES[compute.contract.knowledge_type])
+        return preview_of(compute.contract, first.step, answer, payload, private=guarantee is not None)
+
+    def _columns(self, guarantee: Guarantee | None) -> tuple[str, ...]:
+        """Returns the columns that may leave the device in this run."""
+        allow = self._session.consent.columns
+        return allow if guarantee is None else self._private.columns(allow)
+
     def _download_parts(self, ask: service_pb2.Ask) -> Mapping[str, Kind]:
         """Returns the parts of the ask's payload, by name; empty if the ask has no payload."""
         try:
@@ -114,9 +156,7 @@ class AskHandler:
     ) -> tuple[Pending, Answer]:
         """Computes the answer and stores it durably, with its state and the decision about the app's model."""
         guarantee = guarantee_of(compute.contract)
-        allow = self._session.consent.columns
-        if guarantee is not None:
-            allow = self._private.columns(allow)
+        allow = self._columns(guarantee)
         with time_limit(self._max_seconds, self._session.clock.now):
             computed = compute.answer(ask, parts, allow)
         answer = computed.answer

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from fleetdistill.errors import CannotAnswer
 from fleetdistill.knowledge import Kind
-from fleetdistill.methods.base import Answer
+from fleetdistill.methods.base import Answer, Ask
 from fleetdistill.replacement import Replacement
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     from fleetdistill.training.figures import Counts
     from fleetdistill.training.onnx_file import OnnxReport
 
-__all__ = ["Compute", "Computed", "Deployable", "FreezesModel", "MakeCompute", "NamesRows", "faults_decline"]
+__all__ = [
+    "Compute",
+    "Computed",
+    "Deployable",
+    "FreezesModel",
+    "MakeCompute",
+    "MakesFirstAsk",
+    "NamesRows",
+    "faults_decline",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +161,14 @@ class NamesRows(Protocol):
 
     def data_digest(self) -> bytes:
         """Returns the SHA-256 of all training inputs and labels. The digest never leaves the device."""
+
+
+@runtime_checkable
+class MakesFirstAsk(Protocol):
+    """Optional protocol of a `Compute`, which `Device.preview` requires."""
+
+    def first_ask(self) -> Ask:
+        """Returns an ask like the first one of the run, made without the server."""
 
 
 @runtime_checkable

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from fleetdistill.device.ask_handler import AskHandler
 from fleetdistill.device.forgetting import request_forgetting
 from fleetdistill.device.loops import Loops
 from fleetdistill.state.directory import erase_directory
 from fleetdistill.state.sent import Ledger
 from fleetdistill.state.sent_ledger import LEDGER, read_ledger
 
+if TYPE_CHECKING:
+    from fleetdistill.device.preview import Preview
+
 
 class Disclosure(Loops):
     """Base class of `Device` with the members about what leaves it."""
+
+    _handler: AskHandler
 
     @property
     def allow(self) -> tuple[str, ...]:
@@ -30,6 +37,23 @@ class Disclosure(Loops):
     def allow(self, columns: Sequence[str]) -> None:
         self._session.consent.narrow(columns)
 
+    def preview(self) -> Preview:
+        """Computes an answer as the run's first step requires, and returns what it contains. Nothing of it is sent.
+
+        For the app's user, before `run`. Checks in as `step` does, because the run decides what an answer contains.
+        Shapes, types and sizes are those of the first answer; values differ with the server's seed. In a private run
+        the values have new noise, and no privacy is spent. The committed state does not change.
+
+        Raises:
+            ConfigurationError: The method or the `worker` does not support a preview, or the answer would contain a
+                column that is not allowed.
+            DeviceBusyError: Another call works on the device.
+            DeviceClosedError: The device was closed.
+            FleetDistillError: The check-in or the computation failed, as in `step`.
+        """
+        with self._working("preview"):
+            return self._handler.preview()
+
     @property
     def ledger(self) -> Ledger:
         """What this device has sent about its data, from all earlier processes too. Readable from any thread.
@@ -42,8 +66,8 @@ class Disclosure(Loops):
     def forget(self) -> bool:
         """Asks the server to delete what this device has sent, erases the state directory, and closes the device.
 
-        The privacy ledger of private runs is kept, because a release
-        stays spent. A new `Device` with this directory is a new device with a new id.
+        The privacy ledger of private runs is kept, because a release stays spent. A new `Device` with this directory is
+        a new device with a new id.
 
         Returns:
             Whether the server has recorded the request, or has no data of the device. If False, the server is of an

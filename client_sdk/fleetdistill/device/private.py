@@ -93,12 +93,23 @@ class PrivateAnswers:
             parts[name] = self._release(part, contract.run, guarantee, round)
         return replace(answer, parts=parts, samples=SAMPLES)
 
+    def sample_answer(self, answer: Answer, guarantee: Guarantee) -> Answer:
+        """Returns the answer with new noise and without a release: it spends nothing, and must not leave the device."""
+        return with_noise(answer, self._used(guarantee))
+
+    def _used(self, wanted: Guarantee) -> Guarantee:
+        """Returns the guarantee of the device's noise: the smaller of the run's and the app's."""
+        most = self._most(wanted)
+        return wanted.at_most(most.epsilon, most.delta)
+
+    def _most(self, wanted: Guarantee) -> PrivacyBudget:
+        return self._budget or PrivacyBudget(wanted.epsilon, wanted.delta)
+
     def _release(self, rows: PrivateRows, run: str, wanted: Guarantee, round: int) -> ClassSums:
         """Returns the stored release of these rows, or makes one: ledger, then noise, then the stored release."""
         from fleetdistill.methods.classstats.private_sums import on_grid, unit_rows
 
-        most = self._budget or PrivacyBudget(wanted.epsilon, wanted.delta)
-        used = wanted.at_most(most.epsilon, most.delta)
+        most, used = self._most(wanted), self._used(wanted)
         units_nf = on_grid(unit_rows(rows.rows))
         content = fingerprint(
             u.tobytes() + int(c).to_bytes(8, "little") for u, c in zip(units_nf, rows.labels, strict=True)
@@ -117,7 +128,7 @@ class PrivateAnswers:
 
 
 def with_noise(answer: Answer, guarantee: Guarantee) -> Answer:
-    """Returns an answer with noisy sums in place of rows, without a ledger; for tests of a server half."""
+    """Returns an answer with noisy sums in place of rows, without a ledger; it must not leave the device."""
     from fleetdistill.methods.classstats.private_sums import on_grid, unit_rows
 
     parts = {

@@ -244,6 +244,10 @@ class TorchCompute:
 
     # --- answers
 
+    def first_ask(self) -> Ask:
+        """Returns an ask like the first one of the run, made without the server."""
+        return self.method.first_ask()
+
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         """Runs the handler with the ask's seed and the run's thread count; scores the models if the round ends.
 

@@ -172,6 +172,18 @@ class DeviceMethod:
             f"{type(self).__name__} has no handler for step {ask.step!r}; update the SDK if it is older than the server"
         )
 
+    def first_ask(self) -> Ask:
+        """Returns an ask like the first one of a run, made without the server, for `Device.preview`.
+
+        Its parts have the shapes and types of the server's; their values are the device's own, or absent.
+
+        Raises:
+            ConfigurationError: The method does not support a preview, the default.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} has no preview; define first_ask, which returns an Ask like the first of a run"
+        )
+
     def variants(self) -> Mapping[str, torch.nn.Module]:
         """Returns the variants of the app's model by name, each a module from inputs to logits.
 

@@ -43,6 +43,11 @@ class FedAvgDevice(DeviceMethod):
     def metrics_steps(cls, config: FedAvgConfig) -> Sequence[str]:
         return ("train",)
 
+    def first_ask(self) -> Ask:
+        from fleetdistill.training.parameters import model_parameters
+
+        return Ask(round=1, step="train", seed=0, parts={"parameters": model_parameters(self.local.model)})
+
     @answers("train")
     def train(self, ask: Ask) -> Answer:
         """Trains locally from the global model (Algorithm 1, `ClientUpdate(k, w)`)."""

@@ -37,6 +37,10 @@ class CDKTDevice(DeviceMethod):
     def metrics_steps(cls, config: CDKTConfig) -> Sequence[str]:
         return ("train",)
 
+    def first_ask(self) -> Ask:
+        nothing = ProxyKnowledge(valid=False, proxy_digest=self.local.proxy_digest)
+        return Ask(round=1, step="train", seed=0, parts={"knowledge": nothing})
+
     @answers("train")
     def train(self, ask: Ask) -> Answer:
         """Runs the device's part of a round (Algorithm 1)."""

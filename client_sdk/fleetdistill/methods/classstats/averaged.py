@@ -65,6 +65,12 @@ class AveragedDevice(DeviceMethod):
     def metrics_steps(cls, config: AveragedConfig) -> Sequence[str]:
         return ("train", "learn")
 
+    def first_ask(self) -> Ask:
+        if not self.config.extractor_rounds:
+            return Ask(round=1, step="summarise", seed=0)
+        extractor = model_parameters(self.local.taps.extractor, scope="extractor")
+        return Ask(round=1, step="train", seed=0, parts={"extractor": extractor})
+
     @answers("train")
     def train(self, ask: Ask) -> Answer:
         """Trains the whole model from the fleet's extractor, and sends only the extractor (before round R0)."""

@@ -61,6 +61,9 @@ class ClassStatsDevice(DeviceMethod):
 
     # --- steps
 
+    def first_ask(self) -> Ask:
+        return Ask(round=1, step="summarise", seed=0)
+
     @answers("summarise")
     def summarise(self, ask: Ask) -> Answer:
         """Sends the statistics of the device's rows; see `DeviceStatistics.summarise`."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, Parts, WeightedPredictions
+from fleetdistill.knowledge import Discriminator, Generator, Kind, ModelParameters, Parts, Plan, WeightedPredictions
 from fleetdistill.methods.base import (
     Answer,
     Ask,
@@ -51,6 +51,12 @@ class DaFKDDevice(DeviceMethod):
     @classmethod
     def metrics_steps(cls, config: DaFKDConfig) -> Sequence[str]:
         return ("predict",) if config.exact else ("train",)
+
+    def first_ask(self) -> Ask:
+        generator = Generator(parameters=model_parameters(self.generator), noise_size=self.config.noise_dim)
+        plan = Plan(values={"adversarial": True, "noise_seed": 0})
+        parts: Parts = {"parameters": model_parameters(self.local.model), "generator": generator, "plan": plan}
+        return Ask(round=1, step="train", seed=0, parts=parts)
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:

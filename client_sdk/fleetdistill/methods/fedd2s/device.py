@@ -96,6 +96,10 @@ class FedD2SDevice(DeviceMethod):
     def metrics_steps(cls, config: FedD2SConfig) -> Sequence[str]:
         return ("learn",)
 
+    def first_ask(self) -> Ask:
+        plan = Plan(values={"layer": len(self.model.stages), "participation": self.participations + 1})
+        return Ask(round=1, step="extract", seed=0, parts={"plan": plan})
+
     @answers("extract")
     def extract(self, ask: Ask) -> Answer:
         """Sends the device's triplets, computed in eval mode (Algorithm 1, before the server's phase)."""

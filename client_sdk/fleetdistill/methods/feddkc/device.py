@@ -39,6 +39,9 @@ class FedDKCDevice(DeviceMethod):
     def metrics_steps(cls, config: FedDKCConfig) -> Sequence[str]:
         return ("train",)
 
+    def first_ask(self) -> Ask:
+        return Ask(round=1, step="train", seed=0, parts={"knowledge": RefinedKnowledge(valid=False)})
+
     @answers("train")
     def train(self, ask: Ask) -> Answer:
         """Runs the device's part of a round (Algorithm 1)."""

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from fleetdistill.errors import CannotAnswer, ModelError
-from fleetdistill.knowledge import DELIVER, DistillationGradient, ModelParameters
+from fleetdistill.knowledge import DELIVER, DistillationGradient, ModelParameters, Plan
 from fleetdistill.methods.base import (
     Answer,
     Ask,
@@ -66,6 +66,11 @@ class FedDKDDevice(DeviceMethod):
     @classmethod
     def metrics_steps(cls, config: FedDKDConfig) -> Sequence[str]:
         return ("train",)
+
+    def first_ask(self) -> Ask:
+        parameters = model_parameters(self.local.model, without=self._own_tensors)
+        plan = Plan(values={"learning_rate": self.config.learning_rate})
+        return Ask(round=1, step="train", seed=0, parts={"parameters": parameters, "plan": plan})
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:

@@ -1,0 +1,170 @@
+"""What an answer of a device contains, for the app's user: parts, tensors, sizes and histograms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf import json_format
+
+from fleetdistill.knowledge import Parts
+from fleetdistill.methods.base import Answer
+from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.payload import Slot, array_of
+from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
+
+_BINS = 8
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Distribution of the values of a tensor.
+
+    Attributes:
+        counts: Number of values in each bin.
+        edges: Edges of the bins, one more than bins.
+    """
+
+    counts: Sequence[int]
+    edges: Sequence[float]
+
+    def __str__(self) -> str:
+        """Returns the range and a bar for each bin."""
+        most = max(self.counts, default=0) or 1
+        bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // most)] for count in self.counts)
+        return f"{self.edges[0]:.3g} [{bars}] {self.edges[-1]:.3g}" if self.edges else "empty"
+
+
+@dataclass(frozen=True)
+class PreviewTensor:
+    """One tensor of an answer.
+
+    Attributes:
+        name: Path of the tensor, such as `knowledge/features/cut`.
+        dtype: Element type on the wire, such as `float16`.
+        shape: Sizes of its axes.
+        bytes: Size of its data, uncompressed.
+        histogram: Distribution of its values as the server would decode them.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    histogram: Histogram
+
+
+@dataclass(frozen=True)
+class PreviewPart:
+    """One part of an answer.
+
+    Attributes:
+        name: Name of the part.
+        kind: Kind of the part, such as `sample_knowledge`.
+        columns: Columns that it contains, all of them in `Device.allow`.
+        tensors: Its tensors.
+        values: All other fields of the part that would be sent, such as the figures of metrics.
+    """
+
+    name: str
+    kind: str
+    columns: Sequence[str]
+    tensors: Sequence[PreviewTensor]
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What an answer of a device contains, from `Device.preview`. `print(preview)` shows it as a table.
+
+    Attributes:
+        run: Name of the run.
+        method: Method of the run.
+        step: Name of the step that was computed.
+        samples: Number of samples that the answer declares.
+        bytes: Size of the answer, uncompressed.
+        private: Whether the values contain the noise of a private run.
+        parts: Parts of the answer.
+    """
+
+    run: str
+    method: str
+    step: str
+    samples: int
+    bytes: int
+    private: bool
+    parts: Sequence[PreviewPart]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns that the answer contains, sorted."""
+        return tuple(sorted({column for part in self.parts for column in part.columns}))
+
+    def __str__(self) -> str:
+        """Returns a table with a line for each part and tensor."""
+        noise = ", with the noise of a private run" if self.private else ""
+        lines = [
+            f"run {self.run!r}, {self.method}, step {self.step!r}: {self.bytes} bytes, {self.samples} samples{noise}"
+        ]
+        for part in self.parts:
+            lines.append(f"{part.name} ({part.kind}): {', '.join(part.columns) or 'no column'}")
+            lines += [
+                f"  {one.name}  {one.dtype} {list(one.shape)}  {one.bytes} bytes  {one.histogram}"
+                for one in part.tensors
+            ]
+            lines += [f"  {name}: {value}" for name, value in part.values.items()]
+        return "\n".join(lines)
+
+
+def preview_of(
+    contract: contract_pb2.Contract, step: str, answer: Answer, payload: Payload, *, private: bool
+) -> Preview:
+    """Returns the preview of an encoded answer."""
+    tensors = {slot.path: _tensor(slot, payload) for slot in payload.slots}
+    return Preview(
+        run=contract.run,
+        method=contract.method,
+        step=step,
+        samples=answer.samples,
+        bytes=payload.header().ByteSize() + payload.data_bytes,
+        private=private,
+        parts=[_part(part, answer.parts, tensors) for part in payload.parts.parts],
+    )
+
+
+def _part(part: knowledge_pb2.Part, parts: Parts, tensors: Mapping[str, PreviewTensor]) -> PreviewPart:
+    kind = part.WhichOneof("kind") or ""
+    values = _without_tensors(json_format.MessageToDict(getattr(part, kind), preserving_proto_field_name=True))
+    return PreviewPart(
+        name=part.name,
+        kind=kind,
+        columns=tuple(parts[part.name].columns()),
+        tensors=[one for path, one in tensors.items() if path.startswith(f"{part.name}/")],
+        values=values if isinstance(values, dict) else {},
+    )
+
+
+def _without_tensors(value: Any) -> Any:
+    """Returns a message as a dict without its tensors; None for a tensor, or for what contains only tensors."""
+    if isinstance(value, list):
+        return [found for one in value if (found := _without_tensors(one)) is not None] or None
+    if not isinstance(value, dict):
+        return value
+    if "element_type" in value or "tensor" in value:
+        return None
+    return {name: found for name, one in value.items() if (found := _without_tensors(one)) is not None} or None
+
+
+def _tensor(slot: Slot, payload: Payload) -> PreviewTensor:
+    values = array_of(slot, payload.source)
+    return PreviewTensor(slot.path, slot.dtype.name, slot.shape, slot.nbytes, _histogram(values))
+
+
+def _histogram(values: np.ndarray) -> Histogram:
+    if not values.size:
+        return Histogram((), ())
+    counts, edges = np.histogram(values.astype(np.float64), bins=_BINS)
+    return Histogram(tuple(counts.tolist()), tuple(edges.tolist()))
