@@ -12,7 +12,7 @@ PROTOC := .protos-venv/bin
 WIRE := fleetdistill/wire/v1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage mutation check docs format bench protos protos-check venv clean fuzz chaos soak
+.PHONY: help demo test coverage mutation check docs format bench protos protos-check venv clean fuzz chaos kills soak
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,11 @@ RUNS ?= $(if $(filter file,$(origin SEED)),200,1)
 
 chaos: .venv/.installed  ## Kill processes and spoil connections, and look for lost uploads (SEED=7, or RUNS=200; ARGS="--jobs 3")
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos.run --seed $(SEED) --runs $(RUNS) $(ARGS)
+
+KILLS ?= 200
+
+kills: .venv/.installed  ## Kill apps with a device at random moments, and check their states and receipts (KILLS=200, SEED=1)
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos.app_kills --kills $(KILLS) --seed $(SEED)
 
 MINUTES ?= 30
 

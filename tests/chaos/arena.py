@@ -196,7 +196,10 @@ class Arena:
                 self._specs.get(name),
             )
             made[name] = members.device(self._place, terms)
-        return {name: Member(name, forked, points.get(name, ())) for name, forked in made.items()}
+        return {name: self._make_member(name, forked, points.get(name, ())) for name, forked in made.items()}
+
+    def _make_member(self, name: str, forked: Forked, points: tuple[str, ...]) -> Member:
+        return Member(name, forked, points)
 
     def _make_front(self) -> Forked:
         return members.front(self._place, self._port)

@@ -19,7 +19,7 @@ from chaos.logged import Log, LoggedLink
 from chaos.mutations import MUTATIONS
 from support.forked import Forked, Pipe
 
-from fleetdistill import COLUMNS, Device, FleetDistillError
+from fleetdistill import COLUMNS, Device, Event, FleetDistillError
 from fleetdistill.state import failpoints
 
 if TYPE_CHECKING:
@@ -55,6 +55,10 @@ class Place:
     def log_of(self, name: str) -> Path:
         """What a device sent and had acknowledged."""
         return self.work / f"{name}.jsonl"
+
+    def receipts_of(self, name: str) -> Path:
+        """The receipts of which a device's app was notified, one a line."""
+        return self.work / f"{name}.receipts"
 
     def output_of(self, name: str) -> Path:
         """What a process said."""
@@ -142,6 +146,12 @@ def _run_device(points: str, place: Place, terms: DeviceTerms) -> None:
 
 def _make_device(place: Place, terms: DeviceTerms, link: LoggedLink) -> Device:
     state_dir = place.work / terms.name
+
+    def note(event: Event) -> None:
+        if "receipt" in event.values:
+            with place.receipts_of(terms.name).open("a") as file:
+                file.write(event.values["receipt"] + "\n")
+
     if terms.spec is None:
         counting.register()
         return Device(
@@ -151,6 +161,7 @@ def _make_device(place: Place, terms: DeviceTerms, link: LoggedLink) -> Device:
             run=terms.run,
             device_id=terms.name,
             export_onnx="never",
+            on_event=note,
         )
     from fleetdistill_server.simulation.spec.device import build_device_model, load_arrays
 
@@ -165,6 +176,7 @@ def _make_device(place: Place, terms: DeviceTerms, link: LoggedLink) -> Device:
         device_id=terms.name,
         allow=COLUMNS,
         export_onnx="never",
+        on_event=note,
     )
 
 
