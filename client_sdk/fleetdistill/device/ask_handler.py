@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fleetdistill.device.check_in import CheckIn
@@ -25,6 +26,7 @@ from fleetdistill.errors import (
 )
 from fleetdistill.interruption import time_limit
 from fleetdistill.link.terms import check_ask
+from fleetdistill.progress import reported_to
 from fleetdistill.state.outbox import Pending
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code
@@ -157,7 +159,8 @@ class AskHandler:
         """Computes the answer and stores it durably, with its state and the decision about the app's model."""
         guarantee = guarantee_of(compute.contract)
         allow = self._columns(guarantee)
-        with time_limit(self._max_seconds, self._session.clock.now):
+        now, note = self._session.clock.now, partial(self._events.emit_progress, ask.round, ask.step)
+        with time_limit(self._max_seconds, now), reported_to(note, now):
             computed = compute.answer(ask, parts, allow)
         answer = computed.answer
         if guarantee is not None:

@@ -92,6 +92,7 @@ class CheckIn:
         if self._session.compute is not None:
             self._save_data_version(profile)
         self._session.terms, self._columns_sent = terms, columns
+        self._events.rounds = terms.contract.rounds
         device = self._session.identity.device
         text, reveals = f"{device} takes part in run {terms.contract.run!r}", _reveals(terms.contract)
         self._events.emit_checked_in(text, reveals, leaves_the_process=self._session.link.remote)

@@ -47,16 +47,20 @@ class Event:
     Attributes:
         kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, released, scored, answered, refused, dropped,
             damaged, kept, delivered, exported, not-quantized, too-large, rolled-back, no-samples, interrupted,
-            lost-contact, contact-returned, stopped, failed or finished.
+            lost-contact, contact-returned, progress, stopped, failed or finished.
         round: Round that the event belongs to, or 0.
         text: Description in one sentence.
         values: Counts and figures by name; docs/reference/events.md lists them for each kind.
+        rounds: Number of rounds of the run; 0 before the check-in, and for a run without an end.
+        progress: Completed fraction of the current phase of the work, in [0, 1]; None except for the kind `progress`.
     """
 
     kind: str
     round: int
     text: str
     values: dict[str, Any] = field(default_factory=dict)
+    rounds: int = 0
+    progress: float | None = None
 
 
 class Events:
@@ -65,17 +69,27 @@ class Events:
     Args:
         guard: Calls the app while no lock is held.
         device_id: Name of the device, for the log.
+
+    Attributes:
+        rounds: Number of rounds of the run, for all further events.
     """
 
     def __init__(self, guard: Guard, device_id: str) -> None:
         self._guard, self._device_id = guard, device_id
+        self.rounds = 0
         self._without_samples = False
         self._reason = ""  # the last reported reason for having no work
 
     def emit(self, kind: str, number: int, text: str, values: dict[str, Any] | None = None) -> None:
         """Emits an event; `number` is the round, or 0 for an event without a round."""
         logger.info("%s: %s", self._device_id, printable(text))
-        self._guard.emit(Event(kind, number, text, values or {}))
+        self._guard.emit(Event(kind, number, text, values or {}, self.rounds))
+
+    def emit_progress(self, number: int, step: str, phase: str, fraction: float) -> None:
+        """Emits the progress of the work on an ask; logged for debugging only, because there are many."""
+        text = f"round {number}: {phase}, {fraction:.0%}"
+        logger.debug("%s: %s", self._device_id, text)
+        self._guard.emit(Event("progress", number, text, {"step": step, "phase": phase}, self.rounds, fraction))
 
     def emit_checked_in(self, text: str, reveals: str, *, leaves_the_process: bool) -> None:
         """Emits that the device checked in, and logs a warning if answers that leave the process reveal samples."""
@@ -142,7 +156,7 @@ class Events:
         logger.error("%s: the background thread failed", self._device_id, exc_info=error)
         text = f"the background thread ended with {type(error).__name__}: {printable(str(error))}"
         try:
-            self._guard.emit(Event("failed", 0, text, {"error": type(error).__name__}))
+            self._guard.emit(Event("failed", 0, text, {"error": type(error).__name__}, self.rounds))
         except Exception:
             logger.exception("%s: on_event failed for the event `failed`", self._device_id)
 

@@ -17,6 +17,7 @@ from fleetdistill.errors import ModelError, WireError
 from fleetdistill.interruption import check_may_continue
 from fleetdistill.knowledge import Array, NetworkFile, Parts
 from fleetdistill.methods.classstats.projection import projection
+from fleetdistill.progress import report_progress
 from fleetdistill.training.onnx_file import cpu_session
 
 PART = "extractor"
@@ -88,6 +89,7 @@ class OnnxExtractor:
     def _batches(self, inputs: Array) -> Iterator[Array]:
         for start in range(0, len(inputs), _BATCH):
             check_may_continue()
+            report_progress("inference", start / len(inputs))
             part = self._run(inputs[start : start + _BATCH]).reshape(-1, self.features)
             if not np.isfinite(part).all():
                 row = start + int(np.argwhere(~np.isfinite(part))[0][0])

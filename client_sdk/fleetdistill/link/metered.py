@@ -52,7 +52,9 @@ class MeteredLink:
     def leave(self, identity: service_pb2.Identity, *, forget: bool = False) -> bool:
         """Forwards the call."""
         self._count(identity.ByteSize())
-        return self._link.leave(identity, forget=forget)
+        if forget:
+            return self._link.leave(identity, forget=True)
+        return self._link.leave(identity)  # also a link that an app wrote for an earlier version
 
     def decline(self, request: service_pb2.DeclineRequest) -> None:
         """Forwards the call."""

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError, ModelError
 from fleetdistill.interruption import check_may_continue
+from fleetdistill.progress import report_progress
 from fleetdistill.training.figures import Counts
 from fleetdistill.training.model import frozen_batch_norm, in_mode
 from fleetdistill.training.randomness import draws_nothing
@@ -163,8 +164,9 @@ def train_steps(
     steps, samples, loss_sum = 0, 0, 0.0
     with in_mode(model, training=True), frozen_batch_norm(model, count < smallest_batch(model)):
         for epoch in range(epochs):
-            for rows in _batches(count, batch_size, smallest, generator):
+            for number, rows in enumerate(_batches(count, batch_size, smallest, generator)):
                 check_may_continue()
+                report_progress("training", (epoch + number * batch_size / count) / epochs)
                 for loss_value in losses(epoch, rows.to(device)):
                     mean_loss = _finite(loss_value, f"epoch {epoch + 1} of {epochs}, step {steps + 1}", optimizer)
                     optimizer.zero_grad(set_to_none=True)
@@ -226,12 +228,15 @@ def extract(
     device = inputs.device if tensor is None else tensor.device
     with in_mode(module, training=False), torch.no_grad():
         starts = range(0, max(len(inputs), 1), batch_size)  # without rows, one empty batch gives the outputs' shape
-        return torch.cat([_timed(model_fn, inputs[at : at + batch_size].to(device)).cpu() for at in starts])
+        return torch.cat([_batch(model_fn, inputs, at, batch_size, device).cpu() for at in starts])
 
 
-def _timed(model_fn: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
+def _batch(
+    model_fn: Callable[[Tensor], Tensor], inputs: Tensor | LazyInputs, at: int, size: int, device: torch.device
+) -> Tensor:
     check_may_continue()
-    return model_fn(part)
+    report_progress("inference", at / max(len(inputs), 1))
+    return model_fn(inputs[at : at + size].to(device))
 
 
 def _module_of(model_fn: Callable[[Tensor], Tensor]) -> nn.Module:

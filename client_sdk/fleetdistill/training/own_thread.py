@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import copy_context
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
 
 from fleetdistill.errors import WorkInterrupted
 from fleetdistill.interruption import checked_by
+from fleetdistill.progress import redirect
 
 T = TypeVar("T")
 
@@ -25,7 +27,8 @@ def in_own_thread(function: Callable[[], T], threads: int) -> T:
     threads keep their settings.
 
     Args:
-        function: Function of the SDK or the app. It runs in a copy of the current context.
+        function: Function of the SDK or the app. It runs in a copy of the current context; the calling thread receives
+            its reports of progress.
         threads: Number of threads that an operation of torch may use, at least 1.
 
     Raises:
@@ -34,6 +37,8 @@ def in_own_thread(function: Callable[[], T], threads: int) -> T:
     """
     result: Future[T] = Future()
     abandoned = threading.Event()
+    reports: SimpleQueue[tuple[str, float] | None] = SimpleQueue()  # None at the end
+    receiver = redirect(lambda phase, fraction: reports.put((phase, fraction)))
 
     def check() -> None:
         if abandoned.is_set():
@@ -46,15 +51,21 @@ def in_own_thread(function: Callable[[], T], threads: int) -> T:
                 result.set_result(function())
         except BaseException as error:
             result.set_exception(error)
+        finally:
+            reports.put(None)
 
     thread = threading.Thread(target=copy_context().run, args=(work,), name="fleetdistill compute", daemon=True)
     thread.start()
     try:
+        while (report := reports.get()) is not None:
+            receiver(*report)
         return result.result()
     except BaseException:
         abandoned.set()
         thread.join()
         raise
+    finally:
+        redirect(receiver)
 
 
 def set_threads(threads: int) -> None:

@@ -16,6 +16,7 @@ from fleetdistill.methods.base import Local
 from fleetdistill.methods.classstats.config import SpaceConfig
 from fleetdistill.methods.classstats.space_model import SpaceModel
 from fleetdistill.methods.local import make_local_optimizer
+from fleetdistill.progress import report_progress
 from fleetdistill.seeds import derive_seed
 from fleetdistill.training.local_training import TrainingReport, train_steps
 from fleetdistill.training.losses import distillation_loss, soft_targets
@@ -195,8 +196,9 @@ def draw_images(
 def _inverted(general: SpaceModel, images: Tensor, wanted_v: Tensor) -> Tensor:
     found = images.clone().requires_grad_()
     optimizer = torch.optim.Adam([found], lr=_DRAWING_RATE)
-    for _ in range(_DRAWING_STEPS):
+    for number in range(_DRAWING_STEPS):
         check_may_continue()
+        report_progress("training", number / _DRAWING_STEPS)
         optimizer.zero_grad()
         (general.coordinates(found) - wanted_v).square().sum(dim=1).mean().backward()
         optimizer.step()

@@ -1,0 +1,104 @@
+"""What an app needs to show a bar: rounds of the run, and progress of the work, at a limited rate."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from link.test_hostile_server import device_at
+from support.hostile_server import LyingLink, ask, terms
+
+from fleetdistill import Device, Event
+from fleetdistill.light import light_worker
+from fleetdistill.progress import report_progress, reported_to
+from fleetdistill.testing import EventLog, ManualClock
+from fleetdistill_server.testing import MemoryServer
+
+
+class Ticking(ManualClock):
+    """A quarter of a second passes each time that somebody looks."""
+
+    def now(self) -> float:
+        self.advance(0.25)
+        return super().now()
+
+
+def test_training_reports_its_progress_at_most_once_per_second(tmp_path: Path) -> None:
+    link = LyingLink(ask(), terms=terms(settings={"local_epochs": 40, "batch_size": 4}))
+    threads: set[threading.Thread] = set()
+
+    def note(event: Event) -> None:
+        events.append(event)
+        threads.add(threading.current_thread())
+
+    device, events = device_at(link, tmp_path, clock=Ticking(), on_event=note)
+    with device:
+        device.run()
+    training = [event for event in events if event.kind == "progress" and event.values["phase"] == "training"]
+    fractions = [event.progress for event in training if event.progress is not None]
+    assert fractions == sorted(fractions)
+    assert 0 <= fractions[0] < 0.1 < 0.9 < fractions[-1] < 1
+    calls = 40 * 3  # batches; each one looks at the clock for the time limit and for the progress
+    assert len(fractions) <= calls * 2 * 0.25
+    text, values = f"round 1: training, {fractions[0]:.0%}", {"step": "train", "phase": "training"}
+    assert training[0] == Event("progress", 1, text, values, rounds=3, progress=fractions[0])
+    assert threads == {threading.current_thread()}
+
+
+def test_a_device_without_pytorch_reports_progress_too(tmp_path: Path) -> None:
+    images, labels = np.random.default_rng(0).random((600, 1, 8, 8), np.float32), np.arange(600) % 10
+    settings: dict[str, dict[str, Any]] = {
+        "run": {"method": "classstats", "rounds": 1},
+        "contract": {"classes": 10, "input_shape": [1, 8, 8]},
+    }
+    events = EventLog()
+    with (
+        MemoryServer(settings) as server,
+        Device(
+            server=server.link(),
+            worker=light_worker((images, labels)),
+            state_dir=tmp_path,
+            clock=Ticking(),
+            on_event=events.append,
+        ) as device,
+    ):
+        device.run()
+    found = [event for event in events if event.kind == "progress"]
+    assert found
+    assert all(event.values["phase"] == "inference" and 0 <= (event.progress or 0) < 1 for event in found)
+    assert "progress" not in events.kinds()
+
+
+def test_every_event_after_the_check_in_has_the_number_of_rounds(tmp_path: Path) -> None:
+    for rounds in (3, 0):
+        device, events = device_at(LyingLink(ask(), terms=terms(rounds=rounds)), tmp_path / str(rounds))
+        with device:
+            device.run()
+        assert {event.rounds for event in events} == {rounds}
+
+
+def test_a_callback_that_fails_during_training_ends_it(tmp_path: Path) -> None:
+    link = LyingLink(ask(), terms=terms(settings={"local_epochs": 10**12}))
+
+    def fail(event: Event) -> None:
+        if event.kind == "progress":
+            raise OSError("no display")
+
+    device, _ = device_at(link, tmp_path, clock=Ticking(), on_event=fail, max_seconds_per_ask=1e9)
+    with device, pytest.raises(OSError, match="no display"):
+        device.run()
+
+
+def test_without_a_receiver_nothing_is_reported_and_short_work_reports_nothing() -> None:
+    found: list[tuple[str, float]] = []
+    report_progress("training", 0.5)
+    clock = ManualClock()
+    with reported_to(lambda phase, fraction: found.append((phase, fraction)), clock.now):
+        report_progress("training", 0.1)
+        clock.advance(1)
+        report_progress("training", 0.2)
+        report_progress("training", 0.3)
+    assert found == [("training", 0.2)]
