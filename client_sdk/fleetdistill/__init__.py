@@ -15,15 +15,29 @@ if TYPE_CHECKING:
     from fleetdistill.device.arguments import COLUMNS
     from fleetdistill.device.device import Device
     from fleetdistill.device.events import Event, Step
+    from fleetdistill.eligibility import Budgets, Eligibility
     from fleetdistill.errors import FleetDistillError
     from fleetdistill.version import VERSION as __version__
 
-__all__ = ["COLUMNS", "Deployment", "Device", "Event", "FleetDistillError", "Predictor", "Step", "__version__"]
+__all__ = [
+    "COLUMNS",
+    "Budgets",
+    "Deployment",
+    "Device",
+    "Eligibility",
+    "Event",
+    "FleetDistillError",
+    "Predictor",
+    "Step",
+    "__version__",
+]
 
 _WHERE = {
     "COLUMNS": "fleetdistill.device.arguments",
+    "Budgets": "fleetdistill.eligibility.budgets",
     "Deployment": "fleetdistill.deployment.settings",
     "Device": "fleetdistill.device.device",
+    "Eligibility": "fleetdistill.eligibility.policy",
     "Event": "fleetdistill.device.events",
     "FleetDistillError": "fleetdistill.errors",
     "Predictor": "fleetdistill.deployment.predictor",

@@ -13,7 +13,7 @@ from fleetdistill import Step
 from fleetdistill.errors import (
     LinkError,
 )
-from fleetdistill.testing import EventLog, FaultyLink, refused
+from fleetdistill.testing import EventLog, FaultyLink, ManualClock, refused
 from fleetdistill.wire.codes import Code, is_final, status_of
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
@@ -24,11 +24,16 @@ from fleetdistill_server.simulation.links.memory_link import MemoryLink
 def test_a_refusal_that_passes_ends_nothing_at_any_call(fleet: Fleet, tmp_path: Path, call: str, code: Code) -> None:
     fleet.ask("d")
     link = FaultyLink(MemoryLink(fleet.api), refused(call, code, after_seconds="7"))
-    with make_device(fleet, tmp_path, link=link) as device:
+    clock = ManualClock()
+    with make_device(fleet, tmp_path, link=link, clock=clock) as device:
         if call != "upload_status" or status_of(code) in ("UNAVAILABLE", "RESOURCE_EXHAUSTED"):
             with pytest.raises(LinkError, match="was refused with") as error:
                 device.step(0)
             assert error.value.after_seconds == 7.0
+            calls = link.calls.copy()
+            assert device.step(0) is Step.WAITED, "as long as the server requested"
+            assert link.calls == calls
+            assert clock.now() == pytest.approx(7.0)
         assert device.step(0) is Step.ANSWERED, "sent again at once, or at the next turn"
     assert link.left == []
     assert len(fleet.store.asks.uploads(RUN)) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fleetdistill.data.samples import check_data
+from fleetdistill.eligibility import Budgets
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.models import USUAL_PREDICTOR, check_predictor
 from fleetdistill.names import unknown_name
@@ -69,6 +70,11 @@ def check_limits(max_threads: int, max_seconds_per_ask: float) -> None:
         raise ConfigurationError(f"max_threads is {max_threads}, must be at least 1")
     if not max_seconds_per_ask > 0:
         raise ConfigurationError(f"max_seconds_per_ask is {max_seconds_per_ask}, must be above 0")
+
+
+def most_threads(max_threads: int, budgets: Budgets | None) -> int:
+    """Returns the maximum number of threads that a run may require."""
+    return max_threads if budgets is None or budgets.threads is None else min(max_threads, budgets.threads)
 
 
 def checked_budget(given: object) -> PrivacyBudget | None:

@@ -23,6 +23,7 @@ from fleetdistill.errors import (
     NoRoomError,
     RefusedError,
     WireError,
+    WorkInterrupted,
 )
 from fleetdistill.interruption import time_limit
 from fleetdistill.link.terms import check_ask
@@ -81,6 +82,21 @@ class AskHandler:
         except WireError as reason:
             return self._decline(ask, reason)
         self._events.emit_ask(ask)
+        began = self._session.clock.now()
+        try:
+            return self._answer(ask)
+        except WorkInterrupted as reason:
+            if self._can_resume(ask, reason, self._session.clock.now() - began):
+                raise
+            return self._decline(ask, reason)
+
+    def _can_resume(self, ask: service_pb2.Ask, reason: WorkInterrupted, elapsed: float) -> bool:
+        """Returns whether interrupted work may end before the ask's deadline; an answer in the outbox is kept."""
+        if reason.seconds is None or self._storage.outbox.pending() is not None:
+            return True
+        return reason.seconds < ask.deadline_seconds - elapsed
+
+    def _answer(self, ask: service_pb2.Ask) -> float:
         with self._sender.heartbeats():
             try:
                 compute = self._check_in.compute_for_ask()
@@ -161,7 +177,7 @@ class AskHandler:
         allow = self._columns(guarantee)
         now, note = self._session.clock.now, partial(self._events.emit_progress, ask.round, ask.step)
         with time_limit(self._max_seconds, now), reported_to(note, now):
-            computed = compute.answer(ask, parts, allow)
+            computed = self._session.permission.compute(partial(compute.answer, ask, parts, allow))
         answer = computed.answer
         if guarantee is not None:
             answer = self._private.private_answer(answer, compute.contract, guarantee, ask.round)

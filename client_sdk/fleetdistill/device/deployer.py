@@ -13,6 +13,7 @@ from fleetdistill.deployment.settings import Deployment
 from fleetdistill.deployment.versions import Version, Versions
 from fleetdistill.device.events import Events
 from fleetdistill.errors import ConfigurationError, ExportError, ModelError, StateError
+from fleetdistill.interruption import check_may_continue
 from fleetdistill.replacement import Replacement
 from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import rename_durably
@@ -99,6 +100,7 @@ class Deployer:
         Raises:
             ExportError: A file does not give the same outputs as its model, or the export failed.
         """
+        check_may_continue()  # an export cannot be interrupted
         compute, folder = self._ready_compute(), self._directory / _STAGING
         try:
             with disk_errors(self._directory):

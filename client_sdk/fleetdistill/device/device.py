@@ -27,6 +27,7 @@ from fleetdistill.device.arguments import (
     check_limits,
     check_transport_security,
     checked_budget,
+    most_threads,
 )
 from fleetdistill.device.ask_handler import AskHandler
 from fleetdistill.device.check_in import CheckIn, MakeForData, open_link
@@ -43,6 +44,8 @@ from fleetdistill.device.private import PrivateAnswers
 from fleetdistill.device.sender import Sender
 from fleetdistill.device.session import Session
 from fleetdistill.device.stop_request import StopRequest
+from fleetdistill.eligibility import Budgets, Eligibility
+from fleetdistill.eligibility.permission import Permission
 from fleetdistill.errors import ConfigurationError, DeviceClosedError, FleetDistillError
 from fleetdistill.link.base import Link
 from fleetdistill.link.credentials import is_enrolled
@@ -108,6 +111,8 @@ class Device(Disclosure):
         privacy_budget: Maximum `(epsilon, delta)` of all private releases of this state directory together. The device
             uses the smaller of the run's and this epsilon, and declines a release beyond it. Default: the run's epsilon
             and delta, so one release. With a budget, the device takes part only in runs with [privacy].
+        eligibility: Conditions under which the device works. Default: always.
+        budgets: Limits on bytes and seconds per day, memory, threads and priority. Default: none.
         clock: Clock for tests, such as `fleetdistill.testing.ManualClock`. Default: the system clock.
         deployment: How to keep, check and export the delivered model. Default: `Deployment()`.
 
@@ -141,6 +146,8 @@ class Device(Disclosure):
         max_threads: int = MAX_THREADS,
         max_seconds_per_ask: float = MAX_SECONDS_PER_ASK,
         privacy_budget: tuple[float, float] | None = None,
+        eligibility: Eligibility | None = None,
+        budgets: Budgets | None = None,
         clock: Clock | None = None,
         deployment: Deployment | None = None,
     ) -> None:
@@ -165,7 +172,9 @@ class Device(Disclosure):
         self._guard = Guard(on_event or (lambda event: None))
         self._storage = Storage(Path(state_dir), max_spool_bytes)
         try:
-            self._session = self._open_session(server, enrolment, run, device_id, clock or SystemClock(), allow)
+            clock = clock or SystemClock()
+            permission = Permission(self._storage, clock, eligibility, budgets)
+            self._session = self._open_session(server, enrolment, run, device_id, clock, allow, permission)
         except FleetDistillError:
             self._storage.close()
             raise
@@ -177,7 +186,7 @@ class Device(Disclosure):
                 model, worker, {**torch_options, "ids": SampleIds(self._storage)}, deployment
             ),
             data=data,
-            max_threads=max_threads,
+            max_threads=most_threads(max_threads, budgets),
             only_private=budget is not None,
             downloads=Downloads(self._storage.directory / DOWNLOADS, max_spool_bytes),
         )
@@ -208,13 +217,14 @@ class Device(Disclosure):
         device_id: str | None,
         clock: Clock,
         allow: Sequence[str],
+        permission: Permission,
     ) -> Session:
         identity = load_identity(self._storage, run, device_id)
         adopt_proxy_set(self._storage.directory)
         if isinstance(server, str):
             server = open_link(server, enrolment, self._storage.directory, identity.device)
-        link = MeteredLink(server, lambda count: None)
-        return Session(self._storage, link, identity, self._guard, clock, consent=Consent(allow))
+        link = MeteredLink(server, partial(permission.usage.add, "bytes"))
+        return Session(self._storage, link, identity, self._guard, clock, Consent(allow), permission)
 
     @property
     def device_id(self) -> str:

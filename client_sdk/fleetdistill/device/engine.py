@@ -9,10 +9,10 @@ from fleetdistill.device.check_in import CheckIn
 from fleetdistill.device.contact import Contact
 from fleetdistill.device.deployer import Deployer
 from fleetdistill.device.events import Events, Step
+from fleetdistill.device.manners import Manners
 from fleetdistill.device.sender import Sender
 from fleetdistill.device.session import Session
 from fleetdistill.errors import LinkError, NoSamplesError, RefusedError, WorkInterrupted
-from fleetdistill.interruption import Hold, check_may_continue, checked_by
 from fleetdistill.link.terms import pause_seconds, plain
 from fleetdistill.wire.codes import Code, after_seconds, is_final
 from fleetdistill.wire.v1 import service_pb2
@@ -46,7 +46,8 @@ class Engine:
         self._session, self._events, self._check_in = session, events, check_in
         self._sender, self._deployer, self._handler, self._stopped = sender, deployer, handler, stopped
         self._contact = Contact(events, session.clock)
-        self._pause = 0.0  # seconds to wait after the last turn, requested by the server
+        self._manners = Manners(session, events, stopped)
+        self._pause = 0.0  # seconds to wait after the last turn
         self._resume_at = 0.0  # time before which `tick` does nothing
 
     def run(self) -> None:
@@ -98,20 +99,18 @@ class Engine:
             RefusedError: The server refuses this device permanently.
         """
         self._pause = 0.0
-        try:
-            with checked_by(self._check_stopped):
-                check_may_continue()
-                result = self._settle_or_answer(wait_seconds)
-        except WorkInterrupted:
+        if self._stopped.is_set():
             return Step.PAUSED
+        self._pause = self._manners.seconds_to_wait()
+        if self._pause:
+            return Step.WAITED
+        try:
+            with self._manners.working():
+                result = self._work(wait_seconds)
+        except WorkInterrupted:
+            return Step.PAUSED if self._stopped.is_set() else Step.WAITED
         except NoSamplesError as none:
             return self._wait_for_samples(none, wait_seconds)
-        except RefusedError as refusal:
-            if refusal.code == Code.BAD_IDENTITY and "check_in" in refusal.details:
-                self._session.terms = None  # a server restored from a backup no longer has this device: check in again
-            elif is_final(refusal.code):
-                raise
-            raise LinkError(str(refusal), after_seconds(refusal.details)) from refusal
         except LinkError:
             if not self._stopped.is_set():
                 raise
@@ -119,9 +118,16 @@ class Engine:
         self._contact.reset_pause()
         return result
 
-    def _check_stopped(self) -> None:
-        if self._stopped.is_set():
-            raise Hold("stopped", "the app stopped the device").error()
+    def _work(self, wait_seconds: float) -> Step:
+        """Settles an answer or handles an ask; converts temporary refusals into LinkError."""
+        try:
+            return self._settle_or_answer(wait_seconds)
+        except RefusedError as refusal:
+            if refusal.code == Code.BAD_IDENTITY and "check_in" in refusal.details:
+                self._session.terms = None  # a server restored from a backup no longer has this device: check in again
+            elif is_final(refusal.code):
+                raise
+            raise LinkError(str(refusal), after_seconds(refusal.details)) from refusal
 
     def _settle_or_answer(self, wait_seconds: float) -> Step:
         with self._session.guard.held():
@@ -160,6 +166,7 @@ class Engine:
                 return self._finish(response.finished)
             case _:
                 self._pause = pause_seconds(response.come_back, self._session.link.remote)
+                self._session.permission.pace.set(self._pause)
                 self._events.emit_reason(response.come_back.reason)
                 return Step.WAITED
 

@@ -33,7 +33,7 @@ class Step(StrEnum):
     ANSWERED = "answered"
     """The device handled an ask or settled an earlier answer."""
     WAITED = "waited"
-    """The server had no work; the device waited as long as the server requested."""
+    """There was no work, or the device must not work now."""
     PAUSED = "paused"
     """The device must not work now, or its work was interrupted. A later step does the work again."""
     FINISHED = "finished"
@@ -46,8 +46,8 @@ class Event:
 
     Attributes:
         kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, released, scored, answered, refused, dropped,
-            damaged, kept, delivered, exported, not-quantized, too-large, rolled-back, no-samples, interrupted,
-            lost-contact, contact-returned, progress, stopped, failed or finished.
+            damaged, kept, delivered, exported, not-quantized, too-large, rolled-back, no-samples, interrupted, waiting,
+            resumed, lost-contact, contact-returned, progress, stopped, failed or finished.
         round: Round that the event belongs to, or 0.
         text: Description in one sentence.
         values: Counts and figures by name; docs/reference/events.md lists them for each kind.

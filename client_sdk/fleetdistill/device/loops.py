@@ -79,8 +79,8 @@ class Loops:
             wait_seconds: How long the server may hold the request if there is no work, 0 to 60 seconds.
 
         Returns:
-            `Step.ANSWERED`, `Step.WAITED` if there was no work, `Step.PAUSED` if `stop` was called, or `Step.FINISHED`
-            at the end of the run.
+            `Step.ANSWERED`, `Step.WAITED` if there was no work or the device must not work now, `Step.PAUSED` if `stop`
+            was called, or `Step.FINISHED` at the end of the run.
 
         Raises:
             LinkError: The server is unavailable or temporarily refuses requests, or the disk is full. Retry later.
@@ -220,6 +220,7 @@ class Loops:
         finally:
             with self._session.guard.held():  # no thread reads the model from the state directory
                 self._session.link.close()
+                self._session.permission.usage.settle()
                 self._session.storage.close()
 
     def __enter__(self) -> Self:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fleetdistill.clock import Clock
 from fleetdistill.device.consent import Consent
 from fleetdistill.device.guard import Guard
+from fleetdistill.eligibility.permission import Permission
 from fleetdistill.link.base import Link
 from fleetdistill.state.directory import Storage
 from fleetdistill.state.outbox import Pending
@@ -28,6 +29,7 @@ class Session:
         guard: Lock held while the compute backend or the identity is used.
         clock: Clock for waits and time limits.
         consent: Columns that may leave the device.
+        permission: Whether the device may work now, and how much.
         terms: Server's reply to the check-in; None if the device has to check in.
         compute: Compute backend; None before its first use.
         computed: Answer whose state the compute backend holds, or None.
@@ -40,6 +42,7 @@ class Session:
     guard: Guard
     clock: Clock
     consent: Consent
+    permission: Permission
     terms: service_pb2.CheckInResponse | None = None
     compute: Compute | None = None
     computed: Pending | None = None

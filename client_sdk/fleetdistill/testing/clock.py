@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import datetime
 
 
 class ManualClock:
@@ -13,18 +14,24 @@ class ManualClock:
 
     Args:
         now: Initial time in seconds.
+        time: Initial time of day, in seconds since 1970-01-01 UTC. Default: 2026-01-01 12:00 in local time.
 
     Attributes:
         waits: Durations of all waits so far, in seconds.
     """
 
-    def __init__(self, now: float = 0.0) -> None:
+    def __init__(self, now: float = 0.0, time: float | None = None) -> None:
         self._now = now
+        self._offset = (datetime(2026, 1, 1, 12).timestamp() if time is None else time) - now
         self.waits: list[float] = []
 
     def now(self) -> float:
         """Returns the current time in seconds."""
         return self._now
+
+    def time(self) -> float:
+        """Returns the current time of day, in seconds since 1970-01-01 UTC."""
+        return self._offset + self._now
 
     def advance(self, seconds: float) -> None:
         """Advances the time. Raises ValueError if `seconds` is negative."""

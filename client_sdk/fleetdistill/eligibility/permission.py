@@ -1,0 +1,189 @@
+"""Whether a device may work now: the app's eligibility and budgets, and the server's pace."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
+from typing import TypeVar
+
+from fleetdistill.clock import Clock
+from fleetdistill.eligibility.budgets import Budgets
+from fleetdistill.eligibility.nice_thread import run_with_niceness
+from fleetdistill.eligibility.pace import Pace
+from fleetdistill.eligibility.policy import Conditions, Eligibility
+from fleetdistill.eligibility.probes import resident_bytes
+from fleetdistill.eligibility.usage import Usage
+from fleetdistill.errors import FleetDistillError
+from fleetdistill.interruption import Hold, checked_by
+from fleetdistill.link.base import Link
+from fleetdistill.state.files import Files
+
+T = TypeVar("T")
+
+CHECK_SECONDS = 0.25
+"""Interval between two probes of the conditions during work, in seconds."""
+WAIT_SECONDS = 5.0
+"""Interval between two probes of the conditions while one does not hold, in seconds."""
+_LONGEST_WAIT_SECONDS = 60.0
+"""Longest wait even if the end is known, because the machine may be suspended or its time changed."""
+_COUNTERS = {"bytes": "bytes_per_day", "compute_seconds": "compute_seconds_per_day"}
+
+
+class Permission:
+    """Decides whether a device may work, and interrupts work that must end.
+
+    Args:
+        files: The state directory.
+        clock: The device's clock.
+        eligibility: The app's conditions, or None.
+        budgets: The app's limits, or None.
+
+    Attributes:
+        usage: What the device has used today.
+        pace: The time before which the device must not call the server.
+
+    """
+
+    def __init__(self, files: Files, clock: Clock, eligibility: Eligibility | None, budgets: Budgets | None) -> None:
+        self._clock, self._budgets = clock, budgets or Budgets()
+        self._conditions = Conditions(eligibility or Eligibility(), files.directory)
+        self._watches = eligibility is not None or budgets is not None
+        limits = {counter: getattr(self._budgets, name) for counter, name in _COUNTERS.items()}
+        self.usage = Usage(files, clock, {name: limit for name, limit in limits.items() if limit is not None})
+        self.pace = Pace(files, clock)
+
+    def hold(self) -> Hold | None:
+        """Returns why no work may begin now, or None if it may."""
+        conditions = self._conditions.hold(self._local_time())
+        return self.budget_hold() or conditions or self._memory_hold(None) or self._pace_hold()
+
+    def _pace_hold(self) -> Hold | None:
+        if not (seconds := self.pace.remaining()):
+            return None
+        return Hold("pace", f"the server requested the next call in {seconds:.0f} seconds", seconds)
+
+    def interruption(self) -> Hold | None:
+        """Returns why work in progress must end, or None. Repeating an ask does not reduce the memory that it needs."""
+        return self._conditions.hold(self._local_time()) or self._memory_hold(math.inf)
+
+    def budget_hold(self) -> Hold | None:
+        """Returns the budget of the day that is used up, or None."""
+        counter = self.usage.exceeded()
+        if not counter:
+            return None
+        name, now = _COUNTERS[counter], self._local_time()
+        midnight = (now + timedelta(days=1)).replace(hour=0, minute=0, second=0, microsecond=0)
+        text = f"{name} ({getattr(self._budgets, name)}) is used up until midnight"
+        return Hold(name, text, (midnight - now).total_seconds())
+
+    def _memory_hold(self, seconds: float | None) -> Hold | None:
+        limit = self._budgets.memory_bytes
+        used = 0 if limit is None else resident_bytes() or 0
+        if limit is None or used <= limit:
+            return None
+        return Hold("memory_bytes", f"the app uses {used} bytes of memory, more than memory_bytes ({limit})", seconds)
+
+    def _local_time(self) -> datetime:
+        return datetime.fromtimestamp(self._clock.time())
+
+    @contextlib.contextmanager
+    def working(self, stopped: threading.Event, link: Link) -> Iterator[None]:
+        """Interrupts the work in the block when it must end.
+
+        Args:
+            stopped: Set when the app stops the device.
+            link: Connection whose calls are cancelled.
+        """
+        work = _Work(self, stopped)
+        watched = _watched(work, link) if self._watches and link.remote else contextlib.nullcontext()
+        with checked_by(work.check), watched:
+            yield
+
+    def compute(self, work: Callable[[], T]) -> T:
+        """Returns the result of a computation with the niceness of the budgets; counts its time."""
+
+        def counted() -> T:
+            with self._computing():
+                return work()
+
+        return run_with_niceness(self._budgets.niceness, counted)
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Counts the time of the block as computing, and interrupts the block if it exceeds a budget."""
+        began = counted = self._clock.now()
+
+        def count() -> None:
+            nonlocal counted
+            before, counted = counted, self._clock.now()
+            self.usage.add("compute_seconds", counted - before)
+
+        def check() -> None:
+            count()
+            limit = self._budgets.compute_seconds_per_day
+            if limit is not None and counted - began >= limit:
+                text = f"the ask takes longer than compute_seconds_per_day ({limit:g}); raise the budget"
+                raise Hold("compute_seconds_per_day", text, math.inf).error()
+
+        with checked_by(check):
+            try:
+                yield
+            finally:
+                count()
+
+
+def seconds_to_wait(hold: Hold) -> float:
+    """Returns after how many seconds the device checks again whether it may work."""
+    return WAIT_SECONDS if hold.seconds is None else min(hold.seconds, _LONGEST_WAIT_SECONDS)
+
+
+class _Work:
+    """Work in progress, which is checked from any thread."""
+
+    def __init__(self, permission: Permission, stopped: threading.Event) -> None:
+        self._permission, self._stopped = permission, stopped
+        self._hold: Hold | None = None
+        self._probing = threading.Lock()
+        self._probed_at = time.monotonic()
+
+    def check(self) -> None:
+        """Raises WorkInterrupted if the work must end; probes the conditions every `CHECK_SECONDS`."""
+        if self._stopped.is_set():
+            raise Hold("stopped", "the app stopped the device").error()
+        hold = self._permission.budget_hold() or self._hold or self._probe()
+        if hold is not None:
+            raise hold.error()
+
+    def _probe(self) -> Hold | None:
+        due = time.monotonic() - self._probed_at >= CHECK_SECONDS
+        if due and self._probing.acquire(blocking=False):  # a slow probe delays one thread only
+            try:
+                self._hold = self._permission.interruption()
+                self._probed_at = time.monotonic()
+            finally:
+                self._probing.release()
+        return self._hold
+
+
+@contextlib.contextmanager
+def _watched(work: _Work, link: Link) -> Iterator[None]:
+    """Cancels the calls of the block, which may wait for the network, when the work must end."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(CHECK_SECONDS):
+            try:
+                work.check()
+            except FleetDistillError:
+                link.interrupt()
+
+    thread = threading.Thread(target=watch, name="fleetdistill eligibility", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()

@@ -1,0 +1,98 @@
+"""What a device has used today, in `usage.json`: bytes, and seconds of computing.
+
+The file is written ahead: its numbers are at least those used, so a process that is killed counts at most one step too
+much, and never too little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Mapping
+from datetime import datetime
+
+from fleetdistill.clock import Clock
+from fleetdistill.errors import NoRoomError, StateError
+from fleetdistill.state.files import Files
+from fleetdistill.state.format import json_object
+
+USAGE = "usage.json"
+_STEPS = {"bytes": 256 << 10, "compute_seconds": 5.0}
+"""Largest amounts that are written ahead."""
+_PARTS = 20
+"""A limit is at least this many times the amount that is written ahead."""
+
+
+class Usage:
+    """Durable counters of the current local day. Thread-safe.
+
+    Args:
+        files: The state directory.
+        clock: The device's clock.
+        limits: Limit of each counter, `bytes` and `compute_seconds`; those without a limit are not counted.
+    """
+
+    def __init__(self, files: Files, clock: Clock, limits: Mapping[str, float]) -> None:
+        self._files, self._clock, self._limits = files, clock, limits
+        self._lock = threading.Lock()
+        self._day, self._written = self._load()
+        self._used = dict(self._written)
+
+    def add(self, name: str, amount: float) -> None:
+        """Adds an amount to a counter; returns after it is durable."""
+        if name not in self._limits:
+            return
+        with self._lock:
+            self._turn_day()
+            self._used[name] += amount
+            if self._used[name] > self._written[name]:
+                step = min(_STEPS[name], self._limits[name] / _PARTS)
+                self._write({**self._written, name: self._used[name] + step})
+
+    def exceeded(self) -> str:
+        """Returns the name of a counter that has reached its limit, or an empty string."""
+        with self._lock:
+            self._turn_day()
+            return next((name for name, limit in self._limits.items() if self._used[name] >= limit), "")
+
+    def settle(self) -> None:
+        """Writes the exact counters, at the end of the process."""
+        with self._lock:
+            self._turn_day()
+            if self._used != self._written:
+                self._write(dict(self._used))
+
+    def _turn_day(self) -> None:
+        if self._today() != self._day:
+            self._day, self._used, self._written = self._today(), _zero(), _zero()
+
+    def _today(self) -> str:
+        return datetime.fromtimestamp(self._clock.time()).date().isoformat()
+
+    def _write(self, numbers: dict[str, float]) -> None:
+        with contextlib.suppress(NoRoomError):  # counted in memory until there is space
+            self._files.save(USAGE, json.dumps({"format": 1, "day": self._day, **numbers}).encode())
+        self._written = numbers
+
+    def _load(self) -> tuple[str, dict[str, float]]:
+        data = self._files.load(USAGE)
+        if data is None:
+            return self._today(), _zero()
+        try:
+            saved = json_object(self._files.directory / USAGE, data)
+            return str(saved["day"]), {name: _checked(saved[name]) for name in _STEPS}
+        except (KeyError, TypeError, ValueError, StateError) as error:
+            self._files.set_aside(USAGE, error, "the budgets of today count as used up")
+            return self._today(), dict.fromkeys(_STEPS, sys.float_info.max)
+
+
+def _zero() -> dict[str, float]:
+    return dict.fromkeys(_STEPS, 0)
+
+
+def _checked(value: object) -> float:
+    if not isinstance(value, int | float) or not value >= 0:
+        raise ValueError(f"{value!r} is not a number of at least 0")
+    return value

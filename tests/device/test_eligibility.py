@@ -1,0 +1,334 @@
+"""A device works only while the app's conditions hold, and loses nothing when they do not."""
+
+from __future__ import annotations
+
+import random
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from datetime import datetime, timedelta
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from link.test_hostile_server import device_at
+from support.fleets import RUNS, device_files, prepare, record, run_in_memory
+from support.hostile_server import LyingLink, ask, terms
+from support.sdk_fleet import RUN, Fleet, make_device
+
+from fleetdistill import Device, Eligibility, Event, Step
+from fleetdistill.eligibility.policy import Conditions, seconds_until
+from fleetdistill.eligibility.probes import OtherLoad
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.testing import EventLog, FaultyLink, ManualClock
+from fleetdistill_server.simulation.spec import device as spec_device
+
+NOON = datetime(2026, 1, 1, 12)
+
+
+@pytest.fixture
+def every_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conditions are probed at every check, not only every quarter of a second."""
+    monkeypatch.setattr("fleetdistill.eligibility.permission.CHECK_SECONDS", 0.0)
+
+
+def reason(eligibility: Eligibility, now: datetime = NOON) -> str:
+    hold = Conditions(eligibility, Path()).hold(now)
+    return "" if hold is None else hold.text
+
+
+# --- the policy
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "good", "bad", "text"),
+    [
+        ("charging", {"charging": True}, True, False, "the device is not charging"),
+        ("unmetered", {"unmetered": True}, True, False, "the network is metered"),
+        ("idle", {"idle": True}, True, False, "the device is not idle"),
+        ("temperature", {"max_temperature": 40}, 40.0, 40.1, "the temperature is 40 °C, above 40 °C"),
+        ("free_memory", {"min_free_memory": 9}, 9, 8, "8 bytes of memory are available, fewer than 9"),
+        ("free_disk", {"min_free_disk": 9}, 9, 8, "8 bytes of disk space are free, fewer than 9"),
+        ("screen-off", {}, True, False, "screen-off does not hold"),
+    ],
+)
+def test_a_condition_holds_by_the_apps_probe(name: str, settings: Any, good: Any, bad: Any, text: str) -> None:
+    assert reason(Eligibility(**settings, probes={name: lambda: good})) == ""
+    assert reason(Eligibility(**settings, probes={name: lambda: bad})) == text
+    assert reason(Eligibility(**settings, probes={name: lambda: None})) == f"{name} is unknown"
+
+
+def test_a_probe_that_fails_does_not_hold_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    conditions = Conditions(Eligibility(unmetered=True, probes={"unmetered": lambda: bool(1 // 0)}), Path())
+    for _ in range(3):
+        hold = conditions.hold(NOON)
+        assert hold is not None
+        assert hold.text == "unmetered is unknown"
+    assert [one.message for one in caplog.records] == ["the probe of unmetered failed; the condition does not hold"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"unmetered": True}, r"cannot measure 'unmetered'; pass Eligibility\(probes=\{'unmetered': function\}\)"),
+        ({"hours": ("22:00", "24:00")}, r"hours is \('22:00', '24:00'\), expected two times"),
+        ({"hours": ("22:00",)}, "expected two times"),
+        ({"hours": ("06:00", "06:00")}, "expected two different times"),
+        ({"max_temperature": float("nan")}, "max_temperature is nan, expected a finite number"),
+        ({"min_free_disk": -1}, "min_free_disk is -1, must be above 0"),
+        ({"min_free_memory": "4 GB"}, "min_free_memory is '4 GB', expected a finite number"),
+        ({"probes": {"charging": lambda: True}}, "probes has 'charging', but that condition is not set"),
+        ({"probes": {"a b": lambda: True}}, "probes has 'a b'"),
+        ({"probes": {"screen-off": True}}, "expected names with functions"),
+    ],
+)
+def test_a_policy_that_cannot_be_meant_is_an_error_at_construction(settings: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        Eligibility(**settings)
+
+
+@given(st.datetimes(datetime(2026, 1, 1), datetime(2027, 1, 1)), st.integers(0, 1439), st.integers(1, 1439))
+def test_hours_hold_from_the_first_time_to_the_second(now: datetime, start: int, length: int) -> None:
+    times = [f"{minute // 60 % 24:02}:{minute % 60:02}" for minute in (start, start + length)]
+    inside = (now.hour * 60 + now.minute - start) % 1440 < length
+    wait = seconds_until((times[0], times[1]), now)
+    assert (wait == 0) is inside
+    assert wait <= 86_400
+    if wait:
+        begin = now + timedelta(seconds=wait)
+        assert (begin.hour * 60 + begin.minute, begin.second) == (start, 0)
+
+
+# --- the machine's probes
+
+
+def test_memory_and_disk_of_this_machine_are_measured() -> None:
+    assert reason(Eligibility(min_free_memory=1, min_free_disk=1)) == ""
+    assert "bytes of memory are available, fewer than" in reason(Eligibility(min_free_memory=1 << 60))
+    assert "bytes of disk space are free, fewer than" in reason(Eligibility(min_free_disk=1 << 60))
+
+
+def test_battery_and_temperature_are_those_of_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
+    battery = SimpleNamespace(power_plugged=True)
+    sensors = {"cpu": [SimpleNamespace(current=40.0), SimpleNamespace(current=55.0)], "broken": []}
+    sensors["broken"].append(SimpleNamespace(current=-273.0))
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: battery, raising=False)
+    monkeypatch.setattr(psutil, "sensors_temperatures", lambda: sensors, raising=False)
+    policy = Eligibility(charging=True, max_temperature=55)
+    assert reason(policy) == ""
+    battery.power_plugged = False
+    assert reason(policy) == "the device is not charging"
+    battery.power_plugged, sensors["cpu"][1].current = True, 70.0
+    assert reason(policy) == "the temperature is 70 °C, above 55 °C"
+
+
+@pytest.mark.parametrize("missing", ["psutil", "function", "sensor"])
+def test_a_condition_that_this_machine_cannot_measure_needs_a_probe(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if missing == "psutil":
+        monkeypatch.setitem(sys.modules, "psutil", None)
+    for name, nothing in (("sensors_battery", None), ("sensors_temperatures", {})):
+        if missing == "function":
+            monkeypatch.delattr(psutil, name, raising=False)
+        elif missing == "sensor":
+            monkeypatch.setattr(psutil, name, lambda nothing=nothing: nothing, raising=False)
+    conditions: dict[str, dict[str, Any]] = {"charging": {"charging": True}, "temperature": {"max_temperature": 50}}
+    for name, settings in conditions.items():
+        with pytest.raises(ConfigurationError, match=f"this machine cannot measure '{name}'.*psutil"):
+            Eligibility(**settings)
+        assert Eligibility(**settings, probes={name: lambda: 1})
+
+
+def test_a_machine_is_idle_by_the_load_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleetdistill.eligibility.probes.WINDOW_SECONDS", 0.0)
+    machine = SimpleNamespace(user=0.0, system=0.0, idle=0.0, iowait=0.0)
+    own = SimpleNamespace(user=0.0, system=0.0)
+
+    class Times(tuple[float, ...]):
+        idle, iowait = property(lambda self: machine.idle), property(lambda self: machine.iowait)
+
+    fake = SimpleNamespace(
+        cpu_times=lambda: Times((machine.user, machine.system, machine.idle, machine.iowait)),
+        Process=lambda: SimpleNamespace(cpu_times=lambda: SimpleNamespace(**vars(own))),
+    )
+    load = OtherLoad(fake)
+    for others, mine, expected in [(0, 100, True), (25, 75, True), (26, 0, False), (0, 0, True), (100, 0, False)]:
+        machine.user, own.user = machine.user + others + mine, own.user + mine
+        machine.idle += 100 - others - mine
+        assert load.is_low() is expected
+
+
+# --- before work
+
+
+def test_a_device_that_is_not_eligible_makes_no_call(tmp_path: Path) -> None:
+    clock = ManualClock()
+    link = FaultyLink(LyingLink(ask()))
+    policy = Eligibility(probes={"evening": lambda: clock.now() > 60})
+    device, events = device_at(link, tmp_path, eligibility=policy, clock=clock)
+    with device:
+        while clock.now() <= 60:
+            assert not link.calls
+            assert device.step() is Step.WAITED
+        device.run()
+    waiting, resumed, *others = events
+    assert (waiting.kind, waiting.text) == ("waiting", "evening does not hold; the device waits")
+    assert waiting.values == {"condition": "evening"}
+    assert (resumed.kind, resumed.values) == ("resumed", {"condition": "evening"})
+    assert others[-1].kind == "finished"
+
+
+def test_a_device_waits_for_its_hours(tmp_path: Path) -> None:
+    clock = ManualClock(time=datetime(2026, 1, 1, 21, 58, 30).timestamp())
+    device, events = device_at(
+        LyingLink(ask()), tmp_path, eligibility=Eligibility(hours=("22:00", "06:00")), clock=clock
+    )
+    with device:
+        device.run()
+    assert clock.waits == [60.0, 30.0]
+    assert events[0].values == {"condition": "hours", "seconds": 90.0}
+    assert "the device works from 22:00 to 06:00" in events[0].text
+
+
+def test_the_server_does_not_expect_a_device_that_waits(fleet: Fleet, tmp_path: Path) -> None:
+    eligible = [True]
+    policy = Eligibility(probes={"mine": lambda: eligible[0]})
+    with make_device(fleet, tmp_path, eligibility=policy, clock=ManualClock()) as device:
+        assert device.step(0) is Step.WAITED
+        assert fleet.store.devices.present(RUN) == ["d"]
+        eligible[0] = False
+        assert device.step(0) is Step.WAITED
+        assert fleet.store.devices.present(RUN) == []
+        eligible[0] = True
+        assert device.step(0) is Step.WAITED
+        assert fleet.store.devices.present(RUN) == ["d"]
+
+
+# --- during work
+
+
+def fails_at(*numbers: int) -> Callable[[], bool]:
+    """A probe that returns False at the calls of these numbers, from 1."""
+    calls = iter(range(1, 1 << 60))
+    return lambda: next(calls) not in numbers
+
+
+@pytest.mark.usefixtures("every_check")
+def test_an_interrupted_ask_is_answered_later_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+    undisturbed = LyingLink(ask())
+    device, _ = device_at(undisturbed, tmp_path / "a")
+    with device:
+        device.run()
+    link = LyingLink(ask(), ask(), ask())  # a server offers an open ask until it is answered
+    events, checks = EventLog(), Counter[int]()
+
+    def probe() -> bool:
+        asked = events.kinds().count("ask")
+        checks[asked] += 1
+        return (asked, checks[asked]) not in [(1, 2), (1, 3), (1, 4), (2, 5)]
+
+    policy, clock = Eligibility(probes={"mine": probe}), ManualClock()
+    device, _ = device_at(link, tmp_path / "b", eligibility=policy, clock=clock, on_event=events.append)
+    with device:
+        while not link.uploads:
+            device.step()
+            assert not link.declined
+    assert [kind for kind in events.kinds() if kind in ("ask", "waiting", "resumed")] == [
+        *("ask", "waiting", "resumed"),
+        *("ask", "waiting", "resumed"),
+        "ask",
+    ]
+    assert link.uploads[0].payload.sha256 == undisturbed.uploads[0].payload.sha256
+    assert link.uploads[0].name.attempt == 1
+    assert link.left == 1, "while it owed an answer it did not leave"
+
+
+class Flipping:
+    """Probe of a device that is not eligible once during each ask, at a random check."""
+
+    def __init__(self) -> None:
+        self.random, self.left, self.times, self.ask = random.Random(3), 0, 0, ""
+
+    def note(self, event: Event) -> None:
+        """Draws the check at which a new ask is interrupted."""
+        if event.kind in ("answered", "dropped"):
+            self.left = 0
+        if event.kind == "ask" and "step" in event.values:
+            ask = f"{event.round} {event.values['step']}"
+            self.left = self.random.randint(1, 12) if ask != self.ask else 0
+            self.ask = ask
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        self.times += self.left == 0
+        return self.left != 0
+
+
+def interrupted(flips: list[Flipping], **given: Any) -> Device:
+    flip, on_event = Flipping(), given.pop("on_event")
+    flips.append(flip)
+
+    def note(event: Event) -> None:
+        flip.note(event)
+        on_event(event)
+
+    policy = Eligibility(probes={"mine": flip})
+    return Device(**given, on_event=note, eligibility=policy, clock=ManualClock())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("every_check")
+@pytest.mark.parametrize("name", ["fedavg", "cdkt", "feddkc", "feddkd", "fedd2s", "dafkd distilling", "classstats"])
+def test_a_run_of_interrupted_devices_is_the_same_to_the_bit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices of every method are interrupted once in each ask, while they download, train or send."""
+    flips: list[Flipping] = []
+    plain, disturbed = prepare(RUNS[name], tmp_path / "a"), prepare(RUNS[name], tmp_path / "b")
+    with closing(run_in_memory(plain)) as store:
+        expected = record(store)
+    monkeypatch.setattr(spec_device, "Device", partial(interrupted, flips))
+    with closing(run_in_memory(disturbed)) as store:
+        assert record(store) == expected
+    assert device_files(plain) == device_files(disturbed)
+    assert sum(flip.times for flip in flips) >= 2
+
+
+@pytest.mark.usefixtures("every_check")
+def test_a_call_without_a_reply_is_cancelled(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        policy = Eligibility(probes={"mine": fails_at(2, 3)})
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        device, events = device_at(address, tmp_path, eligibility=policy, clock=ManualClock())
+        with device:
+            assert device.step() is Step.WAITED
+    assert [event.kind for event in events] == ["waiting"]
+
+
+@pytest.mark.usefixtures("every_check")
+@pytest.mark.parametrize(("deadline", "declined"), [(16 * 3600 + 3600, False), (3600, True)])
+def test_an_ask_is_declined_only_if_its_deadline_is_before_the_next_hours(
+    tmp_path: Path, deadline: float, declined: bool
+) -> None:
+    clock = ManualClock(time=datetime(2026, 1, 1, 5, 59).timestamp())
+    link = LyingLink(ask(deadline_seconds=deadline), terms=terms(settings={"local_epochs": 10**12}))
+
+    def passing() -> bool:
+        clock.advance(10)
+        return True
+
+    policy = Eligibility(hours=("22:00", "06:00"), probes={"passing": passing})
+    device, events = device_at(link, tmp_path, eligibility=policy, clock=clock)
+    with device:
+        assert device.step() is (Step.ANSWERED if declined else Step.WAITED)
+        assert device.step() is Step.WAITED
+    assert [one.reason for one in link.declined] == ["the device works from 22:00 to 06:00"] * declined
+    assert [event.kind for event in events][-1] == "waiting"
