@@ -256,7 +256,7 @@ def test_an_idle_device_that_is_known_loads_no_torch(tmp_path: Path) -> None:
                 return service_pb2.CheckInResponse(contract=TERMS, heartbeat_seconds=15)
             def next_ask(self, identity, wait_seconds):
                 return service_pb2.NextAskResponse(come_back=service_pb2.ComeBack())
-            def leave(self, identity): pass
+            def leave(self, identity, forget=False): pass
             def interrupt(self): pass
             def close(self): pass
 
