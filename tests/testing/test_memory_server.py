@@ -14,7 +14,19 @@ import pytest
 from fleetdistill import Device, Step
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, RunError
 from fleetdistill.models import build_model
-from fleetdistill.testing import EventLog, Fault, FaultyLink, ManualClock, cut, lost, lost_reply, refused
+from fleetdistill.testing import (
+    EventLog,
+    Fault,
+    FaultyLink,
+    ManualClock,
+    cut,
+    late,
+    lost,
+    lost_reply,
+    oversized,
+    refused,
+    revoked,
+)
 from fleetdistill_server.testing import MemoryServer
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -132,6 +144,32 @@ def test_a_run_whose_rounds_all_fall_short_fails(tmp_path: Path) -> None:
             assert server.status == "stopped"
 
 
+@pytest.mark.parametrize(
+    ("make", "kind", "code"),
+    [(lambda clock: late(clock, 61.0), "dropped", "late"), (lambda clock: oversized(), "refused", "too-large")],
+    ids=["late", "oversized"],
+)
+def test_after_a_rejected_answer_the_run_goes_on(make: Any, kind: str, code: str, tmp_path: Path) -> None:
+    clock, events = ManualClock(), EventLog()
+    with MemoryServer(settings(deadline_seconds=60.0), clock) as server:
+        link = FaultyLink(server.link(), make(clock))
+        with device_of(link, tmp_path, clock=clock, on_event=events.append) as device:
+            device.run()
+        assert (server.status, link.left) == ("finished", [])
+        closed = [row["status"] for row in server.store.runs.rounds("test")]
+        assert sorted(closed) == ["closed", "closed", "short"]
+    found = [(event.kind, event.values["code"]) for event in events if event.kind in ("dropped", "refused")]
+    assert found == [(kind, code)]
+
+
+def test_a_revoked_device_ends_with_the_code(tmp_path: Path) -> None:
+    with MemoryServer(SETTINGS) as server:
+        link = FaultyLink(server.link(), revoked("upload_status"))
+        with device_of(link, tmp_path) as device, pytest.raises(RefusedError) as error:
+            device.run()
+    assert error.value.code == "revoked"
+
+
 def test_a_refusal_that_ends_a_device_reaches_the_app(tmp_path: Path) -> None:
     with MemoryServer(SETTINGS) as server:
         link = FaultyLink(server.link(), refused("next_ask", "revoked", reason="it was stolen"))
@@ -145,6 +183,7 @@ def test_a_refusal_that_ends_a_device_reaches_the_app(tmp_path: Path) -> None:
     [
         (lambda: lost("uplaod"), "unknown call 'uplaod'; did you mean 'upload'?"),
         (lambda: lost("upload", 0), "nth is 0, must be at least 1"),
+        (lambda: Fault("leave", None, change=lambda header: header), "change is for upload only"),
         (lambda: cut("next_ask", 1), "chunks=1.: chunks must be at least 0, for upload and download only"),
         (lambda: MemoryServer({"run": {}, "contract": {}}), "classes"),
     ],

@@ -13,6 +13,28 @@ from __future__ import annotations
 
 from fleetdistill.testing.clock import ManualClock
 from fleetdistill.testing.events import EventLog
-from fleetdistill.testing.faults import Fault, FaultyLink, cut, lost, lost_reply, refused
+from fleetdistill.testing.faults import (
+    Fault,
+    FaultyLink,
+    cut,
+    late,
+    lost,
+    lost_reply,
+    oversized,
+    refused,
+    revoked,
+)
 
-__all__ = ["EventLog", "Fault", "FaultyLink", "ManualClock", "cut", "lost", "lost_reply", "refused"]
+__all__ = [
+    "EventLog",
+    "Fault",
+    "FaultyLink",
+    "ManualClock",
+    "cut",
+    "late",
+    "lost",
+    "lost_reply",
+    "oversized",
+    "refused",
+    "revoked",
+]

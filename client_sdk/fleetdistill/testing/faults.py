@@ -10,36 +10,43 @@ from typing import TypeVar
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError
 from fleetdistill.link.base import Link
 from fleetdistill.names import unknown_name
+from fleetdistill.testing.clock import ManualClock
+from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import AnyChunk
-from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
+from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, tensor_pb2
 
 T = TypeVar("T")
 
 CALLS = ("check_in", "next_ask", "heartbeat", "leave", "decline", "upload_status", "upload", "download")
 """Names of the calls that can fail."""
 _WITH_CHUNKS = ("upload", "download")
+_OVERSIZED_BYTES = 1 << 40
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A scripted failure of one call. `lost`, `lost_reply`, `cut` and `refused` make the common faults.
+    """A scripted failure of one call. The functions of this module make the common faults.
 
     Attributes:
         call: Name of the call, one of `CALLS`.
-        error: Exception that the call raises.
+        error: Exception that the call raises; None if the call reaches the server and its reply the device.
         nth: Number of the failing call of that name, from 1.
         reply_only: Whether the server performs the call and only the reply is lost.
         chunks: Number of chunks that pass before an upload or a download fails; None if the call itself fails.
+        before: Called before the call.
+        change: Changes the header of an upload.
 
     Raises:
-        ConfigurationError: The call is unknown, or `nth` or `chunks` is out of range.
+        ConfigurationError: The call is unknown, `nth` or `chunks` is out of range, or `change` is not for an upload.
     """
 
     call: str
-    error: Exception
+    error: Exception | None
     nth: int = 1
     reply_only: bool = False
     chunks: int | None = None
+    before: Callable[[], object] | None = None
+    change: Callable[[service_pb2.UploadHeader], service_pb2.UploadHeader] | None = None
 
     def __post_init__(self) -> None:
         if self.call not in CALLS:
@@ -50,6 +57,8 @@ class Fault:
             raise ConfigurationError(
                 f"Fault({self.call!r}, chunks={self.chunks}): chunks must be at least 0, for upload and download only"
             )
+        if self.change is not None and self.call != "upload":
+            raise ConfigurationError(f"Fault({self.call!r}): change is for upload only")
 
 
 def lost(call: str, nth: int = 1) -> Fault:
@@ -71,6 +80,25 @@ def cut(call: str, chunks: int, nth: int = 1) -> Fault:
 def refused(call: str, code: str, nth: int = 1, **details: str) -> Fault:
     """Returns a fault in which the server refuses the call with a code, such as `too-many` or `no-space`."""
     return Fault(call, RefusedError(code, f"{call} was refused with {code!r} (scripted fault)", details), nth)
+
+
+def late(clock: ManualClock, seconds: float, call: str = "upload_status", nth: int = 1) -> Fault:
+    """Returns a fault in which a call arrives later: the clock moves on by `seconds` before it.
+
+    Pass the clock of the `MemoryServer`, and more seconds than the run's `deadline_seconds`: the server then closes the
+    ask as `late` before the device can send its answer.
+    """
+    return Fault(call, None, nth, before=lambda: clock.advance(seconds))
+
+
+def oversized(nth: int = 1) -> Fault:
+    """Returns a fault in which an answer is larger than any limit; the server rejects it as `too-large`."""
+    return Fault("upload", None, nth, change=_enlarged)
+
+
+def revoked(call: str = "next_ask", nth: int = 1, reason: str = "the device was revoked (scripted fault)") -> Fault:
+    """Returns a fault in which the operator has revoked the device; `Device.run` raises RefusedError `revoked`."""
+    return Fault(call, RefusedError(Code.REVOKED, reason), nth)
 
 
 class FaultyLink:
@@ -126,8 +154,9 @@ class FaultyLink:
     def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
         """Forwards the call, or fails before, within or after the stream."""
         fault = self._next("upload")
-        if fault is not None and fault.chunks is not None:
-            chunks = _truncated(chunks, fault.chunks, fault.error)
+        chunks = _cut_short(fault, chunks)
+        if fault is not None and fault.change is not None:
+            header = fault.change(header)
         return _perform(fault, lambda: self._link.upload(header, chunks))
 
     def download(
@@ -136,9 +165,7 @@ class FaultyLink:
         """Forwards the call, or fails before or within the stream."""
         fault = self._next("download")
         header, chunks = _perform(fault, lambda: self._link.download(identity, sha256, first_byte))
-        if fault is not None and fault.chunks is not None:
-            chunks = _truncated(chunks, fault.chunks, fault.error)
-        return header, chunks
+        return header, _cut_short(fault, chunks)
 
     def interrupt(self) -> None:
         """Forwards the call."""
@@ -157,15 +184,38 @@ class FaultyLink:
 
 
 def _perform(fault: Fault | None, make: Callable[[], T]) -> T:
-    if fault is not None and not fault.reply_only and fault.chunks is None:
-        raise fault.error
+    if fault is None:
+        return make()
+    if fault.before is not None:
+        fault.before()
+    error = fault.error if fault.chunks is None else None
+    if error is not None and not fault.reply_only:
+        raise error
     result = make()
-    if fault is not None and fault.reply_only:
-        raise fault.error
+    if error is not None:
+        raise error
     return result
+
+
+def _cut_short(fault: Fault | None, chunks: Iterator[AnyChunk]) -> Iterator[AnyChunk]:
+    """Returns the chunks that pass before the fault."""
+    if fault is None or fault.chunks is None or fault.error is None:
+        return chunks
+    return _truncated(chunks, fault.chunks, fault.error)
 
 
 def _truncated(chunks: Iterator[AnyChunk], count: int, error: Exception) -> Iterator[AnyChunk]:
     for _ in range(count):
         yield next(chunks)
     raise error
+
+
+def _enlarged(header: service_pb2.UploadHeader) -> service_pb2.UploadHeader:
+    """Returns a header with a further tensor of 1 TiB."""
+    found = service_pb2.UploadHeader()
+    found.CopyFrom(header)
+    tensor = found.payload.parts.parts.add(name="oversized").network_file.onnx
+    tensor.element_type, tensor.encoding = tensor_pb2.ELEMENT_TYPE_UINT8, tensor_pb2.ENCODING_RAW
+    tensor.shape.append(_OVERSIZED_BYTES)
+    found.payload.data_bytes += _OVERSIZED_BYTES
+    return found
