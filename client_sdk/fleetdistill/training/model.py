@@ -95,7 +95,7 @@ class SplitModel(nn.Module):
         return tuple(self.stages._modules)
 
     @property
-    def extractor(self) -> nn.Sequential:
+    def extractor(self) -> nn.Module:
         """The stages below the cut, which share their modules with this model.
 
         The state dict can be loaded into any model with the same extractor stages.
@@ -218,7 +218,7 @@ def split_sequential(model: nn.Sequential, after: Cut) -> SplitModel:
     if not isinstance(model, nn.Sequential):
         raise ModelError(
             f"split_sequential needs an nn.Sequential, not {type(model).__name__}; "
-            "implement `extractor`, `features` and `predict` in other modules"
+            "use wrap(model, cut=...) for other modules"
         )
     return SplitModel(model, after)
 
@@ -245,8 +245,8 @@ def check_local_model(model: nn.Module, samples: Tensor | None = None, classes: 
         missing.append("extractor")
     if missing:
         raise ModelError(
-            f"{type(model).__name__} has no {' and no '.join(missing)}; split a chain of layers with split_sequential("
-            "model, after=...), or add `extractor` (a submodule), `features(x)` and `predict(features)`"
+            f"{type(model).__name__} has no {' and no '.join(missing)}; use wrap(model, cut=...) or, for a chain of "
+            "layers, split_sequential; or add `extractor` (a submodule), `features(x)` and `predict(features)`"
         )
     _refuse_foreign_extractor(model)
     taps = cast(FeatureModel, model)
