@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fleetdistill.deployment.predictor import Predictor
     from fleetdistill.deployment.settings import Deployment
     from fleetdistill.device.arguments import COLUMNS
+    from fleetdistill.device.async_device import AsyncDevice
     from fleetdistill.device.device import Device
     from fleetdistill.device.events import Event, Step
     from fleetdistill.eligibility import Budgets, Eligibility
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLUMNS",
+    "AsyncDevice",
     "Budgets",
     "Deployment",
     "Device",
@@ -34,6 +36,7 @@ __all__ = [
 
 _WHERE = {
     "COLUMNS": "fleetdistill.device.arguments",
+    "AsyncDevice": "fleetdistill.device.async_device",
     "Budgets": "fleetdistill.eligibility.budgets",
     "Deployment": "fleetdistill.deployment.settings",
     "Device": "fleetdistill.device.device",

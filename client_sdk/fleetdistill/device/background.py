@@ -31,6 +31,7 @@ class BackgroundLoop:
         self._stop = stop
         self.ended: Future[None] = Future()
         """Result of the loop: None, or its exception."""
+        self.ended.set_running_or_notify_cancel()  # so that nobody can cancel it
         self._thread = threading.Thread(target=self._run, args=(loop,), name=name, daemon=True)
 
     def start(self) -> None:

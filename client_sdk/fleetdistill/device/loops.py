@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Self
 
 from fleetdistill.device.background import BackgroundLoop
@@ -13,7 +14,7 @@ from fleetdistill.device.events import Events, Step
 from fleetdistill.device.interrupts import on_ctrl_c
 from fleetdistill.device.session import Session
 from fleetdistill.device.turns import Turns
-from fleetdistill.errors import DeviceBusyError, FleetDistillError
+from fleetdistill.errors import ConfigurationError, DeviceBusyError, FleetDistillError
 
 
 class Loops:
@@ -172,6 +173,16 @@ class Loops:
         if background.is_this_thread():
             raise DeviceBusyError("join", "start")
         return background.join(timeout)
+
+    def background_result(self) -> Future[None]:
+        """Returns the result of the last `start`, as a future that cannot be cancelled; for `AsyncDevice`.
+
+        Raises:
+            ConfigurationError: The device was never started.
+        """
+        if self._background is None:
+            raise ConfigurationError("the device has no background thread; call Device.start first")
+        return self._background.ended
 
     def stop(self) -> None:
         """Ends the work in progress; `run`, the background thread, `step` or `tick` then returns.

@@ -1,0 +1,146 @@
+"""`AsyncDevice`, a `Device` for apps with asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from fleetdistill.device.device import Device
+from fleetdistill.device.events import Event
+from fleetdistill.errors import FleetDistillError
+
+T = TypeVar("T")
+
+OnEvent = Callable[[Event], Awaitable[object] | object]
+"""Function or coroutine function that receives each event on the event loop."""
+_LOOK_SECONDS = 1.0
+
+_in_callback: ContextVar[bool] = ContextVar("fleetdistill_in_callback", default=False)
+
+
+class AsyncDevice:
+    """A `Device` in an asyncio app.
+
+        async with AsyncDevice(server=..., model=..., data=..., state_dir=..., on_event=show) as device:
+            await device.run()
+
+    The device works in a background thread, so the event loop stays free. Methods may be called from the loop's thread
+    at any time.
+
+    Args:
+        on_event: Function or coroutine function, called on the event loop for every `Event`. The device continues when
+            it has returned; an exception in it ends the run. As with `Device`, no event about an answer is lost.
+        **arguments: All other arguments of `Device`.
+
+    Raises:
+        ConfigurationError, StateError: As `Device`.
+    """
+
+    def __init__(self, *, on_event: OnEvent | None = None, **arguments: Any) -> None:
+        self._on_event = on_event
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing: asyncio.Future[None] | None = None
+        self._device = Device(on_event=self._deliver if on_event is not None else None, **arguments)
+
+    @property
+    def device_id(self) -> str:
+        """Name of this device in the fleet."""
+        return self._device.device_id
+
+    @property
+    def state_dir(self) -> Path:
+        """Directory that stores the device's identity, model and unfinished work."""
+        return self._device.state_dir
+
+    async def run(self) -> None:
+        """Takes part in the run until it is finished, or until `stop` is called.
+
+        Cancelling `run` stops the device, waits for the end of its work, and raises CancelledError; `run` can be called
+        again.
+
+        Raises:
+            DeviceBusyError, DeviceClosedError, RefusedError, FleetDistillError: As `Device.run`.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._device.start()
+        ended = asyncio.wrap_future(self._device.background_result())
+        try:
+            await asyncio.wait({ended})
+        except asyncio.CancelledError:
+            self._device.stop()
+            await _ignoring_cancellation(ended)
+            raise
+        ended.result()
+
+    def stop(self) -> None:
+        """Makes `run` return after the current mini-batch; see `Device.stop`."""
+        self._device.stop()
+
+    async def model(self) -> Any:
+        """Returns the app's model; see `Device.model`."""
+        return await self.call(lambda device: device.model)
+
+    async def models(self) -> Mapping[str, Any]:
+        """Returns all delivered variants of the model by name; see `Device.models`."""
+        return await self.call(lambda device: device.models)
+
+    async def predict(self, inputs: Any) -> Any:
+        """Returns the delivered model's logits; see `Device.predict`."""
+        return await self.call(lambda device: device.predict(inputs))
+
+    async def replace_data(self, data: Any = None) -> None:
+        """Replaces the training data; see `Device.replace_data`."""
+        await self.call(lambda device: device.replace_data(data))
+
+    async def call(self, function: Callable[[Device], T]) -> T:
+        """Returns `function(device)`, called in a thread; for members of `Device` that this class does not have.
+
+        Args:
+            function: Receives the `Device`. It must not call `run`, `step`, `tick` or `start`.
+        """
+        self._loop = asyncio.get_running_loop()
+        return await asyncio.to_thread(function, self._device)
+
+    async def close(self, *, leave: bool = True) -> None:
+        """Stops and closes the device; see `Device.close`. In `on_event` it returns before the device is closed."""
+        closing = asyncio.ensure_future(asyncio.to_thread(self._device.close, leave=leave))
+        if _in_callback.get():  # the device waits for the callback
+            self._closing = closing
+        else:
+            await asyncio.shield(closing)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _deliver(self, event: Event) -> None:
+        """Calls the app on the event loop, and waits for its end; called in threads of the SDK."""
+        called: concurrent.futures.Future[None] | None = None
+        while called is None or not concurrent.futures.wait([called], _LOOK_SECONDS).done:
+            if self._loop is None or self._loop.is_closed():
+                raise FleetDistillError(f"the app closed its event loop before on_event received {event.kind!r}")
+            called = called or asyncio.run_coroutine_threadsafe(self._call_app(event), self._loop)
+        called.result()
+
+    async def _call_app(self, event: Event) -> None:
+        assert self._on_event is not None
+        _in_callback.set(True)
+        result = self._on_event(event)
+        if inspect.isawaitable(result):
+            await result
+
+
+async def _ignoring_cancellation(ended: asyncio.Future[None]) -> None:
+    """Waits for the end of the background thread, whose exception was emitted and logged."""
+    while not ended.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({ended})
+    ended.exception()  # marks it as seen
