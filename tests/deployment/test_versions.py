@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +18,7 @@ from support.hostile_server import CLASSES
 from support.small_device import SmallWorker
 
 from fleetdistill import Deployment, Device, Predictor
-from fleetdistill.errors import ConfigurationError, StateError
+from fleetdistill.errors import ConfigurationError, ExportError, StateError
 from fleetdistill.light import light_worker
 from fleetdistill.replacement import judge
 from fleetdistill.state import failpoints
@@ -129,6 +130,27 @@ def test_without_an_exported_file_the_model_is_rolled_back_anyway(tmp_path: Path
         assert exporting.roll_back() == 1
         exporting.step(0)
         assert Predictor(tmp_path).version == 1, "exported now, because the kept version has no file"
+
+
+def test_an_export_that_fails_in_a_roll_back_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, _ = device_of(tmp_path, range(1, 3), export_onnx="never")
+    with device:
+        logits = play(device, 2)
+    exporting, events = device_of(tmp_path, range(0), export_onnx="round")
+    with exporting:
+        exporting.roll_back()
+        with monkeypatch.context() as patch:
+            patch.setattr(onnx.checker, "check_model", fail)
+            with pytest.raises(ExportError, match="not a model"):
+                exporting.step(0)
+        exporting.step(0)
+        assert exporting.version == 1
+        np.testing.assert_array_equal(exporting.predict(BATCH), logits[0])
+    assert kinds(events) == [("rolled-back", 1)]
+
+
+def fail(*given: Any, **settings: Any) -> None:
+    raise onnx.checker.ValidationError("not a model")
 
 
 def test_a_damaged_version_is_refused_and_the_model_in_use_stays(tmp_path: Path) -> None:

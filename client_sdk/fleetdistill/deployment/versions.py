@@ -96,6 +96,11 @@ class Versions:
         failpoints.hit("device.deploy.after-keep")
         self._files.save(_DUE, _packed(replace(self._next(number), variant=variant, accuracy=accuracy)))
 
+    def mark_due(self) -> None:
+        """Stores that the version in use has no ONNX file yet."""
+        if (version := self.in_use()) is not None:
+            self._files.save(_DUE, _packed(version))
+
     def _next(self, number: int) -> Version:
         in_use = self.in_use()
         last = max([0 if in_use is None else in_use.last, *(int(one.name) for one in self._folders())]) + 1

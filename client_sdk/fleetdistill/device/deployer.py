@@ -68,15 +68,19 @@ class Deployer:
         Raises:
             ExportError: The export failed. The error is raised once; the next delivery exports again.
         """
-        version = self.versions.due()
-        if version is not None:
-            try:
-                files = self.export(version) if self._export_onnx == "round" else ()
-            except ExportError:
-                self._record(version)
-                raise
-            self._record(replace(version, files=files))
+        self._settle_due()
         self._roll_back()
+
+    def _settle_due(self) -> None:
+        version = self.versions.due()
+        if version is None:
+            return
+        try:
+            files = self.export(version) if self._export_onnx == "round" else ()
+        except ExportError:
+            self._record(version)
+            raise
+        self._record(replace(version, files=files))
 
     def _record(self, version: Version) -> None:
         with self._session.guard.held():
@@ -189,12 +193,13 @@ class Deployer:
         with self._session.guard.held():
             self.versions.roll_back(version)
             self._session.forget_state()
-        if self._export_onnx == "round" and not version.files:
-            self._record(replace(self.versions.in_use() or version, files=self.export(version)))
+            if self._export_onnx == "round" and not version.files:
+                self.versions.mark_due()
         self._predictions.renew()
         text = f"the app's model is version {version.number} of round {version.round} again"
         self._events.emit("rolled-back", version.round, text, {"version": version.number})
         self.versions.end_roll_back()
+        self._settle_due()
 
 
 def configured(compute: Compute, deployment: Deployment) -> Compute:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from fleetdistill.deployment.quantization import CheckData, check_data_of
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.compute import Computed, faults_decline
 from fleetdistill.device.frozen_model import FrozenModel
+from fleetdistill.device.torch_export import export_variants
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, KnowledgeError, ModelError, WireError
 from fleetdistill.knowledge import CUT, DELIVER, EMBEDDING, RECEIVED, RESULT, Kind, Metric, Metrics, ModelParameters
 from fleetdistill.methods import config_of_contract, device_class
@@ -38,8 +39,7 @@ from fleetdistill.training.model import (
     fingerprint,
     parameter_count,
 )
-from fleetdistill.training.onnx_export import export_onnx
-from fleetdistill.training.onnx_file import OnnxReport, copy_onnx
+from fleetdistill.training.onnx_file import OnnxReport
 from fleetdistill.training.own_thread import in_own_thread
 from fleetdistill.training.parameters import state_tensors, take_weights
 from fleetdistill.training.proxy_set import proxy_data, proxy_of
@@ -386,16 +386,7 @@ class TorchCompute:
             "class_names": ",".join(self.contract.classes),
         }
         samples = torch.from_numpy(self._samples.first) if len(self._samples) else self._data.first
-        write = partial(export_onnx, opset=self._deployment.opset, dynamic_size=self._deployment.dynamic_size)
-        if len(self._delivered) == 1:
-            return write(self.delivered_model(), path, samples, metadata)
-        reports = {
-            name: write(model, path.with_name(f"{name}.onnx"), samples, {**metadata, "answer": name})
-            for name, model in self._delivered.items()
-        }
-        in_use = reports[self._in_use]
-        copy_onnx(in_use.path, path)
-        return replace(in_use, path=path, max_difference=max(one.max_difference for one in reports.values()))
+        return export_variants(self._delivered, self._in_use, path, samples, metadata, self._deployment)
 
 
 def _method_of(contract: contract_pb2.Contract, config: Any, local: Local) -> DeviceMethod:
