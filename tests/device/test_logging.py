@@ -1,0 +1,41 @@
+"""What a device logs, and that it leaves the app's logging alone."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pkgutil
+from pathlib import Path
+
+import pytest
+from device.test_progress import Ticking
+from link.test_hostile_server import device_at
+from support.hostile_server import LyingLink, ask, terms
+
+import fleetdistill
+
+
+def test_all_loggers_are_below_fleetdistill_and_have_no_handler_and_no_level() -> None:
+    modules = [one.name for one in pkgutil.walk_packages(fleetdistill.__path__, "fleetdistill.")]
+    modules = [name for name in modules if not name.endswith(".__main__")]
+    for name in modules:
+        importlib.import_module(name)
+    names = {name for name in logging.root.manager.loggerDict if name.startswith("fleetdistill.")} | set(modules)
+    loggers = [logging.getLogger(name) for name in names if not name.startswith("fleetdistill.server")]
+    assert len(loggers) > 100
+    assert [one for one in loggers if one.handlers or one.level or not one.propagate] == []
+
+
+def test_events_are_logged_at_info_and_progress_for_debugging(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "fleetdistill")
+    link = LyingLink(ask(), terms=terms(settings={"local_epochs": 20}), remote=True)
+    device, events = device_at(link, tmp_path, clock=Ticking())
+    with device:
+        device.run()
+    logged = [(one.levelname, one.getMessage()) for one in caplog.records if one.name == "fleetdistill.device.events"]
+    levels = {"progress": "DEBUG"}
+    expected = [(levels.get(one.kind, "INFO"), f"{device.device_id}: {one.text}") for one in events]
+    warnings = [one for one in logged if one[0] == "WARNING"]
+    assert [one for one in logged if one not in warnings] == expected
+    assert "DEBUG" in dict(expected)
+    assert ["what leaves this device" in text for _, text in warnings] == [True]
