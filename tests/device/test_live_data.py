@@ -128,6 +128,7 @@ FORMS: dict[str, Callable[[Path], Any]] = {
     "a memory-mapped array": mapped,
     "a function of a Dataset": lambda folder: lambda: Listed(items()),
     "Augmented without a change": lambda folder: Augmented(tiny_data(), lambda one: one),
+    "Augmented of a function": lambda folder: Augmented(tiny_data, lambda one: one),
 }
 
 
@@ -308,6 +309,7 @@ def test_augmented_data_train_on_new_draws_and_send_knowledge_of_the_samples(tmp
     assert len({tuple(one.tolist()) for one in seen}) == len(seen) >= 48, "each epoch has new draws"
     again = learned(tmp_path / "b", data)
     assert equal(first[0], again[0]), "a repeated ask gives the same bits"
+    assert equal(first[0], learned(tmp_path / "d", lambda: data)[0]), "also when a function returns them"
     plain = learned(tmp_path / "c", tiny_data())
     assert not equal(first[0], plain[0])
     assert first[2] == plain[2]

@@ -20,6 +20,12 @@ _FORMS = (
 _AT_ONCE = 1024
 
 
+def opened(data: Any) -> tuple[Rows, Callable[[Any], Any] | None]:
+    """Returns the rows of data, as `open_rows`, and the transform for training if they are `Augmented`."""
+    inner, transform = unwrapped(_called(data))
+    return open_rows(inner), transform
+
+
 def unwrapped(data: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     """Returns the data inside `Augmented`, and its transform; the data itself and None without `Augmented`."""
     return (data.data, data.transform) if isinstance(data, Augmented) else (data, None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetdistill.data.opening import is_function, is_iterable_only, open_rows, unwrapped
+from fleetdistill.data.opening import is_function, is_iterable_only, open_rows, opened, unwrapped
 from fleetdistill.data.rows import Array, ArrayRows, Rows
 from fleetdistill.errors import DataError
 from fleetdistill.interruption import check_may_continue
@@ -90,7 +90,7 @@ def read_samples(data: Any, known: Samples | None = None) -> Samples:
     Raises:
         DataError: The data cannot be read, or a sample is invalid.
     """
-    rows, (_, transform) = open_rows(data), unwrapped(data)
+    rows, transform = opened(data)
     fingerprint = rows.fingerprint()
     if known is not None and fingerprint is not None and fingerprint == known.fingerprint:
         return known

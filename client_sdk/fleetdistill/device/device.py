@@ -79,9 +79,10 @@ class Device(Disclosure):
         server: `"host:port"` of the aggregation server, or a `Link`.
         model: Local model, or a function that builds it when it is first needed: a module with `extractor`, `features`
             and `predict`. `fleetdistill.training.split_sequential` makes one from a chain of layers.
-        data: Private training data: `(inputs, labels)` as tensors or NumPy arrays, a map-style torch Dataset, or a
-            function that returns one of these. Inputs are float `[samples, *input_shape]`; labels are integers
-            `[samples]` in `[0, classes)`.
+        data: Private training data, read again at every ask: `(inputs, labels)` as tensors or NumPy arrays, also
+            memory-mapped ones, a map-style or iterable torch Dataset, a DataLoader, a list of pairs, a
+            `fleetdistill.data.Augmented`, or a function that returns one of these. Inputs are float
+            `[samples, *input_shape]`; labels are integers `[samples]` in `[0, classes)`.
         worker: Compute backend, instead of `model` and `data`, for an app that does not use PyTorch: a function that
             takes the run's contract and returns a `fleetdistill.device.compute.Compute`.
         state_dir: Directory used only by this device. Stores its identity, its model and unfinished work.
@@ -118,6 +119,7 @@ class Device(Disclosure):
 
     Raises:
         ConfigurationError: An argument is invalid, or has no effect together with `worker`.
+        DataError: The data cannot be used. Functions and iterables are read later.
         StateError: `state_dir` is in use, is damaged, or belongs to another run or device.
     """
 

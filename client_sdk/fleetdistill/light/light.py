@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fleetdistill.data import Augmented
 from fleetdistill.data.samples import Samples, named, read_samples
 from fleetdistill.deployment.quantization import CheckData, check_data_of
 from fleetdistill.deployment.settings import Deployment
+from fleetdistill.device.arguments import check_all_data
 from fleetdistill.device.compute import Computed, MakeCompute, faults_decline
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
 from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, Kind, Metric, Metrics, Plan
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 METHOD = "classstats"
 _MODEL_NAME = "light"
 _ROWS_AT_ONCE = 1024
+_NO_TRAINING = "a device without PyTorch does not train, so Augmented has no effect; pass the data inside it"
 _WITH_TORCH = "use PyTorch on this device: install fleetdistill[train] and pass Device(model=..., data=...)"
 
 
@@ -54,16 +57,22 @@ def light_worker(data: Any, *, test_data: Any = None, validation_data: Any = Non
     """Returns a `Device(worker=...)` argument for a device without PyTorch.
 
     Args:
-        data: Private training data: `(inputs, labels)` as NumPy arrays, or a function that returns them. Inputs are
-            float `[N, *input_shape]`, finite, and in [0, 1] with `features = "scattering"`; labels are integers `[N]`
-            in `[0, classes)`.
+        data: Private training data in any form of `Device(data=...)` except `Augmented`; read again at every ask.
+            Inputs are float `[N, *input_shape]`, finite, and in [0, 1] with `features = "scattering"`; labels are
+            integers `[N]` in `[0, classes)`.
         test_data: Data on which each round's variants are scored. The scores are sent to the server.
         validation_data: Data that decide whether a new variant replaces the app's model.
 
     Returns:
         A function of the contract that makes the compute backend. It raises ConfigurationError if the run requires
         PyTorch, and DataError if the data do not fit the run.
+
+    Raises:
+        DataError: The data cannot be used.
     """
+    check_all_data(data=data, test_data=test_data, validation_data=validation_data)
+    if isinstance(data, Augmented):
+        raise DataError(_NO_TRAINING)
     return lambda contract: LightCompute(contract, data, test_data, validation_data)
 
 
@@ -422,9 +431,7 @@ def _load(
         if known is not None and samples is known.samples:
             return known
         if samples.transform is not None:
-            raise DataError(
-                "a device without PyTorch does not train, so Augmented has no effect; pass the data inside it"
-            )
+            raise DataError(_NO_TRAINING)
         samples.check_run(contract.run, tuple(contract.input_shape), len(contract.classes))
         found = LabelledArrays(samples, tuple(contract.input_shape))
         if features == SCATTERING:
