@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.sdk_fleet import RUN, Fleet, equal, knowledge_of, make_device, tiny_data, weights
+from support.sdk_fleet import RUN, Fleet, equal, knowledge_of, make_device, tiny_data, tiny_model, weights
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
 
 from fleetdistill import Step
 from fleetdistill.data import Augmented
 from fleetdistill.data.samples import read_samples
+from fleetdistill.device.torch_compute import TorchCompute
 from fleetdistill.errors import ConfigurationError, DataError, NoSamplesError
 from fleetdistill.testing import EventLog, ManualClock
 from fleetdistill.training.local_training import evaluate, train_epochs
@@ -401,3 +402,16 @@ def test_one_class_or_one_sample_is_enough(fleet: Fleet, tmp_path: Path, one_cla
     data = (inputs[labels == 1], labels[labels == 1]) if one_class else (inputs[:1], labels[:1])
     with make_device(fleet, tmp_path, data=data) as device:
         assert answer(fleet, device) == list(range(len(data[1])))
+
+
+def test_a_worker_that_computes_with_pytorch_reads_its_own_data_again(fleet: Fleet, tmp_path: Path) -> None:
+    kept = items()
+
+    def worker(contract: contract_pb2.Contract) -> TorchCompute:
+        given: dict[str, Any] = {"model_name": "", "test_data": None, "validation_data": None, "torch_device": "cpu"}
+        return TorchCompute(contract, model=tiny_model, data=kept, **given)
+
+    with make_device(fleet, tmp_path, worker=worker, model=None, data=None, test_data=None) as device:
+        assert len(answer(fleet, device)) == 24
+        del kept[20:]
+        assert len(answer(fleet, device)) == 20

@@ -80,7 +80,7 @@ class TorchCompute:
         self.has_state = False
         self._classes = len(contract.classes)
         self._ids, self._input_shape = ids, tuple(contract.input_shape)
-        self._samples = _samples_of(data, contract, "data")
+        self._given, self._samples = data, _samples_of(data, contract, "data")
         self._data = self._tensors_of(self._samples)
         scored = {
             split: None if given is None else _samples_of(given, contract, f"{split}_data")
@@ -149,7 +149,9 @@ class TorchCompute:
 
         The method is made again for new samples and takes over its state; the model stays the same object.
         """
-        read = _samples_of(data, self.contract, "data", self._samples)
+        given = self._given if data is None else data  # None if an app's worker is derived from this class
+        read = _samples_of(given, self.contract, "data", self._samples)
+        self._given = given
         if read is self._samples:
             return False
         self._samples, self._data = read, self._tensors_of(read)

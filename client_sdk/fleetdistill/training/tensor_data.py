@@ -86,11 +86,13 @@ class TensorData:
         inputs: `[N, ...]` float32, finite.
         labels: `[N]` int64, at least 0. N may be 0: a device can have an empty test part.
         make_ids: Returns the ids of the samples; None to number them.
+        digest: Digest of the samples, which changes with any of them; empty if it is not known.
     """
 
     inputs: Tensor
     labels: Tensor
     make_ids: MakeIds | None = None
+    digest: bytes = b""
 
     def __post_init__(self) -> None:
         _check_inputs(self.inputs)
@@ -125,7 +127,7 @@ class TensorData:
         """Returns the data on a device."""
         if self.inputs.device == self.labels.device == torch.device(device):
             return self
-        return TensorData(self.inputs.to(device), self.labels.to(device), self.make_ids)
+        return TensorData(self.inputs.to(device), self.labels.to(device), self.make_ids, self.digest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,11 +138,13 @@ class LazyData:
         inputs: `[N, ...]`, at least one; indexing gives float32 tensors.
         labels: `[N]` int64.
         make_ids: Returns the ids of the samples; None to number them.
+        digest: Digest of the samples, which changes with any of them; empty if it is not known.
     """
 
     inputs: LazyInputs
     labels: Tensor
     make_ids: MakeIds | None = None
+    digest: bytes = b""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -161,7 +165,7 @@ class LazyData:
 
     def to(self, device: torch.device | str) -> LazyData:
         """Returns the data on a device; inputs are copied batch by batch."""
-        return LazyData(self.inputs.to(device), self.labels.to(device), self.make_ids)
+        return LazyData(self.inputs.to(device), self.labels.to(device), self.make_ids, self.digest)
 
 
 def as_tensor_data(data: object, classes: int) -> TensorData:
@@ -202,8 +206,8 @@ def tensor_data_of(
         shape = samples.input_shape if input_shape is None else input_shape
         return TensorData(torch.zeros(0, *shape), labels, make_ids)
     if pair is not None and samples.transform is None:
-        return TensorData(torch.from_numpy(pair[0]), labels, make_ids)
-    return LazyData(LazyInputs(samples), labels, make_ids)
+        return TensorData(torch.from_numpy(pair[0]), labels, make_ids, samples.digest)
+    return LazyData(LazyInputs(samples), labels, make_ids, samples.digest)
 
 
 def parts_of(inputs: Tensor | LazyInputs) -> Iterator[Tensor]:

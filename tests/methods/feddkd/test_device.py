@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from fleetdistill.knowledge import DistillationGradient
 from fleetdistill.methods.base import Ask
 from fleetdistill.methods.feddkd.device import distillation_gradient
 from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.local_training import TensorData, extract
 from fleetdistill.training.losses import soft_cross_entropy, soft_targets
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import encode
@@ -201,3 +203,14 @@ def test_the_end_result_becomes_the_devices_model() -> None:
     device.handle(teach())
     device.handle(Ask(round=1, step="deliver", seed=1, parts={"parameters": server.shared_parameters()}))
     assert_same(state_of(device.local.model), state_of(server.model))
+
+
+def test_logits_of_other_samples_are_computed_again() -> None:
+    """The samples of a device may change between two steps of a round."""
+    device, other = make_device(), make_device()
+    device.teacher_logits()
+    data = device.local.data
+    changed = TensorData(data.inputs[:5] + 1, data.labels[:5], digest=b"other")
+    other.local = replace(other.local, data=changed)
+    other.load_state_dict(device.state_dict())
+    assert torch.equal(other.teacher_logits(), extract(other.local.model, changed.inputs))

@@ -192,13 +192,15 @@ class FedDKDDevice(DeviceMethod):
         return with_parameters(self.local.model, ask, without=self._own_tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the round whose teacher the model is, and the last step answered."""
-        return {"round": self._round, "step": self._step}
+        """Returns the round whose teacher the model is, the last step answered, and the teacher's logits."""
+        logits, samples = self._teacher_logits, self.local.data.digest.hex()
+        return {"round": self._round, "step": self._step, "teacher_logits": logits, "samples": samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `state_dict` returned."""
         self._round, self._step = int(state["round"]), int(state["step"])
-        self._teacher_logits = None  # computed from the model again, because the samples may have changed
+        same = state.get("samples", "") == self.local.data.digest.hex()
+        self._teacher_logits = state["teacher_logits"] if same else None  # logits of other samples are computed again
 
 
 def mini_batch(rows: int, size: int, seed: int) -> Tensor:
