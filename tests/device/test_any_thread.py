@@ -15,15 +15,20 @@ import pytest
 from support.processes import PATIENCE_SECONDS
 
 from fleetdistill import Device
-from fleetdistill.errors import DeviceBusyError, DeviceClosedError, ModelError
+from fleetdistill.errors import ConfigurationError, DeviceBusyError, ModelError, StateError
 from fleetdistill.light import light_worker
 from fleetdistill.models import build_model
 from fleetdistill.testing import EventLog
 from fleetdistill_server.testing import MemoryServer
 
 TURNS, THREADS = 1000, 4
-NAMED = (DeviceBusyError, DeviceClosedError, ModelError)
-"""What a member may raise: it cannot be used now, or a device without PyTorch has no model yet."""
+NAMED: dict[str, type[Exception]] = {
+    **dict.fromkeys(("run", "step", "tick", "start", "preview"), DeviceBusyError),
+    **dict.fromkeys(("model", "predict"), ModelError),
+    "roll_back": StateError,
+    "background_result": ConfigurationError,
+}
+"""What a member may raise: another call works, or there is no model, no earlier version or no thread yet."""
 IMAGES = np.random.default_rng(7).random((20, 1, 8, 8), np.float32)
 DATA = (IMAGES, np.arange(20) % 10)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -63,8 +68,20 @@ def members(device: Device, kind: str) -> dict[str, Callable[[], Any]]:
         "start": device.start,
         "stop": device.stop,
         "join": lambda: device.join(0.01),
-        "close": device.close,
+        "preview": device.preview,
+        "roll_back": device.roll_back,
+        "version": lambda: device.version,
+        "background_result": device.background_result,
     }
+
+
+ENDS = {"close", "forget"}
+"""Members after which a device cannot be used; a thread calls one of them when the others are done."""
+
+
+def test_no_public_member_is_left_out(tmp_path: Path) -> None:
+    with MemoryServer(SETTINGS["light"]) as server, device_of("light", server.link(), tmp_path) as device:
+        assert set(members(device, "light")) | ENDS == {name for name in dir(Device) if not name.startswith("_")}
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -79,13 +96,13 @@ def test_a_thousand_calls_of_all_members_from_four_threads(kind: str, tmp_path: 
 
     def call(device: Device, seed: int, left: int) -> None:
         chosen = random.Random(seed)
-        names = [name for name in members(device, kind) if name != "close"]
+        calls = members(device, kind)
         for _ in range(left):
-            name = chosen.choice(names)
+            name = chosen.choice(list(calls))
             try:
-                members(device, kind)[name]()
+                calls[name]()
                 result = name
-            except NAMED as error:
+            except NAMED.get(name, ()) as error:
                 result = f"{name}: {type(error).__name__}"
             with counting:
                 done[result] += 1
@@ -105,7 +122,7 @@ def test_a_thousand_calls_of_all_members_from_four_threads(kind: str, tmp_path: 
             device.run()
         assert server.status == "finished"
     assert sum(done.values()) >= TURNS
-    assert {name.partition(":")[0] for name in done} == set(members(device, kind)) - {"close"}
+    assert {name.partition(":")[0] for name in done} == set(members(device, kind))
     assert "failed" not in events.kinds()
     receipts = [event.values["receipt"] for event in events if event.kind == "answered"]
     assert len(receipts) == len(set(receipts)), "each answer is reported once"
