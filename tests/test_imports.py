@@ -31,6 +31,13 @@ def test_a_device_is_light_to_import() -> None:
     assert "fleetdistill.device.device" in loaded
 
 
+def test_importing_device_loads_only_what_an_idle_device_needs() -> None:
+    loaded = loaded_by("from fleetdistill import Device")
+    unneeded = ("fleetdistill.knowledge", "fleetdistill.methods", "fleetdistill.training", "fleetdistill.light")
+    slow = ("importlib.metadata", "numpy.typing", "zipfile", "difflib", "email")
+    assert of_packages(loaded, *unneeded, *slow) == set()
+
+
 def test_the_package_alone_loads_no_grpc() -> None:
     assert (
         of_packages(loaded_by("import fleetdistill; fleetdistill.FleetDistillError"), *HEAVY, "grpc", "numpy") == set()

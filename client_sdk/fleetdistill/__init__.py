@@ -6,8 +6,9 @@ load torch, onnx or onnxruntime; they are imported when they are first needed.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fleetdistill.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fleetdistill.deployment.predictor import Predictor
@@ -48,13 +49,4 @@ _WHERE = {
     "__version__": "fleetdistill.version:VERSION",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, found = _WHERE[name].partition(":")
-    return getattr(import_module(module), found or name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_exports(__name__, _WHERE)

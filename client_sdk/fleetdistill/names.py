@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 
@@ -20,6 +19,8 @@ def is_name(text: str) -> bool:
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
     """Returns `; did you mean NAME?` with the most similar known name; empty if none is similar."""
+    import difflib  # only for this error
+
     close = difflib.get_close_matches(str(given), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 

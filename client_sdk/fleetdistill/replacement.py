@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fleetdistill.knowledge import Metric
+if TYPE_CHECKING:
+    from fleetdistill.knowledge import Metric
 
 SPLIT = "validation"
 """Name of the data split that decides on a replacement."""
@@ -64,6 +65,8 @@ class Replacement:
 
     def metric(self, name: str) -> Metric:
         """Returns the metric for the server; `name` is one of `REPLACEMENT_METRICS`."""
+        from fleetdistill.knowledge import Metric  # not needed by an idle device
+
         return Metric(name=name, split=SPLIT, sum=float(self.replaced), count=1)
 
 
@@ -82,6 +85,8 @@ def judge(accuracies: Mapping[str, float], in_use: float | None, max_drop: float
 
 def picked(names: Iterable[str], replacement: Replacement) -> list[Metric]:
     """Returns the metrics that report which variant the app's model becomes; empty for a single variant."""
+    from fleetdistill.knowledge import Metric
+
     known = list(names)
     return [
         Metric(name=f"{PICKED}{name}", split=SPLIT, sum=float(name == replacement.variant), count=1)

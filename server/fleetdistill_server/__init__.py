@@ -9,8 +9,9 @@ Exported names are imported on first use, so importing the package loads neither
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fleetdistill.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fleetdistill.version import VERSION as __version__
@@ -31,13 +32,4 @@ _WHERE = {
     "simulate": "fleetdistill_server.simulation.fleet",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, found = _WHERE[name].partition(":")
-    return getattr(import_module(module), found or name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_exports(__name__, _WHERE)

@@ -230,6 +230,8 @@ class CheckIn:
     def make_compute(self, contract: contract_pb2.Contract) -> Compute:
         """Returns the compute backend; makes one without state if there is none."""
         if self._session.compute is None:
+            import fleetdistill.knowledge  # noqa: F401  (registers the kinds of parts, which an idle device does not need)
+
             self._session.compute = self._make(contract, self._data)
         return self._session.compute
 

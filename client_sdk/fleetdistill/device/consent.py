@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from fleetdistill.device.arguments import check_columns
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.knowledge import Parts
+from fleetdistill.wire.kind import Parts
 
 
 class ColumnWithdrawn(ConfigurationError):

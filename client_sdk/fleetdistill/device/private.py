@@ -15,14 +15,13 @@ import numpy as np
 
 from fleetdistill.device.events import Events
 from fleetdistill.errors import ConfigurationError, FleetDistillError, PrivacyBudgetError
-from fleetdistill.knowledge import ClassSums, PrivateRows
 from fleetdistill.privacy.guarantee import Guarantee
 from fleetdistill.state.files import Files
 from fleetdistill.state.privacy_ledger import PrivacyBudget, PrivacyLedger, fingerprint
-from fleetdistill.state.releases import Releases
 from fleetdistill.wire.v1 import contract_pb2
 
 if TYPE_CHECKING:
+    from fleetdistill.knowledge import ClassSums, PrivateRows
     from fleetdistill.methods.base import Answer
 
 SAMPLES = 1
@@ -85,6 +84,8 @@ class PrivateAnswers:
             ConfigurationError: The answer contains anything but rows.
             PrivacyBudgetError: The release would exceed the budget.
         """
+        from fleetdistill.knowledge import PrivateRows
+
         parts = {}
         for name, part in answer.parts.items():
             if not isinstance(part, PrivateRows):
@@ -108,6 +109,7 @@ class PrivateAnswers:
     def _release(self, rows: PrivateRows, run: str, wanted: Guarantee, round: int) -> ClassSums:
         """Returns the stored release of these rows, or makes one: ledger, then noise, then the stored release."""
         from fleetdistill.methods.classstats.private_sums import on_grid, unit_rows
+        from fleetdistill.state.releases import Releases
 
         most, used = self._most(wanted), self._used(wanted)
         units_nf = on_grid(unit_rows(rows.rows))
@@ -129,6 +131,7 @@ class PrivateAnswers:
 
 def with_noise(answer: Answer, guarantee: Guarantee) -> Answer:
     """Returns an answer with noisy sums in place of rows, without a ledger; it must not leave the device."""
+    from fleetdistill.knowledge import PrivateRows
     from fleetdistill.methods.classstats.private_sums import on_grid, unit_rows
 
     parts = {

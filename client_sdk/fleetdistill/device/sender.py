@@ -20,7 +20,6 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code, after_seconds, is_final, status_of
 from fleetdistill.wire.compression import RAW, offered
-from fleetdistill.wire.kind import kind_of
 from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
@@ -174,6 +173,8 @@ class Sender:
         """Records an answer in the ledger. Raises ColumnWithdrawn if the app no longer allows one of its columns."""
         columns = pending.columns
         if columns is None:  # stored by an earlier SDK
+            from fleetdistill.knowledge import kind_of
+
             columns = {part.name: list(kind_of(part).possible_columns or ()) for part in payload.parts.parts}
         self._session.consent.check_stored(columns)
         try:

@@ -30,7 +30,7 @@ from fleetdistill.knowledge.samples import (
     rows_by_id,
 )
 from fleetdistill.knowledge.statistics import ClassSpace, ClassStatistics, SharedStatistics
-from fleetdistill.wire.kind import KINDS, Array, Kind, Parts
+from fleetdistill.wire.kind import KINDS, Array, Kind, Parts, kind_of
 
 __all__ = [
     "CUT",
@@ -70,6 +70,7 @@ __all__ = [
     "WeightedPredictions",
     "Weights",
     "check_rows",
+    "kind_of",
     "rows_by_id",
 ]
 

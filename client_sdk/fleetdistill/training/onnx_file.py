@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from fleetdistill.errors import ExportError, WorkInterrupted
 from fleetdistill.state.durable import rename_durably
+from fleetdistill.version import VERSION
 
 if TYPE_CHECKING:  # Predictor uses this module, and loads neither gRPC nor protobuf
     from fleetdistill.knowledge import Array
@@ -63,14 +63,10 @@ def doing(what: str) -> Iterator[None]:
 
 def facts(input_shape: Sequence[int], classes: int) -> dict[str, str]:
     """Returns the metadata of every file: classes, input shape and version."""
-    try:
-        release = version("fleetdistill")
-    except PackageNotFoundError:  # running from a source tree without installation
-        release = "unknown"
     return {
         "classes": str(classes),
         "input_shape": ",".join(str(size) for size in input_shape),
-        "fleetdistill_version": release,
+        "fleetdistill_version": VERSION,
     }
 
 

@@ -8,13 +8,12 @@ from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from google.protobuf.message import Message
-from numpy.typing import NDArray
 
 from fleetdistill.errors import WireError
 from fleetdistill.wire.schema import Shapes, Tensors
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
-Array = NDArray[Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 KINDS: dict[str, type[Kind]] = {}
 """All kinds by name. Subclasses register themselves; `fleetdistill.knowledge` defines those of this package."""

@@ -6,10 +6,12 @@ channel d represents `minimum[d] + e * step[d]`, computed in float32.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 LARGEST = float(np.finfo(np.float16).max)
 """Largest absolute value that can be encoded; equal to float16's, so that both types accept the same values."""

@@ -49,7 +49,8 @@ def _scaled(name: str, honest: Array, start: Array | None, random: np.random.Gen
 
 
 def _random(name: str, honest: Array, start: Array | None, random: np.random.Generator) -> Array:
-    return random.normal(honest.mean(), honest.std() + 1e-3, honest.shape)
+    noise: Array = random.normal(honest.mean(), honest.std() + 1e-3, honest.shape)
+    return noise
 
 
 _CHANGES: Mapping[str, Change] = {"reversed": _reversed, "scaled": _scaled, "random": _random}

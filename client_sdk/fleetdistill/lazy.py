@@ -1,0 +1,27 @@
+"""Exported names of a package that are imported on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy_exports(package: str, where: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns the `__getattr__` and the `__dir__` of a package.
+
+    Args:
+        package: `__name__` of the package.
+        where: For each exported name, its module, or `module:name` if the name differs there.
+    """
+
+    def found(name: str) -> Any:
+        if name not in where:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, _, attribute = where[name].partition(":")
+        return getattr(import_module(module), attribute or name)
+
+    def names() -> list[str]:
+        return sorted({*vars(import_module(package)), *where})
+
+    return found, names
