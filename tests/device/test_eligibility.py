@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from hypothesis import given
@@ -27,8 +29,10 @@ from fleetdistill import Device, Eligibility, Event, Step
 from fleetdistill.eligibility.policy import Conditions, seconds_until
 from fleetdistill.eligibility.probes import OtherLoad
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.light import light_worker
 from fleetdistill.testing import EventLog, FaultyLink, ManualClock
 from fleetdistill_server.simulation.spec import device as spec_device
+from fleetdistill_server.testing import MemoryServer
 
 NOON = datetime(2026, 1, 1, 12)
 
@@ -252,9 +256,14 @@ def test_an_interrupted_ask_is_answered_later_as_if_it_had_not_been_interrupted(
 
 
 class Flipping:
-    """Probe of a device that is not eligible once during each ask, at a random check."""
+    """Probe of a device that is not eligible once during each ask, at a random one of its first checks.
 
-    def __init__(self) -> None:
+    Args:
+        latest: Number of these checks; 0 for a device that is always eligible.
+    """
+
+    def __init__(self, latest: int = 12) -> None:
+        self.latest = latest
         self.random, self.left, self.times, self.ask = random.Random(3), 0, 0, ""
 
     def note(self, event: Event) -> None:
@@ -263,7 +272,7 @@ class Flipping:
             self.left = 0
         if event.kind == "ask" and "step" in event.values:
             ask = f"{event.round} {event.values['step']}"
-            self.left = self.random.randint(1, 12) if ask != self.ask else 0
+            self.left = self.random.randint(1, self.latest) if self.latest and ask != self.ask else 0
             self.ask = ask
 
     def __call__(self) -> bool:
@@ -300,6 +309,47 @@ def test_a_run_of_interrupted_devices_is_the_same_to_the_bit(
         assert record(store) == expected
     assert device_files(plain) == device_files(disturbed)
     assert sum(flip.times for flip in flips) >= 2
+
+
+@pytest.mark.usefixtures("every_check")
+@pytest.mark.parametrize("kind", ["light", "light and private"])
+def test_an_interrupted_device_without_pytorch_answers_as_if_it_had_not_been(kind: str, tmp_path: Path) -> None:
+    private = {"privacy": {"epsilon": 20.0}} if "private" in kind else {}
+    data = np.random.default_rng(0).random((300, 1, 8, 8), np.float32), np.arange(300) % 4
+    results = []
+    for name in ("plain", "disturbed"):
+        flip = Flipping(1 if name == "disturbed" else 0)
+        events = EventLog()
+
+        def note(event: Event, flip: Flipping = flip, events: EventLog = events) -> None:
+            flip.note(event)
+            events.append(event)
+
+        settings: dict[str, dict[str, Any]] = {
+            "run": {"method": "classstats"},
+            "contract": {"classes": 4, "input_shape": [1, 8, 8]},
+            **private,
+        }
+        with MemoryServer(settings) as server:
+            with Device(
+                server=server.link(),
+                worker=light_worker(data),
+                state_dir=tmp_path / name,
+                device_id="d",
+                export_onnx="never",
+                on_event=note,
+                eligibility=Eligibility(probes={"mine": flip}),
+                clock=ManualClock(),
+            ) as device:
+                device.run()
+            assert server.status == "finished"
+            results.append([row["sha256"] for row in server.store.asks.uploads("test")])
+        assert (events.kinds().count("waiting") > 0) is (name == "disturbed")
+        if private:
+            releases = json.loads((tmp_path / name / "privacy.json").read_text())["releases"]
+            assert len(releases) == 1
+    assert private or results[0] == results[1]
+    assert results[0]
 
 
 @pytest.mark.usefixtures("every_check")

@@ -157,6 +157,7 @@ class Engine:
         return Step.WAITED
 
     def _handle(self, response: service_pb2.NextAskResponse) -> Step:
+        self._session.ask_interrupted = False  # the server offers an interrupted ask again, or has closed it
         match response.WhichOneof("next"):
             case "ask":
                 self._events.emit_reason("")
@@ -171,7 +172,6 @@ class Engine:
                 return Step.WAITED
 
     def _handle_ask(self, ask: service_pb2.Ask) -> None:
-        self._session.ask_interrupted = False
         try:
             self._pause = self._handler.handle(ask)
         except (WorkInterrupted, KeyboardInterrupt):

@@ -187,3 +187,4 @@ def _watched(work: _Work, link: Link) -> Iterator[None]:
         yield
     finally:
         ended.set()
+        thread.join(CHECK_SECONDS)  # otherwise it could cancel the next call; a probe may take longer

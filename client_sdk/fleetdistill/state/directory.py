@@ -10,6 +10,8 @@
     model.onnx              the app's model as ONNX, if the app wants it
     deployed.json, model.onnx.due, roll-back.due, versions/
                             the versions of the app's model, written by `fleetdistill.deployment.versions`
+    usage.json              bytes and seconds of computing used today, if the app has set budgets
+    pace.json               the time before which the server asked the device not to call
     outbox/                 header.bin, data.bin, candidate.safetensors, delivered.safetensors if the app's model is to
                             be replaced, then manifest.json, which commits the others; tries.txt: number of tries to
                             send; outcome.json: outcome of the answer, until the app has its events
