@@ -8,6 +8,7 @@
     ├── KnowledgeError           features, logits or labels have unusable values
     ├── ExportError              an ONNX export failed
     ├── StateError               a device's state directory cannot be used
+    │   ├── DamagedStateError    a file of the state directory is damaged
     │   └── NoRoomError          the state directory has no room
     ├── WireError                a message violates the protocol
     │   └── PayloadTooLargeError a payload exceeds a size limit
@@ -29,10 +30,16 @@ An app needs to catch only `FleetDistillError`: exceptions of grpc, SQLite, pyda
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 __all__ = [
     "CannotAnswer",
     "ConfigurationError",
     "DamagedError",
+    "DamagedStateError",
     "DataError",
     "DeviceBusyError",
     "DeviceClosedError",
@@ -96,6 +103,18 @@ class ExportError(FleetDistillError):
 
 class StateError(FleetDistillError):
     """A device's state directory cannot be used: it is locked or damaged, or belongs to another run or a newer SDK."""
+
+
+class DamagedStateError(StateError):
+    """A file of the state directory is damaged, and the device must not continue without it. It is not changed.
+
+    Attributes:
+        path: Path of the file.
+    """
+
+    def __init__(self, path: Path, message: str) -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class NoRoomError(StateError):

@@ -25,6 +25,8 @@ from fleetdistill.errors import (
     StateError,
 )
 from fleetdistill.state.directory import Storage
+from fleetdistill.state.format import json_object, sealed_json
+from fleetdistill.state.saved_profile import save_profile
 from fleetdistill.testing import EventLog
 from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.v1 import contract_pb2
@@ -108,6 +110,10 @@ def test_a_damaged_profile_is_made_anew_and_a_damaged_secret_said(fleet: Fleet, 
         assert device.step(0) is Step.WAITED
     text = (tmp_path / "device.json").read_text()
     (tmp_path / "device.json").write_text(text.replace('"secret": "', '"secret": "xyz'))
+    with pytest.raises(StateError, match=r"device\.json is damaged: it does not match its checksum"):
+        make_device(fleet, tmp_path)
+    saved = json_object(tmp_path / "device.json", text.encode())
+    (tmp_path / "device.json").write_bytes(sealed_json({**saved, "secret": "xyz"}))
     with pytest.raises(StateError, match="its secret is not hexadecimal"):
         make_device(fleet, tmp_path)
 
@@ -269,7 +275,7 @@ def test_an_idle_device_that_is_known_loads_no_torch(tmp_path: Path) -> None:
 
     storage = Storage(tmp_path)
     storage.save_identity({"device": "d", "run": "r", "secret": "00" * 32})
-    storage.save("profile.bin", contract_pb2.DeviceProfile(model_name="known").SerializeToString())
+    save_profile(storage, contract_pb2.DeviceProfile(model_name="known"))
     storage.close()
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import pytest
 from support.wire_samples import data_of, make_payload
 
@@ -20,7 +21,7 @@ from fleetdistill import Device
 from fleetdistill.errors import NoRoomError, StateError
 from fleetdistill.replacement import Replacement
 from fleetdistill.state.directory import Storage
-from fleetdistill.state.format import FORMAT
+from fleetdistill.state.format import FORMAT, json_object, sealed_json
 from fleetdistill.state.outbox import Outbox, Outcome, Pending
 
 PENDING = Pending(round=3, step_number=2, attempt=1, samples=40)
@@ -347,6 +348,11 @@ def test_a_model_that_a_crash_left_behind_is_not_delivered_by_an_answer_that_kee
     storage.close()
 
 
+def unsealed(path: Path) -> str:
+    """A JSON file without its checksum, which is checked."""
+    return json.dumps(json_object(path, path.read_bytes()))
+
+
 @pytest.mark.parametrize("replacement", [None, Replacement(True), Replacement(False, 0.5, 0.75)])
 def test_whether_the_apps_model_is_replaced_survives_a_restart(tmp_path: Path, replacement: Replacement | None) -> None:
     storage = Storage(tmp_path)
@@ -358,7 +364,7 @@ def test_whether_the_apps_model_is_replaced_survives_a_restart(tmp_path: Path, r
     again.close()
 
 
-def test_the_files_of_the_outbox_have_the_names_of_format_2(tmp_path: Path) -> None:
+def test_the_files_of_the_outbox_have_the_names_of_format_3(tmp_path: Path) -> None:
     """An older SDK of this format reads them, whatever fields are called in the code."""
     storage = Storage(tmp_path)
     pending = Pending(3, 2, 1, 40, Replacement(True, 0.75, 0.5, "personal"), {"test": [[1, 0], [0, 1]]}, "ab")
@@ -368,10 +374,13 @@ def test_the_files_of_the_outbox_have_the_names_of_format_2(tmp_path: Path) -> N
         '"accuracy_in_use": 0.5, "answer": "personal"}, "scores": {"test": [[1, 0], [0, 1]]}, "payload": "ab", '
         '"step": "", "columns": null}'
     )
-    assert (tmp_path / "outbox" / "manifest.json").read_text() == '{"format": 2, ' + answer[1:]
+    digests = {"candidate": google_crc32c.value(b"new state"), "delivered": None}
+    assert unsealed(tmp_path / "outbox" / "manifest.json") == (
+        f'{{"format": 3, {answer[1:-1]}, "digests": {json.dumps(digests)}}}'
+    )
     storage.outbox.save_outcome(Outcome(pending, "r1", tries=2))
-    assert (tmp_path / "outbox" / "outcome.json").read_text() == (
-        f'{{"format": 2, "pending": {answer}, "receipt": "r1", "code": "", "text": "", "details": {{}}, "tries": 2}}'
+    assert unsealed(tmp_path / "outbox" / "outcome.json") == (
+        f'{{"format": 3, "pending": {answer}, "receipt": "r1", "code": "", "text": "", "details": {{}}, "tries": 2}}'
     )
     assert storage.outbox.outcome() == Outcome(pending, "r1", tries=2)
     storage.close()
@@ -433,14 +442,23 @@ def test_the_manifest_is_gone_from_the_disk_before_its_files_are(
 # --- damage
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"round": 1}', b'{"who": "knows"}'])
-def test_a_damaged_manifest_is_a_state_error(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"round": 1}', b'{"who": "knows"}', b"x" * 40])
+@pytest.mark.parametrize("name", ["manifest.json", "candidate.safetensors", "header.bin", "data.bin"])
+def test_a_damaged_answer_is_put_aside_and_the_device_continues(tmp_path: Path, name: str, content: bytes) -> None:
     storage = Storage(tmp_path)
     put(storage)
-    (tmp_path / "outbox" / "manifest.json").write_bytes(content)
-    with pytest.raises(StateError, match=r"outbox/manifest.json is damaged: .*; restore the file, or use a new"):
-        storage.outbox.pending()
-    storage.close()
+    (tmp_path / "outbox" / name).write_bytes(content)
+    kill(storage)
+    again = Storage(tmp_path)
+    assert again.outbox.pending() is None
+    (aside,) = again.put_aside
+    assert (aside.path, aside.kept_as) == (tmp_path / "outbox", tmp_path / "outbox.damaged-1")
+    assert f"{name} is damaged: " in aside.text
+    assert "its answer is dropped; the device continues from its last receipt" in aside.text
+    assert (tmp_path / "outbox.damaged-1" / name).read_bytes() == content
+    put(again)
+    assert again.outbox.pending() == PENDING
+    again.close()
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff" * 40, b"\x10\x07"])
@@ -458,7 +476,7 @@ def test_missing_data_are_a_state_error(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     put(storage)
     (tmp_path / "outbox" / "data.bin").unlink()
-    with pytest.raises(StateError, match="No such file or directory"), storage.outbox.answer():
+    with pytest.raises(StateError, match=r"data\.bin is damaged: the file is missing"), storage.outbox.answer():
         pass
     storage.close()
 
@@ -643,8 +661,8 @@ def test_an_answer_of_a_newer_sdk_is_refused_and_kept(tmp_path: Path, more: dict
     storage = Storage(tmp_path)
     put(storage)
     path = tmp_path / "outbox" / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
-    with pytest.raises(StateError, match=r"manifest.json was written by a newer SDK: it has (colour|format 3)"):
+    path.write_bytes(sealed_json({**json_object(path, path.read_bytes()), **more}))
+    with pytest.raises(StateError, match=r"manifest.json was written by a newer SDK: it has (colour|format 4)"):
         storage.outbox.pending()
     assert path.exists()
     storage.close()

@@ -46,6 +46,20 @@ def test_nested_state_comes_back_with_its_types(state: Any) -> None:
     assert_same(unpack_state(pack_state(state)), state)
 
 
+def test_equal_states_have_equal_bytes_and_every_changed_bit_is_noticed() -> None:
+    state = {"a": torch.arange(3.0), "crc32c": '"crc32c": "00000000"', "b": [1, None]}
+    packed = pack_state(state)
+    assert all(pack_state(state) == packed for _ in range(20))
+    for at in range(8 * len(packed)):
+        changed = bytearray(packed)
+        changed[at // 8] ^= 1 << at % 8
+        try:
+            found = unpack_state(bytes(changed))
+        except StateError:
+            continue
+        assert_same(found, state)
+
+
 def test_a_tensor_in_several_places_is_packed_once() -> None:
     shared, alike = torch.arange(4096.0), torch.arange(4096.0)
     state = {"a": shared, "b": [shared.detach()], "first": shared[:2], "turned": shared.reshape(64, 64).T}

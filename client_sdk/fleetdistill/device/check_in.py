@@ -6,21 +6,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf.message import DecodeError
-
 from fleetdistill.data.samples import digest_of_arrays, named
 from fleetdistill.device.events import Events
 from fleetdistill.device.identity import save_identity
 from fleetdistill.device.live_data import RereadsData, is_empty
 from fleetdistill.device.private import check_is_private, guarantee_of, hide_rows
 from fleetdistill.device.session import Session
-from fleetdistill.errors import CannotAnswer, DataError, FleetDistillError, NoSamplesError
+from fleetdistill.errors import (
+    CannotAnswer,
+    DamagedStateError,
+    DataError,
+    FleetDistillError,
+    NoSamplesError,
+    StateError,
+)
 from fleetdistill.link.base import Link
 from fleetdistill.link.credentials import is_enrolled
 from fleetdistill.link.downloads import Downloads
 from fleetdistill.link.terms import check_terms
 from fleetdistill.state import failpoints
 from fleetdistill.state.data_version import data_version
+from fleetdistill.state.saved_profile import PROFILE, load_profile, save_profile
 from fleetdistill.state.sent_ledger import check_in_entry
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.compression import offered
@@ -74,7 +80,7 @@ class CheckIn:
 
     def check_in(self) -> service_pb2.CheckInResponse:
         """Checks the device in; uses the saved profile if there is one, so that an idle device does not load torch."""
-        profile, columns = _parse_profile(self._storage.load("profile.bin")), self._session.consent.columns
+        profile, columns = self._saved_profile(), self._session.consent.columns
         run = self._session.identity.run
         if profile is None:
             terms = self._send_check_in(None)
@@ -125,7 +131,15 @@ class CheckIn:
 
     def _save(self, profile: contract_pb2.DeviceProfile) -> None:
         save_identity(self._storage, self._session.identity)
-        self._storage.save("profile.bin", profile.SerializeToString())
+        save_profile(self._storage, profile)
+
+    def _saved_profile(self) -> contract_pb2.DeviceProfile | None:
+        """Returns the last accepted profile, or None; a damaged one is put aside, and the caller makes a new one."""
+        try:
+            return load_profile(self._storage)
+        except DamagedStateError as error:
+            self._storage.set_aside(PROFILE, error, "the device describes its model and data again")
+            return None
 
     # --- data
 
@@ -154,7 +168,7 @@ class CheckIn:
             self._compare_data()
 
     def _compare_data(self) -> None:
-        profile = _parse_profile(self._storage.load("profile.bin"))
+        profile = self._saved_profile()
         digest = self._digest_of_arrays()
         if profile is None or not self._storage.is_data_version(profile.data_version, digest):
             assert self._session.terms is not None  # checked in by `Device.step`
@@ -219,7 +233,7 @@ class CheckIn:
         if self._profile_sent or self._replaced or is_empty(compute) or self._storage.outbox.pending() is not None:
             return
         profile = self._profile_of(compute)
-        if profile.SerializeToString() != self._storage.load("profile.bin"):
+        if profile != self._saved_profile():
             self._call_server(profile, self._session.identity.run)
             self._save(profile)
         self._save_data_version(profile)
@@ -254,7 +268,7 @@ class CheckIn:
     def _restore(self, compute: Compute, contract: contract_pb2.Contract) -> None:
         saved = self._storage.load("state.safetensors")
         if saved is not None:
-            compute.restore(saved, self._storage.load("delivered.safetensors"))
+            self._restore_saved(compute, saved)
             return
         if contract.initial_weights and contract.initial_weights in compute.wanted_payloads():
             compute.load_initial(decode(self.download(contract.initial_weights)))
@@ -264,6 +278,17 @@ class CheckIn:
         self._storage.save("state.safetensors", compute.state())
         failpoints.hit("device.first-state.after-save")
         compute.has_state = True
+
+    def _restore_saved(self, compute: Compute, saved: bytes) -> None:
+        try:
+            compute.restore(saved, self._storage.load("delivered.safetensors"))
+        except StateError as error:
+            path = self._storage.directory / "state.safetensors"
+            raise DamagedStateError(
+                path,
+                f"{path} or delivered.safetensors is damaged: {error}. Restore both from a backup, or move both away "
+                "to start from the run's initial weights",
+            ) from error
 
     # --- payloads
 
@@ -313,14 +338,6 @@ def _reveals(contract: contract_pb2.Contract) -> str:
         return str(config_of_contract(contract).reveals())
     except FleetDistillError:  # a worker may run a method that this SDK does not know
         return ""
-
-
-def _parse_profile(saved: bytes | None) -> contract_pb2.DeviceProfile | None:
-    """Returns the saved profile, or None if there is none or it is damaged; the caller then makes a new one."""
-    try:
-        return contract_pb2.DeviceProfile.FromString(saved) if saved is not None else None
-    except DecodeError:
-        return None
 
 
 def _kept_payloads(compute: Compute, contract: contract_pb2.Contract) -> list[bytes]:

@@ -116,6 +116,7 @@ class Engine:
                 raise
             return Step.PAUSED  # the stop cancelled a call
         self._contact.reset_pause()
+        self._events.emit_put_aside(self._session.storage.put_aside)  # found during the turn
         return result
 
     def _work(self, wait_seconds: float) -> Step:
@@ -135,8 +136,8 @@ class Engine:
             if self._check_in.is_due:
                 self._check_in.check_in()
                 self._contact.restored()
-            self._events.emit_put_aside(self._session.storage.put_aside)
             pending = self._session.storage.outbox.pending()
+            self._events.emit_put_aside(self._session.storage.put_aside)
         if pending is not None:
             self._sender.settle(pending)
             self._contact.restored()

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from google.protobuf.message import DecodeError
-
 from fleetdistill.errors import StateError
 from fleetdistill.link.credentials import is_enrolled
 from fleetdistill.state.erasure import ERASING
@@ -16,9 +14,10 @@ from fleetdistill.state.files import Files
 from fleetdistill.state.format import damaged_error, json_object
 from fleetdistill.state.outbox import Outbox
 from fleetdistill.state.privacy_ledger import PrivacyLedger
+from fleetdistill.state.sample_ids import SampleIds
+from fleetdistill.state.saved_profile import load_profile
 from fleetdistill.state.sent import Ledger
 from fleetdistill.state.sent_ledger import LEDGER, read_ledger
-from fleetdistill.wire.v1 import contract_pb2
 
 T = TypeVar("T")
 
@@ -97,7 +96,7 @@ class _Reader:
 
     def read(self) -> None:
         """Reads all parts."""
-        for part in (self._identity, self._profile, self._answers, self._ledger, self._privacy):
+        for part in (self._identity, self._profile, self._answers, self._ledger, self._privacy, self._sample_ids):
             try:
                 part()
             except StateError as error:
@@ -110,13 +109,9 @@ class _Reader:
         self._found.sdk = str(saved.get("sdk", ""))
 
     def _profile(self) -> None:
-        data = self._files.load("profile.bin")
-        if data is None:
+        profile = load_profile(self._files)
+        if profile is None:
             return
-        try:
-            profile = contract_pb2.DeviceProfile.FromString(data)
-        except DecodeError as error:
-            raise damaged_error(self._files.directory / "profile.bin", error) from error
         self._found.model, self._found.parameters = profile.model_name, profile.parameters
         self._found.samples, self._found.allowed = profile.samples, list(profile.allowed_columns)
         self._found.data_version = profile.data_version.hex()
@@ -139,6 +134,9 @@ class _Reader:
         releases = PrivacyLedger(self._files).releases
         self._found.releases = len(releases)
         self._found.epsilon = releases[-1].epsilon if releases else 0.0
+
+    def _sample_ids(self) -> None:
+        SampleIds(self._files).check()
 
 
 def _sizes(directory: Path) -> dict[str, int]:

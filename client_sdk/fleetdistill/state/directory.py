@@ -26,7 +26,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from fleetdistill.state.durable import make_directory
 from fleetdistill.state.erasure import complete_erasure, erase
 from fleetdistill.state.file_lock import lock_file
 from fleetdistill.state.files import Files
-from fleetdistill.state.format import FORMAT, check_format, json_object
+from fleetdistill.state.format import FORMAT, check_format, json_object, sealed_json
 from fleetdistill.state.outbox import Outbox
 from fleetdistill.state.sent_ledger import SentLedger
 from fleetdistill.version import VERSION
@@ -99,7 +98,7 @@ class Storage(Files):
         """Saves id, run and secret with file mode 0600; other fields of the file are kept."""
         failpoints.hit("device.identity.before-save")
         saved = {**self._device_file(), **identity, "format": FORMAT, "sdk": VERSION}
-        self.save("device.json", json.dumps(saved, indent=1).encode(), mode=0o600)
+        self.save("device.json", sealed_json(saved, indent=1), mode=0o600)
         failpoints.hit("device.identity.after-save")
 
     # --- data version

@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fleetdistill.errors import StateError
+import google_crc32c
+
+from fleetdistill.errors import DamagedStateError, StateError
 from fleetdistill.version import VERSION
 
-FORMAT = 2
+FORMAT = 3
 """Format version of the state directory, increased when older SDKs cannot read it. SDK 0.1 wrote version 1."""
+_CHECKSUM = "crc"
+
+
+def sealed_json(content: Mapping[str, Any], indent: int | None = None) -> bytes:
+    """Returns an object as a JSON file with the CRC-32C of its content, which `json_object` checks."""
+    return json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=indent).encode()
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    return int(google_crc32c.value(json.dumps(content).encode()))
 
 
 def json_object(path: Path, data: bytes) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises StateError if the file does not contain an object."""
+    """Returns the object in a JSON file, without its checksum.
+
+    Raises:
+        StateError: The file does not contain an object, or does not match its checksum. Formats 1 and 2 have none.
+    """
     try:
         found = json.loads(data)
     except ValueError as error:
         raise damaged_error(path, error) from error
     if not isinstance(found, dict):
         raise damaged_error(path, f"expected an object, found {type(found).__name__}")
+    known = found.pop(_CHECKSUM, None)
+    if known is not None and known != _checksum(found):
+        raise damaged_error(path, "it does not match its checksum")
     return found
 
 
 def damaged_error(path: Path, reason: object) -> StateError:
     """Returns the error for a damaged file."""
-    return StateError(f"{path} is damaged: {reason}; restore the file, or use a new state directory")
+    return DamagedStateError(path, f"{path} is damaged: {reason}; restore the file, or use a new state directory")
 
 
 def check_format(path: Path, saved: dict[str, Any]) -> None:

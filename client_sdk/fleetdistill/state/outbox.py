@@ -9,25 +9,26 @@ overwritten.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
+import google_crc32c
 from google.protobuf.message import DecodeError
 
-from fleetdistill.errors import NoRoomError, StateError, WireError
+from fleetdistill.errors import DamagedStateError, NoRoomError, StateError, WireError
 from fleetdistill.replacement import Replacement
 from fleetdistill.state import failpoints
 from fleetdistill.state.disk import disk_errors, free_bytes
 from fleetdistill.state.durable import sync_directory, sync_file
 from fleetdistill.state.files import Files
-from fleetdistill.state.format import FORMAT, check_format, damaged_error, json_object, newer_error
+from fleetdistill.state.format import FORMAT, check_format, damaged_error, json_object, newer_error, sealed_json
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import knowledge_pb2
 
+_MANIFEST, _DIGESTS = "outbox/manifest.json", "digests"
 _KEYS = {"replacement": "verdict"}
 """Names of fields in the file format, where they differ."""
 
@@ -95,6 +96,7 @@ class Outbox:
         self._files, self._max_answer_bytes = files, max_answer_bytes
         self.directory = files.directory
         self._outbox = files.directory / "outbox"
+        self._checked = False  # whether the files of the answer in the outbox are known to be undamaged
 
     def put(self, pending: Pending, payload: Payload, candidate: bytes, delivered: bytes | None = None) -> None:
         """Stores an answer, its candidate state and the app's next model durably, before anything is sent.
@@ -144,7 +146,9 @@ class Outbox:
                 self._write_file("delivered.safetensors", [delivered])
             sync_directory(self._outbox)  # before the manifest is written
             failpoints.hit("device.outbox.before-manifest")
-            self._files.save("outbox/manifest.json", json.dumps({"format": FORMAT, **_saved(pending)}).encode())
+            digests = {"candidate": _crc(candidate), "delivered": None if delivered is None else _crc(delivered)}
+            self._files.save(_MANIFEST, sealed_json({"format": FORMAT, **_saved(pending), _DIGESTS: digests}))
+            self._checked = True
             failpoints.hit("device.outbox.after-manifest")
 
     def _write_file(self, name: str, pieces: Iterable[bytes]) -> None:
@@ -156,18 +160,40 @@ class Outbox:
 
     def pending(self) -> Pending | None:
         """Returns the answer that has no receipt yet, or None."""
-        data = self._files.load("outbox/manifest.json")
+        data = self._files.load(_MANIFEST)
         if data is None:
             return None
         if not (self._outbox / "candidate.safetensors").exists():
             self.drop()  # a crash between commit and cleanup
             return None
-        return self.stored()
+        try:
+            self._check_files()
+            return self.stored()
+        except DamagedStateError as error:
+            self._files.set_aside("outbox", error, "its answer is dropped; the device continues from its last receipt")
+            with disk_errors(self.directory):
+                self._outbox.mkdir(exist_ok=True)
+            return None
+
+    def _check_files(self) -> None:
+        """Checks answer and states once, at the start. A damaged state must not become the committed one."""
+        if self._checked:
+            return
+        digests = json_object(self._outbox / "manifest.json", self._files.load(_MANIFEST) or b"").get(_DIGESTS, {})
+        for name, expected in digests.items():
+            data = self._files.load(f"outbox/{name}.safetensors")
+            if data is not None and expected is not None and _crc(data) != expected:
+                raise damaged_error(self._outbox / f"{name}.safetensors", "it does not match its checksum")
+        with self.answer() as payload:
+            if wire.digest(payload.parts, wire.pieces(payload.source, 0, payload.data_bytes)) != payload.sha256:
+                raise damaged_error(self._outbox / "data.bin", "it does not match its digest")
+        self._checked = True
 
     def stored(self) -> Pending | None:
         """Returns the answer in the outbox without changing anything, not even after a crash."""
-        data = self._files.load("outbox/manifest.json")
-        return None if data is None else _pending(self._outbox / "manifest.json", data)
+        data = self._files.load(_MANIFEST)
+        path = self._outbox / "manifest.json"
+        return None if data is None else _pending(path, json_object(path, data))
 
     def count_try(self) -> int:
         """Counts a try to send the answer; returns the number of tries.
@@ -197,6 +223,8 @@ class Outbox:
         if len(header.sha256) != 32:
             raise damaged_error(path, "the file is empty or missing")
         with disk_errors(self.directory):
+            if not (self._outbox / "data.bin").exists():
+                raise damaged_error(self._outbox / "data.bin", "the file is missing")
             file = (self._outbox / "data.bin").open("rb")
         with file:
             yield Payload(header.parts, slots, _FileSource(file), header.sha256)
@@ -236,12 +264,12 @@ class Outbox:
         failpoints.hit("device.outcome.before-note")
         self._files.save(
             "outbox/outcome.json",
-            json.dumps({"format": FORMAT, **asdict(outcome), "pending": _saved(outcome.pending)}).encode(),
+            sealed_json({"format": FORMAT, **asdict(outcome), "pending": _saved(outcome.pending)}),
         )
         failpoints.hit("device.outcome.after-note")
 
     def outcome(self) -> Outcome | None:
-        """Returns the outcome whose events the app has not received, or None if there is none or it is damaged."""
+        """Returns the outcome whose events the app has not received, or None; a damaged one is put aside."""
         return self._outcome("outbox/outcome.json")
 
     def mark_reported(self) -> None:
@@ -251,8 +279,12 @@ class Outbox:
             failpoints.hit("device.outcome.after-told")
 
     def last_outcome(self) -> Outcome | None:
-        """Returns the last outcome, whether or not the app has its events; None if there is none."""
-        return self.outcome() or self._outcome("last_outcome.json")
+        """Returns the last outcome, whether or not the app has its events; changes nothing.
+
+        Raises:
+            StateError: The file is damaged.
+        """
+        return self._read_outcome("outbox/outcome.json") or self._read_outcome("last_outcome.json")
 
     def next_attempt(self, number: int, step_number: int) -> int:
         """Returns the number of the next attempt to answer an ask, from 1."""
@@ -261,16 +293,27 @@ class Outbox:
         return last.pending.attempt + 1 if last is not None and same else 1
 
     def _outcome(self, name: str) -> Outcome | None:
-        data = self._files.load(name)
+        try:
+            return self._read_outcome(name)
+        except DamagedStateError as error:
+            self._files.set_aside(name, error, "the device continues without it; an event can be missing")
+            return None
+
+    def _read_outcome(self, name: str) -> Outcome | None:
+        data, path = self._files.load(name), self.directory / name
         if data is None:
             return None
+        found = json_object(path, data)
+        known = {one.name for one in fields(Outcome)} - {"pending"}
         try:
-            found = json_object(self.directory / name, data)
-            known = {one.name for one in fields(Outcome)} - {"pending"}
-            pending = _pending(self.directory / name, json.dumps(found["pending"]).encode())
+            pending = _pending(path, found["pending"])
             return Outcome(pending, **{key: value for key, value in found.items() if key in known})
-        except (StateError, KeyError):
-            return None
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged_error(path, error) from error
+
+
+def _crc(data: bytes) -> int:
+    return int(google_crc32c.value(data))
 
 
 class _FileSource:
@@ -289,17 +332,18 @@ def _saved(pending: Pending) -> dict[str, Any]:
     return {_KEYS.get(name, name): value for name, value in values.items()}
 
 
-def _pending(path: Path, data: bytes) -> Pending:
-    found = json_object(path, data)
+def _pending(path: Path, saved: dict[str, Any]) -> Pending:
+    found = dict(saved)
     check_format(path, found)
     known = {_KEYS.get(one.name, one.name) for one in fields(Pending)}
     if missing := sorted({one.name for one in fields(Pending) if _is_required(one)} - found.keys()):
         raise damaged_error(path, f"missing {', '.join(missing)}")
-    if unknown := sorted(found.keys() - known - {"format"}):
+    if unknown := sorted(found.keys() - known - {"format", _DIGESTS}):
         raise newer_error(path, f"it has {', '.join(unknown)}")
     try:
         replacement = found.pop("verdict", None)
         found.pop("format", None)
+        found.pop(_DIGESTS, None)
         pending = Pending(**found, replacement=Replacement.restored(replacement) if replacement else None)
         bytes.fromhex(pending.payload)
         return pending

@@ -9,7 +9,6 @@ anything; it can never send a release that the ledger does not count.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from fleetdistill.errors import ConfigurationError, PrivacyBudgetError, StateErr
 from fleetdistill.privacy.accountant import composed, epsilon_for, epsilon_for_zcdp
 from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files
-from fleetdistill.state.format import damaged_error, json_object
+from fleetdistill.state.format import damaged_error, json_object, sealed_json
 
 PRIVACY_LEDGER = "privacy.json"
 _TOLERANCE = 1e-9
@@ -120,7 +119,7 @@ class PrivacyLedger:
 
     def _save(self, releases: list[Release]) -> None:
         entries = [asdict(one) for one in releases]
-        self._files.save(PRIVACY_LEDGER, json.dumps({"format": 1, "releases": entries}, indent=1).encode(), mode=0o600)
+        self._files.save(PRIVACY_LEDGER, sealed_json({"format": 1, "releases": entries}, indent=1), mode=0o600)
 
     def _load(self) -> list[Release]:
         data = self._files.load(PRIVACY_LEDGER)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import struct
 from collections import defaultdict
 
+import google_crc32c
 import numpy as np
 
 from fleetdistill.errors import StateError
 from fleetdistill.state.files import Files
+from fleetdistill.state.format import damaged_error
 
 FILE = "sample_ids.bin"
-_HEADER = struct.Struct("<8sqqq")  # magic, next id, samples, bytes of a digest
+_HEADER = struct.Struct("<8sqqqI")  # magic, next id, samples, bytes of a digest, CRC-32C with 0 in this place
 _MAGIC = b"FDIDS\0\0\1"
 
 
@@ -60,25 +62,33 @@ class SampleIds:
         self._save(following, digests, ids)
         return ids
 
+    def check(self) -> None:
+        """Raises StateError if the table is damaged."""
+        self._load()
+
     def _load(self) -> tuple[int, tuple[np.ndarray, np.ndarray] | None]:
         """Returns the next id, and the stored digests and ids; 0 and None without a table."""
         data = self._files.load(FILE)
         if data is None:
             return 0, None
         try:
-            magic, following, count, width = _HEADER.unpack_from(data)
+            magic, following, count, width, crc = _HEADER.unpack_from(data)
             digests = np.frombuffer(data, np.uint8, count * width, _HEADER.size).reshape(count, width)
             ids = np.frombuffer(data, "<i8", count, _HEADER.size + count * width).astype(np.int64)
         except (struct.error, ValueError) as error:
             raise self._damaged() from error
+        unsealed = _HEADER.pack(magic, following, count, width, 0) + data[_HEADER.size :]
+        if google_crc32c.value(unsealed) != crc:
+            raise self._damaged()
         if magic != _MAGIC or len(data) != _HEADER.size + count * (width + 8) or (ids >= following).any():
             raise self._damaged()
         return following, (digests, ids)
 
     def _save(self, following: int, digests: np.ndarray, ids: np.ndarray) -> None:
-        header = _HEADER.pack(_MAGIC, following, len(ids), digests.shape[1])
-        self._files.save(FILE, header + digests.tobytes() + ids.astype("<i8").tobytes(), mode=0o600)
+        body, fields = digests.tobytes() + ids.astype("<i8").tobytes(), (_MAGIC, following, len(ids), digests.shape[1])
+        crc = google_crc32c.value(_HEADER.pack(*fields, 0) + body)
+        self._files.save(FILE, _HEADER.pack(*fields, crc) + body, mode=0o600)
 
     def _damaged(self) -> StateError:
         path = self._files.directory / FILE
-        return StateError(f"{path} is damaged, so earlier sample ids are unknown; use a new state directory")
+        return damaged_error(path, "earlier sample ids are unknown")
