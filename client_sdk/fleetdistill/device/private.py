@@ -15,7 +15,6 @@ import numpy as np
 
 from fleetdistill.device.events import Events
 from fleetdistill.errors import ConfigurationError, FleetDistillError, PrivacyBudgetError
-from fleetdistill.privacy.guarantee import Guarantee
 from fleetdistill.state.files import Files
 from fleetdistill.state.privacy_ledger import PrivacyBudget, PrivacyLedger, fingerprint
 from fleetdistill.wire.v1 import contract_pb2
@@ -23,6 +22,7 @@ from fleetdistill.wire.v1 import contract_pb2
 if TYPE_CHECKING:
     from fleetdistill.knowledge import ClassSums, PrivateRows
     from fleetdistill.methods.base import Answer
+    from fleetdistill.privacy.guarantee import Guarantee
 
 SAMPLES = 1
 """Number of samples that a private device declares: the real number would be a release too."""

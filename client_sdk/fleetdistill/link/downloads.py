@@ -14,7 +14,6 @@ import hashlib
 import mmap
 import random
 import shutil
-import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
@@ -45,6 +44,8 @@ def download(link: Link, identity: service_pb2.Identity, sha256: bytes, max_byte
 
     Raises the same errors as `Downloads.fetch`.
     """
+    import tempfile  # not needed by a device, whose downloads are in its state directory
+
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         return Downloads(Path(folder), max_bytes).fetch(link, identity, sha256)
 
