@@ -17,9 +17,9 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
+    from fleetdistill.deployment.versions import Version
     from fleetdistill.privacy.guarantee import Guarantee
     from fleetdistill.state.privacy_ledger import PrivacyBudget
-    from fleetdistill.deployment.versions import Version
     from fleetdistill.training.onnx_file import OnnxReport
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ class Event:
     """Progress report from a device to its app, passed to `Device(on_event=...)`.
 
     Attributes:
-        kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, released, scored, answered, refused, dropped,
-            damaged, kept, delivered, exported, not-quantized, too-large, rolled-back, no-samples, interrupted, waiting,
-            resumed, lost-contact, contact-returned, progress, stopped, failed or finished.
+        kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, released, scored, answered, refused,
+            dropped, damaged, kept, delivered, exported, not-quantized, too-large, rolled-back, no-samples, interrupted,
+            waiting, resumed, lost-contact, contact-returned, progress, stopped, failed or finished.
         round: Round that the event belongs to, or 0.
         text: Description in one sentence.
         values: Counts and figures by name; docs/reference/events.md lists them for each kind.
