@@ -164,14 +164,34 @@ def test_rows_that_do_not_fit_are_refused_until_others_are_given(fleet: Fleet, t
         assert device.step(0) is Step.WAITED
 
 
-def test_replacing_nothing_is_refused(fleet: Fleet, tmp_path: Path) -> None:
-    with (
-        make_device(fleet, tmp_path) as device,
-        pytest.raises(ConfigurationError, match="expects the new data, got None"),
-    ):
+def test_without_new_data_the_present_ones_are_read_again(fleet: Fleet, tmp_path: Path) -> None:
+    samples = list(zip(*tiny_data(), strict=True))
+    with make_device(fleet, tmp_path, data=samples) as device:
+        device.step(0)
+        first = version_of(fleet)
+        samples.append(samples[0])
+        device.step(0)
+        assert version_of(fleet) == first, "a device that waits does not read its data"
         device.replace_data()
+        device.step(0)
+        assert version_of(fleet) != first
+
+
+def test_reading_again_does_not_undo_a_replacement(fleet: Fleet, tmp_path: Path) -> None:
+    with make_device(fleet, tmp_path) as device:
+        device.step(0)
+        device.replace_data(tiny_data(12))
+        device.replace_data()
+        device.step(0)
+        replaced = version_of(fleet)
+        device.replace_data(tiny_data(12))
+        device.step(0)
+        assert version_of(fleet) == replaced
+
+
+def test_a_worker_has_its_own_data(fleet: Fleet, tmp_path: Path) -> None:
     given = {"model": None, "data": None, "test_data": None}
-    with make_device(fleet, tmp_path / "own", worker=lambda contract: None, **given) as device:
+    with make_device(fleet, tmp_path, worker=lambda contract: None, **given) as device:
         with pytest.raises(ConfigurationError, match="expects no argument with a worker, got new data"):
             device.replace_data(tiny_data())
         device.replace_data()

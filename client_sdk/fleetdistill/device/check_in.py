@@ -71,7 +71,7 @@ class CheckIn:
         self._replaced = False  # whether `replace_data` was called and its data are not read yet
         self._profile_sent = False  # whether the server has the current profile
         self._data_version_sent = False  # whether the server has the current data version
-        self._replacements: list[Any] = []  # new data for the next turn; the last ones count
+        self._replacements: list[Any] = []  # new data for the next turn, or None; the last ones count
 
     @property
     def is_due(self) -> bool:
@@ -144,14 +144,18 @@ class CheckIn:
     # --- data
 
     def replace_data(self, data: Any) -> None:
-        """Stores new training data for the next turn, because a turn in progress may use the previous ones."""
+        """Stores new training data, or None to read the present ones again, for the next turn.
+
+        Not for the current turn, because it may use the previous data.
+        """
         self._storage.clear_data_version()  # first, so that a device that crashes here checks in with the new data
         self._replacements.append(data)
 
     def take_replaced_data(self) -> None:
         """Replaces the training data if there are new ones; they are read and checked in once no answer is pending."""
         if self._replacements:
-            self._data, self._replaced = self._replacements[-1], True
+            given = [data for data in self._replacements if data is not None]
+            self._data, self._replaced = given[-1] if given else self._data, True
             self._profile_sent = self._data_version_sent = False
             self._replacements.clear()
             if not isinstance(self._session.compute, RereadsData):

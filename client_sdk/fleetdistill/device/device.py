@@ -326,23 +326,22 @@ class Device(Disclosure):
             return self._deployer.request_roll_back()
 
     def replace_data(self, data: Any = None) -> None:
-        """Replaces the training data. The next turn checks in with them before it requests work.
+        """Replaces the training data, or reads them again. The next turn checks in with them before it requests work.
 
         Work in progress ends with the previous data. An answer without a receipt is settled first, because it was made
         from the previous data. The device keeps its model state, and `model` and `models` stay the same objects. May be
         called from `on_event`. Invalid data raise DataError in the next turn.
 
         Args:
-            data: New training data, as in `Device(data=...)`. Omit it if the device has a `worker`, which then reads
-                its data again.
+            data: New training data, as in `Device(data=...)`. Without it the device reads the data that it has again; a
+                device with a `worker` always does.
 
         Raises:
-            ConfigurationError: `data` is missing, or the device has a `worker` and `data` was given.
+            ConfigurationError: The device has a `worker` and `data` was given.
             DeviceClosedError: The device was closed.
         """
-        if (data is None) is not self._has_worker:
-            expected = "no argument with a worker, got new data" if self._has_worker else "the new data, got None"
-            raise ConfigurationError(f"replace_data expects {expected}")
+        if data is not None and self._has_worker:
+            raise ConfigurationError("replace_data expects no argument with a worker, got new data")
         with self._guard.held():
             self._turns.check_open("replace_data")
             self._check_in.replace_data(data)
