@@ -180,10 +180,10 @@ class ForkedProgram(Forked):
     What it starts of the product is forked too; see `support.forked_popen`.
     """
 
-    def __init__(self, words: Sequence[str | Path], log: Path, folder: Path | None = None) -> None:
+    def __init__(self, words: Sequence[str | Path], log: Path, folder: Path | None = None, **environment: str) -> None:
         self.log = log
-        where = folder or Path.cwd()
-        super().__init__(_run_program, [str(word) for word in words], log.resolve(), where, list(sys.path))
+        where, texts = folder or Path.cwd(), [str(word) for word in words]
+        super().__init__(_run_program, texts, log.resolve(), where, list(sys.path), environment)
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal."""
@@ -203,8 +203,11 @@ class ForkedProgram(Forked):
         return self.log.read_text() if self.log.exists() else ""
 
 
-def _run_program(points: str, words: list[str], log: Path, folder: Path, path: list[str]) -> None:
+def _run_program(
+    points: str, words: list[str], log: Path, folder: Path, path: list[str], environment: dict[str, str]
+) -> None:
     os.chdir(folder)
+    os.environ.update(environment)
     with log.open("ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

@@ -21,10 +21,14 @@ RUN = "clients"
 
 @contextlib.contextmanager
 def served(work: Path, settings: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Serves a run named `RUN`, in plain text, from the store `work`/store; yields its host and port."""
+    """Serves a run named `RUN` from the store `work`/store, in plain text unless [server] has a `pki`.
+
+    Yields its host and port.
+    """
     address = f"127.0.0.1:{free_port()}"
-    run = {"name": RUN, "min_devices": 2, "quorum": 1.0, **settings["run"]}
+    run = {"min_devices": 2, "quorum": 1.0, **settings["run"], "name": RUN}
     server = {"listen": address, "store": str(work / "store"), "torch_device": "cpu", "keep_free_bytes": 0}
+    server |= settings.get("server", {})
     (work / "run.toml").write_text(as_toml(run_config({**settings, "run": run, "server": server})))
     with (work / "server.log").open("w") as log:
         process = subprocess.Popen(
