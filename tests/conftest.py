@@ -54,6 +54,15 @@ def forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(autouse=True)
+def own_signal_handlers() -> Iterator[None]:
+    """`serve` in this process leaves its handlers, which would answer a later test's Ctrl-C."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
 def cold_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("cold_start") is not None:
         monkeypatch.setattr(subprocess, "Popen", REAL_POPEN)

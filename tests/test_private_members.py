@@ -24,6 +24,9 @@ REASONS = {
     ),
     "a cache or a lease whose seconds pass at once": ("_registered", "_leases"),
     "a forked process uses the fork server of its parent": ("_forkserver",),
+    "what the standard library has found out about this system": (
+        *("_USE_CP_SENDFILE", "_use_fd_functions", "_ntuple_diskusage"),
+    ),
     "one formula of the specification, by itself": ("_principal",),
 }
 """Why tests reach for a private member, and for which."""

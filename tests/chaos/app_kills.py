@@ -147,7 +147,10 @@ def held_in(directory: Path, name: str) -> str:
         if storage.load_identity()["device"] != name:
             raise ValueError("its identity is another device's")
         _check_state(storage.load("state.safetensors"))
-        if storage.outbox.pending() is None:
+        pending = storage.outbox.pending()
+        if storage.put_aside:
+            raise ValueError(storage.put_aside[0].text)
+        if pending is None:
             return "idle"
         with storage.outbox.answer() as payload:
             data = wire.pieces(payload.source, 0, payload.data_bytes)

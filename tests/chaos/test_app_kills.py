@@ -43,7 +43,7 @@ def test_what_a_directory_holds_is_found(tmp_path: Path) -> None:
     ("file", "error"),
     [
         ("device.json", StateError),
-        ("outbox/manifest.json", StateError),
+        ("outbox/manifest.json", ValueError),
         ("outbox/data.bin", ValueError),
         ("outbox/candidate.safetensors", ValueError),
     ],

@@ -708,6 +708,8 @@ def test_a_device_waits_as_long_as_it_is_told_and_keeps_its_answer(tmp_path: Pat
         def check_in(self, *_: Any) -> Any:
             raise RefusedError(Code.TOO_MANY, "come back", {AFTER_SECONDS: "7.5"})
 
+        def interrupt(self) -> None: ...
+
         def close(self) -> None: ...
 
     with (

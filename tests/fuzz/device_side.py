@@ -75,6 +75,9 @@ class DeviceTarget:
                 with contextlib.suppress(FleetDistillError):
                     device._session.link.heartbeat(device._session.identity)
         with contextlib.suppress(FleetDistillError):
+            if random.random() < 0.1:
+                device.forget()
+        with contextlib.suppress(FleetDistillError):
             device.close()
 
     def _open(self, state_dir: Path) -> Device:

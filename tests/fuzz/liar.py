@@ -210,7 +210,7 @@ class LyingLink:
 
     def leave(self, identity: Any, *, forget: bool = False) -> bool:
         self._liar.refuse()
-        return forget
+        return self._liar.word(service_pb2.LeaveResponse(forget_recorded=forget)).forget_recorded
 
     def decline(self, request: Any) -> None:
         self._liar.go_on()
