@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.forked import Forked
+from support.forked import forked_device_forget
 from support.private_fleet import PrivateFleet, RowsWorker
 from support.processes import python
 from support.sdk_fleet import RUN, Fleet, make_device
@@ -18,7 +18,6 @@ from fleetdistill import Device
 from fleetdistill.device.command import main
 from fleetdistill.device.inspection import inspect
 from fleetdistill.errors import LinkError, RefusedError, StateError
-from fleetdistill.state import failpoints
 from fleetdistill.testing import EventLog, FaultyLink, lost
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
@@ -193,7 +192,7 @@ def inspect_releases(directory: Path) -> int:
 @pytest.mark.parametrize("point", ["after-mark", "after-files"])
 def test_a_device_killed_while_it_erases_completes_it_at_the_next_start(fleet: Fleet, used: Path, point: str) -> None:
     """At `device.forget.after-mark` all files are there, at `device.forget.after-files` none."""
-    dying = Forked(_forget, used)
+    dying = forked_device_forget(used)
     dying.start(f"device.forget.{point}=kill")
     assert dying.process is not None
     dying.process.join(60)
@@ -203,11 +202,6 @@ def test_a_device_killed_while_it_erases_completes_it_at_the_next_start(fleet: F
         assert device.device_id != "d"
         assert not (used / "state.safetensors").exists()
     assert not inspect(used).erasing
-
-
-def _forget(points: str, directory: Path) -> None:
-    failpoints.switch_on(points)
-    main(["forget", str(directory), "--yes"])
 
 
 def test_the_command_erases_and_names_the_operators_command(used: Path, capsys: pytest.CaptureFixture[str]) -> None:

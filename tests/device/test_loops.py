@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from link.test_hostile_server import DATA, device_at, model
 from support.hostile_server import LyingLink, ask
-from support.processes import PATIENCE_SECONDS
+from support.processes import PATIENCE_SECONDS, module_path
 
 from fleetdistill import Device, Event, Step
 from fleetdistill.errors import DeviceBusyError, DeviceClosedError, LinkError
@@ -151,7 +152,9 @@ def test_an_app_that_ends_without_close_stops_its_device(tmp_path: Path) -> None
         "device.start()\n"
         "assert link.polling.wait(60)\n"
     )
-    app = subprocess.run([sys.executable, script, tmp_path / "state"], capture_output=True, timeout=PATIENCE_SECONDS)
+    command = [sys.executable, script, tmp_path / "state"]
+    environment = {**os.environ, **module_path()}
+    app = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, env=environment)
     assert (app.returncode, app.stderr) == (0, b"")
 
 

@@ -234,3 +234,15 @@ def _forget(points: str, directory: Path, run: str, device: str) -> None:
     store = Store.open(directory)
     failpoints.switch_on(points)
     sys.exit(0 if ask_to_forget(store, run, device, served=None) else 1)
+
+
+def forked_device_forget(state_dir: Path) -> Forked:
+    """`fleetdistill device forget`, in a process that can be killed while it erases."""
+    return Forked(_forget_device, state_dir)
+
+
+def _forget_device(points: str, state_dir: Path) -> None:
+    from fleetdistill.device.command import main
+
+    failpoints.switch_on(points)
+    sys.exit(main(["forget", str(state_dir), "--yes"]))

@@ -68,12 +68,20 @@ def kill_in(state: Callable[[], bool], pid: int) -> bool:
 
 
 def python(code: str, environment: Mapping[str, str] | None = None) -> str:
-    """Runs code in a fresh interpreter and returns what it prints."""
+    """Runs code in a fresh interpreter, which finds the modules that this one finds, and returns what it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **(environment or {})}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **module_path(), **(environment or {})},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def module_path() -> dict[str, str]:
+    """Variable with which a new interpreter finds the tests' modules, however pytest was started."""
+    return {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def _forked() -> list[list[str]]:
