@@ -152,7 +152,7 @@ def test_an_app_that_ends_without_close_stops_its_device(tmp_path: Path) -> None
         "device.start()\n"
         "assert link.polling.wait(60)\n"
     )
-    command = [sys.executable, script, tmp_path / "state"]
+    command: list[str | Path] = [sys.executable, script, tmp_path / "state"]
     environment = {**os.environ, **module_path()}
     app = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, env=environment)
     assert (app.returncode, app.stderr) == (0, b"")
