@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 from support.sdk_fleet import RUN, Fleet, equal, make_device, tiny_data, weights
 
 from fleetdistill import Event, Step
+from fleetdistill.data.samples import digest_of_arrays
 from fleetdistill.device.check_in import CheckIn
 from fleetdistill.errors import (
     ConfigurationError,
     DataError,
     LinkError,
 )
+from fleetdistill.state.data_version import data_version
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 
@@ -36,6 +39,20 @@ def test_the_same_rows_have_one_version_and_two_devices_have_two(fleet: Fleet, t
         found.append(version_of(fleet, name))
     assert found[0] == found[1] != found[2]
     assert {len(one) for one in found} == {16}
+
+
+def test_the_server_cannot_test_a_guess_of_the_rows(fleet: Fleet, tmp_path: Path) -> None:
+    """All that the server has is the secret: the version of the right rows under it is not the version that it got."""
+    with make_device(fleet, tmp_path, data=tiny_data()) as device:
+        device.step(0)
+        secret, digest = bytes.fromhex(saved(tmp_path)["secret"]), digest_of_arrays(tiny_data())
+    assert digest is not None
+    assert version_of(fleet) == data_version(bytes.fromhex(saved(tmp_path)["data_key"]), digest)
+    assert version_of(fleet) != data_version(secret, digest)
+
+
+def saved(directory: Path) -> Any:
+    return json.loads((directory / "device.json").read_text())
 
 
 @pytest.mark.parametrize("rows", [tiny_data(), lambda: tiny_data(), tuple(map(torch.from_numpy, tiny_data()))])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetdistill.data.samples import digest_of_arrays, named
 from fleetdistill.device.events import Events
-from fleetdistill.device.identity import save_identity
+from fleetdistill.device.identity import data_key, save_identity
 from fleetdistill.device.live_data import RereadsData, is_empty
 from fleetdistill.device.private import check_is_private, guarantee_of, hide_rows
 from fleetdistill.device.session import Session
@@ -126,7 +126,7 @@ class CheckIn:
         if guarantee_of(compute.contract) is not None:
             hide_rows(profile)
         elif isinstance(compute, NamesRows):
-            profile.data_version = data_version(self._session.identity.secret, compute.data_digest())
+            profile.data_version = data_version(data_key(self._storage), compute.data_digest())
         return profile
 
     def _save(self, profile: contract_pb2.DeviceProfile) -> None:

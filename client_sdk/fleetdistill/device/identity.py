@@ -1,4 +1,4 @@
-"""The identity of a device: its id, run and secret, stored in the state directory."""
+"""The identity of a device: its id, run, secret and data key, stored in the state directory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_identity(storage: Storage, run: str, device_id: str | None) -> service_
     device = device_id or saved.get("device") or str(uuid.uuid4())
     if not is_name(device):
         raise ConfigurationError(f"device_id is {device!r}, must be {NAME_RULE}")
-    identity = service_pb2.Identity(run=run or saved.get("run", ""), device=device, secret=_secret_in(saved))
+    identity = service_pb2.Identity(run=run or saved.get("run", ""), device=device, secret=_key_in(saved, "secret"))
     if not saved:  # saved before the first call: after a lost response the id would be locked by an unknown secret
         save_identity(storage, identity)
     return identity
@@ -41,13 +41,26 @@ def save_identity(storage: Storage, identity: service_pb2.Identity) -> None:
     storage.save_identity({"device": identity.device, "run": identity.run, "secret": identity.secret.hex()})
 
 
-def _secret_in(saved: dict[str, Any]) -> bytes:
-    """Returns the saved secret, or a new one if there is none. Raises StateError if it is not hexadecimal."""
+def data_key(storage: Storage) -> bytes:
+    """Returns the key of data versions, 32 bytes that never leave the device; creates and saves it at the first call.
+
+    Raises:
+        StateError: The file is damaged.
+    """
+    saved = storage.load_identity()
+    key = _key_in(saved, "data_key")
+    if "data_key" not in saved:
+        storage.save_identity({"data_key": key.hex()})
+    return key
+
+
+def _key_in(saved: dict[str, Any], name: str) -> bytes:
+    """Returns a saved key, or a new one if there is none. Raises StateError if it is not hexadecimal."""
     try:
-        return bytes.fromhex(saved["secret"]) if "secret" in saved else secrets.token_bytes(32)
+        return bytes.fromhex(saved[name]) if name in saved else secrets.token_bytes(32)
     except (ValueError, TypeError) as error:
         raise StateError(
-            f"device.json is damaged: its secret is not hexadecimal ({error}); restore the file from a backup"
+            f"device.json is damaged: its {name} is not hexadecimal ({error}); restore the file from a backup"
         ) from error
 
 

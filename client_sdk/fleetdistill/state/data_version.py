@@ -8,13 +8,13 @@ import hmac
 _VERSION_BYTES = 16
 
 
-def data_version(secret: bytes, digest: bytes) -> bytes:
+def data_version(key: bytes, digest: bytes) -> bytes:
     """Returns the data version sent to the server: 16 bytes of an HMAC-SHA-256 of the digest.
 
-    The key prevents a server from testing guesses of the data.
+    Without the key, the server cannot test a guess of the data, nor see that two devices have equal data.
 
     Args:
-        secret: Secret of the device, so that two devices with equal data have different versions.
+        key: Key of the device, which never leaves it; not the secret, which the server receives.
         digest: SHA-256 of the data, which never leaves the device.
     """
-    return hmac.new(secret, digest, hashlib.sha256).digest()[:_VERSION_BYTES]
+    return hmac.new(key, digest, hashlib.sha256).digest()[:_VERSION_BYTES]

@@ -29,7 +29,6 @@ from fleetdistill.knowledge import (
     RefinedKnowledge,
     SampleKnowledge,
 )
-from fleetdistill.state.data_version import data_version
 from fleetdistill.training.model import fingerprint
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES, Payload, encode
 from fleetdistill.wire.codes import Code
@@ -50,9 +49,6 @@ def vectors() -> dict[str, list[dict[str, Any]]]:
         "quantised": [_quantised([[0, -1.5, 3], [10, -1.5, 2.5], [5, -1.5, 0.25]])],
         "compressed": [_compressed(np.zeros(256, "<f4").tobytes())],
         "fingerprints": list(_fingerprints()),
-        "data_versions": [
-            {"secret": _SECRET.hex(), "digest": _DIGEST.hex(), "version": data_version(_SECRET, _DIGEST).hex()}
-        ],
         "tokens": [_token()],
         "errors": [
             _error(Code.TOO_MANY, "too many uploads", after_seconds="12.5"),
