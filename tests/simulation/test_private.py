@@ -80,7 +80,7 @@ def test_a_hostile_device_that_flips_its_labels_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"train_limit": 60}, r"the noise drowns 20 rows on each of 3 devices at epsilon 8; about \d+ rows a device"),
+        ({"train_limit": 60}, r"20 rows on each of 3 devices are too few for the noise at epsilon 8; use at least \d+"),
         ({"method": "feddkc", "settings": {}}, r"\[privacy\] is not available for method 'feddkc'"),
         ({"epsilon": 50.0}, r"epsilon must be in \[0.1, 20\], got 50.0"),
         ({"hostile": 1, "attack": "scaled"}, "attack 'scaled' has no effect in a private simulation"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError, ModelError
 from fleetdistill.knowledge import ModelParameters
-from fleetdistill.methods.classstats.private_merge import drowned
+from fleetdistill.methods.classstats.private_merge import too_few_rows
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.models import PREDICTORS
 from fleetdistill.names import unknown_name
@@ -80,11 +80,11 @@ def check_plan(wanted: Simulation, data: Dataset) -> None:
 
 
 def _check_rows(wanted: Simulation, data: Dataset) -> None:
-    """Raises ConfigurationError if the noise of a private run would drown the devices' rows."""
+    """Raises ConfigurationError if the devices of a private run have too few rows for the noise."""
     guarantee, rows = wanted.configuration().guarantee, len(data.train_labels) / wanted.devices
     if guarantee is None:
         return
-    if reason := drowned(rows * (1 - wanted.validation_share), wanted.devices, guarantee.mu, guarantee.epsilon):
+    if reason := too_few_rows(rows * (1 - wanted.validation_share), wanted.devices, guarantee.mu, guarantee.epsilon):
         raise ConfigurationError(reason)
 
 

@@ -21,7 +21,7 @@ from fleetdistill.methods.base import Answer, Local
 from fleetdistill.methods.classstats.class_space import coordinates, logits
 from fleetdistill.methods.classstats.device import ClassStatsDevice
 from fleetdistill.methods.classstats.private_config import PrivateConfig
-from fleetdistill.methods.classstats.private_merge import drowned, precisions, rows_needed, strength
+from fleetdistill.methods.classstats.private_merge import precisions, rows_needed, strength, too_few_rows
 from fleetdistill.methods.classstats.private_sums import class_sums, release_rounded, to_wire, unit_rows
 from fleetdistill.models import build_model
 from fleetdistill.privacy.accountant import mu_for
@@ -160,18 +160,20 @@ def test_the_strength_of_a_fleet():
 
 
 @pytest.mark.parametrize(("devices", "rows"), [(5, 100), (20, 30)])
-def test_a_fleet_whose_rows_drown_is_told_how_many_would_do(devices, rows):
-    text = drowned(rows, devices, MU / 2, 1.0)
+def test_a_fleet_with_too_few_rows_gets_the_number_that_suffices(devices, rows):
+    text = too_few_rows(rows, devices, MU / 2, 1.0)
     assert text is not None
-    assert f"on each of {devices} devices at epsilon 1" in text
+    assert f"on each of {devices} devices are too few for the noise at epsilon 1" in text
     needed = rows_needed(devices, MU / 2)
-    assert f"about {needed:,} rows a device would do" in text
+    assert f"better {needed:,}" in text
     assert strength(needed, [MU / 2] * devices) >= 350 > strength(needed - 1, [MU / 2] * devices)
-    assert drowned(needed, devices, MU / 2, 1.0) is None
+    assert too_few_rows(needed, devices, MU / 2, 1.0) is None
 
 
-def test_a_run_whose_rows_drown_ends_with_the_sentence():
-    with pytest.raises(RunError, match=r"the noise drowns \d+ rows on each of 3 devices at epsilon 3; about 282 rows"):
+def test_a_run_with_too_few_rows_ends_with_the_reason():
+    with pytest.raises(
+        RunError, match=r"rows on each of 3 devices are too few for the noise at epsilon 3; use .* better 282,"
+    ):
         play(make_server(), members("abc", rows=10))
 
 
@@ -180,7 +182,7 @@ def test_a_run_with_much_noise_goes_on_with_an_event():
     assert cohort.kinds == ["much-noise"]
 
 
-def test_forgetting_does_not_end_a_run_even_if_the_rest_drowns():
+def test_forgetting_does_not_end_a_run_even_if_too_few_rows_are_left():
     server = make_server()
     (cohort,) = play(server, members("abcd", rows=40))
     for device in "bcd":

@@ -75,15 +75,15 @@ def precisions(mus: Sequence[float]) -> Array:
     return np.asarray(squares / squares.max())
 
 
-def drowned(rows: float, devices: int, mu: float, epsilon: float) -> str | None:
+def too_few_rows(rows: float, devices: int, mu: float, epsilon: float) -> str | None:
     """Returns why a fleet's rows are too few for the noise, or None if they suffice."""
     found = strength(rows, [mu] * devices)
     if found >= TOO_LITTLE:
         return None
     return (
-        f"the noise drowns {rows:,.0f} rows on each of {devices} devices at epsilon {epsilon:g}; about "
-        f"{rows_needed(devices, mu):,} rows a device would do, {rows_needed(devices, mu, TOO_LITTLE):,} are the least; "
-        "use more rows, more devices or a larger epsilon"
+        f"{rows:,.0f} rows on each of {devices} devices are too few for the noise at epsilon {epsilon:g}; use at least "
+        f"{rows_needed(devices, mu, TOO_LITTLE):,} rows a device, better {rows_needed(devices, mu):,}, more devices, "
+        "or a larger epsilon"
     )
 
 

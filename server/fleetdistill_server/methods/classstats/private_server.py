@@ -20,11 +20,11 @@ from fleetdistill.methods.classstats.config import SCATTERING
 from fleetdistill.methods.classstats.private_config import MOST_OUTPUTS, PrivateConfig
 from fleetdistill.methods.classstats.private_merge import (
     PrivateMoments,
-    drowned,
     merge_private,
     much_noise,
     precisions,
     strength,
+    too_few_rows,
 )
 from fleetdistill.methods.classstats.private_sums import NoiseScale, from_wire
 from fleetdistill.methods.classstats.shared_statistics import Moments
@@ -52,7 +52,7 @@ class PrivateServer(ClassStatsServer):
 
     def __init__(self, config: PrivateConfig, context: Any) -> None:
         super().__init__(config, context)
-        self._drowned: str | None = None  # why the last merge is mostly noise
+        self._too_few_rows: str | None = None  # why the last merge is mostly noise
 
     @classmethod
     def dimensions(cls, config: Any, sizes: Sizes) -> int:
@@ -122,16 +122,16 @@ class PrivateServer(ClassStatsServer):
         weighted = sum(float(sums.counts.sum()) for sums, _ in kept.values())
         rows = max(weighted / sum(weights[device] for device in kept), 0.0)
         mean_mu, found = math.sqrt(float(np.mean(np.square(mus)))), strength(rows, mus)
-        self._drowned = drowned(rows, len(kept), mean_mu, self.config.epsilon)
+        self._too_few_rows = too_few_rows(rows, len(kept), mean_mu, self.config.epsilon)
         notes.report("strength", round(found, 1))
-        if self._drowned is None:
+        if self._too_few_rows is None:
             for warning in much_noise(found):
                 notes.event("much-noise", warning)
 
     def check_merge(self) -> None:
         """Ends the run if the merge is mostly noise. Raises RunError."""
-        if self._drowned is not None:
-            raise RunError(f"{self._drowned}; start a new run with them")
+        if self._too_few_rows is not None:
+            raise RunError(f"{self._too_few_rows}; then start a new run")
 
     def space_of(self, moments: Moments, notes: Notes) -> ClassSpace:
         """Returns the space without shrinkage: the merge has bounded the eigenvalues by what is known of the noise."""
