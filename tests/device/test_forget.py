@@ -206,9 +206,12 @@ def test_a_device_killed_while_it_erases_completes_it_at_the_next_start(fleet: F
 
 def test_the_command_erases_and_names_the_operators_command(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(used)
-    assert main(["forget", str(used)]) == 1, "nobody agreed"
+    assert main(["forget", str(used), "--local"]) == 1, "nobody agreed"
     assert contents(used) == before
-    assert main(["forget", str(used), "--yes"]) == 0
+    assert main(["forget", str(used), "--yes"]) == 1
+    assert "names no server; pass --server HOST:PORT, or --local" in capsys.readouterr().err, "its app passed a link"
+    assert contents(used) == before
+    assert main(["forget", str(used), "--local", "--yes"]) == 0
     assert f"fleetdistill devices forget {RUN} d" in capsys.readouterr().out
     assert contents(used) == {"lock": b""}
 
@@ -222,7 +225,7 @@ def test_the_command_refuses_a_folder_that_is_no_device(tmp_path: Path) -> None:
 
 def test_the_command_refuses_a_directory_in_use(fleet: Fleet, used: Path) -> None:
     with make_device(fleet, used):
-        assert main(["forget", str(used), "--yes"]) == 1
+        assert main(["forget", str(used), "--local", "--yes"]) == 1
     assert (used / "device.json").exists()
 
 

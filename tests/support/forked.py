@@ -245,4 +245,4 @@ def _forget_device(points: str, state_dir: Path) -> None:
     from fleetdistill.device.command import main
 
     failpoints.switch_on(points)
-    sys.exit(main(["forget", str(state_dir), "--yes"]))
+    sys.exit(main(["forget", str(state_dir), "--local", "--yes"]))

@@ -14,7 +14,6 @@ from fleetdistill import COLUMNS, Device
 from fleetdistill.device.compute import Computed
 from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Kind
-from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.methods.base import Answer
 from fleetdistill.replacement import Replacement
 from fleetdistill.testing import EventLog
@@ -91,7 +90,7 @@ def small_device(
         "worker": lambda contract: SmallWorker(contract, rows),
     }
     return Device(
-        server=link or GrpcLink(f"127.0.0.1:{port}"),
+        server=link or f"127.0.0.1:{port}",
         state_dir=state_dir,
         on_event=events.append,
         **{**settings, **changes},

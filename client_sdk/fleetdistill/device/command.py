@@ -60,7 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Asks the server to delete what the device has sent, then erases its state directory.",
     )
     _add_directory(forgetting)
-    forgetting.add_argument("--server", metavar="HOST:PORT", help="server of the run; without it, only erases")
+    server = forgetting.add_mutually_exclusive_group()
+    server.add_argument("--server", metavar="HOST:PORT", help="server of the run; by default the app's last one")
+    server.add_argument("--local", action="store_true", help="only erase; do not ask the server")
     forgetting.add_argument("--insecure", action="store_true", help="allow plain text to another machine")
     forgetting.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     forgetting.set_defaults(run=_forget)
@@ -138,7 +140,7 @@ def _forget(given: argparse.Namespace) -> Iterator[str]:
 
     found = inspect(given.state_dir)
     _confirm(given)
-    recorded = _request(given) if given.server else False
+    recorded = False if given.local else _request(given)
     erase_directory(given.state_dir)
     kept = ", but its privacy ledger: releases stay spent" if found.releases else ""
     yield f"{given.state_dir}: everything is erased{kept}"
@@ -165,14 +167,19 @@ def _request(given: argparse.Namespace) -> bool:
     from fleetdistill.link.credentials import is_enrolled
     from fleetdistill.state.directory import Storage
 
-    check_transport_security(given.server, given.insecure, is_enrolled(given.state_dir))
     with contextlib.ExitStack() as stack:
         storage = Storage(given.state_dir)
         stack.callback(storage.close)
+        server = given.server or storage.load_identity().get("server")
+        if server is None:
+            raise ConfigurationError(
+                f"{given.state_dir} names no server; pass --server HOST:PORT, or --local to only erase"
+            )
+        check_transport_security(server, given.insecure, is_enrolled(given.state_dir))
         identity = load_identity(storage, "", None)
-        link = open_link(given.server, None, given.state_dir, identity.device)
+        link = open_link(server, None, given.state_dir, identity.device)
         stack.callback(link.close)
         try:
             return request_forgetting(link, identity)
         except LinkError as error:
-            raise LinkError(f"{error}; nothing was erased. Try again later, or leave --server out") from error
+            raise LinkError(f"{error}; nothing was erased. Try again later, or pass --local to only erase") from error

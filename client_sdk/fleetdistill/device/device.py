@@ -37,7 +37,7 @@ from fleetdistill.device.disclosure import Disclosure
 from fleetdistill.device.engine import Engine
 from fleetdistill.device.events import Event, Events
 from fleetdistill.device.guard import Guard
-from fleetdistill.device.identity import load_identity
+from fleetdistill.device.identity import load_identity, save_server
 from fleetdistill.device.interrupts import delays_ctrl_c
 from fleetdistill.device.predictions import Predictions
 from fleetdistill.device.private import PrivateAnswers
@@ -224,6 +224,7 @@ class Device(Disclosure):
         identity = load_identity(self._storage, run, device_id)
         adopt_proxy_set(self._storage.directory)
         if isinstance(server, str):
+            save_server(self._storage, server)
             server = open_link(server, enrolment, self._storage.directory, identity.device)
         link = MeteredLink(server, partial(permission.usage.add, "bytes"))
         return Session(self._storage, link, identity, self._guard, clock, Consent(allow), permission)

@@ -41,6 +41,12 @@ def save_identity(storage: Storage, identity: service_pb2.Identity) -> None:
     storage.save_identity({"device": identity.device, "run": identity.run, "secret": identity.secret.hex()})
 
 
+def save_server(storage: Storage, server: str) -> None:
+    """Saves the address with which the app opened the device, for `fleetdistill device forget`."""
+    if storage.load_identity().get("server") != server:
+        storage.save_identity({"server": server})
+
+
 def data_key(storage: Storage) -> bytes:
     """Returns the key of data versions, 32 bytes that never leave the device; creates and saves it at the first call.
 

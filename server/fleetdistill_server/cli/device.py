@@ -32,10 +32,11 @@ def device_inspect(
 @device_app.command("forget")
 def device_forget(
     state_dir: _StateDirectory,
-    server: Annotated[str | None, typer.Option(help="Server of the run, HOST:PORT. Without it, only erases.")] = None,
+    server: Annotated[str | None, typer.Option(help="Server of the run, HOST:PORT; by default the app's last.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Only erase; do not ask the server.")] = False,
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text to another machine.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Erases a device, and asks the server to delete its data. Example: fleetdistill device forget fleet-state"""
-    flags = [flag for flag, given in (("--insecure", insecure), ("--yes", yes)) if given]
+    flags = [flag for flag, given in (("--local", local), ("--insecure", insecure), ("--yes", yes)) if given]
     raise typer.Exit(main(["forget", str(state_dir), *(["--server", server] if server else []), *flags]))
