@@ -369,6 +369,28 @@ def test_damaged_keys_are_a_sentence(service: Service, tmp_path: Path) -> None:
         make_device(service, tmp_path, enrolment=service.token())
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new", "text"),
+    [
+        ("ca.pem", b"MII", b"AAA", "the trusted CA certificates cannot be read"),
+        ("ca.pem", b"BEGIN", b"", "the trusted CA certificates cannot be read"),
+        ("identity.pem", b"CERTIFICATE-----\nMII", b"CERTIFICATE-----\nAAA", "its certificate cannot be read"),
+    ],
+)
+def test_damaged_certificates_stop_the_device_and_stay(
+    service: Service, tmp_path: Path, name: str, old: bytes, new: bytes, text: str
+) -> None:
+    with make_device(service, tmp_path, run=RUN, enrolment=service.token()) as device:
+        device.step(0)
+    path = tmp_path / "tls" / name
+    damaged = path.read_bytes().replace(old, new)
+    assert damaged != path.read_bytes()
+    path.write_bytes(damaged)
+    with pytest.raises(StateError, match=text):
+        make_device(service, tmp_path, run=RUN)
+    assert path.read_bytes() == damaged
+
+
 # --- nothing of this in a log
 
 

@@ -134,10 +134,15 @@ class Enrolment:
     def _read_validity(self) -> None:
         if not self._credentials.chain:
             return
+        known = self._credentials
         try:
-            start, self._ends = self._x509.life(self._credentials.chain)
+            start, self._ends = self._x509.life(known.chain)
         except ValueError as error:
             raise _damaged(self._folder / IDENTITY, "certificate") from error
+        try:
+            self._x509.check_fits(known.key, known.chain, known.authorities)
+        except (ValueError, TypeError, self._x509.UnsupportedAlgorithm) as error:
+            raise StateError(f"{self._folder}: {error}; restore {IDENTITY} and {AUTHORITIES} from a backup") from error
         self._due = self._ends - (self._ends - start) / 3
 
     def _read_token(self) -> enrolment_pb2.EnrolmentToken:

@@ -31,7 +31,10 @@ def check_fits(key: bytes, chain: bytes, authorities: bytes) -> None:
     private = serialization.load_pem_private_key(key, None)
     if first.public_key() != private.public_key():
         raise ValueError("the certificate does not match the private key")
-    x509.load_pem_x509_certificates(authorities)
+    try:
+        x509.load_pem_x509_certificates(authorities)
+    except ValueError as error:
+        raise ValueError(f"the trusted CA certificates cannot be read ({error})") from error
     life(chain)
 
 
