@@ -321,8 +321,8 @@ class DeviceProfile(_message.Message):
     is the proxy set that it will use; each upload about the proxy set states the one that it used.
     """
     data_version: _builtins.bytes
-    """Version of the device's data, at most 32 bytes; it changes if rows change. It is keyed with the device's secret, so that
-    it reveals nothing about the rows. Empty if the device does not know the version.
+    """Version of the device's data, at most 32 bytes; it changes if rows change. It is keyed with a key that never leaves the
+    device, so that it reveals nothing about the rows. Empty if the device does not know the version.
     """
     @_builtins.property
     def input_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
