@@ -74,6 +74,8 @@ def test_an_int8_file_is_smaller_and_answers_like_the_model(tmp_path: Path, how:
     assert metadata.items() >= {"run": "lying", "round": "1", "method": "feddkc", "quantized": how}.items()
     exported = next(event for event in events if event.kind == "exported")
     assert exported.values["bytes"] == sizes[1]
+    difference = float(np.abs(logits - expected).max())
+    assert difference / 2 < exported.values["max_difference"] < 2 * difference + 1e-3, "that of the int8 file"
     assert "not-quantized" not in [event.kind for event in events]
 
 
@@ -88,6 +90,8 @@ def test_an_int8_file_that_loses_too_much_is_not_used(tmp_path: Path, measured: 
     (event,) = [event for event in events if event.kind == "not-quantized"]
     assert event.values[measured] > event.values["quantized"]
     assert f"{measured} of the int8 file is" in event.text
+    assert event.text.endswith("; max_quantization_drop is 0")
+    assert event.values["max_quantization_drop"] == 0
     assert event.text.startswith("model.onnx is exported as a float file: ")
     predictor = Predictor(device.state_dir)
     assert predictor.model.quantized == ""

@@ -62,11 +62,13 @@ class QuantizationCheck:
             same class.
         full: Value of the float file, in [0, 1]; 1 for agreement.
         quantized: Value of the int8 file, in [0, 1].
+        difference: Largest absolute difference between logits of the two files on the device's own samples.
     """
 
     measured: str
     full: float
     quantized: float
+    difference: float
 
     @property
     def drop(self) -> float:
@@ -127,29 +129,30 @@ class _Samples:
 
 
 def _checked(source: Path, target: Path, data: CheckData) -> QuantizationCheck:
+    expected, found = (_logits(one, data.samples) for one in (source, target))
+    difference = float(np.abs(found - expected).max())
     if data.validation is not None:
         full, quantized = (_accuracy(one, data.validation()) for one in (source, target))
-        return QuantizationCheck("accuracy", full, quantized)
-    same = _classes(source, data.samples) == _classes(target, data.samples)
-    return QuantizationCheck("agreement", 1.0, float(same.mean()))
+        return QuantizationCheck("accuracy", full, quantized, difference)
+    same = expected.argmax(axis=1) == found.argmax(axis=1)
+    return QuantizationCheck("agreement", 1.0, float(same.mean()), difference)
 
 
 def _accuracy(path: Path, batches: Iterable[tuple[Array, Array]]) -> float:
     session = cpu_session(str(path))
-    correct = [_classes_of(session, inputs) == labels for inputs, labels in batches]
+    correct = [_logits_of(session, inputs).argmax(axis=1) == labels for inputs, labels in batches]
     return float(np.concatenate(correct).mean())
 
 
-def _classes(path: Path, inputs: Array) -> Array:
-    """Returns the most probable class of each input, `[n]`."""
+def _logits(path: Path, inputs: Array) -> Array:
+    """Returns a file's logits `[n, classes]`."""
     session, starts = cpu_session(str(path)), range(0, len(inputs), _BATCH)
-    return np.concatenate([_classes_of(session, inputs[start : start + _BATCH]) for start in starts])
+    return np.concatenate([_logits_of(session, inputs[start : start + _BATCH]) for start in starts])
 
 
-def _classes_of(session: Any, inputs: Array) -> Array:
+def _logits_of(session: Any, inputs: Array) -> Array:
     check_may_continue()
-    logits = session.run(["logits"], {"input": np.ascontiguousarray(inputs, np.float32)})[0]
-    return np.asarray(logits.argmax(axis=1))
+    return np.asarray(session.run(["logits"], {"input": np.ascontiguousarray(inputs, np.float32)})[0])
 
 
 @contextmanager

@@ -118,7 +118,8 @@ class Deployer:
     def _deploy(self, compute: Compute, report: OnnxReport, folder: Path, version: Version) -> tuple[str, ...]:
         from fleetdistill.device.finishing import Finishing
 
-        made = Finishing(self._events, self._deployment, compute, version).finish(folder)
+        finishing = Finishing(self._events, self._deployment, compute, version)
+        made = finishing.finish(folder)
         limit = self._deployment.max_bytes
         size = max((folder / name).stat().st_size for name in made)
         if limit is not None and size > limit:
@@ -128,7 +129,9 @@ class Deployer:
             for name in made:
                 rename_durably(folder / name, self._directory / name)
         path = self._directory / MODEL_FILE
-        self._events.emit_exported(replace(report, path=path, bytes=path.stat().st_size), version)
+        difference = report.max_difference + finishing.difference  # int8 to float to the model
+        report = replace(report, path=path, bytes=path.stat().st_size, max_difference=difference)
+        self._events.emit_exported(report, version)
         return made
 
     def _report_too_large(self, version: Version, size: int, limit: int) -> None:

@@ -25,10 +25,14 @@ class Finishing:
         deployment: Settings of the app.
         compute: Compute backend that has written the files.
         version: Version of the exported model.
+
+    Attributes:
+        difference: Largest absolute difference between logits of an int8 file and of its float file; 0 without int8.
     """
 
     def __init__(self, events: Events, deployment: Deployment, compute: Compute, version: Version) -> None:
         self._events, self._deployment, self._compute, self._version = events, deployment, compute, version
+        self.difference = 0.0
 
     def finish(self, folder: Path) -> tuple[str, ...]:
         """Completes all files in a folder; returns their names, `model.onnx` last.
@@ -62,10 +66,13 @@ class Finishing:
         except ExportError as error:
             self._report(path, str(error), {})
             return False
-        if not check.drop <= self._deployment.max_quantization_drop:
-            self._report(path, _reason(check), {check.measured: check.full, "quantized": check.quantized})
+        limit = self._deployment.max_quantization_drop
+        if not check.drop <= limit:
+            values = {check.measured: check.full, "quantized": check.quantized, "max_quantization_drop": limit}
+            self._report(path, _reason(check, limit), values)
             return False
         quantized.replace(path)
+        self.difference = max(self.difference, check.difference)
         return True
 
     def _report(self, path: Path, reason: str, values: dict[str, float]) -> None:
@@ -73,5 +80,8 @@ class Finishing:
         self._events.emit("not-quantized", self._version.round, text, {"version": self._version.number, **values})
 
 
-def _reason(check: QuantizationCheck) -> str:
-    return f"{check.measured} of the int8 file is {check.quantized:.3f}, of the float file {check.full:.3f}"
+def _reason(check: QuantizationCheck, limit: float) -> str:
+    return (
+        f"{check.measured} of the int8 file is {check.quantized:.3f}, of the float file {check.full:.3f}; "
+        f"max_quantization_drop is {limit:g}"
+    )
