@@ -110,11 +110,12 @@ class DamagedStateError(StateError):
 
     Attributes:
         path: Path of the file.
+        reason: What is wrong with the file, without its path; empty if unknown.
     """
 
-    def __init__(self, path: Path, message: str) -> None:
+    def __init__(self, path: Path, message: str, reason: str = "") -> None:
         super().__init__(message)
-        self.path = path
+        self.path, self.reason = path, reason
 
 
 class NoRoomError(StateError):

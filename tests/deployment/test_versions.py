@@ -76,7 +76,7 @@ def test_a_roll_back_returns_model_predictions_and_file_to_the_previous_version(
             )
         with pytest.raises(StateError, match=r"no earlier version of the model; the device keeps 3 \(Deployment"):
             device.roll_back()
-    assert not any((tmp_path / "versions").iterdir())
+    assert os.listdir(tmp_path / "versions") == ["deployed.json"]
 
 
 def test_after_a_roll_back_training_goes_on_and_the_next_delivery_has_a_new_number(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_as_many_versions_are_kept_as_the_app_wants(tmp_path: Path, keep: int, k
     with device:
         play(device, 5)
     folder = tmp_path / "versions"
-    assert sorted(os.listdir(folder) if folder.exists() else []) == kept
+    assert sorted(os.listdir(folder)) == [*kept, "deployed.json"]
     for one in kept:
         assert sorted(os.listdir(folder / one)) == ["delivered.safetensors", "model.onnx", "version.json"]
 
@@ -168,18 +168,39 @@ def test_a_damaged_version_is_refused_and_the_model_in_use_stays(tmp_path: Path)
         assert_uses(device, 2, logits[1])
 
 
-def test_a_damaged_record_is_put_aside_and_numbers_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [b'{"number": ', b"", "number", None], ids=["cut", "empty", "digit", "missing"])
+def test_a_damaged_record_is_restored_and_no_number_is_given_twice(tmp_path: Path, damaged: bytes | str | None) -> None:
+    device, _ = device_of(tmp_path, range(1, 4), deployment=Deployment(keep_versions=1))
+    with device:
+        play(device, 3)
+    record, whole = tmp_path / "deployed.json", (tmp_path / "deployed.json").read_bytes()
+    record.unlink()
+    if damaged is not None:
+        record.write_bytes(damaged if isinstance(damaged, bytes) else whole.replace(b'"number": 3', b'"number": 2'))
+    restarted, events = device_of(tmp_path, range(4, 5), deployment=Deployment(keep_versions=1))
+    with restarted:
+        assert restarted.version == 3
+        play(restarted, 1)
+        assert restarted.version == 4
+    texts = [f"{record} is damaged: it does not describe a version; it is kept as deployed.json.damaged-1, and "]
+    texts[0] += "version 3 is restored from a copy"
+    assert events.texts("damaged") == ([] if damaged is None else texts)
+
+
+def test_a_record_without_an_undamaged_copy_is_put_aside_and_numbers_start_again(tmp_path: Path) -> None:
     device, _ = device_of(tmp_path, range(1, 4), deployment=THREE)
     with device:
         play(device, 3)
-    (tmp_path / "deployed.json").write_bytes(b'{"number": ')
+    for name in ("deployed.json", "versions/deployed.json"):
+        (tmp_path / name).write_bytes(b'{"number": ')
     restarted, events = device_of(tmp_path, range(4, 5), deployment=THREE)
     with restarted:
         assert restarted.version == 0
         play(restarted, 1)
-        assert restarted.version > 2
+        assert restarted.version > 2, "above those that are kept"
     assert (tmp_path / "deployed.json.damaged-1").read_bytes() == b'{"number": '
-    assert len(events.texts("damaged")) == 1
+    (text,) = events.texts("damaged")
+    assert text.endswith("and the numbers of versions start again")
 
 
 def test_file_systems_without_hard_links_get_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

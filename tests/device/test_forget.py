@@ -14,7 +14,7 @@ from support.processes import python
 from support.sdk_fleet import RUN, Fleet, make_device
 from typer.testing import CliRunner
 
-from fleetdistill import Device
+from fleetdistill import Budgets, Device
 from fleetdistill.device.command import main
 from fleetdistill.device.inspection import inspect
 from fleetdistill.errors import LinkError, RefusedError, StateError
@@ -69,6 +69,34 @@ def test_inspect_of_a_damaged_directory_shows_the_rest(used: Path, name: str) ->
     found = inspect(used)
     assert any(name in text for text in found.damage) or name == "last_outcome.json"
     assert found.files["state.safetensors"] > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["state.safetensors", "delivered.safetensors", "model.onnx", "deployed.json", "usage.json", "pace.json"]
+)
+@pytest.mark.parametrize("cut", [True, False], ids=["cut", "changed"])
+def test_inspect_lists_every_damaged_file(fleet: Fleet, tmp_path: Path, name: str, cut: bool) -> None:
+    fleet.ask("d")
+    with make_device(fleet, tmp_path, budgets=Budgets(bytes_per_day=1 << 30), export_onnx="round") as device:
+        device.step(0)
+        fleet.ask("d")
+        device.step(0)
+    (tmp_path / "pace.json").write_bytes(b'{"format": 1, "not_before": 0, "seconds": 0}')
+    assert inspect(tmp_path).damage == []
+    data = (tmp_path / name).read_bytes()
+    half = len(data) // 2
+    (tmp_path / name).write_bytes(data[:half] if cut else data[:half] + b"\xff" + data[half + 1 :])
+    (text,) = inspect(tmp_path).damage
+    assert text.startswith(f"{tmp_path / name} is damaged: ")
+
+
+def test_inspect_shows_withdrawn_columns_as_not_allowed(fleet: Fleet, used: Path) -> None:
+    assert "logits" in inspect(used).allowed
+    with make_device(fleet, used) as device:
+        device.allow = ("features",)
+        with pytest.raises(RefusedError):
+            device.step(0)
+    assert inspect(used).allowed == ["features"]
 
 
 def test_inspect_of_another_folder_is_refused(tmp_path: Path) -> None:

@@ -453,7 +453,7 @@ def test_a_damaged_answer_is_put_aside_and_the_device_continues(tmp_path: Path, 
     assert again.outbox.pending() is None
     (aside,) = again.put_aside
     assert (aside.path, aside.kept_as) == (tmp_path / "outbox", tmp_path / "outbox.damaged-1")
-    assert f"{name} is damaged: " in aside.text
+    assert f"outbox is damaged: {name}: " in aside.text
     assert "its answer is dropped; the device continues from its last receipt" in aside.text
     assert (tmp_path / "outbox.damaged-1" / name).read_bytes() == content
     put(again)

@@ -182,9 +182,7 @@ PACKED = pack_state({"w": torch.arange(100.0), "n": 3})
     ],
 )
 def test_a_damaged_state_is_a_state_error(data: bytes) -> None:
-    with pytest.raises(
-        StateError, match=r"the saved state is damaged \(.*\); remove the file, or use a new state directory"
-    ):
+    with pytest.raises(StateError, match=r"the saved state is damaged: ."):
         unpack_state(data)
 
 

@@ -1,6 +1,7 @@
 """The versions of the delivered model in a state directory.
 
     deployed.json          the version in use: number, round, variant, accuracy, and the names of its ONNX files
+    versions/deployed.json a copy, from which a damaged or missing deployed.json is restored
     model.onnx.due         a version whose model is delivered, or will be after a restart, and that is not recorded yet
     roll-back.due          number of the version that the device returns to in its next turn
     versions/NUMBER/       an earlier version: delivered.safetensors, ONNX files and version.json, written last
@@ -13,23 +14,27 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from fleetdistill.errors import StateError
 from fleetdistill.state import failpoints
 from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import make_directory, rename_durably, sync_directory
 from fleetdistill.state.files import Files
+from fleetdistill.state.format import json_object, sealed_json
 
 MODEL = "delivered.safetensors"
 """File with the app's model in a state directory."""
-_IN_USE, _DUE, _ROLL_BACK = "deployed.json", "model.onnx.due", "roll-back.due"
+IN_USE = "deployed.json"
+"""File that describes the version in use."""
+NO_VERSION = "it does not describe a version"
+"""What is wrong with a damaged `deployed.json`."""
+_DUE, _ROLL_BACK = "model.onnx.due", "roll-back.due"
 _FOLDER, _NOTE = "versions", "version.json"
+_COPY = f"{_FOLDER}/{IN_USE}"
 
 
 @dataclass(frozen=True)
@@ -66,14 +71,26 @@ class Versions:
     def __init__(self, files: Files, keep: int) -> None:
         self._files, self._keep = files, keep
         self._directory = files.directory
-        if (data := files.load(_IN_USE)) is not None and _parsed(data) is None:
-            files.set_aside(_IN_USE, "it does not describe a version", "the next delivery has a new number")
+        self._restore_record()
+
+    def _restore_record(self) -> None:
+        """Puts a damaged record of the version in use aside and restores it from its copy."""
+        data, copy = self._files.load(IN_USE), self._files.load(_COPY)
+        if (data is None and copy is None) or version_of(data) is not None:
+            return
+        version, effect = version_of(copy), "the numbers of versions start again"
+        if version is not None:
+            effect = f"version {version.number} is restored from a copy"
+        if data is not None:
+            self._files.set_aside(IN_USE, NO_VERSION, effect)
+        if version is not None:
+            self._files.save(IN_USE, _packed(version))
 
     # --- the version in use
 
     def in_use(self) -> Version | None:
         """Returns the version in use, or None before the first delivery."""
-        return _parsed(self._files.load(_IN_USE))
+        return version_of(self._files.load(IN_USE)) or version_of(self._files.load(_COPY))
 
     def due(self) -> Version | None:
         """Returns the delivered version that is not recorded yet, or None."""
@@ -81,7 +98,7 @@ class Versions:
         if data is None:
             return None
         # A file of SDK 0.1 contains the round.
-        return _parsed(data) or self._next(int(data) if data.isdigit() else 0)
+        return version_of(data) or self._next(int(data) if data.isdigit() else 0)
 
     def announce(self, number: int, variant: str, accuracy: float | None) -> None:
         """Keeps the version in use, then stores that the next one is about to be delivered.
@@ -109,17 +126,23 @@ class Versions:
     def record(self, version: Version) -> None:
         """Records a version as the one in use, and deletes the versions that are no longer kept."""
         failpoints.hit("device.deploy.before-record")
-        self._files.save(_IN_USE, _packed(version))
+        self._save_in_use(version)
         self._files.remove(_DUE)
         self._prune()
         failpoints.hit("device.deploy.after-record")
+
+    def _save_in_use(self, version: Version) -> None:
+        with disk_errors(self._directory):
+            make_directory(self._directory / _FOLDER)
+        for name in (_COPY, IN_USE):
+            self._files.save(name, _packed(version))
 
     # --- earlier versions
 
     def earlier(self) -> list[Version]:
         """Returns the kept versions before the one in use, the newest first."""
         in_use = self.in_use()
-        found = [_parsed(self._load(folder)) for folder in self._folders()]
+        found = [version_of(self._load(folder)) for folder in self._folders()]
         kept = [one for one in found if one is not None and in_use is not None and one.number < in_use.number]
         return sorted(kept, key=lambda one: -one.number)
 
@@ -133,7 +156,7 @@ class Versions:
 
     def _keep_version_in_use(self) -> None:
         version = self.in_use()
-        if version is None or _parsed(self._load(self._folder(version.number))) is not None:
+        if version is None or version_of(self._load(self._folder(version.number))) is not None:
             return
         folder = self._folder(version.number)
         with disk_errors(self._directory):
@@ -179,7 +202,7 @@ class Versions:
     def requested(self) -> Version | None:
         """Returns the version that the device is to return to, or None."""
         number = self._files.load(_ROLL_BACK)
-        return None if number is None else _parsed(self._load(self._directory / _FOLDER / number.decode()))
+        return None if number is None else version_of(self._load(self._directory / _FOLDER / number.decode()))
 
     def roll_back(self, version: Version) -> None:
         """Makes a kept version the one in use; repeatable after a crash at any point."""
@@ -189,7 +212,7 @@ class Versions:
                 _restore(folder / name, self._directory / name)
                 failpoints.hit("device.roll-back.after-file")
         last = version.last if in_use is None else in_use.last
-        self._files.save(_IN_USE, _packed(replace(version, last=last, sha256="")))
+        self._save_in_use(replace(version, last=last, sha256=""))
         failpoints.hit("device.roll-back.after-record")
 
     def end_roll_back(self) -> None:
@@ -199,16 +222,18 @@ class Versions:
 
 
 def _packed(version: Version) -> bytes:
-    return json.dumps(asdict(version)).encode()
+    return sealed_json(asdict(version))
 
 
-def _parsed(data: bytes | None) -> Version | None:
-    """Returns a version, or None if the file is missing or damaged."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        found: Any = json.loads(data or b"null")
+def version_of(data: bytes | None) -> Version | None:
+    """Returns the version that a file describes, or None if the file is missing or damaged."""
+    if data is None:
+        return None
+    with contextlib.suppress(TypeError, KeyError, StateError):
+        found = json_object(Path(), data)
         known = {one.name for one in fields(Version)}
-        values = {name: value for name, value in found.items() if name in known} if isinstance(found, dict) else {}
-        return Version(**{**values, "files": tuple(values["files"])}) if values else None
+        values = {name: value for name, value in found.items() if name in known}
+        return Version(**{**values, "files": tuple(values["files"])})
     return None
 
 

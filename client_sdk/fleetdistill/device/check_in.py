@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from fleetdistill.state import failpoints
 from fleetdistill.state.data_version import data_version
 from fleetdistill.state.saved_profile import PROFILE, load_profile, save_profile
 from fleetdistill.state.sent_ledger import check_in_entry
+from fleetdistill.state.state_check import STATES, damaged_states
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.compression import offered
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
@@ -87,8 +88,7 @@ class CheckIn:
             profile = self._profile_of(self._with_samples(self._current_compute(terms.contract)))
             run = terms.contract.run
         else:
-            del profile.allowed_columns[:]
-            profile.allowed_columns.extend(sorted(columns))
+            self._set_columns(profile, columns)
             _set_compressions(profile)
         terms = self._send_check_in(profile, run)
         self._session.identity.run = terms.contract.run
@@ -140,6 +140,13 @@ class CheckIn:
         except DamagedStateError as error:
             self._storage.set_aside(PROFILE, error, "the device describes its model and data again")
             return None
+
+    def _set_columns(self, profile: contract_pb2.DeviceProfile, columns: Sequence[str]) -> None:
+        """Updates the allowed columns; saved before the call, so that withdrawn ones are not shown as allowed."""
+        if list(profile.allowed_columns) != sorted(columns):
+            del profile.allowed_columns[:]
+            profile.allowed_columns.extend(sorted(columns))
+            save_profile(self._storage, profile)
 
     # --- data
 
@@ -287,12 +294,19 @@ class CheckIn:
         try:
             compute.restore(saved, self._storage.load("delivered.safetensors"))
         except StateError as error:
-            path = self._storage.directory / "state.safetensors"
-            raise DamagedStateError(
-                path,
-                f"{path} or delivered.safetensors is damaged: {error}. Restore both from a backup, or move both away "
-                "to start from the run's initial weights",
-            ) from error
+            raise self._damaged_state(error) from error
+
+    def _damaged_state(self, error: StateError) -> DamagedStateError:
+        """Returns the error that names the damaged file; `state.safetensors` if the worker's format is unknown."""
+        found = damaged_states(self._storage) or {STATES[0]: str(error).removeprefix("the saved state is damaged: ")}
+        name, reason = next(iter(found.items()))
+        path = self._storage.directory / name
+        return DamagedStateError(
+            path,
+            f"{path} is damaged: {reason}. Restore it from a backup; or move {' and '.join(STATES)} away to start from "
+            "the run's initial weights",
+            reason,
+        )
 
     # --- payloads
 

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from fleetdistill.errors import StateError
+from fleetdistill.deployment.stamp import check_stamp
+from fleetdistill.deployment.versions import IN_USE, NO_VERSION, version_of
+from fleetdistill.eligibility.pace import PACE
+from fleetdistill.eligibility.usage import USAGE
+from fleetdistill.errors import DamagedStateError, ModelError, StateError
 from fleetdistill.link.credentials import is_enrolled
 from fleetdistill.state.erasure import ERASING
 from fleetdistill.state.files import Files
@@ -18,6 +22,7 @@ from fleetdistill.state.sample_ids import SampleIds
 from fleetdistill.state.saved_profile import load_profile
 from fleetdistill.state.sent import Ledger
 from fleetdistill.state.sent_ledger import LEDGER, read_ledger
+from fleetdistill.state.state_check import damaged_states
 
 T = TypeVar("T")
 
@@ -35,7 +40,7 @@ class Inspection:
         parameters: Number of its trainable parameters.
         samples: Number of training samples that the device declared at the last check-in.
         data_version: Data version of the last check-in in hexadecimal; empty if there was none.
-        allowed: Columns that could leave the device at the last check-in.
+        allowed: Columns that could leave the device at the last check-in, also if the server rejected it.
         waiting: Round, step number and attempt of an answer without a receipt; None without one.
         last_round: Round of the last answer with an outcome; 0 before the first.
         last_receipt: Id of its receipt; empty if it was refused.
@@ -101,6 +106,8 @@ class _Reader:
                 part()
             except StateError as error:
                 self._found.damage.append(str(error))
+        for name, reason in (damaged_states(self._files) | self._damaged_model() | self._damaged_notes()).items():
+            self._found.damage.append(f"{self._files.directory / name} is damaged: {reason}")
 
     def _identity(self) -> None:
         path = self._files.directory / "device.json"
@@ -137,6 +144,36 @@ class _Reader:
 
     def _sample_ids(self) -> None:
         SampleIds(self._files).check()
+
+    def _damaged_model(self) -> dict[str, str]:
+        """Returns a damaged record of the version in use, and the damaged ones of the ONNX files that it names."""
+        record = self._files.load(IN_USE)
+        if record is None:
+            return {}
+        version = version_of(record)
+        names = version.files if version is not None else (name for name in self._found.files if name == "model.onnx")
+        found = {name: _damage_of_onnx(self._files.load(name)) for name in names}
+        found[IN_USE] = "" if version is not None else NO_VERSION
+        return {name: reason for name, reason in found.items() if reason}
+
+    def _damaged_notes(self) -> dict[str, str]:
+        found = {}
+        for name in (USAGE, PACE):
+            try:
+                json_object(Path(name), self._files.load(name) or b"{}")
+            except DamagedStateError as error:
+                found[name] = error.reason
+        return found
+
+
+def _damage_of_onnx(data: bytes | None) -> str:
+    if data is None:
+        return "the file is missing"
+    try:
+        check_stamp(data)
+    except ModelError as error:
+        return str(error).removeprefix("the file is incomplete or damaged: ")
+    return ""
 
 
 def _sizes(directory: Path) -> dict[str, int]:

@@ -234,9 +234,7 @@ class LightCompute:
             if delivered is not None:
                 self._restore_delivered(delivered)
         except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
-            raise StateError(
-                f"the saved state is damaged ({error}); remove the file, or use a new state directory"
-            ) from error
+            raise StateError(f"the saved state is damaged: {error}") from error
         self._delivered_accuracy = None
         self.has_state = True
 

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from fleetdistill.errors import DamagedStateError
 from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import rename_durably, sync_directory, sync_file
 
@@ -74,7 +75,7 @@ class Files:
 
         Args:
             name: Path relative to the directory, of a file or a folder.
-            reason: What is wrong with the file.
+            reason: What is wrong with the file, as a text or an exception.
             effect: What the device does without it.
             copy: Whether to copy the file, because the caller replaces it atomically.
         """
@@ -90,6 +91,15 @@ class Files:
             else:
                 path.replace(kept)
             sync_directory(path.parent)
-        text = f"{path} is damaged: {reason}; it is kept as {kept.name}, and {effect}"
+        text = f"{path} is damaged: {_without_path(path, reason)}; it is kept as {kept.name}, and {effect}"
         logger.warning("%s", text)
         self.put_aside.append(SetAside(path, kept, text))
+
+
+def _without_path(path: Path, reason: object) -> object:
+    """Returns the reason for damage; of an error only the reason, with the file's name if `path` is its folder."""
+    if isinstance(reason, KeyError):
+        return f"it has no {reason.args[0]}"
+    if not isinstance(reason, DamagedStateError) or not reason.reason:
+        return reason
+    return reason.reason if reason.path == path else f"{reason.path.name}: {reason.reason}"

@@ -46,7 +46,8 @@ def json_object(path: Path, data: bytes) -> dict[str, Any]:
 
 def damaged_error(path: Path, reason: object) -> StateError:
     """Returns the error for a damaged file."""
-    return DamagedStateError(path, f"{path} is damaged: {reason}; restore the file, or use a new state directory")
+    message = f"{path} is damaged: {reason}; restore the file, or use a new state directory"
+    return DamagedStateError(path, message, str(reason))
 
 
 def check_format(path: Path, saved: dict[str, Any]) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import google_crc32c
 import torch
 from safetensors.torch import load, save
 
 from fleetdistill.errors import StateError
+from fleetdistill.state.state_check import NO_CRC, matches_crc, with_crc
 
-_NO_CRC = "0" * 8
 _TensorKey = tuple[object, ...]
 """Memory address, device, type, shape and strides of a tensor; tensors with equal keys are identical."""
 
@@ -26,9 +25,9 @@ def pack_state(state: Any) -> bytes:
     """
     tensors: dict[_TensorKey, tuple[str, torch.Tensor]] = {}
     outline = _outline(state, tensors)
-    sealed = {"crc32c": _NO_CRC, **(outline if isinstance(outline, dict) else {"value": outline})}
+    sealed = {"crc32c": NO_CRC, **(outline if isinstance(outline, dict) else {"value": outline})}
     # One metadata key: safetensors writes several in any order, but equal states must have equal bytes.
-    return _with_crc(bytes(save(dict(tensors.values()), metadata={"outline": json.dumps(sealed)})))
+    return with_crc(bytes(save(dict(tensors.values()), metadata={"outline": json.dumps(sealed)})))
 
 
 def unpack_state(data: bytes) -> Any:
@@ -40,28 +39,11 @@ def unpack_state(data: bytes) -> Any:
     try:
         header_bytes = int.from_bytes(data[:8], "little")
         outline = json.loads(json.loads(data[8 : 8 + header_bytes])["__metadata__"]["outline"])
-        _check_crc(data, outline)
+        if not matches_crc(data, outline):
+            raise StateError("it does not match its checksum")
         return _restore(outline, load(data))
     except Exception as error:  # safetensors raises its own exception type
-        raise StateError(
-            f"the saved state is damaged ({error}); remove the file, or use a new state directory"
-        ) from error
-
-
-def _with_crc(data: bytes) -> bytes:
-    """Returns a document with the CRC-32C of itself, computed with zeros in its place."""
-    return data.replace(_crc_member(_NO_CRC), _crc_member(f"{google_crc32c.value(data):08x}"), 1)
-
-
-def _check_crc(data: bytes, outline: Any) -> None:
-    """Raises StateError if a document does not match its CRC-32C. Those of earlier SDKs have none."""
-    found = outline.get("crc32c") if isinstance(outline, dict) else None
-    if found is not None and _with_crc(data.replace(_crc_member(found), _crc_member(_NO_CRC), 1)) != data:
-        raise StateError("it does not match its checksum")
-
-
-def _crc_member(value: str) -> bytes:
-    return rf"\"crc32c\": \"{value}\"".encode()
+        raise StateError(f"the saved state is damaged: {error}") from error
 
 
 def _outline(value: Any, tensors: dict[_TensorKey, tuple[str, torch.Tensor]]) -> Any:
