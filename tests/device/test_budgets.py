@@ -149,6 +149,7 @@ def test_damaged_counters_are_put_aside_and_count_as_used_up_until_midnight(tmp_
     with device:
         assert device.step() is Step.WAITED
         assert not link.calls
+        assert "damaged" in [event.kind for event in events], "not only at midnight"
         device.run()
     assert clock.now() >= 16 * 3600
     assert (tmp_path / f"{USAGE}.damaged-1").read_bytes() == content

@@ -113,3 +113,19 @@ def test_a_refused_answer_is_an_event_and_its_training_does_not_count(fleet: Fle
         assert events[-1].values["code"] == "bad-value"
         assert device.model is not None
         assert torch.equal(compute_of(device).module.state_dict()["stages.0.weight"], before)
+
+
+@pytest.mark.parametrize("code", [Code.NOT_READY, Code.TOO_MANY, Code.INTERNAL])
+@pytest.mark.parametrize("member", ["preview", "predict", "model", "models", "forget"])
+def test_every_member_raises_a_temporary_refusal_as_link_error(
+    fleet: Fleet, tmp_path: Path, member: str, code: Code
+) -> None:
+    call = "leave" if member == "forget" else "check_in"
+    link = FaultyLink(MemoryLink(fleet.api), refused(call, code, after_seconds="7"))
+    with make_device(fleet, tmp_path, link=link) as device:
+        uses = {"preview": device.preview, "forget": device.forget, "predict": lambda: device.predict(tiny_data()[0])}
+        use = uses.get(member, lambda: getattr(device, member))
+        with pytest.raises(LinkError, match="was refused with") as error:
+            use()
+        assert error.value.after_seconds == 7.0
+        use()

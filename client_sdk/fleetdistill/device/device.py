@@ -44,6 +44,7 @@ from fleetdistill.device.private import PrivateAnswers
 from fleetdistill.device.sender import Sender
 from fleetdistill.device.session import Session
 from fleetdistill.device.stop_request import StopRequest
+from fleetdistill.device.temporary_refusals import as_link_errors
 from fleetdistill.eligibility import Budgets, Eligibility
 from fleetdistill.eligibility.permission import Permission
 from fleetdistill.errors import ConfigurationError, DeviceClosedError, FleetDistillError
@@ -274,7 +275,8 @@ class Device(Disclosure):
         """Returns the compute backend; after `close` only if no file and no call is required."""
         compute = self._session.compute
         if not self._turns.closed:
-            return self._check_in.ready_compute()
+            with as_link_errors(self._session):
+                return self._check_in.ready_compute()
         if compute is None or not compute.has_state:
             raise DeviceClosedError(member, self.state_dir)
         return compute
@@ -296,6 +298,7 @@ class Device(Disclosure):
             DataError: The inputs are not floats, or have another shape.
             ModelError: A device without PyTorch has no model before the first delivery, a custom worker does not
                 support `predict`, or the model does not accept the batch.
+            LinkError: The first call checks in, and the server is unavailable. `Predictor` works without a server.
             FleetDistillError: The first call may check in and build the model, which can fail as in `step`.
         """
         return self._predictions.predict(inputs)

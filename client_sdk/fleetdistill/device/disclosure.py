@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fleetdistill.device.ask_handler import AskHandler
 from fleetdistill.device.forgetting import request_forgetting
 from fleetdistill.device.loops import Loops
+from fleetdistill.device.temporary_refusals import as_link_errors
 from fleetdistill.state.directory import erase_directory
 from fleetdistill.state.sent import Ledger
 from fleetdistill.state.sent_ledger import LEDGER, read_ledger
@@ -51,7 +52,7 @@ class Disclosure(Loops):
             DeviceClosedError: The device was closed.
             FleetDistillError: The check-in or the computation failed, as in `step`.
         """
-        with self._working("preview"):
+        with self._working("preview"), as_link_errors(self._session):
             return self._handler.preview()
 
     @property

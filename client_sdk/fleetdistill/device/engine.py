@@ -12,9 +12,9 @@ from fleetdistill.device.events import Events, Step
 from fleetdistill.device.manners import Manners
 from fleetdistill.device.sender import Sender
 from fleetdistill.device.session import Session
-from fleetdistill.errors import LinkError, NoSamplesError, RefusedError, WorkInterrupted
+from fleetdistill.device.temporary_refusals import as_link_errors
+from fleetdistill.errors import LinkError, NoSamplesError, WorkInterrupted
 from fleetdistill.link.terms import pause_seconds, plain
-from fleetdistill.wire.codes import Code, after_seconds, is_final
 from fleetdistill.wire.v1 import service_pb2
 
 POLL_SECONDS = 20.0
@@ -101,6 +101,7 @@ class Engine:
         self._pause = 0.0
         if self._stopped.is_set():
             return Step.PAUSED
+        self._events.emit_put_aside(self._session.storage.put_aside)  # found at the start
         self._pause = self._manners.seconds_to_wait()
         if self._pause:
             return Step.WAITED
@@ -121,14 +122,8 @@ class Engine:
 
     def _work(self, wait_seconds: float) -> Step:
         """Settles an answer or handles an ask; converts temporary refusals into LinkError."""
-        try:
+        with as_link_errors(self._session):
             return self._settle_or_answer(wait_seconds)
-        except RefusedError as refusal:
-            if refusal.code == Code.BAD_IDENTITY and "check_in" in refusal.details:
-                self._session.terms = None  # a server restored from a backup no longer has this device: check in again
-            elif is_final(refusal.code):
-                raise
-            raise LinkError(str(refusal), after_seconds(refusal.details)) from refusal
 
     def _settle_or_answer(self, wait_seconds: float) -> Step:
         with self._session.guard.held():

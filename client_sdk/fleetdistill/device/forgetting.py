@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fleetdistill.device.temporary_refusals import link_error
 from fleetdistill.errors import RefusedError
 from fleetdistill.link.base import Link
-from fleetdistill.wire.codes import Code
+from fleetdistill.wire.codes import Code, is_final
 from fleetdistill.wire.v1 import service_pb2
 
 
@@ -16,7 +17,7 @@ def request_forgetting(link: Link, identity: service_pb2.Identity) -> bool:
         version, which only its operator can ask.
 
     Raises:
-        LinkError: The server is unavailable.
+        LinkError: The server is unavailable, or temporarily refuses requests.
         RefusedError: The server refuses the caller.
     """
     try:
@@ -24,7 +25,9 @@ def request_forgetting(link: Link, identity: service_pb2.Identity) -> bool:
     except RefusedError as refusal:
         if refusal.code == Code.UNKNOWN_RUN or "check_in" in refusal.details:
             return True
-        raise
+        if is_final(refusal.code):
+            raise
+        raise link_error(refusal) from refusal
 
 
 def operator_command(run: str, device: str) -> str:
