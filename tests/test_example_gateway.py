@@ -115,7 +115,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 def test_a_gateway_enrols_learns_new_files_and_continues_after_sigterm(site: Site) -> None:
     images = np.random.default_rng(0).random((200, 1, 8, 8), np.float32)
     gateway = site.start()
-    site.wait_for(gateway, "no samples yet")
+    site.wait_for(gateway, "data has no samples;")
     (site.work / "samples" / "broken.npz").write_bytes(b"not a zip file")
     site.add_samples("monday.npz", images[:100])
     site.wait_for(gateway, "wrote model.onnx")
@@ -165,6 +165,21 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     here.write_text(UNIT.read_text().replace("/opt/fleetdistill/bin/python", sys.executable))
     done = subprocess.run(["systemd-analyze", "verify", here], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_missing_data_folder_is_an_error(tmp_path: Path) -> None:
+    command: list[str | Path] = [
+        sys.executable,
+        GATEWAY,
+        "--server",
+        "127.0.0.1:1",
+        "--state-dir",
+        tmp_path / "s",
+        "--data",
+        tmp_path / "x",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, f"--data is {tmp_path / 'x'}, expected a folder\n")
 
 
 def test_the_gateway_is_short() -> None:

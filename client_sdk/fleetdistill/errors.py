@@ -87,10 +87,10 @@ class DataError(FleetDistillError):
 
 
 class NoSamplesError(DataError):
-    """The app has no training samples yet. `Device.run` waits for samples; reading `Device.model` may raise it."""
+    """The app has no training samples. `Device.run` waits for samples; reading `Device.model` may raise it."""
 
     def __init__(self) -> None:
-        super().__init__("data has no samples yet; the device takes part as soon as there is one")
+        super().__init__("data has no samples; the device takes part as soon as there is one")
 
 
 class KnowledgeError(FleetDistillError):

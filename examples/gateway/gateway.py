@@ -28,15 +28,15 @@ from fleetdistill.models import build_model
 
 logger = logging.getLogger("gateway")
 
-TURN_SECONDS = 2.0
-"""Pause between two turns; the server may ask for a longer one."""
-REFUSED = 78
-"""Exit status that the unit file excludes from restarts, as restarting would not help."""
+TURN_SECONDS = 2.0  # pause between two turns; the server may ask for a longer one
+REFUSED = 78  # exit status that the unit file excludes from restarts, as restarting would not help
 
 
 def main() -> int:
     """Keeps the device in the run; returns the exit status."""
     given = parse_arguments()
+    if not given.data.is_dir():
+        sys.exit(f"--data is {given.data}, expected a folder")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")  # journald adds the time
     try:
         with Device(

@@ -123,3 +123,18 @@ def test_a_callback_may_close_the_device(tmp_path: Path) -> None:
             await device.run()
 
     asyncio.run(asyncio.wait_for(app(), PATIENCE_SECONDS))
+
+
+def test_what_leaves_and_what_is_erased_in_an_asyncio_app(tmp_path: Path) -> None:
+    link = LyingLink(ask(), ask(round=2))
+
+    async def app() -> None:
+        async with async_device(link, tmp_path) as device:
+            shown = await device.preview()
+            assert shown.parts
+            await device.run()
+            assert await device.roll_back() == 1
+            await device.forget()
+
+    asyncio.run(app())
+    assert not (tmp_path / "device.json").exists()

@@ -66,7 +66,7 @@ def reason(eligibility: Eligibility, now: datetime = NOON) -> str:
 def test_a_condition_holds_by_the_apps_probe(name: str, settings: Any, good: Any, bad: Any, text: str) -> None:
     assert reason(Eligibility(**settings, probes={name: lambda: good})) == ""
     assert reason(Eligibility(**settings, probes={name: lambda: bad})) == text
-    assert reason(Eligibility(**settings, probes={name: lambda: None})) == f"{name} is unknown"
+    assert reason(Eligibility(**settings, probes={name: lambda: None})) == f"{name} cannot be measured"
 
 
 def test_a_probe_that_fails_does_not_hold_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -74,7 +74,7 @@ def test_a_probe_that_fails_does_not_hold_and_is_logged_once(caplog: pytest.LogC
     for _ in range(3):
         hold = conditions.hold(NOON)
         assert hold is not None
-        assert hold.text == "unmetered is unknown"
+        assert hold.text == "unmetered cannot be measured"
     assert [one.message for one in caplog.records] == ["the probe of unmetered failed; the condition does not hold"]
 
 
@@ -199,7 +199,7 @@ def test_a_device_waits_for_its_hours(tmp_path: Path) -> None:
         device.run()
     assert clock.waits == [60.0, 30.0]
     assert events[0].values == {"condition": "hours", "seconds": 90.0}
-    assert "the device works from 22:00 to 06:00" in events[0].text
+    assert "it is outside the hours 22:00 to 06:00" in events[0].text
 
 
 def test_the_server_does_not_expect_a_device_that_waits(fleet: Fleet, tmp_path: Path) -> None:
@@ -380,5 +380,5 @@ def test_an_ask_is_declined_only_if_its_deadline_is_before_the_next_hours(
     with device:
         assert device.step() is (Step.ANSWERED if declined else Step.WAITED)
         assert device.step() is Step.WAITED
-    assert [one.reason for one in link.declined] == ["the device works from 22:00 to 06:00"] * declined
+    assert [one.reason for one in link.declined] == ["it is outside the hours 22:00 to 06:00"] * declined
     assert [event.kind for event in events][-1] == "waiting"

@@ -260,7 +260,7 @@ def test_a_device_without_samples_waits_and_takes_part_once_it_has_some(fleet: F
     with make_device(fleet, tmp_path, events, data=kept, clock=clock) as device:
         for _ in range(3):
             assert device.step(0) is Step.WAITED
-        with pytest.raises(NoSamplesError, match="data has no samples yet"):
+        with pytest.raises(NoSamplesError, match="data has no samples;"):
             _ = device.model
         assert fleet.store.devices.get(RUN, "d") is None
         assert [event.kind for event in events] == ["no-samples"]

@@ -84,6 +84,9 @@ def test_an_empty_run_name_means_the_only_run(fleet: Fleet) -> None:
     with pytest.raises(RefusedError, match=expected) as error:
         fleet.api.check_in(request)
     assert error.value.code == Code.UNKNOWN_RUN
+    fleet.api.sessions.served_run = lambda: "another"  # it has no contract yet
+    with pytest.raises(RefusedError, match="run 'another' is being prepared"):
+        fleet.api.check_in(request)
     fleet.store.runs.end("another", "finished", "1 round completed")
     request.identity.device = "d2"
     assert fleet.api.check_in(request).contract.run == RUN, "the only run that has not ended"

@@ -140,7 +140,7 @@ def test_a_good_model_passes_and_is_left_as_it_was(model):
 
 
 def test_a_model_that_cannot_be_cut_is_refused_with_what_it_lacks():
-    with pytest.raises(ModelError, match=r"Linear has no features and no predict and no extractor.*split_sequential"):
+    with pytest.raises(ModelError, match=r"Linear lacks features, predict, extractor.*split_sequential"):
         check_local_model(nn.Linear(4, 3))
     with pytest.raises(ModelError, match="not function"):
         check_local_model(lambda x: x)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ def check_batch(inputs: Any, input_shape: Sequence[int | None]) -> None:
     """
     if not hasattr(inputs, "dtype") or "float" not in str(inputs.dtype):
         found = getattr(inputs, "dtype", type(inputs).__name__)
-        raise DataError(f"the inputs are {found}, expected an array of floats; scale images as the training data")
+        raise DataError(f"the inputs are {found}, expected an array of floats; scale images like the training data")
     sizes = tuple(inputs.shape[1:])
     fits = len(sizes) == len(input_shape) and all(
         expected in (None, size) for size, expected in zip(sizes, input_shape, strict=True)

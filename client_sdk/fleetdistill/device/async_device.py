@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 
 from fleetdistill.device.device import Device
 from fleetdistill.device.events import Event
+from fleetdistill.device.preview import Preview
 from fleetdistill.errors import FleetDistillError
 
 T = TypeVar("T")
@@ -97,6 +98,18 @@ class AsyncDevice:
     async def replace_data(self, data: Any = None) -> None:
         """Replaces the training data; see `Device.replace_data`."""
         await self.call(lambda device: device.replace_data(data))
+
+    async def preview(self) -> Preview:
+        """Returns what an answer would contain; see `Device.preview`."""
+        return await self.call(lambda device: device.preview())
+
+    async def roll_back(self) -> int:
+        """Returns to the previous version of the model in the next turn; see `Device.roll_back`."""
+        return await self.call(lambda device: device.roll_back())
+
+    async def forget(self) -> bool:
+        """Asks the server to delete what the device has sent, then erases the state; see `Device.forget`."""
+        return await self.call(lambda device: device.forget())
 
     async def call(self, function: Callable[[Device], T]) -> T:
         """Returns `function(device)`, called in a thread; for members of `Device` that this class does not have.

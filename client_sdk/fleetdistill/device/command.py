@@ -109,11 +109,9 @@ def _lines(found: Inspection) -> Iterator[tuple[str, object]]:
     yield "rounds", f"{found.rounds} rounds with a receipt; the last answer was of round {found.last_round}"
     if found.waiting is not None:
         yield "waiting", f"an answer of round {found.waiting[0]} has no receipt"
-    sent = ", ".join(f"{count} {kind}" for kind, count in totals.messages.items())
-    yield (
-        "sent",
-        f"{totals.bytes} bytes in {sent or 'no message'}; {totals.receipts} receipts; {', '.join(totals.columns)}",
-    )
+    messages = ", ".join(f"{kind} {count}" for kind, count in totals.messages.items())
+    yield "sent", f"{totals.bytes} bytes; messages: {messages or 'none'}; receipts: {totals.receipts}"
+    yield "columns sent", ", ".join(totals.columns) or "none"
     for month in found.ledger.months:
         yield f"  {month.month}", f"{month.bytes} bytes, {month.receipts} receipts"
     if found.releases:
@@ -155,7 +153,7 @@ def _confirm(given: argparse.Namespace) -> None:
     if given.yes:
         return
     if not sys.stdin.isatty() or input(f"Erase {given.state_dir} permanently? [y/N] ").strip().lower() != "y":
-        raise ConfigurationError("nothing was erased; agree with y, or pass --yes")
+        raise ConfigurationError("nothing was erased; answer y, or pass --yes")
 
 
 def _request(given: argparse.Namespace) -> bool:

@@ -136,7 +136,9 @@ class Events:
             correct, count = sum(row[label] for label, row in enumerate(confusion)), sum(map(sum, confusion))
             accuracy = correct / count if count else math.nan
             values = {"split": split, "accuracy": accuracy, "confusion": confusion}
-            self.emit("scored", pending.round, f"round {pending.round}: {accuracy:.1%} on {split} data", values)
+            data, _, model = split.partition("/")
+            text = f"round {pending.round}: {accuracy:.1%} on the {data} data{f', {model} model' if model else ''}"
+            self.emit("scored", pending.round, text, values)
 
     def _emit_replacement(self, pending: Pending) -> None:
         """Emits whether the app's model was replaced."""

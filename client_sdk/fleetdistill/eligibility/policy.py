@@ -111,7 +111,7 @@ class Conditions:
     def hold(self, now: datetime) -> Hold | None:
         """Returns the first condition that does not hold at a local time, or None if all hold."""
         if (hours := self._eligibility.hours) is not None and (seconds := seconds_until(hours, now)) > 0:
-            return Hold("hours", f"the device works from {hours[0]} to {hours[1]}", seconds)
+            return Hold("hours", f"it is outside the hours {hours[0]} to {hours[1]}", seconds)
         for name, probe in self._probes.items():
             text = self._reason(name, self._value(name, probe))
             if text:
@@ -120,7 +120,7 @@ class Conditions:
 
     def _reason(self, name: str, value: bool | float | None) -> str:
         if value is None:
-            return f"{name} is unknown"
+            return f"{name} cannot be measured"
         if name not in _LIMITS:
             return "" if value is True else _TEXTS.get(name, f"{name} does not hold")
         setting, sign, text = _LIMITS[name]

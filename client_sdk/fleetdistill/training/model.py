@@ -245,7 +245,7 @@ def check_local_model(model: nn.Module, samples: Tensor | None = None, classes: 
         missing.append("extractor")
     if missing:
         raise ModelError(
-            f"{type(model).__name__} has no {' and no '.join(missing)}; use wrap(model, cut=...) or, for a chain of "
+            f"{type(model).__name__} lacks {', '.join(missing)}; use wrap(model, cut=...) or, for a chain of "
             "layers, split_sequential; or add `extractor` (a submodule), `features(x)` and `predict(features)`"
         )
     _refuse_foreign_extractor(model)

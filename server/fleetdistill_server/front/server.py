@@ -78,6 +78,7 @@ def open_api(
         packed = compression_of(config.compression)
         api = DeviceApi(reader, commits.commit, wake, config.lease_seconds, packed, limits)
         bounds = Bounds(config.disk_budget_bytes, config.keep_free_bytes)
+        api.sessions.served_run = partial(served_run, directory)
         api.uploads.space = DiskSpace(directory, reader.blobs, bounds, lambda: sweep_directory(directory))
         yield api, commits
     finally:

@@ -37,6 +37,9 @@ class Sessions:
         lease_seconds: Seconds without a call after which a device counts as gone.
         limiter: Limits the number of new devices.
         refusals: Log of refusals, whose counts are written every few seconds.
+
+    Attributes:
+        served_run: Returns the run that a server is serving from the store, or None; set by the front.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Sessions:
         self.lease_seconds = lease_seconds
         self._limiter = limiter
         self._refusals = refusals
+        self.served_run: Callable[[], str | None] = lambda: None
         self._registered: dict[str, tuple[int, float]] = {}
         self._contracts: dict[str, contract_pb2.Contract] = {}
         self._leases: dict[tuple[str, str], float] = {}
@@ -67,7 +71,9 @@ class Sessions:
         self._contracts.pop(run, None)
 
     def run_name(self, name: str) -> str:
-        """Returns the name of a device's run; an empty name selects the only run, or the only one that has not ended.
+        """Returns the name of a device's run; an empty name selects the only one, or the served one.
+
+        Only if all runs have ended, ended ones are selected too.
 
         Raises:
             RefusedError: The name is empty and the server has no run, or several to choose from.
@@ -78,6 +84,9 @@ class Sessions:
         if not runs:
             raise RefusedError(Code.NOT_READY, "the server has no run yet")
         current = self._store.runs.names(without=OVER) or runs
+        served = self.served_run() if len(current) > 1 else None
+        if served in current:
+            return served
         if len(current) > 1:
             listed = ", ".join(current)
             raise RefusedError(
