@@ -17,7 +17,7 @@ from support.deployed import BATCH, device_of
 from support.hostile_server import CLASSES
 from support.small_device import SmallWorker
 
-from fleetdistill import Deployment, Device, Predictor
+from fleetdistill import Deployment, Device, Event, Predictor
 from fleetdistill.errors import ConfigurationError, ExportError, StateError
 from fleetdistill.light import light_worker
 from fleetdistill.replacement import judge
@@ -77,6 +77,22 @@ def test_a_roll_back_returns_model_predictions_and_file_to_the_previous_version(
         with pytest.raises(StateError, match=r"no earlier version of the model; the device keeps 3 \(Deployment"):
             device.roll_back()
     assert os.listdir(tmp_path / "versions") == ["deployed.json"]
+
+
+def test_version_and_predictions_change_before_the_event_delivered(tmp_path: Path) -> None:
+    found = []
+
+    def on_event(event: Event) -> None:
+        if event.kind in ("delivered", "exported"):
+            found.append((event.kind, device.version, device.predict(BATCH)))
+
+    device, _ = device_of(tmp_path, range(1, 3), on_event=on_event)
+    with device:
+        assert device.predict(BATCH).shape
+        logits = play(device, 2)
+    assert [one[:2] for one in found] == [("delivered", 1), ("exported", 1), ("delivered", 2), ("exported", 2)]
+    for _, version, predicted in found:
+        np.testing.assert_array_equal(predicted, logits[version - 1])
 
 
 def test_after_a_roll_back_training_goes_on_and_the_next_delivery_has_a_new_number(tmp_path: Path) -> None:

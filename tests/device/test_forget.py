@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.forked import forked_device_forget
 from support.private_fleet import PrivateFleet, RowsWorker
-from support.processes import python
+from support.processes import module_path, python
 from support.sdk_fleet import RUN, Fleet, make_device
 from typer.testing import CliRunner
 
@@ -119,6 +122,25 @@ def test_the_command_prints_a_page_or_json(used: Path, capsys: pytest.CaptureFix
     assert found["totals"]["receipts"] == 1
     assert main(["inspect", str(used / "outbox")]) == 1
     assert "error: " in capsys.readouterr().err
+
+
+def test_the_command_ends_quietly_when_its_reader_has_ended(used: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "fleetdistill.device", "inspect", str(used)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env={**os.environ, **module_path()})
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_forgetting_a_device_that_never_checked_in_names_no_command(
+    fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_device(fleet, tmp_path, run="").close()
+    assert main(["forget", str(tmp_path), "--local", "--yes"]) == 0
+    text = capsys.readouterr().out
+    assert "the device has never checked in: no server has its data" in text
+    assert "RUN" not in text
 
 
 def test_the_command_needs_nothing_but_the_sdk(used: Path) -> None:

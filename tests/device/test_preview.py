@@ -55,9 +55,13 @@ def test_a_preview_shows_each_tensors_histogram_and_the_figures(fleet: Fleet, tm
     assert [count for count in labels.counts if count] == [8, 8, 8]
     metrics = preview.parts[1].values["metrics"]
     assert {one["split"] for one in metrics} == {"test", "train"}
+    assert [one["count"] for one in metrics] == [9, 9, 48]
     text = str(preview)
     assert text.startswith("run 'sdk', feddkc, step 'train': ")
     assert "knowledge/labels  int32 [24]  96 bytes  0 [" in text
+    assert "\n  metrics: name accuracy, split test, sum " in text
+    assert text.count("\n  metrics: name ") == 3
+    assert "{" not in text
 
 
 def test_a_preview_changes_nothing_and_the_next_answer_is_the_same(fleet: Fleet, tmp_path: Path) -> None:

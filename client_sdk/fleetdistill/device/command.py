@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for line in given.run(given):
             print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        return 0
     except FleetDistillError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
@@ -142,7 +147,9 @@ def _forget(given: argparse.Namespace) -> Iterator[str]:
     erase_directory(given.state_dir)
     kept = ", but its privacy ledger: releases stay spent" if found.releases else ""
     yield f"{given.state_dir}: everything is erased{kept}"
-    if recorded:
+    if not found.run and not found.damage and not found.ledger.totals.messages:
+        yield "the device has never checked in: no server has its data"
+    elif recorded:
         yield f"the server has recorded the request to delete the data of {found.device} before the next round"
     else:
         yield f"the server was not asked; its operator can run: {operator_command(found.run, found.device or 'DEVICE')}"

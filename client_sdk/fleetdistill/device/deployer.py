@@ -55,12 +55,23 @@ class Deployer:
         self._predictions, self._deployment, self._export_onnx = predictions, deployment, export_onnx
         self._directory = session.storage.directory
         self.versions = Versions(session.storage, deployment.keep_versions)
+        self._delivered: Version | None = None  # in use, but not recorded yet
         self._measured: dict[int, float] = {}  # accuracy of versions on the current validation data, by number
         self._measured_by: Compute | None = None
 
     def announce(self, number: int, replacement: Replacement) -> None:
         """Stores before the commit of an answer that it delivers a version, so that a crash leaves no outdated file."""
         self.versions.announce(number, replacement.variant, replacement.accuracy)
+
+    @property
+    def version(self) -> int:
+        """Number of the version in use, also before it is recorded; 0 before the first delivery."""
+        version = self._delivered or self.versions.in_use()
+        return 0 if version is None else version.number
+
+    def mark_delivered(self) -> None:
+        """Makes the announced version the one in use, just before predictions use its model."""
+        self._delivered = self.versions.due()
 
     def settle(self) -> None:
         """Exports and records a delivered version, and carries out a requested roll-back.
@@ -85,6 +96,7 @@ class Deployer:
     def _record(self, version: Version) -> None:
         with self._session.guard.held():
             self.versions.record(version)
+            self._delivered = None
 
     def finish(self) -> None:
         """Exports the model in use at the end of the run, with `export_onnx="finish"`."""

@@ -309,8 +309,7 @@ class Device(Disclosure):
 
         A delivery has a higher number than all earlier ones. A roll-back returns to an earlier number.
         """
-        version = self._deployer.versions.in_use()
-        return 0 if version is None else version.number
+        return self._deployer.version
 
     def roll_back(self) -> int:
         """Returns to the previous version of the delivered model in the next turn, with the event `rolled-back`.

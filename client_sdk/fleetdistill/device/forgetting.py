@@ -32,4 +32,5 @@ def request_forgetting(link: Link, identity: service_pb2.Identity) -> bool:
 
 def operator_command(run: str, device: str) -> str:
     """Returns the command with which the server's operator deletes a device's data."""
-    return f"fleetdistill devices forget {run or 'RUN'} {device}"
+    command = f"fleetdistill devices forget {run or 'RUN'} {device}"
+    return command if run else f"{command}, with the run's name for RUN"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from google.protobuf import json_format
+from google.protobuf.message import Message
 
 from fleetdistill.knowledge import Parts
 from fleetdistill.methods.base import Answer
@@ -115,7 +115,7 @@ class Preview:
                 f"  {one.name}  {one.dtype} {list(one.shape)}  {one.bytes} bytes  {one.histogram}"
                 for one in part.tensors
             ]
-            lines += [f"  {name}: {value}" for name, value in part.values.items()]
+            lines += [f"  {line}" for name, value in part.values.items() for line in _lines(name, value)]
         return "\n".join(lines)
 
 
@@ -137,7 +137,7 @@ def preview_of(
 
 def _part(part: knowledge_pb2.Part, parts: Parts, tensors: Mapping[str, PreviewTensor]) -> PreviewPart:
     kind = part.WhichOneof("kind") or ""
-    values = _without_tensors(json_format.MessageToDict(getattr(part, kind), preserving_proto_field_name=True))
+    values = _without_tensors(_fields(getattr(part, kind)))
     return PreviewPart(
         name=part.name,
         kind=kind,
@@ -145,6 +145,41 @@ def _part(part: knowledge_pb2.Part, parts: Parts, tensors: Mapping[str, PreviewT
         tensors=[one for path, one in tensors.items() if path.startswith(f"{part.name}/")],
         values=values if isinstance(values, dict) else {},
     )
+
+
+def _lines(name: str, value: Any) -> list[str]:
+    """Returns a field as text: a line for each of several records."""
+    if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+        return [line for one in value for line in _lines(name, one)]
+    if isinstance(value, dict):
+        value = ", ".join(
+            f"{key} {one:.6g}" if isinstance(one, float) else f"{key} {one}" for key, one in value.items()
+        )
+    return [f"{name}: {value}"]
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    """Returns the set fields of a message and all its numbers; enumerations as names, bytes as hexadecimal."""
+    found = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        is_set = message.HasField(field.name) if field.has_presence else bool(value)
+        is_number = not field.has_presence and isinstance(value, int | float) and not isinstance(value, bool)
+        if is_set or (is_number and field.enum_type is None):
+            found[field.name] = _plain(value, field)
+    return found
+
+
+def _plain(value: Any, field: Any) -> Any:
+    if isinstance(value, Message):
+        return _fields(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(one, field.message_type.fields_by_name["value"]) for key, one in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(one, field) for one in value]
+    if field.enum_type is not None:
+        return field.enum_type.values_by_number[value].name if value in field.enum_type.values_by_number else value
+    return value.hex() if isinstance(value, bytes) else value
 
 
 def _without_tensors(value: Any) -> Any:

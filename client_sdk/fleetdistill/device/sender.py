@@ -91,6 +91,7 @@ class Sender:
             return
         replacement = outcome.pending.replacement if outcome.receipt else None
         if replacement is not None and replacement.replaced:
+            self._deployer.mark_delivered()
             self._predictions.renew()
         self._events.emit_outcome(outcome)
         self._storage.outbox.mark_reported()
