@@ -133,11 +133,12 @@ def test_the_command_ends_quietly_when_its_reader_has_ended(used: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_forgetting_a_device_that_never_checked_in_names_no_command(
-    fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("options", [["--local"], ["--server", "127.0.0.1:1"]])
+def test_forgetting_a_device_that_never_checked_in_needs_no_server(
+    fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     make_device(fleet, tmp_path, run="").close()
-    assert main(["forget", str(tmp_path), "--local", "--yes"]) == 0
+    assert main(["forget", str(tmp_path), *options, "--yes"]) == 0
     text = capsys.readouterr().out
     assert "the device has never checked in: no server has its data" in text
     assert "RUN" not in text

@@ -143,11 +143,12 @@ def _forget(given: argparse.Namespace) -> Iterator[str]:
 
     found = inspect(given.state_dir)
     _confirm(given)
-    recorded = False if given.local else _request(given)
+    unknown = not found.run and not found.damage and not found.ledger.totals.messages
+    recorded = False if given.local or unknown else _request(given)
     erase_directory(given.state_dir)
     kept = ", but its privacy ledger: releases stay spent" if found.releases else ""
     yield f"{given.state_dir}: everything is erased{kept}"
-    if not found.run and not found.damage and not found.ledger.totals.messages:
+    if unknown:
         yield "the device has never checked in: no server has its data"
     elif recorded:
         yield f"the server has recorded the request to delete the data of {found.device} before the next round"
