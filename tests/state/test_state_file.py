@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from fleetdistill.errors import StateError
+from fleetdistill.state.state_check import damage_of
 from fleetdistill.state.state_file import pack_state, unpack_state
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -190,3 +193,12 @@ def test_a_damaged_state_is_a_state_error(data: bytes) -> None:
 def test_a_state_cut_short_anywhere_is_a_state_error(length: int) -> None:
     with pytest.raises(StateError):
         unpack_state(PACKED[:length])
+
+
+def test_damage_of_a_state_without_pytorch_is_found_too() -> None:
+    file = io.BytesIO()
+    np.savez(file, rows=np.arange(100))
+    whole = file.getvalue()
+    assert damage_of(whole) == ""
+    assert all(damage_of(whole[:length]) for length in range(len(whole)))
+    assert damage_of(whole[:300] + bytes([whole[300] ^ 1]) + whole[301:]) == "it does not match its checksum"
