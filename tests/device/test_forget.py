@@ -17,10 +17,11 @@ from support.processes import module_path, python
 from support.sdk_fleet import RUN, Fleet, make_device
 from typer.testing import CliRunner
 
-from fleetdistill import Budgets, Device
+from fleetdistill import Budgets, Deployment, Device
 from fleetdistill.device.command import main
 from fleetdistill.device.inspection import inspect
-from fleetdistill.errors import LinkError, RefusedError, StateError
+from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StateError
+from fleetdistill.state.own_files import check_can_be_state, own_files
 from fleetdistill.testing import EventLog, FaultyLink, lost
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
@@ -277,6 +278,64 @@ def test_the_command_refuses_a_folder_that_is_no_device(tmp_path: Path) -> None:
 def test_the_command_refuses_a_directory_in_use(fleet: Fleet, used: Path) -> None:
     with make_device(fleet, used):
         assert main(["forget", str(used), "--local", "--yes"]) == 1
+    assert (used / "device.json").exists()
+
+
+FOREIGN = ("thesis.txt", "photos/a.jpg", "versions/old/model.onnx", "outbox/letter.txt", "export/notes.txt", "b.onnx")
+"""Names of a user's own files, some in folders with the SDK's names."""
+
+
+def test_only_the_sdks_own_files_are_erased(used: Path) -> None:
+    ours = ("versions/1/own.onnx", "tls/ca.pem.new", "outbox.damaged-1/data.bin", "export.new/a/.b.tmp", "x.onnx")
+    (used / "deployed.json").write_text(json.dumps({"number": 1, "files": ["x.onnx", "../y.onnx"]}))
+    for name in (*FOREIGN, *ours):
+        (used / name).parent.mkdir(parents=True, exist_ok=True)
+        (used / name).write_bytes(b"x")
+    assert main(["forget", str(used), "--local", "--yes"]) == 0
+    assert set(contents(used)) == {"lock", *FOREIGN}
+    assert {path.name for path in used.iterdir() if path.is_dir()} == {"photos", "versions", "outbox", "export"}
+
+
+def test_every_file_of_a_device_is_known(fleet: Fleet, used: Path) -> None:
+    with make_device(fleet, used, export_onnx="finish", deployment=Deployment(keep_versions=3)) as device:
+        fleet.ask("d")
+        device.step(0)
+    names = set(contents(used))
+    assert {"device.json", "deployed.json"} <= names
+    assert {str(path.relative_to(used)) for path in own_files(used)} == names
+
+
+def test_a_folder_of_other_files_does_not_become_a_state_directory(fleet: Fleet, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "thesis.txt").write_text("x")
+    with pytest.raises(
+        StateError, match="contains 'photos' and 1 more, which is not a device's; pass an"
+    ):
+        make_device(fleet, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"photos", "thesis.txt"}
+
+
+@pytest.mark.parametrize("given", ["", " ", 3, None])
+def test_a_state_directory_without_a_path_is_refused(fleet: Fleet, given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="expected the path of a directory for this device alone"):
+        make_device(fleet, given)
+
+
+@pytest.mark.parametrize("name", [".gitkeep", "lost+found", "lock", "privacy.json"])
+def test_hidden_files_and_remains_of_a_device_are_no_obstacle(fleet: Fleet, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    check_can_be_state(tmp_path)
+
+
+def test_the_question_names_the_device_and_the_directory(
+    used: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")
+    monkeypatch.chdir(used)
+    assert main(["forget", ".", "--local"]) == 1
+    assert asked == [f"Erase device d in {used} permanently? [y/N] "]
     assert (used / "device.json").exists()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from fleetdistill.data.samples import check_data
 from fleetdistill.eligibility import Budgets
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.models import USUAL_PREDICTOR, check_predictor
 from fleetdistill.names import unknown_name
+from fleetdistill.state.own_files import check_can_be_state
 from fleetdistill.state.privacy_ledger import PrivacyBudget
 
 COLUMNS = ("features", "logits", "labels", "counts", "parameters", "gradients", "metrics")
@@ -45,6 +47,19 @@ def check_backend(model: object, data: object, worker: object, **torch_options: 
             "Pass data to the function that makes the worker, as in light_worker(data, test_data=...)"
         )
     check_predictor(torch_options["predictor"])
+
+
+def checked_state_dir(given: object) -> Path:
+    """Returns `Device(state_dir=...)`; creates nothing.
+
+    Raises:
+        ConfigurationError: The argument is not a path, or is empty.
+        StateError: The directory contains other files, and no device.
+    """
+    if not isinstance(given, str | Path) or not str(given).strip():
+        raise ConfigurationError(f"state_dir is {given!r}, expected the path of a directory for this device alone")
+    check_can_be_state(Path(given))
+    return Path(given)
 
 
 def check_all_data(**given: object) -> None:

@@ -142,12 +142,12 @@ def _forget(given: argparse.Namespace) -> Iterator[str]:
     from fleetdistill.state.directory import erase_directory
 
     found = inspect(given.state_dir)
-    _confirm(given)
+    _confirm(given, found.device)
     unknown = not found.run and not found.damage and not found.ledger.totals.messages
     recorded = False if given.local or unknown else _request(given)
     erase_directory(given.state_dir)
     kept = ", but its privacy ledger: releases stay spent" if found.releases else ""
-    yield f"{given.state_dir}: everything is erased{kept}"
+    yield f"{given.state_dir}: the device is erased{kept}"
     if unknown:
         yield "the device has never checked in: no server has its data"
     elif recorded:
@@ -156,11 +156,12 @@ def _forget(given: argparse.Namespace) -> Iterator[str]:
         yield f"the server was not asked; its operator can run: {operator_command(found.run, found.device or 'DEVICE')}"
 
 
-def _confirm(given: argparse.Namespace) -> None:
+def _confirm(given: argparse.Namespace, device: str) -> None:
     """Raises ConfigurationError unless the user agrees."""
     if given.yes:
         return
-    if not sys.stdin.isatty() or input(f"Erase {given.state_dir} permanently? [y/N] ").strip().lower() != "y":
+    question = f"Erase device {device or 'unknown'} in {given.state_dir.absolute()} permanently? [y/N] "
+    if not sys.stdin.isatty() or input(printable(question)).strip().lower() != "y":
         raise ConfigurationError("nothing was erased; answer y, or pass --yes")
 
 

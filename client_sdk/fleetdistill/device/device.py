@@ -27,6 +27,7 @@ from fleetdistill.device.arguments import (
     check_limits,
     check_transport_security,
     checked_budget,
+    checked_state_dir,
     most_threads,
 )
 from fleetdistill.device.ask_handler import AskHandler
@@ -86,7 +87,8 @@ class Device(Disclosure):
             `[samples, *input_shape]`; labels are integers `[samples]` in `[0, classes)`.
         worker: Compute backend, instead of `model` and `data`, for an app that does not use PyTorch: a function that
             takes the run's contract and returns a `fleetdistill.device.compute.Compute`.
-        state_dir: Directory used only by this device. Stores its identity, its model and unfinished work.
+        state_dir: Directory used only by this device. Stores its identity, its model and unfinished work. A new one
+            must be empty.
         run: Name of the run. Optional if the server has a single run.
         device_id: Name of the device, 1 to 64 letters, digits, '-', '_' or '.'. Default: a UUID stored in `state_dir`.
         allow: Columns that may leave the device, a subset of `COLUMNS`. Default: all except `labels`, which FedDKC
@@ -121,7 +123,7 @@ class Device(Disclosure):
     Raises:
         ConfigurationError: An argument is invalid, or has no effect together with `worker`.
         DataError: The data cannot be used. Functions and iterables are read later.
-        StateError: `state_dir` is in use, is damaged, or belongs to another run or device.
+        StateError: `state_dir` is in use, is damaged, contains other files, or belongs to another run or device.
     """
 
     @delays_ctrl_c
@@ -161,6 +163,7 @@ class Device(Disclosure):
             "torch_device": torch_device,
             "predictor": predictor,
         }
+        directory = checked_state_dir(state_dir)
         check_columns(allow)
         check_backend(model, data, worker, **torch_options)
         check_all_data(data=data, test_data=test_data, validation_data=validation_data)
@@ -170,10 +173,10 @@ class Device(Disclosure):
         deployment.check_used(export_onnx, has_worker=worker is not None)
         budget = checked_budget(privacy_budget)
         if isinstance(server, str):
-            check_transport_security(server, insecure, enrolment is not None or is_enrolled(Path(state_dir)))
+            check_transport_security(server, insecure, enrolment is not None or is_enrolled(directory))
         self._has_worker = worker is not None
         self._guard = Guard(on_event or (lambda event: None))
-        self._storage = Storage(Path(state_dir), max_spool_bytes)
+        self._storage = Storage(directory, max_spool_bytes)
         try:
             clock = clock or SystemClock()
             permission = Permission(self._storage, clock, eligibility, budgets)

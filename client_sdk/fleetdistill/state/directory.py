@@ -139,7 +139,7 @@ def _from_hex(text: str) -> bytes:
 
 
 def erase_directory(directory: Path) -> None:
-    """Erases a state directory that no device uses, except for its lock and the privacy ledger.
+    """Erases the SDK's files in a state directory that no device uses, except for its lock and the privacy ledger.
 
     Raises:
         StateError: A device uses the directory, or a file cannot be deleted.

@@ -5,13 +5,11 @@ erasing         exists while the directory is being erased; the next start compl
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 from fleetdistill.state import failpoints
 from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import sync_directory
 from fleetdistill.state.files import Files
+from fleetdistill.state.own_files import own_files, own_folders
 from fleetdistill.state.privacy_ledger import PRIVACY_LEDGER
 
 ERASING = "erasing"
@@ -19,7 +17,7 @@ _KEPT = (PRIVACY_LEDGER, "lock", ERASING)
 
 
 def erase(files: Files) -> None:
-    """Deletes everything in a state directory but its lock and the privacy ledger.
+    """Deletes the SDK's files in a state directory, except for its lock and the privacy ledger; keeps other files.
 
     A private release was sent and stays spent: without the ledger, a new device with the same rows could make another.
 
@@ -36,17 +34,13 @@ def complete_erasure(files: Files) -> None:
     if not (files.directory / ERASING).exists():
         return
     with disk_errors(files.directory):
-        for path in sorted(files.directory.iterdir()):
+        for path in own_files(files.directory):
             if path.name not in _KEPT:
-                _delete(path)
+                path.unlink(missing_ok=True)
+        for folder in own_folders(files.directory):
+            if not any(folder.iterdir()):
+                folder.rmdir()
         sync_directory(files.directory)
         failpoints.hit("device.forget.after-files")
         (files.directory / ERASING).unlink()
         sync_directory(files.directory)
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
