@@ -308,9 +308,7 @@ def test_every_file_of_a_device_is_known(fleet: Fleet, used: Path) -> None:
 def test_a_folder_of_other_files_does_not_become_a_state_directory(fleet: Fleet, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "thesis.txt").write_text("x")
-    with pytest.raises(
-        StateError, match="contains 'photos' and 1 more, which is not a device's; pass an"
-    ):
+    with pytest.raises(StateError, match="contains 'photos' and 1 more, which is not a device's; pass an"):
         make_device(fleet, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"photos", "thesis.txt"}
 

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleetdistill.checked import check_integer, check_name
 from fleetdistill.deployment.batch import check_batch
 from fleetdistill.deployment.settings import is_installed
 from fleetdistill.deployment.stamp import check_stamp
-from fleetdistill.errors import ConfigurationError, ModelError, StateError
-from fleetdistill.names import NAME_RULE, is_name
+from fleetdistill.errors import ModelError, StateError
 from fleetdistill.training.onnx_file import cpu_session
 
 logger = logging.getLogger(__name__)
@@ -103,10 +103,8 @@ class Predictor:
     """
 
     def __init__(self, state_dir: str | Path, *, variant: str = "model", threads: int = 1) -> None:
-        if not is_name(variant):
-            raise ConfigurationError(f"variant is {variant!r}, must be {NAME_RULE}")
-        if threads < 1:
-            raise ConfigurationError(f"threads is {threads}, must be at least 1")
+        check_name("variant", variant)
+        check_integer("threads", threads)
         if not Path(state_dir).is_dir():
             raise StateError(f"the state directory {state_dir} does not exist; use the device's state_dir")
         if not is_installed("onnxruntime"):

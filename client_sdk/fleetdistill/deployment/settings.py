@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
+from fleetdistill.checked import check_flag, check_integer, check_number
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.names import unknown_name
 
@@ -59,16 +59,19 @@ class Deployment:
     dynamic_size: bool = False
 
     def __post_init__(self) -> None:
-        if self.keep_versions < 1:
-            raise ConfigurationError(f"keep_versions is {self.keep_versions}, must be at least 1")
+        check_integer("keep_versions", self.keep_versions)
+        check_flag("dynamic_size", self.dynamic_size)
         for name in ("max_accuracy_drop", "max_quantization_drop"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and 0 <= value <= 1):
+            check_number(name, value)
+            if not 0 <= value <= 1:
                 raise ConfigurationError(f"{name} is {value}, must be in [0, 1]")
-        if self.opset is not None and self.opset not in _OPSETS:
-            raise ConfigurationError(f"opset is {self.opset}, must be {_OPSETS[0]} to {_OPSETS[-1]}")
-        if self.max_bytes is not None and self.max_bytes < 1:
-            raise ConfigurationError(f"max_bytes is {self.max_bytes}, must be at least 1")
+        if self.opset is not None:
+            check_integer("opset", self.opset)
+            if self.opset not in _OPSETS:
+                raise ConfigurationError(f"opset is {self.opset}, must be {_OPSETS[0]} to {_OPSETS[-1]}")
+        if self.max_bytes is not None:
+            check_integer("max_bytes", self.max_bytes)
         self._check_quantize()
 
     def _check_quantize(self) -> None:

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from fleetdistill.checked import check_function
 from fleetdistill.device.device import Device
 from fleetdistill.device.events import Event
 from fleetdistill.device.preview import Preview
@@ -44,6 +45,8 @@ class AsyncDevice:
     """
 
     def __init__(self, *, on_event: OnEvent | None = None, **arguments: Any) -> None:
+        if on_event is not None:
+            check_function("on_event", on_event, "that takes an event")
         self._on_event = on_event
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: asyncio.Future[None] | None = None

@@ -10,11 +10,13 @@ restart. Importing this module does not load torch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fleetdistill.checked import check_function
 from fleetdistill.clock import Clock, SystemClock
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.app_models import AppModels
@@ -23,9 +25,11 @@ from fleetdistill.device.arguments import (
     check_all_data,
     check_backend,
     check_columns,
+    check_connection,
     check_export,
     check_limits,
-    check_transport_security,
+    check_names,
+    check_policies,
     checked_budget,
     checked_state_dir,
     most_threads,
@@ -48,9 +52,8 @@ from fleetdistill.device.stop_request import StopRequest
 from fleetdistill.device.temporary_refusals import as_link_errors
 from fleetdistill.eligibility import Budgets, Eligibility
 from fleetdistill.eligibility.permission import Permission
-from fleetdistill.errors import ConfigurationError, DeviceClosedError, FleetDistillError
+from fleetdistill.errors import ConfigurationError, DeviceClosedError
 from fleetdistill.link.base import Link
-from fleetdistill.link.credentials import is_enrolled
 from fleetdistill.link.downloads import DOWNLOADS, Downloads, adopt_proxy_set
 from fleetdistill.link.metered import MeteredLink
 from fleetdistill.models import USUAL_PREDICTOR
@@ -122,6 +125,7 @@ class Device(Disclosure):
 
     Raises:
         ConfigurationError: An argument is invalid, or has no effect together with `worker`.
+        ModelError: The module passed as `model` is not a local model. A function is called later.
         DataError: The data cannot be used. Functions and iterables are read later.
         StateError: `state_dir` is in use, is damaged, contains other files, or belongs to another run or device.
     """
@@ -165,55 +169,57 @@ class Device(Disclosure):
         }
         directory = checked_state_dir(state_dir)
         check_columns(allow)
+        check_names(run, device_id, model_name)
+        check_policies(eligibility, budgets, deployment, clock)
         check_backend(model, data, worker, **torch_options)
         check_all_data(data=data, test_data=test_data, validation_data=validation_data)
         check_export(export_onnx)
-        check_limits(max_threads, max_seconds_per_ask)
+        check_limits(max_threads, max_seconds_per_ask, max_spool_bytes)
+        if on_event is not None:
+            check_function("on_event", on_event, "that takes an event")
         deployment = deployment or Deployment()
         deployment.check_used(export_onnx, has_worker=worker is not None)
         budget = checked_budget(privacy_budget)
-        if isinstance(server, str):
-            check_transport_security(server, insecure, enrolment is not None or is_enrolled(directory))
+        check_connection(server, enrolment, insecure, directory)
         self._has_worker = worker is not None
         self._guard = Guard(on_event or (lambda event: None))
         self._storage = Storage(directory, max_spool_bytes)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._storage.close)  # a constructor that fails leaves the directory unlocked
             clock = clock or SystemClock()
             permission = Permission(self._storage, clock, eligibility, budgets)
             self._session = self._open_session(server, enrolment, run, device_id, clock, allow, permission)
-        except FleetDistillError:
-            self._storage.close()
-            raise
-        self._events = Events(self._guard, self.device_id)
-        self._check_in = CheckIn(
-            self._session,
-            self._events,
-            make_compute=_compute_factory(
-                model, worker, {**torch_options, "ids": SampleIds(self._storage)}, deployment
-            ),
-            data=data,
-            max_threads=most_threads(max_threads, budgets),
-            only_private=budget is not None,
-            downloads=Downloads(self._storage.directory / DOWNLOADS, max_spool_bytes),
-        )
-        self._predictions = Predictions(self._session, lambda: self._ready_compute("predict"))
-        self._deployer = Deployer(
-            self._session, self._events, self._check_in.ready_compute, self._predictions, deployment, export_onnx
-        )
-        self._sender = Sender(self._session, self._events, self._predictions, self._deployer)
-        self._handler = AskHandler(
-            self._session,
-            self._events,
-            self._check_in,
-            self._sender,
-            private=PrivateAnswers(self._storage, budget, self._events),
-            max_seconds=max_seconds_per_ask,
-        )
-        stopped = StopRequest()
-        engine = Engine(
-            self._session, self._events, self._check_in, self._sender, self._deployer, self._handler, stopped
-        )
-        super().__init__(self._session, self._events, engine, stopped)
+            self._events = Events(self._guard, self.device_id)
+            self._check_in = CheckIn(
+                self._session,
+                self._events,
+                make_compute=_compute_factory(
+                    model, worker, {**torch_options, "ids": SampleIds(self._storage)}, deployment
+                ),
+                data=data,
+                max_threads=most_threads(max_threads, budgets),
+                only_private=budget is not None,
+                downloads=Downloads(self._storage.directory / DOWNLOADS, max_spool_bytes),
+            )
+            self._predictions = Predictions(self._session, lambda: self._ready_compute("predict"))
+            self._deployer = Deployer(
+                self._session, self._events, self._check_in.ready_compute, self._predictions, deployment, export_onnx
+            )
+            self._sender = Sender(self._session, self._events, self._predictions, self._deployer)
+            self._handler = AskHandler(
+                self._session,
+                self._events,
+                self._check_in,
+                self._sender,
+                private=PrivateAnswers(self._storage, budget, self._events),
+                max_seconds=max_seconds_per_ask,
+            )
+            stopped = StopRequest()
+            engine = Engine(
+                self._session, self._events, self._check_in, self._sender, self._deployer, self._handler, stopped
+            )
+            super().__init__(self._session, self._events, engine, stopped)
+            undo.pop_all()
 
     def _open_session(
         self,

@@ -93,7 +93,7 @@ class TorchCompute:
         judging = self._scored[SPLIT]
         if judging is not None and not len(judging):
             raise DataError("validation_data has no samples; pass at least one, or None to accept every round's model")
-        self.module = (model if isinstance(model, nn.Module) else model()).to(torch_device)
+        self.module = _module_of(model, torch_device)
         probe = self._data.inputs[:2] if len(self._data) else self._data.first
         self._taps = check_local_model(self.module, probe.to(torch_device), self._classes)
         self._model_name = model_name or type(self.module).__name__
@@ -389,6 +389,23 @@ class TorchCompute:
         }
         samples = torch.from_numpy(self._samples.first) if len(self._samples) else self._data.first
         return export_variants(self._delivered, self._in_use, path, samples, metadata, self._deployment)
+
+
+def _module_of(model: nn.Module | Callable[[], nn.Module], torch_device: str) -> nn.Module:
+    """Returns the app's module on its torch device.
+
+    Raises:
+        ModelError: The app's function does not return a module.
+        ConfigurationError: This machine does not have the torch device.
+    """
+    module = model if isinstance(model, nn.Module) else model()
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"the function model returned {type(module).__name__}, expected a torch.nn.Module")
+    try:
+        return module.to(torch_device)
+    except (RuntimeError, AssertionError) as error:  # torch raises AssertionError in builds without CUDA
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigurationError(f"torch_device {torch_device!r} cannot be used: {reason}") from error
 
 
 def _method_of(contract: contract_pb2.Contract, config: Any, local: Local) -> DeviceMethod:

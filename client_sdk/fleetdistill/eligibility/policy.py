@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from fleetdistill.checked import check_flag, check_type
 from fleetdistill.eligibility.probes import Probe, system_probe
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.interruption import Hold
@@ -58,12 +59,15 @@ class Eligibility:
     probes: Mapping[str, Probe] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in _YES_OR_NO:
+            check_flag(name, getattr(self, name))
         for name in ("max_temperature", "min_free_memory", "min_free_disk"):
             _check_number(name, getattr(self, name))
         if self.hours is not None:
             _minutes_of(self.hours)
+        check_type("probes", self.probes, Mapping, "a dict of functions by name")
         for name, probe in self.probes.items():
-            if not is_name(name) or not callable(probe):
+            if not isinstance(name, str) or not is_name(name) or not callable(probe):
                 raise ConfigurationError(f"probes has {name!r}: {probe!r}, expected names with functions")
         self._check_probes(set(self.needed()))
 

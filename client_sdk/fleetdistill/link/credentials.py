@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from fleetdistill.errors import ConfigurationError, in_words
+from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import rename_durably
 
 IDENTITY = "identity.pem"
@@ -51,6 +52,13 @@ class Credentials:
 def is_enrolled(state_dir: Path) -> bool:
     """Returns whether a state directory has a device's key; such a device uses TLS only."""
     return (state_dir / DEVICE_FOLDER / IDENTITY).exists()
+
+
+def has_certificate(state_dir: Path) -> bool:
+    """Returns whether a state directory has a device's certificate, so that no token is required."""
+    path = state_dir / DEVICE_FOLDER / IDENTITY
+    with disk_errors(state_dir):
+        return path.exists() and _CERTIFICATE.search(path.read_bytes()) is not None
 
 
 def split(pem: bytes) -> tuple[bytes, bytes]:

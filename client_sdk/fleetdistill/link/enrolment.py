@@ -23,7 +23,15 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StateError, WireError
-from fleetdistill.link.credentials import AUTHORITIES, DEVICE_FOLDER, IDENTITY, Credentials, split, write_private
+from fleetdistill.link.credentials import (
+    AUTHORITIES,
+    DEVICE_FOLDER,
+    IDENTITY,
+    Credentials,
+    has_certificate,
+    split,
+    write_private,
+)
 from fleetdistill.link.grpc_link import CALL_SECONDS, errors_of
 from fleetdistill.state.disk import disk_errors
 from fleetdistill.wire.codes import Code
@@ -92,11 +100,11 @@ class Enrolment:
         self._device = device
         self._token = token
         self._lock = threading.Lock()
+        if not has_certificate(state_dir):
+            self._read_token()  # an invalid token fails before a key is stored, which would require TLS from now on
         self._due = self._ends = 0.0
         self._credentials, self._request = self._load()
         self._read_validity()
-        if not self._credentials.chain:
-            self._read_token()  # an invalid token fails in the constructor, not in the first call
 
     def current(self) -> Credentials:
         """Returns valid credentials; obtains or renews the certificate if necessary.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -58,10 +59,13 @@ _OPTIONS = [
 ]
 
 
+_LOOPBACK = re.compile(r"127(\.\d{1,3}){3}")
+
+
 def is_loopback(address: str) -> bool:
     """Returns whether the host of `host:port` is localhost, ::1 or 127.x.x.x; does not resolve names."""
     host = address.rpartition(":")[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.")
+    return host in ("localhost", "::1") or _LOOPBACK.fullmatch(host) is not None
 
 
 class CredentialsSource(Protocol):

@@ -78,7 +78,13 @@ def cut(call: str, chunks: int, nth: int = 1) -> Fault:
 
 
 def refused(call: str, code: str, nth: int = 1, **details: str) -> Fault:
-    """Returns a fault in which the server refuses the call with a code, such as `too-many` or `no-space`."""
+    """Returns a fault in which the server refuses the call with a code, such as `too-many` or `no-space`.
+
+    Raises:
+        ConfigurationError: The code is not in `fleetdistill.wire.codes.Code`.
+    """
+    if code not in tuple(Code):
+        raise ConfigurationError(unknown_name("code", code, tuple(Code)))
     return Fault(call, RefusedError(code, f"{call} was refused with {code!r} (scripted fault)", details), nth)
 
 
