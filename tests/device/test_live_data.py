@@ -356,6 +356,15 @@ def test_a_transform_that_does_not_fit_declines_the_ask(
 # --- errors at construction
 
 
+class Broken(Listed):
+    """Row 3 cannot be read."""
+
+    def __getitem__(self, row: int) -> Any:
+        if row == 3:
+            raise OSError("no such file")
+        return super().__getitem__(row)
+
+
 INPUTS, LABELS = tiny_data()
 
 
@@ -371,19 +380,46 @@ INPUTS, LABELS = tiny_data()
         ((np.where(INPUTS > 2, np.inf, INPUTS), LABELS), "NaN or infinity, first at row"),
         (([[1.0, 2.0], [3.0]], LABELS[:2]), "all inputs need one shape"),
         ((np.array([None, "a"]), LABELS[:2]), "array of dtype object"),
-        ([(np.zeros(4, np.float32), 0), (np.zeros(3, np.float32), 0)], "the items of list cannot be stacked"),
-        ([(np.zeros(4, np.float32), 0.5)], "the items of list cannot be stacked.*integer"),
-        ([{"image": 1}], "the items of list cannot be stacked"),
+        (
+            [(np.zeros(4, np.float32), 0), (np.zeros(3, np.float32), 0)],
+            r"the input in row 1 of list has shape \[3\], expected \[4\] as in row 0; all inputs need one shape",
+        ),
+        ([(np.zeros(4, np.float32), 0.5)], "the label in row 0 of list is of type float, expected an integer"),
+        ([{"image": 1}], r"row 0 of list is of type dict, expected \(input, label\)"),
+        ([("a.png", 0)], "the input in row 0 of list is of type str, expected a tensor or an array of floats"),
+        (([], []), r"the data is a tuple of 2 items \(list, list\), expected \(inputs, labels\)"),
+        (([[0.1, 0.2]], [0]), r"tuple of 2 items \(list, list\).*convert lists with numpy.asarray"),
+        ((INPUTS, LABELS, LABELS), r"tuple of 3 items \(ndarray, ndarray, ndarray\)"),
+        (INPUTS, r"the data is one array of shape \[24, 4\]; pass a tuple \(inputs, labels\)"),
+        (Broken(items()), "row 3 of Broken raised OSError: no such file; fix or remove the sample"),
         (Noisy(items(), random.random), "a sample changes each time it is read.*sample_id"),
         (DataLoader(Listed(items()), sampler=SubsetRandomSampler([1, 2])), "SubsetRandomSampler selects samples"),
-        (Listed([(np.zeros(4, np.float32), 0, 1)]), "the items of Listed cannot be stacked"),  # type: ignore[list-item]
-        (Named(items(), []), "sample_id of Named cannot be read: IndexError"),
+        (Listed([(np.zeros(4, np.float32), 0, 1)]), "row 0 of Listed is of type tuple of 3 items, expected"),  # type: ignore[list-item]
+        (Named(items(), []), "sample_id of Named raised IndexError"),
     ],
 )
 def test_data_that_cannot_work_are_an_error_at_construction(fleet: Fleet, tmp_path: Path, data: Any, says: str) -> None:
     with pytest.raises(DataError, match=says):
         make_device(fleet, tmp_path / "d", data=data)
     assert not (tmp_path / "d").exists()
+
+
+def test_errors_of_the_apps_code_name_it(fleet: Fleet, tmp_path: Path) -> None:
+    class Camera:
+        def __iter__(self) -> Iterator[Any]:
+            yield from items()[:2]
+            raise OSError("no light")
+
+    def load() -> Any:
+        raise OSError("no disk")
+
+    broken: dict[str, Any] = {
+        "row 2 of Camera raised OSError: no light; fix or remove": Camera(),
+        "the function load raised OSError: no disk; fix the function": load,
+    }
+    for at, (says, data) in enumerate(broken.items()):
+        with make_device(fleet, tmp_path / str(at), data=data) as device, pytest.raises(DataError, match=says):
+            device.step(0)
 
 
 def test_test_and_validation_data_are_checked_at_construction_too(fleet: Fleet, tmp_path: Path) -> None:

@@ -515,8 +515,12 @@ def changed(at: tuple[int, ...], value: float) -> np.ndarray:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ([1, 2], "data: the items of list cannot be stacked"),
-        ((digits(0)[0][:, 0], digits(0)[1]), r"the inputs have shape \[8, 8\], but run .* expects \[1, 8, 8\]"),
+        ([1, 2], r"data: row 0 of list is of type int, expected \(input, label\)"),
+        ((digits(0)[0].transpose(0, 2, 3, 1), digits(0)[1]), r"have shape \[8, 8, 1\].*transpose\(0, 3, 1, 2\)"),
+        (
+            (digits(0)[0][:, 0], digits(0)[1]),
+            r"the inputs have shape \[8, 8\], but .* expects \[1, 8, 8\]; reshape",
+        ),
         ((digits(0)[0].astype(np.uint8), digits(0)[1]), "the inputs are uint8, expected float32; scale images"),
         ((digits(0)[0], digits(0)[1][1:]), "599 inputs but 598 labels"),
         ((digits(0)[0], digits(0)[1] * 1.0), "the labels are float64"),

@@ -357,6 +357,27 @@ def test_what_is_no_token_is_refused_without_being_shown(tmp_path: Path, text: s
     assert found.value.__cause__ is None
 
 
+def test_the_enrolment_port_as_server_is_refused_before_the_token_is_spent(service: Service, tmp_path: Path) -> None:
+    token = service.token()
+    wrong = f"127.0.0.1:{read_token(token).port}"
+    with pytest.raises(ConfigurationError, match=f"server is '{wrong}', which is the enrolment port; pass the port of"):
+        make_device(service, tmp_path / "d", server=wrong, enrolment=token)
+    assert not (tmp_path / "d").exists()
+    assert service.front.enrol(read_token(token).secret, "spared", device_x509.new_key())
+
+
+def test_the_enrolment_port_names_itself(service: Service) -> None:
+    with (
+        grpc.secure_channel(
+            f"127.0.0.1:{service.front.enrol_port}", grpc.ssl_channel_credentials(service.authority.bundle)
+        ) as channel,
+        refused() as found,
+    ):
+        check_in = channel.unary_unary("/fleetdistill.wire.v1.DeviceService/CheckIn")
+        check_in(b"", timeout=CALL_SECONDS)
+    assert "This is the enrolment port; use the port of [server] listen" in found[0].text
+
+
 def test_a_missing_token_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot be read from .*nowhere: No such file"):
         read_token(tmp_path / "nowhere")

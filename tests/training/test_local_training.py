@@ -300,7 +300,7 @@ class TestTensorData:
             ((torch.tensor([[0.0, 1.0], [0.0, torch.nan]]), torch.tensor([0, 1])), "NaN or infinity, first at row 1"),
             ((torch.tensor([0.0, torch.inf]), torch.tensor([0, 1])), "NaN or infinity, first at row 1"),
             ((np.array(["a"]), np.array([0])), "cannot convert an array of dtype"),
-            (_Ragged(), "items of _Ragged cannot be stacked"),
+            (_Ragged(), r"the input in row 1 of _Ragged has shape \[2\], expected \[1\] as in row 0"),
             ("images/", "the data is of type str"),
         ],
     )

@@ -158,6 +158,27 @@ def test_a_model_whose_taps_disagree_is_refused():
         check_local_model(Disagrees(), torch.randn(2, 4))
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda y: y * float("nan"), "returns NaN or infinity for the samples"),
+        (lambda y: y + torch.randn(3), "returns other logits for the same samples in eval mode; remove random values"),
+    ],
+)
+def test_faulty_logits_are_refused_with_their_cause(change, says):
+    class Faulty(OwnModel):
+        def forward(self, x: Tensor) -> Tensor:
+            return change(super().forward(x))
+
+    with pytest.raises(ModelError, match=says):
+        check_local_model(Faulty(), torch.randn(2, 4))
+
+
+def test_samples_of_another_type_are_refused_in_one_line():
+    with pytest.raises(ModelError, match="samples is a ndarray, expected a tensor"):
+        check_local_model(chain(), torch.randn(2, 4).numpy())  # type: ignore[arg-type]
+
+
 def test_an_extractor_that_training_would_not_reach_is_refused():
     class Foreign(OwnModel):
         def __getattribute__(self, name: str) -> object:

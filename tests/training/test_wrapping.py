@@ -166,12 +166,18 @@ class OtherLayersInTraining(TwoOutputs):
         return self.b(self.a(x)) if self.training else self.a(x)
 
 
+class Noisy(TwoOutputs):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.b(self.a(x) + torch.randn(3))
+
+
 @pytest.mark.parametrize(
     ("module", "cut", "says"),
     [
         (plain(), "stm", "Plain has no layer 'stm' that its forward pass uses; cut at stem.0, stem.1, stem, "),
-        (plain(), "conv", "a connection skips over 'conv' of Plain"),
-        (plain(), "head", "or it is last; cut at"),
+        (plain(), "conv", "a connection skips over 'conv' of Plain; cut at"),
+        (plain(), "head", "'head' is the last layer of Plain, so none follows it; cut at"),
+        (Noisy(), "a", r"Noisy creates a tensor in forward, such as with torch\.randn or torch\.ones; change forward"),
         (residual(), "layer1.0.conv1", "a connection skips over 'layer1.0.conv1' of ResNet.*cut at .*layer1"),
         (Branching(), "x", "Branching cannot be traced: .*add `extractor`"),
         (TwoInputs(), "x", "TwoInputs uses several inputs, expected one tensor"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -61,11 +61,24 @@ def open_rows(data: Any) -> Rows:
         data = data.tensors
     if isinstance(data, tuple) and len(data) == 2 and any(is_array(one) for one in data):
         return _of_pair(*data)
+    _check_form(data)
     if utils is not None and isinstance(data, utils.DataLoader):
         return _of_loader(data, utils)
     if _is_map_style(data) and not is_iterable_only(data):
         return ItemRows(list(data) if isinstance(data, list) else data)  # the app may change its list during training
     return _of_iterable(data, type(data).__name__)
+
+
+def _check_form(data: Any) -> None:
+    """Raises DataError for inputs without labels, and for a tuple that contains neither arrays nor pairs."""
+    if is_array(data) and not getattr(data.dtype, "hasobject", False):
+        raise DataError(f"the data is one array of shape {list(data.shape)}; pass a tuple (inputs, labels)")
+    if isinstance(data, tuple) and not all(isinstance(one, tuple | list) and len(one) == 2 for one in data):
+        kinds = ", ".join(type(one).__name__ for one in data[:4])
+        raise DataError(
+            f"the data is a tuple of {len(data)} items ({kinds}), expected (inputs, labels): two tensors or NumPy "
+            "arrays; convert lists with numpy.asarray"
+        )
 
 
 def _torch_data() -> Any:
@@ -75,7 +88,7 @@ def _torch_data() -> Any:
 def _called(data: Any) -> Any:
     if not is_function(data):
         return data
-    with named_errors(f"the function {getattr(data, '__name__', type(data).__name__)}"):
+    with named_errors(f"the function {getattr(data, '__name__', type(data).__name__)}", "fix the function"):
         return data()
 
 
@@ -117,13 +130,26 @@ def _of_iterable(data: Any, name: str, collate: Callable[[list[Any]], Any] | Non
     if not isinstance(data, Iterable) or isinstance(data, str | bytes | dict):
         raise DataError(f"the data is of type {name}; {_FORMS}")
     batches: list[Pair] = []
-    remaining = iter(data)
+    numbered = enumerate(_items_of(data, name))
     while True:
-        with named_errors(f"the items of {name}"):
-            items = list(islice(remaining, _AT_ONCE))
-        if not items:
+        rows_and_items = list(islice(numbered, _AT_ONCE))
+        if not rows_and_items:
             return _joined(batches, name)
-        batches.append(batch_of(collate or stacked, items, name))
+        rows, items = zip(*rows_and_items, strict=True)
+        batches.append(batch_of(collate or stacked, list(items), name, rows))
+
+
+def _items_of(data: Iterable[Any], name: str) -> Iterator[Any]:
+    """Yields the items; an exception of the app's code becomes a DataError with the row."""
+    with named_errors(f"the iterator of {name}", "fix the iterator"):
+        remaining = iter(data)
+    for row in count():
+        with named_errors(f"row {row} of {name}", "fix or remove the sample"):
+            try:
+                item = next(remaining)
+            except StopIteration:
+                return
+        yield item
 
 
 def _joined(batches: list[Pair], name: str) -> ArrayRows:

@@ -110,13 +110,16 @@ class ItemRows:
         """See `Rows.read`."""
         if not len(rows):
             return np.zeros(0, np.float32), np.zeros(0, np.int64)
-        with named_errors(f"the items of {self._name}"):
-            items = list(self._drawn(rows) if training else self._fixed(rows))
-        return batch_of(self._collate, items, self._name)
+        items = list(self._drawn(rows) if training else self._fixed(rows))
+        return batch_of(self._collate, items, self._name, rows)
 
     def _drawn(self, rows: Sequence[int]) -> Iterator[Any]:
         for row in rows:
-            yield self._items[int(row)]
+            yield self._item(row)
+
+    def _item(self, row: int) -> Any:
+        with named_errors(f"row {row} of {self._name}", "fix or remove the sample"):
+            return self._items[int(row)]
 
     def _fixed(self, rows: Sequence[int]) -> Iterator[Any]:
         """Yields each item with the same random numbers, so that a random item does not change between reads."""
@@ -128,7 +131,7 @@ class ItemRows:
         try:
             for row in rows:
                 torch.default_generator.manual_seed(0)
-                yield self._items[int(row)]
+                yield self._item(row)
         finally:
             torch.set_rng_state(before)
 
@@ -137,7 +140,7 @@ class ItemRows:
         sample_id = getattr(self._items, "sample_id", None)
         if not callable(sample_id):
             return None
-        with named_errors(f"sample_id of {self._name}"):
+        with named_errors(f"sample_id of {self._name}", "it must return an id for every row"):
             return [_id_bytes(sample_id(int(row))) for row in rows]
 
     def fingerprint(self) -> bytes | None:
@@ -157,19 +160,58 @@ def stacked(items: list[Any]) -> Pair:
     return np.stack(inputs), np.array(labels, dtype=np.int64)
 
 
-def batch_of(collate: Callable[[list[Any]], Any], items: list[Any], name: str) -> Pair:
-    """Returns the checked arrays of a list of items, float32 and int64."""
+def batch_of(collate: Callable[[list[Any]], Any], items: list[Any], name: str, rows: Sequence[int]) -> Pair:
+    """Returns the checked arrays of the items of some rows, float32 and int64."""
     try:
         inputs, labels = (as_array(one) for one in collate(items))
-    except (TypeError, ValueError, RuntimeError) as error:
+        _check_arrays(inputs, labels)
+    except (TypeError, ValueError, RuntimeError, DataError) as error:
+        if collate is stacked:
+            _check_items(items, name, rows)
+        if isinstance(error, DataError):
+            raise
         raise DataError(
             f"the items of {name} cannot be stacked: {error}; each must be (input, label) with inputs that are "
             "tensors or arrays of one shape (for images add a ToTensor transform)"
         ) from error
-    _check_arrays(inputs, labels)
     if len(labels) != len(items):
         raise DataError(f"collate_fn of {name} gives {len(labels)} samples for {len(items)} items, expected one each")
     return _as_float32(inputs), labels.astype(np.int64)
+
+
+def _check_items(items: list[Any], name: str, rows: Sequence[int]) -> None:
+    """Raises DataError for the first row that is not a pair of numbers and an integer, or has another shape."""
+    shape: tuple[int, ...] | None = None
+    for row, item in zip(rows, items, strict=True):
+        where = f"row {row} of {name}"
+        if isinstance(item, dict | str) or not hasattr(item, "__getitem__") or len(item) != 2:
+            raise DataError(f"{where} is {_kind(item)}, expected (input, label)")
+        try:
+            found = as_array(item[0])
+        except ValueError as error:
+            raise DataError(f"the input in {where} cannot be made an array: {error}") from error
+        if found.dtype.hasobject or not np.issubdtype(found.dtype, np.number):
+            raise DataError(f"the input in {where} is {_kind(item[0])}, expected a tensor or an array of floats")
+        if not _is_integer(item[1]):
+            raise DataError(f"the label in {where} is {_kind(item[1])}, expected an integer")
+        shape = found.shape if shape is None else shape
+        if found.shape != shape:
+            text = f"has shape {list(found.shape)}, expected {list(shape)} as in row {rows[0]}"
+            raise DataError(f"the input in {where} {text}; all inputs need one shape")
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
+        return False
+    return True
+
+
+def _kind(value: Any) -> str:
+    """Returns the type of a value for a message, with the length of a tuple or list."""
+    length = f" of {len(value)} items" if isinstance(value, tuple | list) else ""
+    return f"of type {type(value).__name__}{length}"
 
 
 def as_array(value: Any) -> Array:
@@ -183,15 +225,15 @@ def as_array(value: Any) -> Array:
 
 
 @contextmanager
-def named_errors(what: str) -> Iterator[None]:
-    """Turns any exception of the app's code into a DataError that names the code."""
+def named_errors(what: str, advice: str) -> Iterator[None]:
+    """Turns any exception of the app's code into a DataError that names the code, and says what to do."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
         detail = str(error).strip().split("\n")[0][:200]
-        raise DataError(f"{what} cannot be read: {type(error).__name__}: {detail}; fix or remove the sample") from error
+        raise DataError(f"{what} raised {type(error).__name__}: {detail}; {advice}") from error
 
 
 def is_array(value: Any) -> bool:

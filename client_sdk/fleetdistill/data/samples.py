@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -63,10 +65,19 @@ class Samples:
             return
         if self.input_shape != input_shape:
             raise DataError(
-                f"the inputs have shape {list(self.input_shape)}, but run {run!r} expects {list(input_shape)}; "
-                "reshape the inputs"
+                f"the inputs have shape {list(self.input_shape)}, but run {run!r} expects {list(input_shape)}"
+                f"{_advice(self.input_shape, input_shape)}"
             )
         check_labels(self.labels, classes)
+
+
+def _advice(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """Returns what to do about inputs of another shape; a reshape in place of a transposition would mix the pixels."""
+    if len(shape) == len(expected) > 1 and sorted(shape) == sorted(expected):
+        axes = next(one for one in permutations(range(len(shape))) if tuple(shape[at] for at in one) == expected)
+        order = ", ".join(str(at + 1) for at in axes)
+        return f"; reorder the axes with inputs.transpose(0, {order}), or permute of a tensor, and do not reshape"
+    return "; reshape the inputs" if math.prod(shape) == math.prod(expected) else "; pass inputs of that shape"
 
 
 def check_labels(labels: Array, classes: int) -> None:

@@ -167,9 +167,12 @@ def check_connection(server: object, enrolment: object, insecure: object, direct
     elif not callable(getattr(server, "check_in", None)):
         raise ConfigurationError(f"server is {shown(server)}, expected host:port, or a fleetdistill.link.base.Link")
     if isinstance(enrolment, str | Path) and not has_certificate(directory):
-        from fleetdistill.link.enrolment import read_token
+        from fleetdistill.link.enrolment import read_token, token_for
 
-        read_token(enrolment)
+        if isinstance(server, str):
+            token_for(enrolment, server)
+        else:
+            read_token(enrolment)
 
 
 def check_torch_device(given: object) -> None:

@@ -71,6 +71,22 @@ def read_token(given: str | Path) -> enrolment_pb2.EnrolmentToken:
     return token
 
 
+def token_for(given: str | Path, server: str) -> enrolment_pb2.EnrolmentToken:
+    """Reads a token as `read_token`, for a device of a server.
+
+    Raises:
+        ConfigurationError: The token is invalid, or `server` is the enrolment port, which serves only the first
+            certificate. The token is not spent.
+    """
+    token = read_token(given)
+    if server.rpartition(":")[2] == str(token.port):
+        raise ConfigurationError(
+            f"server is {server!r}, which is the enrolment port; pass the port of the server's `[server] listen`. "
+            "The device finds the enrolment port in its token"
+        )
+    return token
+
+
 def _read_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -159,7 +175,7 @@ class Enrolment:
                 f"device {self._device!r} has no valid certificate: request a token from the operator "
                 "(`fleetdistill enrol`) and pass it as Device(enrolment=...)"
             )
-        return read_token(self._token)
+        return token_for(self._token, self._server)
 
     def _enrol(self) -> None:
         try:

@@ -267,16 +267,32 @@ def _refuse_foreign_extractor(model: nn.Module) -> None:
 
 def _try_taps(model: nn.Module, taps: FeatureModel, samples: Tensor, classes: int | None) -> None:
     name = type(model).__name__
+    if not isinstance(samples, Tensor):
+        kind = type(samples).__name__
+        raise ModelError(f"samples is a {kind}, expected a tensor [batch, *input_shape]; convert with torch.as_tensor")
     try:
         with evaluating(model), torch.no_grad():
             logits, again = taps(samples), taps.predict(taps.features(samples))
     except Exception as error:  # the app's code can raise any exception
-        raise ModelError(f"{name} fails on samples of shape {tuple(samples.shape)}: {error}") from error
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(f"{name} fails on samples of shape {tuple(samples.shape)}: {reason}") from error
     if logits.ndim != 2 or len(logits) != len(samples) or (classes is not None and logits.shape[1] != classes):
         expected = f"[{len(samples)}, {'classes' if classes is None else classes}]"
         raise ModelError(f"{name} returns logits of shape {tuple(logits.shape)}, expected {expected}")
-    if again.shape != logits.shape or not torch.allclose(again, logits, rtol=1e-3, atol=1e-4):
-        raise ModelError(f"{name}: predict(features(x)) differs from model(x); both must run the same layers")
+    if not torch.isfinite(logits).all():
+        raise ModelError(f"{name} returns NaN or infinity for the samples; check its weights and its forward pass")
+    if not _are_close(again, logits):
+        with evaluating(model), torch.no_grad():
+            is_random = not _are_close(taps(samples), logits)
+        raise ModelError(
+            f"{name} returns other logits for the same samples in eval mode; remove random values from forward"
+            if is_random
+            else f"{name}: predict(features(x)) differs from model(x); both must run the same layers"
+        )
+
+
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
 @contextmanager

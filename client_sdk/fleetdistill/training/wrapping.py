@@ -21,6 +21,7 @@ __all__ = ["WrappedModel", "node_names", "wrap"]
 
 _EXTRACTOR = "extractor"
 _MOST_NAMES = 8
+_OTHER_LAYERS = "runs other layers in train than in eval mode"
 _T = TypeVar("_T")
 
 
@@ -111,7 +112,9 @@ def _traced(module: nn.Module) -> tuple[list[fx.Node], dict[fx.Node, str]]:
     (graph, names), (other, _) = (_trace(module, training) for training in (True, False))
     nodes, others = list(graph.nodes), list(other.nodes)
     if [(one.op, str(one.target)) for one in nodes] != [(one.op, str(one.target)) for one in others]:
-        raise ModelError(_advice(module, "runs other layers in train than in eval mode"))
+        constant = any("_tensor_constant" in str(one.target) for one in nodes)  # torch.fx's name for a new tensor
+        what = "creates a tensor in forward, such as with torch.randn or torch.ones" if constant else _OTHER_LAYERS
+        raise ModelError(_advice(module, what))
     with graph.inserting_after(nodes[0]):
         flag = graph.create_node("get_attr", "training")
     names[flag] = "training"
@@ -187,8 +190,10 @@ def _place_of(module: nn.Module, cut: Cut, nodes: Sequence[fx.Node], names: Mapp
     known = _listed([_shortest(ordered, at) for at in valid])
     if not places:
         raise ModelError(f"{type(module).__name__} has no layer {cut!r} that its forward pass uses; cut at {known}")
+    if places[-1] == len(nodes) - 1:
+        raise ModelError(f"{cut!r} is the last layer of {type(module).__name__}, so none follows it; cut at {known}")
     if places[-1] not in valid:
-        raise ModelError(f"a connection skips over {cut!r} of {type(module).__name__}, or it is last; cut at {known}")
+        raise ModelError(f"a connection skips over {cut!r} of {type(module).__name__}; cut at {known}")
     return places[-1]
 
 

@@ -29,6 +29,8 @@ from fleetdistill_server.store.store import Store
 
 T = TypeVar("T")
 
+_ENROLMENT_PORT = ". This is the enrolment port; use the port of [server] listen"
+
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no annotations
     """Checks every call against `ALLOWED_CALLERS`, the certificate's expiry and the revocations.
@@ -75,7 +77,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         if caller not in ALLOWED_CALLERS.get(method, ()):
             name = f" {holder.name!r}" if holder else ""
             may = ", ".join(sorted(ALLOWED_CALLERS.get(method, ()))) or "none"
-            raise RefusedError(Code.NOT_ALLOWED, f"{caller}{name} may not call {method}; allowed callers: {may}")
+            hint = _ENROLMENT_PORT if caller is Caller.ANONYMOUS else ""
+            raise RefusedError(Code.NOT_ALLOWED, f"{caller}{name} may not call {method}; allowed callers: {may}{hint}")
         return holder
 
     async def _wrong_port(self, method: str, requests: AsyncIterator[bytes], context: Any) -> None:
