@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from fleetdistill.errors import ConfigurationError
@@ -29,8 +28,8 @@ def check_integer(name: str, value: object, least: int = 1) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Raises ConfigurationError unless `value` is an integer or a float, and not NaN."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    """Raises ConfigurationError unless `value` is an integer or a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigurationError(f"{name} is {shown(value)}, expected a number")
 
 

@@ -330,7 +330,7 @@ def test_the_question_names_the_device_and_the_directory(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")  # type: ignore[func-returns-value]
     monkeypatch.chdir(used)
     assert main(["forget", ".", "--local"]) == 1
     assert asked == [f"Erase device d in {used} permanently? [y/N] "]

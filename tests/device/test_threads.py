@@ -195,7 +195,7 @@ def test_ctrl_c_in_the_constructor_is_raised_at_its_end_and_frees_the_state_dire
         signal.raise_signal(signal.SIGINT)
         return True
 
-    monkeypatch.setattr("fleetdistill.device.device.is_enrolled", press)
+    monkeypatch.setattr("fleetdistill.link.credentials.is_enrolled", press)
     with pytest.raises(KeyboardInterrupt) as error:
         device_at("127.0.0.1:1", tmp_path)
     assert len(traceback.format_exception(error.value)) < 10

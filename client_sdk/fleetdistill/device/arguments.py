@@ -183,7 +183,7 @@ def check_torch_device(given: object) -> None:
     """
     torch = sys.modules.get("torch")
     if torch is None:
-        known = isinstance(given, str) and re.fullmatch(rf"({'|'.join(_TORCH_DEVICES)})(:\d+)?", given)
+        known = isinstance(given, str) and bool(re.fullmatch(rf"({'|'.join(_TORCH_DEVICES)})(:\d+)?", given))
     else:
         known = _is_device(torch, given)
     if not known:

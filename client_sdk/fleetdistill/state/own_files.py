@@ -21,6 +21,7 @@ _TOP = (
 _IN_FOLDERS = (
     r"outbox/((header|data)\.bin|(candidate|delivered)\.safetensors|(manifest|outcome)\.json|tries\.txt)",
     r"downloads/[0-9a-f]{64}\.(part|payload)",
+    r"versions/deployed\.json",
     r"versions/\d+/(delivered\.safetensors|version\.json|[^/]+\.onnx)",
     r"tls/(identity|ca)\.pem",
     r"proxy/(header|data)\.bin",  # SDK 0.1
@@ -93,7 +94,8 @@ def _plain(directory: Path, path: Path) -> str:
 
 def _listed_onnx(directory: Path) -> set[str]:
     """Returns the names of the ONNX files of the version in use; a custom method names its own variants."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        names = json.loads((directory / _IN_USE).read_bytes())["files"]
-        return {str(name) for name in names if str(name).endswith(".onnx") and "/" not in str(name)}
-    return set()
+    found: set[str] = set()
+    for path in (directory / _IN_USE, directory / "versions" / _IN_USE):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            found |= {str(name) for name in json.loads(path.read_bytes())["files"]}
+    return {name for name in found if name.endswith(".onnx") and "/" not in name}
