@@ -68,7 +68,7 @@ def test_a_wrong_argument_is_named_and_leaves_nothing_behind(
 
 
 def test_an_unfit_module_is_refused_at_construction(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="Unfit has no features"):
+    with pytest.raises(ModelError, match="Unfit lacks features, predict, extractor"):
         Device(**{**GIVEN, "state_dir": tmp_path / "d", "model": Unfit()})
     assert not (tmp_path / "d").exists()
 
