@@ -192,5 +192,5 @@ def test_what_cannot_be_cut_is_an_error_with_what_to_do(module: Any, cut: str, s
 
 
 def test_check_local_model_says_how_to_make_one() -> None:
-    with pytest.raises(ModelError, match=r"no extractor; use wrap\(model, cut=...\)"):
+    with pytest.raises(ModelError, match=r"Plain lacks features, predict, extractor; use wrap\(model, cut=...\)"):
         check_local_model(plain())
