@@ -15,7 +15,7 @@ from fleetdistill.wire.v1 import enrolment_pb2
 from fleetdistill_server.security.certificates import read_request
 from fleetdistill_server.security.pki import Authority
 
-_TOKEN = write_token(enrolment_pb2.EnrolmentToken(secret=b"s" * 32, ca=b"ca", port=1))
+_TOKEN = write_token(enrolment_pb2.EnrolmentToken(secret=b"s" * 32, ca=b"ca", port=2))
 
 
 class _Lied(Enrolment):
