@@ -26,6 +26,7 @@ from support.forked import ForkedEngine, forked_forget_command
 from support.live_front import RUN as MADE_RUN
 from support.live_front import open_round, prepare_store, upload_name, write_asks
 from support.processes import wait_until
+from support.sqlite import tables_of
 from support.wire_samples import in_pieces, make_identity, make_payload, make_profile
 
 from fleetdistill.errors import ConfigurationError, RefusedError, RunError
@@ -613,7 +614,7 @@ def test_a_run_ends_the_same_though_all_is_deleted_that_nothing_needs_yet(
 
     def hit(name: str) -> None:
         hits[name] += 1
-        if name == point and hits[name] % 2 and not store.database.tables.conn.in_transaction:
+        if name == point and hits[name] % 2 and not tables_of(store).conn.in_transaction:
             assert sweep_all(other, ())
 
     with ExitStack() as stack:

@@ -25,6 +25,7 @@ from support.fleets import SMALL, prepare
 from support.forked import ForkedEngine
 from support.fragile import Crash, Fragile, Fuse
 from support.processes import wait_until
+from support.sqlite import tables_of
 
 from fleetdistill.knowledge import SampleKnowledge
 from fleetdistill.wire.v1 import service_pb2
@@ -182,7 +183,7 @@ def test_an_idle_run_computes_nothing_and_writes_nothing(caplog: pytest.LogCaptu
             method.append(self)
 
     def look() -> None:
-        seen.append((fleet.store.database.tables.conn.total_changes, method[0].looks))
+        seen.append((tables_of(fleet.store).conn.total_changes, method[0].looks))
 
     fleet.play(*[look] * 10, method=Watched)
     assert fleet.asked() == [["d0", "d1"]]

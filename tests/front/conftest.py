@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.live_front import Client, LiveFront, client_of, live_front, prepare_store
+from support.sqlite import directory_of
 
 from fleetdistill_server.service.wakeups import Ends, make_pair
 from fleetdistill_server.store.store import Store
@@ -34,8 +35,7 @@ def pipes() -> tuple[Ends, Ends]:
 @pytest.fixture(scope="module")
 def directory(store: Store) -> Path:
     """Where the store lies."""
-    row, *_ = store.database.tables.query("PRAGMA database_list")  # the first is the main one
-    return Path(row["file"]).parent
+    return directory_of(store)
 
 
 @pytest.fixture(scope="module")

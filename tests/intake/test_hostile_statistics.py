@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,6 +22,7 @@ from support.live_front import (
     write_asks,
 )
 from support.refusal_table import documented, documented_refusals
+from support.sqlite import directory_of
 from support.wire_samples import make_profile
 
 from fleetdistill.knowledge import ClassStatistics, Kind, SoftPredictions
@@ -56,8 +56,7 @@ def client(front: LiveFront) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def front(store: Store) -> Iterator[LiveFront]:
-    row, *_ = store.database.tables.query("PRAGMA database_list")
-    with live_front(Path(row["file"]).parent) as running:
+    with live_front(directory_of(store)) as running:
         yield running
 
 

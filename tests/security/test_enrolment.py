@@ -24,6 +24,7 @@ from support.secured import (
     server_key,
 )
 from support.small_device import SmallWorker
+from support.sqlite import tables_of
 from support.wire_samples import make_contract
 from typer.testing import CliRunner
 
@@ -248,7 +249,7 @@ def test_a_token_that_is_not_live_is_refused(service: Service, spoil: str) -> No
 def test_the_store_keeps_no_secret(service: Service) -> None:
     secret = service.secret()
     service.front.enrol(secret, "secretive", device_x509.new_key())
-    service.store.database.tables.conn.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    tables_of(service.store).conn.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     for path in service.front.store_dir.rglob("store.sqlite*"):
         assert secret not in path.read_bytes()
 

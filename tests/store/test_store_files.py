@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from support.processes import PATIENCE_SECONDS
+from support.sqlite import tables_of
 from support.wire_samples import (
     data_of,
     in_pieces,
@@ -35,9 +36,9 @@ from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.group_commit import CommitThread
+from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
@@ -73,7 +74,7 @@ def blob_path(directory: Path, sha256: bytes) -> Path:
 
 
 def test_the_database_is_opened_so_that_a_commit_is_on_the_disk(store: Store) -> None:
-    connection = store.database.tables.conn
+    connection = tables_of(store).conn
     assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
     assert connection.execute("PRAGMA fullfsync").fetchone() == (1,)
@@ -82,7 +83,7 @@ def test_the_database_is_opened_so_that_a_commit_is_on_the_disk(store: Store) ->
 def test_a_database_that_cannot_be_made_durable_is_refused(directory: Path) -> None:
     connection = sqlite3.connect(":memory:", isolation_level=None)  # has no journal on a disk
     with pytest.raises(StoreError) as error:
-        Database(connection, "wal")
+        SqliteDatabase(connection, "wal")
     assert str(error.value) == (
         "the database opened with (journal_mode, synchronous) = ('memory', 2), expected ('wal', 2); "
         "put the store on a local file system"
@@ -97,7 +98,7 @@ def test_a_database_that_ignores_synchronous_is_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "db", isolation_level=None, factory=Careless)
     connection.execute("PRAGMA journal_mode=WAL")
     with pytest.raises(StoreError, match=r"\('wal', 1\), expected \('wal', 2\)"):
-        Database(connection, "wal")
+        SqliteDatabase(connection, "wal")
 
 
 def test_a_blob_is_synced_with_its_directory_before_it_counts(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -614,7 +615,7 @@ def test_jobs_run_in_the_order_they_were_handed_in(store: Store, commits: Commit
 
 def test_jobs_handed_in_together_share_one_transaction(store: Store, commits: CommitThread) -> None:
     statements: list[str] = []
-    store.database.tables.conn.set_trace_callback(statements.append)
+    tables_of(store).conn.set_trace_callback(statements.append)
     in_one_group(commits, store, *(_note(str(number)) for number in range(50)))
     assert statements.count("COMMIT") == 2  # the one that kept the thread busy, and the group
 
@@ -625,7 +626,7 @@ def test_nobody_gets_a_yes_when_the_database_takes_the_whole_group_back(
     """SQLite may undo the whole transaction on an error such as a full disk."""
 
     def lose_everything(one: Store) -> None:
-        one.database.tables.conn.execute("ROLLBACK")
+        tables_of(one).conn.execute("ROLLBACK")
         raise StoreError("cannot write the database: the disk is full")
 
     answers = in_one_group(commits, store, _note("first"), lose_everything, _note("third"))

@@ -83,8 +83,8 @@ class Asks:
         Without the limit, setting the system clock back during a restart would extend them.
         """
         latest = self.clock.now() + seconds
-        sql = "UPDATE asks SET deadline_at = min(deadline_at, ?) WHERE run = ? AND status = 'open'"
-        self._db.write(sql, latest, run)
+        sql = "UPDATE asks SET deadline_at = ? WHERE run = ? AND status = 'open' AND deadline_at > ?"
+        self._db.write(sql, latest, run, latest)
 
     def expire(self, run: str, now: float) -> list[Row]:
         """Closes the open asks whose deadline has passed, adds an event for each, and returns them.
@@ -112,12 +112,11 @@ class Asks:
             among: Devices whose answers count.
         """
         with self._db.transaction():
-            answered = self._db.value(
-                "SELECT count(*) FROM asks WHERE run = ? AND round = ? AND step_number = ? AND status = 'answered' "
-                "AND device IN (SELECT value FROM json_each(?))",
-                *(run, number, step_number, json.dumps(list(among))),
+            answered = self._db.rows(
+                "SELECT device FROM asks WHERE run = ? AND round = ? AND step_number = ? AND status = 'answered'",
+                *(run, number, step_number),
             )
-            if answered < enough:
+            if len({row["device"] for row in answered}.intersection(among)) < enough:
                 return False
             self._db.write(
                 "UPDATE asks SET status = 'out', reason = 'enough devices answered' WHERE run = ? AND round = ? "
@@ -199,7 +198,7 @@ class Asks:
 
 _WHY_ABSENT = f"""
 SELECT CASE WHEN {REVOKED} THEN 'device revoked' ELSE 'device not present' END
-FROM devices WHERE run = ? AND device = ? AND (NOT present OR {REVOKED})
+FROM devices WHERE run = ? AND device = ? AND (present = 0 OR {REVOKED})
 """
 
 _ANSWERED_ASK = """

@@ -37,12 +37,16 @@ class Credentials:
     def has_device(self, device: str) -> bool:
         """Returns whether a device with this id has enrolled or has checked in to any run."""
         sql = "SELECT 1 FROM certificates WHERE device = ? UNION ALL SELECT 1 FROM devices WHERE device = ? LIMIT 1"
-        return bool(self._db.value(sql, device, device))
+        return self._db.exists(sql, device, device)
 
     def revoke_tokens(self, prefix: str) -> int:
         """Revokes the unused tokens whose hash begins with these hex digits; returns their number."""
-        sql = "UPDATE tokens SET revoked = 1 WHERE revoked = 0 AND device IS NULL AND instr(lower(hex(hash)), ?) = 1"
-        return self._db.write(sql, prefix)
+        with self._db.transaction():
+            unused = self._db.rows("SELECT hash FROM tokens WHERE revoked = 0 AND device IS NULL")
+            meant = [row["hash"] for row in unused if row["hash"].hex().startswith(prefix)]
+            for one in meant:
+                self._db.write("UPDATE tokens SET revoked = 1 WHERE hash = ?", one)
+        return len(meant)
 
     def use_token(self, token_hash: bytes, certificate: Mapping[str, Any]) -> None:
         """Marks a token as used and stores the certificate issued for it, in one transaction."""

@@ -1,80 +1,73 @@
-"""SQLite database of a store: connection, transactions and errors.
+"""Interface to a store's database: statements, transactions and errors.
 
-The database runs in WAL mode with `synchronous=FULL`, and both are verified on opening: a commit is durable when it
-returns.
+`sqlite_database.py` implements it for the default store, `postgres_database.py` for a server beyond one machine. The
+store's statements are written once, in SQL that both databases accept, with SQLite's placeholders `?` and `?1`.
+
+One transaction at a time changes a store: SQLite locks the file, PostgreSQL an advisory lock. A transaction therefore
+reads what the previous one has written, and what it reads stays true until it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sqlite3
 import threading
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import sqlite_utils
-
-from fleetdistill.errors import NoSpaceError, StoreError
 from fleetdistill_server.logs import log_event
-from fleetdistill_server.store.checks import check_database, database_message
 
 Row = dict[str, Any]
-_BUSY_SECONDS = 30
 
 
-class Database:
-    """One SQLite connection. Threads share it through a lock; each process opens its own.
+class Database(ABC):
+    """A connection to a store's database. Threads share it through a lock; each process opens its own.
 
     Attributes:
-        tables: The connection as a `sqlite_utils.Database`.
+        name: Name of the database for messages.
     """
 
-    def __init__(self, connection: sqlite3.Connection, journal_mode: str) -> None:
-        self.tables = sqlite_utils.Database(connection)
+    name: str
+
+    def __init__(self) -> None:
         self._lock = threading.RLock()
         self._to_log: list[Row] = []  # events of the open transaction
-        try:
-            with database_errors():
-                self._assert_durable(journal_mode)
-        except StoreError:
-            connection.close()
-            raise
 
-    @classmethod
-    def open(cls, path: Path) -> Database:
-        """Opens a database file, or creates it. Raises StoreError if it cannot be used."""
-        with database_errors():
-            connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-            _use_wal(connection)
-        return cls(connection, "wal")
+    @abstractmethod
+    def applied_migrations(self) -> list[str]:
+        """Returns the names of the migrations that the database contains, in order; empty for a new database."""
 
-    @classmethod
-    def in_memory(cls) -> Database:
-        """Returns a database that exists only in memory."""
-        connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        return cls(connection, "memory")
+    @abstractmethod
+    def migrate(self) -> None:
+        """Creates the tables or applies the missing migrations."""
 
-    def _assert_durable(self, journal_mode: str) -> None:
-        self.tables.execute("PRAGMA synchronous=FULL")
-        self.tables.execute("PRAGMA fullfsync=ON")  # required on macOS to flush the drive's cache
-        found = (self.value("PRAGMA journal_mode"), self.value("PRAGMA synchronous"))
-        if found != (journal_mode, 2):
-            raise StoreError(
-                f"the database opened with (journal_mode, synchronous) = {found}, expected ({journal_mode!r}, 2); "
-                "put the store on a local file system"
-            )
-
+    @abstractmethod
     def check(self) -> None:
-        """Reads the whole database. Raises StoreError if it is damaged."""
-        with self._lock, database_errors():
-            check_database(self.tables)
+        """Checks the database. Raises StoreError if it is damaged."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Closes the database."""
-        with self._lock:
-            self.tables.close()
+        """Closes the connection."""
+
+    @abstractmethod
+    def _errors(self) -> contextlib.AbstractContextManager[None]:
+        """Converts the driver's errors to StoreError, and to NoSpaceError if the disk is full."""
+
+    @abstractmethod
+    def _in_transaction(self) -> bool:
+        """Returns whether a transaction is open."""
+
+    @abstractmethod
+    def _outermost(self) -> contextlib.AbstractContextManager[object]:
+        """Runs a transaction that excludes all other changes to the store."""
+
+    @abstractmethod
+    def _savepoint(self) -> contextlib.AbstractContextManager[object]:
+        """Runs a part of a transaction that can be rolled back separately."""
+
+    @abstractmethod
+    def _execute(self, sql: str, values: tuple[Any, ...]) -> tuple[list[Row], int]:
+        """Runs a statement; returns its rows and the number of rows that it changed."""
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
@@ -83,23 +76,17 @@ class Database:
         Raises:
             StoreError: The database could not be written, for example because the disk is full.
         """
-        with self._lock, database_errors():
+        with self._lock, self._errors():
             before = len(self._to_log)
+            nested = self._in_transaction()
             try:
-                if self.tables.conn.in_transaction:
-                    with self.tables.atomic():
-                        yield
-                    return
-                self.tables.conn.execute("BEGIN IMMEDIATE")
-                try:
+                with self._savepoint() if nested else self._outermost():
                     yield
-                    self.tables.conn.execute("COMMIT")
-                except BaseException:
-                    self.tables.rollback()
-                    raise
             except BaseException:
                 del self._to_log[before:]
                 raise
+            if nested:
+                return
             committed, self._to_log = self._to_log, []
         for row in committed:
             log_event(row)
@@ -109,59 +96,62 @@ class Database:
         self._to_log.append(row)
 
     def rows(self, sql: str, *values: Any) -> list[Row]:
-        with self._lock, database_errors():
-            return list(self.tables.query(sql, values))
+        """Runs a query and returns its rows."""
+        with self._lock, self._errors():
+            return self._execute(sql, values)[0]
 
     def row(self, sql: str, *values: Any) -> Row | None:
+        """Runs a query and returns its first row, or None."""
         rows = self.rows(sql, *values)
         return rows[0] if rows else None
 
     def value(self, sql: str, *values: Any) -> Any:
+        """Runs a query and returns the first value of its first row, or None."""
         row = self.row(sql, *values)
         return next(iter(row.values())) if row else None
 
     def exists(self, sql: str, *values: Any) -> bool:
-        """Returns whether the query returns a row."""
-        with self._lock, database_errors():
-            return self.tables.conn.execute(sql, values).fetchone() is not None
+        """Returns whether a query has a row."""
+        return bool(self.rows(sql, *values))
 
     def write(self, sql: str, *values: Any) -> int:
-        with self.transaction():
-            return self.tables.conn.execute(sql, values).rowcount
+        """Runs a statement, in the open transaction or its own; returns the number of rows that it changed."""
+        with self._changing():
+            return self._execute(sql, values)[1]
 
     def write_many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
-        """Runs a statement once per row of values, within a transaction."""
-        self.tables.conn.executemany(sql, rows)
+        """Runs a statement once per row of values, in the open transaction or its own."""
+        with self.transaction():
+            for values in rows:
+                self._execute(sql, values)
 
-    def insert(self, table: str, row: Mapping[str, Any], conflict: str = "") -> int | None:
+    def insert(self, table: str, row: Mapping[str, Any], clause: str = "") -> Row:
+        """Inserts a row.
+
+        Args:
+            table: Name of the table.
+            row: Values by column.
+            clause: End of the statement: `ON CONFLICT` or `RETURNING`.
+
+        Returns:
+            The columns of `RETURNING`; empty without it.
+        """
         names = ", ".join(row)
         marks = ", ".join("?" for _ in row)
-        with self.transaction():
-            sql = f"INSERT INTO {table} ({names}) VALUES ({marks}) {conflict}"
-            return self.tables.conn.execute(sql, tuple(row.values())).lastrowid
+        with self._changing():
+            found = self._execute(f"INSERT INTO {table} ({names}) VALUES ({marks}) {clause}", tuple(row.values()))[0]
+        return found[0] if found else {}
 
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Runs one statement in the open transaction, or in a transaction if none is open.
 
-def _use_wal(connection: sqlite3.Connection) -> None:
-    """Switches the connection to WAL mode, with retries while another process does the same.
-
-    SQLite ignores the connection's timeout here and returns BUSY immediately.
-    """
-    until = time.monotonic() + _BUSY_SECONDS
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
-                raise
-            time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def database_errors() -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-            raise NoSpaceError("cannot write the database: the disk is full") from error
-        raise StoreError(database_message(error)) from error
+        A single statement needs no savepoint: the transaction around it ends if it fails.
+        """
+        with self._lock:
+            if not self._in_transaction():
+                with self.transaction():
+                    yield
+                return
+            with self._errors():
+                yield

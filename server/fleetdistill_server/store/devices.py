@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 
@@ -88,8 +87,8 @@ class Devices:
         """Stores when devices last made a call: seconds since 1970 by (run, device)."""
         with self._db.transaction():
             self._db.write_many(
-                "UPDATE devices SET last_seen = max(coalesce(last_seen, 0), ?) WHERE run = ? AND device = ?",
-                [(at, run, device) for (run, device), at in seen.items()],
+                "UPDATE devices SET last_seen = ? WHERE run = ? AND device = ? AND coalesce(last_seen, 0) < ?",
+                [(at, run, device, at) for (run, device), at in seen.items()],
             )
 
     def left_out(self, run: str, number: int) -> dict[str, int]:
@@ -128,12 +127,10 @@ class Devices:
 
         These are the devices' own uploads and every payload that the run sent to any device.
         """
-        rows = self._db.rows(
-            "SELECT payload AS sha256 FROM asks WHERE run = ?1 AND payload IS NOT NULL UNION SELECT u.sha256 FROM "
-            "uploads u JOIN asks a ON u.ask = a.id WHERE a.run = ?1 AND a.device IN (SELECT value FROM json_each(?2))",
-            *(run, json.dumps(list(devices))),
-        )
-        return {row["sha256"] for row in rows}
+        asked = self._db.rows("SELECT DISTINCT payload FROM asks WHERE run = ? AND payload IS NOT NULL", run)
+        answers = "SELECT u.sha256 FROM uploads u JOIN asks a ON u.ask = a.id WHERE a.run = ? AND a.device = ?"
+        uploaded = [row["sha256"] for device in devices for row in self._db.rows(answers, run, device)]
+        return {row["payload"] for row in asked}.union(uploaded)
 
     def mark_forgotten(self, run: str, device: str) -> bool:
         """Records that a device is forgotten; returns False if this was already recorded."""

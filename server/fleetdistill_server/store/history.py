@@ -17,12 +17,12 @@ class History:
     def __init__(self, database: Database) -> None:
         self._db = database
 
-    def add_event(self, run: str, kind: str, text: str, *, number: int = 0, device: str = "", code: str = "") -> None:
-        """Stores and logs an event for the operator; text over the limit is truncated."""
+    def add_event(self, run: str, kind: str, text: str, *, number: int = 0, device: str = "", code: str = "") -> int:
+        """Stores and logs an event for the operator, truncating text over the limit; returns the event's id."""
         row = {"run": run, "round": number, "device": device, "kind": kind, "code": code, "text": shortened(text)}
         with self._db.transaction():
-            self._db.insert("events", {**row, "at": time.time()})
             self._db.log(row)
+            return int(self._db.insert("events", {**row, "at": time.time()}, "RETURNING id")["id"])
 
     def note_refusals_left_out(self, run: str, device: str, text: str, known: int | None) -> int | None:
         """Stores how many of a device's refusals are not recorded one by one.
@@ -41,22 +41,23 @@ class History:
             f"UPDATE events SET text = ?, at = ? WHERE {same}", *(text, time.time(), known, run, device)
         ):
             return known
-        self.add_event(run, "refusals-left-out", text, device=device)
-        return int(self._db.value("SELECT max(id) FROM events"))
+        return self.add_event(run, "refusals-left-out", text, device=device)
 
     def events(self, run: str, kind: str | None = None) -> list[Row]:
         """Returns the events of a run, oldest first; if `kind` is given, only events of that kind."""
-        sql = "SELECT * FROM events WHERE run = ? AND (? IS NULL OR kind = ?) ORDER BY id"
-        return self._db.rows(sql, run, kind, kind)
+        if kind is None:
+            return self._db.rows("SELECT * FROM events WHERE run = ? ORDER BY id", run)
+        return self._db.rows("SELECT * FROM events WHERE run = ? AND kind = ? ORDER BY id", run, kind)
 
     def has_event(self, run: str, kind: str, device: str, number: int | None = None, text: str | None = None) -> bool:
         """Returns whether a device has an event of this kind; without `number` or `text`, any round or text matches."""
-        found = self._db.value(
-            "SELECT 1 FROM events WHERE run = ?1 AND kind = ?2 AND device = ?3 "
-            "AND (?4 IS NULL OR round = ?4) AND (?5 IS NULL OR text = ?5) LIMIT 1",
-            *(run, kind, device, number, None if text is None else shortened(text)),
-        )
-        return found is not None
+        wanted: Row = {"run": run, "kind": kind, "device": device}
+        if number is not None:
+            wanted["round"] = number
+        if text is not None:
+            wanted["text"] = shortened(text)
+        condition = " AND ".join(f"{column} = ?" for column in wanted)
+        return self._db.exists(f"SELECT 1 FROM events WHERE {condition} LIMIT 1", *wanted.values())
 
     def newest_events(self, run: str, most: int) -> list[Row]:
         """Returns the newest `most` events of a run, oldest first."""
@@ -79,7 +80,8 @@ class History:
             self._db.insert(
                 "figures",
                 row,
-                "ON CONFLICT DO UPDATE SET sum=excluded.sum, count=excluded.count, by_class=excluded.by_class",
+                "ON CONFLICT (run, round, device, name, split) "
+                "DO UPDATE SET sum=excluded.sum, count=excluded.count, by_class=excluded.by_class",
             )
 
     def figures(self, run: str, name: str, split: str) -> list[Row]:
@@ -90,10 +92,14 @@ class History:
 
     def newest_figures(self, run: str, name: str, split: str) -> list[Row]:
         """Returns each device's newest value of a figure and of its `VARIANT/NAME` forms, by name and device."""
-        return self._db.rows(  # with max(), SQLite takes the other columns from the row with the maximum
-            "SELECT device, name, sum, count, max(round) AS round FROM figures WHERE run = ? AND split = ? "
-            "AND (name = ? OR name GLOB ?) GROUP BY name, device ORDER BY name, device",
-            *(run, split, name, f"?*/{name}"),
+        form = f"/{name}"
+        return self._db.rows(
+            "SELECT f.device, f.name, f.sum, f.count, f.round FROM figures f JOIN "
+            "(SELECT device, name, max(round) AS round FROM figures WHERE run = ?1 AND split = ?2 AND (name = ?3 OR "
+            "(length(name) > ?4 AND substr(name, length(name) + 1 - ?4) = ?5)) GROUP BY device, name) newest "
+            "ON newest.device = f.device AND newest.name = f.name AND newest.round = f.round "
+            "WHERE f.run = ?1 AND f.split = ?2 ORDER BY f.name, f.device",
+            *(run, split, name, len(form), form),
         )
 
     def add_traffic(
@@ -115,15 +121,16 @@ class History:
 
     def _count_bytes(self, name: Row, payloads: int, tensor: int, envelope: int, sent: int) -> None:
         columns = {"payloads": payloads, "tensor_bytes": tensor, "envelope_bytes": envelope, "sent_bytes": sent}
-        added = ", ".join(f"{column} = {column} + excluded.{column}" for column in columns)
-        self._db.insert("traffic", {**name, **columns}, f"ON CONFLICT DO UPDATE SET {added}")
+        added = ", ".join(f"{column} = traffic.{column} + excluded.{column}" for column in columns)
+        key = "run, round, device, direction, kind"
+        self._db.insert("traffic", {**name, **columns}, f"ON CONFLICT ({key}) DO UPDATE SET {added}")
 
     def traffic(self, run: str) -> list[Row]:
         """Returns uncompressed tensor and header bytes, and bytes on the link, by round, device and direction."""
         return self._db.rows(
             "SELECT run, round, device, direction, sum(payloads) AS payloads, sum(tensor_bytes) AS tensor_bytes, "
             "sum(envelope_bytes) AS envelope_bytes, sum(sent_bytes) AS sent_bytes FROM traffic WHERE run = ? "
-            "GROUP BY round, device, direction ORDER BY round, device, direction",
+            "GROUP BY run, round, device, direction ORDER BY round, device, direction",
             run,
         )
 

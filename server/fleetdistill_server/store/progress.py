@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+_DIGITS = {"test_accuracy": 4, "seconds": 2}
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -30,23 +32,32 @@ RUN_PROGRESS = (
     "(SELECT count(*) FROM devices WHERE run = name AND present = 1) AS present FROM runs WHERE name = ?"
 )
 ROUND_PROGRESS = (
-    "WITH answers AS (SELECT a.round, count(*) AS answers, sum(u.status = 'used') AS used, "
-    "sum(u.status = 'reported') AS reported FROM uploads u JOIN asks a ON u.ask = a.id WHERE a.run = ?1 "
-    "GROUP BY a.round), "
-    "sent AS (SELECT round, sum(iif(direction = 'up', sent_bytes, 0)) AS up, "
-    "sum(iif(direction = 'down', sent_bytes, 0)) AS down FROM traffic WHERE run = ?1 GROUP BY round), "
+    "WITH answers AS (SELECT a.round, count(*) AS answers, count(*) FILTER (WHERE u.status = 'used') AS used, "
+    "count(*) FILTER (WHERE u.status = 'reported') AS reported FROM uploads u JOIN asks a ON u.ask = a.id "
+    "WHERE a.run = ?1 GROUP BY a.round), "
+    "sent AS (SELECT round, sum(sent_bytes) FILTER (WHERE direction = 'up') AS up, "
+    "sum(sent_bytes) FILTER (WHERE direction = 'down') AS down FROM traffic WHERE run = ?1 GROUP BY round), "
     "guards AS (SELECT round, count(*) AS fired FROM events WHERE run = ?1 AND kind LIKE '%-guard' GROUP BY round), "
     "scores AS (SELECT round, avg(sum / count) AS mean FROM figures WHERE run = ?1 AND name = 'accuracy' AND "
     "split = 'test' AND count > 0 GROUP BY round) "
     "SELECT r.round, r.status, r.reason, json_array_length(r.cohort) AS devices, coalesce(n.answers, 0) AS answers, "
-    "coalesce(n.used, 0) AS used, coalesce(n.reported, 0) AS reported, round(s.mean, 4) AS test_accuracy, "
+    "coalesce(n.used, 0) AS used, coalesce(n.reported, 0) AS reported, s.mean AS test_accuracy, "
     "coalesce(g.fired, 0) AS guards, coalesce(t.up, 0) AS bytes_up, coalesce(t.down, 0) AS bytes_down, "
-    "round(r.ended_at - r.started_at, 2) AS seconds FROM rounds r LEFT JOIN answers n USING (round) "
+    "r.ended_at - r.started_at AS seconds FROM rounds r LEFT JOIN answers n USING (round) "
     "LEFT JOIN sent t USING (round) LEFT JOIN guards g USING (round) LEFT JOIN scores s USING (round) "
     "WHERE r.run = ?1 ORDER BY r.round"
 )
 STEP_PROGRESS = (
-    "SELECT round, step_number, step, count(*) AS asked, sum(status = 'answered') AS answered, "
-    "sum(status = 'out') AS out FROM asks WHERE run = ?1 AND round = (SELECT max(round) FROM rounds WHERE run = ?1) "
+    "SELECT round, step_number, step, count(*) AS asked, count(*) FILTER (WHERE status = 'answered') AS answered, "
+    "count(*) FILTER (WHERE status = 'out') AS out FROM asks "
+    "WHERE run = ?1 AND round = (SELECT max(round) FROM rounds WHERE run = ?1) "
     "GROUP BY round, step_number, step ORDER BY step_number"
 )
+
+
+def rounded(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row of `ROUND_PROGRESS` with its figures rounded for display."""
+    return {
+        name: round(value, _DIGITS[name]) if name in _DIGITS and value is not None else value
+        for name, value in row.items()
+    }

@@ -16,7 +16,7 @@ from fleetdistill_server.config.run_changes import changes_between, conflict_mes
 from fleetdistill_server.store.back_off import rounds_left_out
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.history import History
-from fleetdistill_server.store.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress
+from fleetdistill_server.store.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress, rounded
 from fleetdistill_server.store.states import DEADLINE_PASSED, OVER
 from fleetdistill_server.texts import shortened
 
@@ -251,9 +251,10 @@ class Runs:
     def _update_back_off(self, run: str, number: int) -> None:
         """Applies the back-off to devices that missed a deadline in several consecutive rounds."""
         rows = self._db.rows(
-            "SELECT a.device, max(coalesce(a.reason, '') = ?) AS late, max(a.status = 'answered') AS answered, "
-            "d.late_rounds FROM asks a JOIN devices d ON d.run = a.run AND d.device = a.device "
-            "WHERE a.run = ? AND a.round = ? GROUP BY a.device",
+            "SELECT a.device, max(CASE WHEN a.reason = ? THEN 1 ELSE 0 END) AS late, "
+            "max(CASE WHEN a.status = 'answered' THEN 1 ELSE 0 END) AS answered, d.late_rounds "
+            "FROM asks a JOIN devices d ON d.run = a.run AND d.device = a.device "
+            "WHERE a.run = ? AND a.round = ? GROUP BY a.device, d.late_rounds",
             *(DEADLINE_PASSED, run, number),
         )
         for row in rows:
@@ -342,7 +343,8 @@ class Runs:
         """
         old = "WHERE run = ? AND round > 0 AND round < ?"
         with self._db.transaction():
-            self._db.write("UPDATE runs SET kept_from = max(kept_from, ?) WHERE name = ?", first_kept, run)
+            kept_from = "UPDATE runs SET kept_from = ? WHERE name = ? AND kept_from < ?"
+            self._db.write(kept_from, first_kept, run, first_kept)
             events = self._db.write(f"DELETE FROM events {old}", run, first_kept)
             return events, self._db.write(f"DELETE FROM figures {old}", run, first_kept)
 
@@ -383,14 +385,16 @@ class Runs:
         shown = {**row, "method": config.get("method", ""), "wanted_rounds": config.get("rounds") or None}
         return Progress(
             run={**shown, "reason": row["reason"] or ""},
-            rounds=self._db.rows(ROUND_PROGRESS, run),
+            rounds=[rounded(one) for one in self._db.rows(ROUND_PROGRESS, run)],
             steps=self._db.rows(STEP_PROGRESS, run),
             events=self._db.rows("SELECT * FROM events WHERE run = ? AND id > ? ORDER BY id", run, after_event),
         )
 
 
 _NOTE_CHECKPOINT = """
-INSERT OR REPLACE INTO checkpoints (run, round, completed_rounds, sha256, at)
+INSERT INTO checkpoints (run, round, completed_rounds, sha256, at)
 SELECT name, (SELECT coalesce(max(round), 0) FROM rounds WHERE run = name AND status = 'closed'), completed_rounds,
 checkpoint, ? FROM runs WHERE name = ?
+ON CONFLICT (run, round) DO UPDATE SET
+completed_rounds = excluded.completed_rounds, sha256 = excluded.sha256, at = excluded.at
 """

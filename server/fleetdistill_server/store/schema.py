@@ -1,4 +1,8 @@
-"""Tables of the store, as migrations. Released migrations never change; a new version appends one."""
+"""Tables of the store, as migrations. Released migrations never change; a new version appends one.
+
+PostgreSQL starts with the tables of `BASELINE` (`postgres_schema.py`). Later migrations run on both databases and
+therefore only call `db.execute`, with SQL that both accept.
+"""
 
 from __future__ import annotations
 
@@ -290,3 +294,20 @@ def m012_short_texts(db: Database) -> None:
 def m013_tokens_of_devices(db: Database) -> None:
     # Device id for which the token is valid; empty for any device.
     db.execute("ALTER TABLE tokens ADD COLUMN for_device TEXT NOT NULL DEFAULT ''")
+
+
+@migrations()
+def m014_portable_view(db: Database) -> None:
+    # The same view in SQL that PostgreSQL accepts too.
+    db.execute("DROP VIEW spoken")
+    db.execute(
+        "CREATE VIEW spoken AS "
+        "SELECT payload AS sha256, run, round FROM asks WHERE payload IS NOT NULL AND given_up = 0 UNION ALL "
+        "SELECT u.sha256, a.run, a.round FROM uploads u JOIN asks a ON u.ask = a.id WHERE u.quarantined_at IS NULL"
+    )
+
+
+NAMES = [one.name for one in migrations.pending(Database(memory=True))]
+"""Names of all migrations, in order."""
+BASELINE = "m014_portable_view"
+"""Last migration that PostgreSQL takes over as a whole instead of running it."""

@@ -37,7 +37,7 @@ from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.history import History
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.runs import Runs
-from fleetdistill_server.store.schema import migrations
+from fleetdistill_server.store.sqlite_database import SqliteDatabase
 
 
 class Store:
@@ -63,8 +63,8 @@ class Store:
         self.credentials = Credentials(database)
         try:
             with database.transaction():  # only one of several processes creates the tables
-                check_schema(database.tables, blobs)
-                migrations.apply(database.tables)
+                check_schema(database, blobs)
+                database.migrate()
         except StoreError:
             database.close()
             raise
@@ -78,12 +78,12 @@ class Store:
         """
         with disk_errors(f"opening the store {directory}"):
             make_directory(directory)
-        return cls(Database.open(directory / "store.sqlite"), FileBlobs(directory / "blobs"))
+        return cls(SqliteDatabase.open(directory / "store.sqlite"), FileBlobs(directory / "blobs"))
 
     @classmethod
     def in_memory(cls) -> Store:
         """Returns a store that exists only in memory, for simulation in one process."""
-        return cls(Database.in_memory(), MemoryBlobs())
+        return cls(SqliteDatabase.in_memory(), MemoryBlobs())
 
     def check(self) -> None:
         """Reads the whole database. Raises StoreError if it is damaged."""

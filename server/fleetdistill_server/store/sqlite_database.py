@@ -1,0 +1,145 @@
+"""The default database of a store: a SQLite file, or memory.
+
+The database runs in WAL mode with `synchronous=FULL`, and both are verified on opening: a commit is durable when it
+returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import sqlite_utils
+
+from fleetdistill.errors import NoSpaceError, StoreError
+from fleetdistill_server.store.checks import RECOVERY
+from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.schema import migrations
+
+_BUSY_SECONDS = 30
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+class SqliteDatabase(Database):
+    """One SQLite connection. Implements `Database`.
+
+    Attributes:
+        tables: The connection as a `sqlite_utils.Database`.
+    """
+
+    name = "store.sqlite"
+
+    def __init__(self, connection: sqlite3.Connection, journal_mode: str) -> None:
+        super().__init__()
+        self.tables = sqlite_utils.Database(connection)
+        try:
+            with database_errors():
+                self._assert_durable(journal_mode)
+        except StoreError:
+            connection.close()
+            raise
+
+    @classmethod
+    def open(cls, path: Path) -> SqliteDatabase:
+        """Opens a database file, or creates it. Raises StoreError if it cannot be used."""
+        with database_errors():
+            connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+            _use_wal(connection)
+        return cls(connection, "wal")
+
+    @classmethod
+    def in_memory(cls) -> SqliteDatabase:
+        """Returns a database that exists only in memory."""
+        connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        return cls(connection, "memory")
+
+    def _assert_durable(self, journal_mode: str) -> None:
+        self.tables.execute("PRAGMA synchronous=FULL")
+        self.tables.execute("PRAGMA fullfsync=ON")  # required on macOS to flush the drive's cache
+        found = (self.value("PRAGMA journal_mode"), self.value("PRAGMA synchronous"))
+        if found != (journal_mode, 2):
+            raise StoreError(
+                f"the database opened with (journal_mode, synchronous) = {found}, expected ({journal_mode!r}, 2); "
+                "put the store on a local file system"
+            )
+
+    def applied_migrations(self) -> list[str]:
+        return [one.name for one in migrations.applied(self.tables)]
+
+    def migrate(self) -> None:
+        migrations.apply(self.tables)
+
+    def check(self) -> None:
+        """Reads the whole database. Raises StoreError if it is damaged."""
+        with self._lock, database_errors():
+            found = [next(iter(row.values())) for row in self.tables.query("PRAGMA quick_check(1)")]
+        if found != ["ok"]:
+            raise StoreError(f"the database store.sqlite is damaged ({found[0]}). {RECOVERY}")
+
+    def close(self) -> None:
+        with self._lock:
+            self.tables.close()
+
+    def _errors(self) -> contextlib.AbstractContextManager[None]:
+        return database_errors()
+
+    def _in_transaction(self) -> bool:
+        return bool(self.tables.conn.in_transaction)
+
+    @contextlib.contextmanager
+    def _outermost(self) -> Iterator[None]:
+        self.tables.conn.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self.tables.conn.execute("COMMIT")
+        except BaseException:
+            self.tables.rollback()
+            raise
+
+    def _savepoint(self) -> contextlib.AbstractContextManager[object]:
+        return self.tables.atomic()
+
+    def _execute(self, sql: str, values: tuple[Any, ...]) -> tuple[list[Row], int]:
+        cursor = self.tables.conn.execute(sql, values)
+        if cursor.description is None:
+            return [], cursor.rowcount
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor], cursor.rowcount
+
+    def write_many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
+        with self.transaction():
+            self.tables.conn.executemany(sql, rows)
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """Switches the connection to WAL mode, with retries while another process does the same.
+
+    SQLite ignores the connection's timeout here and returns BUSY immediately.
+    """
+    until = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def database_errors() -> Iterator[None]:
+    """Converts SQLite's errors to StoreError, and to NoSpaceError if the disk is full."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", 0)
+        if code == sqlite3.SQLITE_FULL:
+            raise NoSpaceError("cannot write the database: the disk is full") from error
+        if (code & 0xFF) in _DAMAGED:
+            raise StoreError(f"the database store.sqlite is damaged ({error}). {RECOVERY}") from error
+        raise StoreError(f"database error: {error}") from error
