@@ -61,6 +61,7 @@ _FIELDS = {
     "import_": ("modules",),
     "data": ("dataset",),
     "controls": ("with_alone", "with_fedavg"),
+    "per_round": ("devices_per_round",),
 }
 """Maps options of `simulate` to fields of `Simulation` with other names."""
 
@@ -130,6 +131,10 @@ def simulate(
         int | None,
         typer.Option(help="Rounds of the control runs; default: --rounds, or 30 for a method with a single exchange."),
     ] = None,
+    per_round: Annotated[
+        int, typer.Option(help="Devices that each round draws at random; 0 takes all present devices.")
+    ] = 0,
+    quorum: Annotated[float, typer.Option(help="Fraction of a round's devices that must answer.")] = 2 / 3,
     seed: Annotated[int, typer.Option(help="Seed for the partition, the models and the batches.")] = 0,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Setting of the method, such as refinement=kkr; repeatable.")
@@ -188,6 +193,8 @@ def simulate(
             validation_share=validation_share,
             rounds=rounds,
             control_rounds=control_rounds,
+            devices_per_round=per_round,
+            quorum=quorum,
             seed=seed,
             link=link,  # type: ignore[arg-type]  # checked by simulate
             image_size=image_size,

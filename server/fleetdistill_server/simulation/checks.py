@@ -39,6 +39,13 @@ def check_settings(wanted: Simulation) -> None:
         if value is not None and value < 1:
             why = ", because a simulation ends with its last round" if name == "rounds" else ""
             raise ConfigurationError(f"{name} is {value}, must be at least 1{why}")
+    if not 0 <= wanted.devices_per_round <= wanted.devices:
+        raise ConfigurationError(
+            f"devices_per_round is {wanted.devices_per_round}, must be 0 for all devices, or at most devices "
+            f"({wanted.devices})"
+        )
+    if not 0 < wanted.quorum <= 1:
+        raise ConfigurationError(f"quorum is {wanted.quorum}, must be above 0 and at most 1")
     if not 0 <= wanted.validation_share < 1:
         raise ConfigurationError(f"validation_share is {wanted.validation_share}, must be at least 0 and below 1")
     if wanted.hostile and (wanted.attack not in ATTACKS or not 0 < wanted.hostile < wanted.devices):

@@ -104,6 +104,8 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
                 "rounds": wanted.rounds_to_complete,
                 "seed": wanted.seed,
                 "min_devices": wanted.devices,
+                "devices_per_round": wanted.devices_per_round,
+                "quorum": wanted.quorum,
                 "deadline_seconds": NO_DEADLINE_SECONDS,
                 "threads": wanted.threads,
             },

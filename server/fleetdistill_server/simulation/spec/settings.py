@@ -62,6 +62,8 @@ class Simulation:
         hostile: Number of hostile devices; the first ones are hostile.
         attack: The hostile devices' attack, a name in `hostile.ATTACKS`.
         rounds: Number of rounds; None for the default, 30, or 1 for a method with one exchange.
+        devices_per_round: Number of devices that each round draws at random and waits for; 0 for all present devices.
+        quorum: Fraction of a round's devices that must answer, in (0, 1].
         control_rounds: Number of rounds of the controls; None for the method's number, but at least 30 for a method
             with one exchange, since training without exchanges has no communication cost.
         seed: Seed of the partition, the models, the batches and all other random choices.
@@ -98,6 +100,8 @@ class Simulation:
     hostile: int = 0
     attack: str = ""
     rounds: int | None = None
+    devices_per_round: int = 0
+    quorum: float = 2 / 3
     control_rounds: int | None = None
     seed: int = 0
     link: Literal["memory", "grpc"] = "memory"

@@ -1,0 +1,61 @@
+"""Settings of a simulation's rounds: how many devices take part, and how many of them must answer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fleets import SMALL, prepare, run_in_memory
+from typer.testing import CliRunner
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.simulation import show
+from fleetdistill_server.simulation.checks import check_settings
+from fleetdistill_server.simulation.spec.plan import RUN
+from fleetdistill_server.simulation.spec.settings import Simulation
+
+FLEET = replace(SMALL, method="fedavg", devices=5, rounds=3, train_limit=150, models=("digits_linear",))
+
+
+def test_each_round_draws_its_devices_from_the_seed(tmp_path: Path) -> None:
+    cohorts = []
+    for name in ("first", "again"):
+        store = run_in_memory(prepare(replace(FLEET, devices_per_round=2), tmp_path / name))
+        cohorts.append([json.loads(row["cohort"]) for row in store.runs.rounds(RUN)])
+        assert len(store.devices.all(RUN)) == 5
+        store.close()
+    assert [len(devices) for devices in cohorts[0]] == [2, 2, 2]
+    assert len({tuple(devices) for devices in cohorts[0]}) > 1
+    assert cohorts[0] == cohorts[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("devices_per_round", -1, "devices_per_round is -1, must be 0 for all devices, or at most devices (5)"),
+        ("devices_per_round", 6, "devices_per_round is 6"),
+        ("quorum", 0.0, "quorum is 0.0, must be above 0 and at most 1"),
+        ("quorum", 1.5, "quorum is 1.5"),
+        ("quorum", float("nan"), "quorum is nan"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(name: str, value: Any, expected: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        check_settings(replace(FLEET, **{name: value}))
+    assert expected in str(refused.value)
+
+
+def test_the_command_line_sets_the_rounds_and_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[Simulation] = []
+    monkeypatch.setattr(show, "simulate_and_show", lambda one, **options: wanted.append(one))
+    given = ["--devices", "10000", "--per-round", "200", "--quorum", "0.8"]
+    models = ["--extractor", "resnet_extractor", "--server-model", "resnet20"]
+    done = CliRunner().invoke(app, ["simulate", *given, *models])
+    assert done.exit_code == 0, done.output
+    (one,) = wanted
+    assert (one.devices, one.devices_per_round, one.quorum) == (10_000, 200, 0.8)
+    assert (one.extractor, one.server_model) == ("resnet_extractor", "resnet20")
