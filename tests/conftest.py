@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from support.forked_popen import REAL_POPEN, popen
+from support.postgres import Postgres
 from support.processes import REGISTRY
 
 # Nothing in the suite may depend on how busy the machine is: an example that takes long is no failure.
@@ -88,3 +89,20 @@ def cheap_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     if drawing and importlib.util.find_spec("matplotlib") and request.node.get_closest_marker("pictures") is None:
         figure = importlib.import_module("matplotlib.figure")
         monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **given: Path(file).write_bytes(b""))
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """A PostgreSQL server for all tests of the session."""
+    reason = Postgres.missing()
+    if reason:
+        pytest.skip(reason)
+    with Postgres.start() as server:
+        yield server
+
+
+@pytest.fixture
+def database_url(postgres: Postgres) -> Iterator[str]:
+    """The URL of an empty database for one test: a schema of the session's server."""
+    with postgres.schema() as url:
+        yield url

@@ -28,10 +28,13 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.simulation.spec.plan import RUN
+from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
 every_method = pytest.mark.parametrize("name", sorted(METHODS))
+IN_POSTGRES = "fedavg"
+"""The method that is also killed over a store in PostgreSQL."""
 State = tuple[int, int, int]
 """(round, step number, answers to that step), what a store shows in mid-run."""
 
@@ -114,8 +117,19 @@ def test_an_engine_killed_at_each_of_its_failpoints_changes_nothing(
     name: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     """Each life of the engine gets one write further than the one before; as few rounds as have all of them."""
-    wanted = replace(RUNS[name], rounds=1)
-    prepared = prepare(wanted, tmp_path / "work")
+    _kill_at_each_failpoint(name, undisturbed, prepare(replace(RUNS[name], rounds=1), tmp_path / "work"))
+
+
+@pytest.mark.postgres
+def test_an_engine_over_postgres_is_killed_at_each_of_its_failpoints(
+    undisturbed: Undisturbed, database_url: str, tmp_path: Path
+) -> None:
+    prepared = prepare(replace(RUNS[IN_POSTGRES], rounds=1), tmp_path / "work")
+    set_location(Path(prepared[0].server.store), Location(database=database_url))
+    _kill_at_each_failpoint(IN_POSTGRES, undisturbed, prepared)
+
+
+def _kill_at_each_failpoint(name: str, undisturbed: Undisturbed, prepared: Prepared) -> None:
     with fleet_of(prepared) as fleet:
         while not fleet.is_over:
             fleet.engine.start(f"*=kill@{fleet.engine.lives + 1}")

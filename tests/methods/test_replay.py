@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
+import pytest
 from support.fleets import (
     HOSTILE,
     RUN,
@@ -25,6 +26,7 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
+from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.store import Store
 
 MOST_RESTARTS = 1000
@@ -38,10 +40,9 @@ class DiesAfterEveryWait(DriveDevices):
         raise asyncio.CancelledError
 
 
-def run_with_a_new_engine_after_every_wait(prepared: Prepared) -> tuple[Store, int]:
-    """The run's store, and how many engines it took."""
+def run_with_a_new_engine_after_every_wait(prepared: Prepared, store: Store) -> int:
+    """How many engines the run took."""
     config, specs, _ = prepared
-    store = Store.in_memory()
     api = DeviceApi(store)
     with contextlib.ExitStack() as stack:
         devices = [stack.enter_context(make_device(spec, MemoryLink(api))) for spec in specs]
@@ -49,7 +50,7 @@ def run_with_a_new_engine_after_every_wait(prepared: Prepared) -> tuple[Store, i
         for device in devices:
             while device.step(0.0) is not Step.FINISHED:
                 pass
-    return store, engines
+    return engines
 
 
 def _drive(store: Store, config: object, devices: list[Device]) -> int:
@@ -66,7 +67,8 @@ def test_an_engine_that_dies_between_any_two_waits_ends_in_the_same_state(
     name: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     fleet = RUNS[name]
-    disturbed, engines = run_with_a_new_engine_after_every_wait(prepare(fleet, tmp_path / "disturbed"))
+    disturbed = Store.in_memory()
+    engines = run_with_a_new_engine_after_every_wait(prepare(fleet, tmp_path / "disturbed"), disturbed)
     assert engines > fleet.rounds * fleet.devices  # type: ignore[operator]
     assert record(disturbed) == undisturbed(name).record
     assert_no_upload_lost(disturbed)
@@ -74,6 +76,20 @@ def test_an_engine_that_dies_between_any_two_waits_ends_in_the_same_state(
 
 def test_who_is_left_out_is_the_same_after_every_death(tmp_path: Path) -> None:
     undisturbed = run_in_memory(prepare(HOSTILE, tmp_path / "undisturbed"))
-    disturbed, _ = run_with_a_new_engine_after_every_wait(prepare(HOSTILE, tmp_path / "disturbed"))
+    disturbed = Store.in_memory()
+    run_with_a_new_engine_after_every_wait(prepare(HOSTILE, tmp_path / "disturbed"), disturbed)
     assert [row["device"] for row in disturbed.history.events(RUN, "update-left-out")] == ["device-0"] * HOSTILE.rounds  # type: ignore[operator]
     assert record(disturbed) == record(undisturbed)
+
+
+@pytest.mark.postgres
+def test_a_run_in_postgres_is_the_same_as_one_in_memory(
+    undisturbed: Undisturbed, database_url: str, tmp_path: Path
+) -> None:
+    prepared = prepare(RUNS["fedavg"], tmp_path / "disturbed")
+    set_location(tmp_path / "store", Location(database=database_url))
+    store = Store.open(tmp_path / "store")
+    run_with_a_new_engine_after_every_wait(prepared, store)
+    assert record(store) == undisturbed("fedavg").record
+    assert_no_upload_lost(store)
+    store.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import PATIENCE_SECONDS
+from support.stores import ON_DISK, place_store
 
 from fleetdistill.errors import RefusedError
 from fleetdistill_server.store.group_commit import CommitThread
@@ -16,16 +17,16 @@ from fleetdistill_server.store.store import Store
 RUN = "run"
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store.open(tmp_path)
+@pytest.fixture(params=ON_DISK)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    opened = Store.open(place_store(request, tmp_path))
     opened.runs.begin(RUN, {})
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def commits(tmp_path: Path) -> Iterator[CommitThread]:
+def commits(store: Store, tmp_path: Path) -> Iterator[CommitThread]:
     writer = Store.open(tmp_path)
     thread = CommitThread(writer)
     yield thread

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill.printable import printable
+from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 
@@ -66,7 +67,7 @@ def counted(number: int, what: str) -> str:
 
 def open_store(directory: Path) -> Store:
     """Opens the store in a directory. Raises ConfigurationError if there is none."""
-    if not (directory / "store.sqlite").exists():
+    if not has_store(directory):
         raise ConfigurationError(
             f"there is no store in {directory}; set --store to the [server] store of your run.toml"
         )

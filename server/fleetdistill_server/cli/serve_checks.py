@@ -19,6 +19,7 @@ from fleetdistill_server.front.tls import check_files
 from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.service.serve_lock import served_run
+from fleetdistill_server.store.location import Location, has_store
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.runs import UNTIL_STOPPED
 from fleetdistill_server.views.units import readable_bytes
@@ -178,10 +179,10 @@ def _progress(config: RunConfig) -> str:
 @contextlib.contextmanager
 def _existing_store(config: RunConfig) -> Iterator[Store | None]:
     directory = Path(config.server.store)
-    if not (directory / "store.sqlite").exists():
+    if not has_store(directory):
         yield None
         return
-    store = Store.open(directory)
+    store = Store.open(directory, Location.of(config.server))
     try:
         yield store
     finally:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import parse_qs, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.config.limits import Limits
@@ -34,6 +35,7 @@ class ServerSection(Section):
 
     listen: Address = "127.0.0.1:50051"
     store: str = "fleetdistill-store"
+    database: str = ""
     lease_seconds: Annotated[float, Field(gt=0)] = 60.0
     engine_timeout_seconds: Annotated[float, Field(ge=5)] = 60.0
     max_upload_bytes: Annotated[int, Field(ge=1)] = 4 << 30
@@ -46,6 +48,15 @@ class ServerSection(Section):
     keep_checkpoints: Annotated[int, Field(ge=1, lt=2**32)] = 3
     disk_budget_bytes: Annotated[int, Field(ge=0)] = 0
     keep_free_bytes: Annotated[int, Field(ge=0)] = 100 << 20
+
+    @model_validator(mode="after")
+    def _check_database(self) -> ServerSection:  # of the section, whose errors do not show a value with a password
+        parts = urlsplit(self.database)
+        if self.database and parts.scheme not in ("postgresql", "postgres"):
+            raise ValueError("database must be a URL such as postgresql://user@host:5432/fleetdistill, or empty")
+        if parts.password or "password" in parse_qs(parts.query):
+            raise ValueError("database must not contain a password; set PGPASSWORD or use ~/.pgpass")
+        return self
 
     def tls(self) -> Tls | None:
         """Returns the TLS settings, or None for plain text. Enrolment uses the host of `listen` by default."""

@@ -14,6 +14,7 @@ from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
 
@@ -57,7 +58,7 @@ def check_in_store(config: RunConfig, method: ServerMethod) -> None:
     if not config.run.start_from:
         return
     directory = Path(config.server.store)
-    if not (directory / "store.sqlite").exists():
+    if not has_store(directory):
         raise ConfigurationError(
             f"[run] start_from = {config.run.start_from!r}: there is no store in {directory}; check [server] store"
         )

@@ -36,6 +36,7 @@ from fleetdistill_server.service.processes import (
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.wakeups import Ends, make_pair
 from fleetdistill_server.store.blobs import disk_errors
+from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 
@@ -160,6 +161,7 @@ class Supervisor:
         self.engine: Child | None = None
         self._beats = HeartbeatMonitor(Path(config.server.store))
         self._engine_due: float | None = None  # when an engine that lacked disk space is restarted
+        set_location(Path(config.server.store), Location.of(config.server))
         self.store = Store.open(Path(config.server.store))
         self.store.check()
         self.lock = serve_lock.take(Path(config.server.store), config.run.name)

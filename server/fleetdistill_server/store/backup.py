@@ -29,6 +29,7 @@ from fleetdistill.state.durable import make_directory, rename_durably, sync_dire
 from fleetdistill.version import VERSION
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.file_blobs import FileBlobs
+from fleetdistill_server.store.location import Location, has_store, read_location
 from fleetdistill_server.store.retention import exclusive, needed
 from fleetdistill_server.store.store import Store
 
@@ -63,8 +64,13 @@ def backup(source: Path, target: Path) -> BackedUp:
         ConfigurationError: `source` contains no store, or `target` is not empty.
         StoreError: A file could not be read or written, or another process holds the deletion lock for too long.
     """
-    if not (source / _DATABASE).exists():
+    if not has_store(source):
         raise ConfigurationError(f"there is no store in {source}: the directory contains no {_DATABASE}")
+    if read_location(source) != Location():
+        raise ConfigurationError(
+            f"the store {source} is in PostgreSQL or an object store; "
+            "back it up with pg_dump and the object store's own tools"
+        )
     _check_empty(target)
     store = Store.open(source)
     try:

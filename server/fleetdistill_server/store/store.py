@@ -25,7 +25,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from fleetdistill.errors import StoreError
+from fleetdistill.errors import ConfigurationError, StoreError
 from fleetdistill.state.durable import make_directory
 from fleetdistill_server.store.asks import Asks
 from fleetdistill_server.store.blobs import Blobs, disk_errors
@@ -35,6 +35,7 @@ from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.devices import Devices
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.history import History
+from fleetdistill_server.store.location import SQLITE, Location, read_location
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.runs import Runs
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
@@ -70,15 +71,20 @@ class Store:
             raise
 
     @classmethod
-    def open(cls, directory: Path) -> Store:
+    def open(cls, directory: Path, location: Location | None = None) -> Store:
         """Opens the store in a directory; creates it if necessary and migrates its tables.
 
+        Args:
+            directory: The store's directory.
+            location: Where its rows and payloads are; None for what `set_location` stored in the directory.
+
         Raises:
+            ConfigurationError: An extra that the location needs is not installed.
             StoreError: The directory cannot be used, or the database is damaged, missing, or from a later version.
         """
         with disk_errors(f"opening the store {directory}"):
             make_directory(directory)
-        return cls(SqliteDatabase.open(directory / "store.sqlite"), FileBlobs(directory / "blobs"))
+        return cls(_open_database(directory, location or read_location(directory)), FileBlobs(directory / "blobs"))
 
     @classmethod
     def in_memory(cls) -> Store:
@@ -108,3 +114,14 @@ class Store:
         """
         if not self.blobs.has(checkpoint):
             self.blobs.put_state(state)
+
+
+def _open_database(directory: Path, location: Location) -> Database:
+    if not location.database:
+        return SqliteDatabase.open(directory / SQLITE)
+    try:
+        from fleetdistill_server.store.postgres_database import PostgresDatabase
+    except ImportError as error:
+        text = "[server] database needs psycopg; install it with: pip install 'fleetdistill[postgres]'"
+        raise ConfigurationError(text) from error
+    return PostgresDatabase(location.database)

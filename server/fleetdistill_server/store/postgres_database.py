@@ -1,0 +1,276 @@
+"""PostgreSQL as a store's database, for several fronts and an engine on other hosts.
+
+A commit is durable when it returns: `fsync` is verified on connecting, and `synchronous_commit` is on. If the
+connection is lost, the next statement or transaction opens another one; it waits for the server at most
+`PATIENCE_SECONDS`. A transaction that loses its connection fails, like a transaction of a process that is killed.
+
+Only `store.py` imports this module, and only for a store in PostgreSQL, because it needs the extra `postgres`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import psycopg
+import sqlite_utils
+from psycopg import pq
+from psycopg.adapt import Loader
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.rows import DictRow, dict_row
+from psycopg.types.string import TextLoader
+
+from fleetdistill.errors import NoSpaceError, StoreError
+from fleetdistill.printable import printable
+from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.postgres_schema import MIGRATIONS, create_statements
+from fleetdistill_server.store.schema import BASELINE, NAMES, migrations
+
+T = TypeVar("T")
+Connection = psycopg.Connection[DictRow]
+logger = logging.getLogger("fleetdistill.server.store")
+PATIENCE_SECONDS = 60.0
+"""Longest time in seconds for which a call waits until the database accepts connections again."""
+_RETRY_SECONDS = 0.1
+_SHUTDOWN = (psycopg.errors.AdminShutdown, psycopg.errors.CrashShutdown, psycopg.errors.CannotConnectNow)
+_PLACEHOLDER = re.compile(r"\?(\d*)")
+# A front or engine whose host is lost must not hold the store's lock: the server then ends its session.
+_SESSION = (
+    "SET lock_timeout = '30s'; SET idle_in_transaction_session_timeout = '300s'; "
+    "SET tcp_keepalives_idle = 10; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3"
+)
+_CONNECTING = {
+    "application_name": "fleetdistill",
+    "connect_timeout": "5",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "20000",
+}
+
+
+class PostgresDatabase(Database):
+    """One PostgreSQL connection, replaced when it is lost. Implements `Database`.
+
+    Args:
+        url: `postgresql://host:port/database`; see `connect`.
+
+    Attributes:
+        key: Number of the store within its database, for advisory locks and channels.
+
+    Raises:
+        StoreError: The database cannot be reached or does not write durably.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+        self._connection: Connection | None = None
+        self._open: Connection | None = None  # the connection of the open transaction, even if lost
+        self._closed = False
+        with self._errors():
+            self.name = self._retrying(lambda connection: f"{connection.info.dbname} on {connection.info.host}")
+            self.key = self._retrying(store_key)
+
+    def applied_migrations(self) -> list[str]:
+        known = "SELECT 1 FROM pg_tables WHERE schemaname = current_schema() AND tablename = ?"
+        if not self.exists(known, MIGRATIONS):
+            return []
+        return [row["name"] for row in self.rows(f"SELECT name FROM {MIGRATIONS} ORDER BY position")]
+
+    def migrate(self) -> None:
+        """Creates the tables of `BASELINE` in an empty database, and runs the later migrations."""
+        applied = set(self.applied_migrations())
+        if not applied:
+            for statement in create_statements():
+                self.write(statement)
+        database = cast("Any", SimpleNamespace(execute=self.write))
+        for number, one in enumerate(migrations.pending(sqlite_utils.Database(memory=True))):
+            if one.name not in applied:
+                if number > NAMES.index(BASELINE):
+                    one.fn(database)
+                self.insert(MIGRATIONS, {"name": one.name})
+
+    def check(self) -> None:
+        """Checks that the database answers. PostgreSQL checks its own pages."""
+        self.value("SELECT 1")
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._drop()
+
+    def notify(self, channel: str) -> None:
+        """Wakes the processes that listen on a channel, once the open transaction is committed."""
+        with self._lock, self._errors():
+            self._execute("SELECT pg_notify(?, '')", (channel,))
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[bool]:
+        """Takes the store's second lock, for deleting payloads; yields False if another process has it.
+
+        A separate connection holds the lock, because a lost connection releases it.
+        """
+        with self._errors():
+            connection = connect(self._url)
+        try:
+            with self._errors():
+                row = connection.execute("SELECT pg_try_advisory_lock($1) AS free", (self.key ^ 1,)).fetchone()
+            yield bool(row and row["free"])
+        finally:
+            connection.close()
+
+    def _errors(self) -> contextlib.AbstractContextManager[None]:
+        return postgres_errors()
+
+    def _in_transaction(self) -> bool:
+        return self._open is not None
+
+    @contextlib.contextmanager
+    def _outermost(self) -> Iterator[None]:
+        self._open = self._retrying(self._begin)
+        try:
+            yield
+            ended = self._open.execute("COMMIT").statusmessage
+            if ended != "COMMIT":  # a statement had failed, and PostgreSQL rolled the transaction back
+                raise StoreError("database error: the transaction was rolled back because a statement in it failed")
+        except BaseException:
+            with contextlib.suppress(psycopg.Error):
+                self._open.rollback()
+            raise
+        finally:
+            self._open = None
+
+    def _begin(self, connection: Connection) -> Connection:
+        try:
+            connection.execute(f"BEGIN; SELECT pg_advisory_xact_lock({self.key})")
+        except psycopg.Error:
+            with contextlib.suppress(psycopg.Error):
+                connection.rollback()
+            raise
+        return connection
+
+    def _savepoint(self) -> contextlib.AbstractContextManager[object]:
+        assert self._open is not None
+        return self._open.transaction()
+
+    def _execute(self, sql: str, values: tuple[Any, ...]) -> tuple[list[Row], int]:
+        text, given = numbered(sql), [_value(one) for one in values]
+        if self._open is not None:
+            cursor = self._open.execute(text, given)
+        else:
+            cursor = self._retrying(lambda connection: connection.execute(text, given))
+        return (cursor.fetchall() if cursor.description is not None else []), cursor.rowcount
+
+    def _retrying(self, work: Callable[[Connection], T]) -> T:
+        """Runs work outside a transaction, on a new connection if the present one is lost."""
+        if self._closed:
+            raise StoreError("database error: Cannot operate on a closed database.")
+        until, refusals, logged = time.monotonic() + PATIENCE_SECONDS, 0, False
+        while True:
+            try:
+                if self._connection is None:
+                    self._connection = connect(self._url)
+                return work(self._connection)
+            except psycopg.OperationalError as error:
+                if self._connection is not None and not (self._connection.closed or isinstance(error, _SHUTDOWN)):
+                    raise
+                refusals = refusals + 1 if self._connection is None and self._is_up() else 0
+                if refusals > 1 or time.monotonic() >= until:  # at the first one, the server may just have started
+                    raise
+                if not logged:
+                    logger.warning("the database is not available; retrying: %s", _first_line(error))
+                logged = True
+                self._drop()
+                time.sleep(_RETRY_SECONDS)
+
+    def _is_up(self) -> bool:
+        """Returns whether the server accepts connections, so that a failed one has another cause."""
+        return bool(pq.PGconn.ping(_conninfo(self._url).encode()) == pq.Ping.OK)
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def connect(url: str) -> Connection:
+    """Opens a connection whose commits are durable.
+
+    The password comes from PGPASSWORD or ~/.pgpass, as libpq reads it; the URL must not contain it.
+    """
+    connection = psycopg.connect(
+        _conninfo(url), autocommit=True, cursor_factory=psycopg.RawCursor[DictRow], row_factory=dict_row
+    )
+    try:
+        connection.adapters.register_loader("numeric", _WholeLoader)  # sums of BIGINT
+        connection.adapters.register_loader("json", TextLoader)
+        _assert_durable(connection)
+        connection.execute(_SESSION)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _assert_durable(connection: Connection) -> None:
+    sql = "SELECT current_setting('fsync') AS fsync, current_setting('synchronous_commit') AS synchronous_commit"
+    row = connection.execute(sql).fetchone() or {}
+    if row["fsync"] != "on":
+        raise StoreError("PostgreSQL runs with fsync = off, so commits can be lost; set it to on in postgresql.conf")
+    if row["synchronous_commit"] == "off":
+        connection.execute("SET synchronous_commit = on")
+
+
+def store_key(connection: Connection) -> int:
+    """Returns the number of the connection's store: a hash of its schema, even."""
+    row = connection.execute("SELECT hashtextextended('fleetdistill.' || current_schema(), 0) AS key").fetchone()
+    if row is None or row["key"] is None:
+        raise StoreError("the database has no schema for the store; create the schema in the URL's search_path")
+    return int(row["key"]) & ~1
+
+
+@contextlib.contextmanager
+def postgres_errors() -> Iterator[None]:
+    """Converts psycopg's errors to StoreError, and to NoSpaceError if the server's disk is full."""
+    try:
+        yield
+    except psycopg.errors.DiskFull as error:
+        raise NoSpaceError("cannot write the database: the disk of the PostgreSQL server is full") from error
+    except psycopg.Error as error:
+        raise StoreError(f"database error: {_first_line(error)}") from error
+
+
+@lru_cache(maxsize=1024)
+def numbered(sql: str) -> str:
+    """Replaces SQLite's placeholders `?` and `?1` by PostgreSQL's `$1`."""
+    numbers = count(1)
+    return _PLACEHOLDER.sub(lambda found: f"${found[1] or next(numbers)}", sql)
+
+
+def _value(given: Any) -> Any:
+    """Returns a value as PostgreSQL stores it: integers for truth values, texts without NUL."""
+    if isinstance(given, str):
+        return given.replace("\0", "\N{REPLACEMENT CHARACTER}")
+    return int(given) if isinstance(given, bool) else given
+
+
+def _conninfo(url: str) -> str:
+    return str(make_conninfo("", **{**_CONNECTING, **conninfo_to_dict(url)}))
+
+
+def _first_line(error: Exception) -> str:
+    """Returns the first line of an error's text; further lines repeat the statement."""
+    return printable(str(error).partition("\n")[0]) or type(error).__name__
+
+
+class _WholeLoader(Loader):
+    def load(self, data: Any) -> int:
+        return int(bytes(data))
