@@ -56,6 +56,7 @@ class Turns:
         self._store, self._honest, self._silent, self._clock = store, honest, silent, clock
 
     async def wait(self, seconds: float = 0.0) -> None:
+        self._clock.pass_time(seconds)
         done = [device.step(0.0) for device in [*self._honest, self._silent]]
         asked = self._store.asks.devices_with_open(RUN)
         if asked == {self._silent.device_id} and Step.ANSWERED not in done[:-1]:
@@ -119,6 +120,7 @@ class Away:
         self.devices = [AnsweringDevice(MemoryLink(api), RUN, f"d{number}") for number in range(2)]
 
     async def wait(self, seconds: float = 0.0) -> None:
+        self._clock.pass_time(seconds)
         opened = self._store.runs.open_round(RUN)
         if opened is not None and opened["round"] == self._dies_in:
             self._dies_in = 0

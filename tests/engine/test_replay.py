@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from fleetdistill.state.state_file import pack_state
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.engine import engine as engine_module
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.base import ServerMethod
@@ -36,6 +34,7 @@ from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.store.clock import Clock
 from fleetdistill_server.store.store import Store
 
 ROUNDS = 2
@@ -356,18 +355,16 @@ class Failing(Drive):
         await super().wait()
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, count: int = 2) -> Failing:
+def failing(count: int = 2) -> Failing:
     store = Store.in_memory()
     drive = Failing(answering(store, count))
     drive.store, drive.waited = store, {}
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: drive.now))
+    store.asks.clock = Clock(lambda: drive.now, lambda: drive.now)
     return drive
 
 
-def test_rounds_that_fall_short_never_end_a_service(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    drive = failing(monkeypatch)
+def test_rounds_that_fall_short_never_end_a_service(caplog: pytest.LogCaptureFixture) -> None:
+    drive = failing()
     store, told = drive.store, []
 
     def look() -> None:
@@ -388,8 +385,8 @@ def test_rounds_that_fall_short_never_end_a_service(
     ]
 
 
-def test_pauses_between_short_rounds_grow_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    drive = failing(monkeypatch)
+def test_pauses_between_short_rounds_grow_to_a_bound() -> None:
+    drive = failing()
 
     def look() -> None:
         drive.fails = drive.fails and drive.store.runs.short_rounds_in_a_row(RUN) < 20
@@ -400,8 +397,8 @@ def test_pauses_between_short_rounds_grow_to_a_bound(monkeypatch: pytest.MonkeyP
     assert pauses == pytest.approx([min(0.1 * 2**number, 60.0) for number in range(20)])
 
 
-def test_a_device_that_comes_ends_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    drive = failing(monkeypatch, 3)
+def test_a_device_that_comes_ends_the_pause() -> None:
+    drive = failing(3)
     drive.away = {2}
     store = drive.store
 
@@ -416,8 +413,8 @@ def test_a_device_that_comes_ends_the_pause(monkeypatch: pytest.MonkeyPatch) -> 
     assert json.loads(store.runs.rounds(RUN)[12]["cohort"]) == ["d0", "d1", "d2"]
 
 
-def test_a_simulation_ends_after_so_many_short_rounds_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    drive = failing(monkeypatch)
+def test_a_simulation_ends_after_so_many_short_rounds_with_a_sentence() -> None:
+    drive = failing()
     engine = Engine(drive.store, config_for(), drive, most_short_rounds=5)
     with pytest.raises(RunError, match="5 rounds in a row fell short of the quorum; run `fleetdistill"):
         asyncio.run(engine.run())
@@ -427,8 +424,8 @@ def test_a_simulation_ends_after_so_many_short_rounds_with_a_sentence(monkeypatc
     assert drive.waited == {}, "nobody else will come, so nobody is waited for"
 
 
-def test_the_number_of_short_rounds_outlives_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    drive = failing(monkeypatch)
+def test_the_number_of_short_rounds_outlives_the_engine() -> None:
+    drive = failing()
     drive.fuse.blows_at = 5
     deaths = 0
     while True:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +29,6 @@ from support.sqlite import tables_of
 from fleetdistill.knowledge import SampleKnowledge
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.engine import engine as engine_module
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.intake.device_api import DeviceApi
@@ -39,6 +37,7 @@ from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
+from fleetdistill_server.store.clock import Clock
 from fleetdistill_server.store.store import Store
 
 RUN = "open"
@@ -342,7 +341,7 @@ def test_the_versions_of_a_round_that_is_over_are_not_kept() -> None:
     assert [row["data_versions"] for row in fleet.store.runs.rounds(RUN)] == [None]
 
 
-def test_rounds_that_nobody_answers_come_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_that_nobody_answers_come_ever_more_rarely() -> None:
     """Devices that decline are not asked once more at once, though the round was completed without them."""
 
     class Lenient(Keeping):
@@ -371,7 +370,7 @@ def test_rounds_that_nobody_answers_come_ever_more_rarely(monkeypatch: pytest.Mo
 
     fleet = Declining()
     fleet.pauses = {}
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: fleet.now))
+    fleet.store.asks.clock = Clock(lambda: fleet.now, lambda: fleet.now)
     fleet.play(method=Lenient)
     assert fleet.statuses() == ["closed"] * 12
     pauses = [fleet.pauses[number] for number in range(1, 12)]

@@ -39,6 +39,12 @@ class ManualClock:
             raise ValueError(f"seconds is {seconds}, must be at least 0")
         self._now += seconds
 
+    def advance_to(self, now: float) -> None:
+        """Advances the time to `now` seconds. Raises ValueError if it is later already."""
+        if now < self._now:
+            raise ValueError(f"now is {now}, must be at least {self._now}")
+        self._now = now
+
     def wait(self, event: threading.Event, seconds: float) -> None:
         """Advances the time by `seconds` unless the event is set; returns immediately."""
         if not event.is_set():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +26,7 @@ from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort, Waker
 from fleetdistill_server.engine.contract import build_method, extractor_payload, initial_payload, make_contract
 from fleetdistill_server.engine.forgetting import forget_requested
+from fleetdistill_server.engine.pauses import pause_seconds
 from fleetdistill_server.engine.starting_model import load_starting_model
 from fleetdistill_server.engine.usable import reason_not_usable
 from fleetdistill_server.logs import about
@@ -39,10 +39,6 @@ from fleetdistill_server.store.retention import free_after_round
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.engine")
-_FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 60.0
-_DOUBLINGS = 16
-"""Upper bound on the back-off exponent; pauses reach `_LONGEST_PAUSE_SECONDS` before it."""
 _REPORTED_AFTER = 3
 """Number of consecutive short rounds after which the reason in the run's status reports them."""
 
@@ -58,12 +54,16 @@ class Engine:
         store: Store that contains the run.
         config: The run's configuration.
         waker: Waits for devices' answers and wakes the front.
-        most_short_rounds: Number of consecutive short rounds after which the run fails, without pauses in between;
-            for simulations. None retries with pauses and without a limit, since devices may return at any time.
+        most_short_rounds: Number of consecutive short rounds after which the run fails; for simulations. None retries
+            without a limit, since devices may return at any time.
+
+    Attributes:
+        pauses: Whether to pause after short rounds; by default only without `most_short_rounds`.
     """
 
     def __init__(self, store: Store, config: RunConfig, waker: Waker, most_short_rounds: int | None = None) -> None:
         self._most_short_rounds = most_short_rounds
+        self.pauses = most_short_rounds is None
         self._store = store
         self._config = config
         self._waker = waker
@@ -130,7 +130,7 @@ class Engine:
             raise RunError(text)
         if short % 10 == 0:
             logger.warning("%s", text, extra=about(run=self._name))
-        if self._most_short_rounds is None:
+        if self.pauses:
             await self._pause(short)
 
     async def _pause_if_unanswered(self, cohort: StoreCohort) -> None:
@@ -141,9 +141,9 @@ class Engine:
 
     async def _pause(self, failures: int) -> None:
         """Waits with exponential back-off; returns early if the present devices or their data change."""
-        seconds = min(_FIRST_PAUSE_SECONDS * 2.0 ** min(failures - 1, _DOUBLINGS), _LONGEST_PAUSE_SECONDS)
-        before, until = self._store.devices.present_profiles(self._name), time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0 and self._store.devices.present_profiles(self._name) == before:
+        now, profiles = self._store.asks.clock.now, self._store.devices.present_profiles
+        before, until = profiles(self._name), now() + pause_seconds(failures)
+        while (left := until - now()) > 0 and profiles(self._name) == before:
             await self._waker.wait(min(left, POLL_SECONDS))
 
     def forget(self) -> None:

@@ -7,6 +7,7 @@ thread-safe. Writes go through `commit`, for which the front passes its group-co
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -46,6 +47,7 @@ class DeviceApi:
         lease_seconds: Seconds without a call after which a device counts as gone.
         compression: Compression of chunks to and from devices that support it.
         limits: Limits on devices' calls; None for no limits.
+        clock: Returns monotonic seconds, which leases are measured in.
 
     Attributes:
         limiter: Enforces the limits.
@@ -62,6 +64,7 @@ class DeviceApi:
         lease_seconds: float = 60.0,
         compression: knowledge_pb2.Compression.ValueType = RAW,
         limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = store
         self.commit: Commit = commit or DirectCommit(store)
@@ -69,7 +72,8 @@ class DeviceApi:
         self.compression = compression
         self.limiter = Limiter(limits)
         self._refusals = RefusalLog(self.commit, limits.refusals_per_hour if limits else None)
-        self.sessions = Sessions(store, self.commit, wake_engine, lease_seconds, self.limiter, self._refusals)
+        to_engine = (self.commit, wake_engine)
+        self.sessions = Sessions(store, *to_engine, lease_seconds, self.limiter, self._refusals, clock)
         self.uploads = Uploads(store, self.commit, wake_engine, self.sessions, self.limiter, self._refusals)
         self.downloads = Downloads(store, self.commit, self.sessions, compression)
         self._sizes = FleetSizes(store)

@@ -37,6 +37,7 @@ class Sessions:
         lease_seconds: Seconds without a call after which a device counts as gone.
         limiter: Limits the number of new devices.
         refusals: Log of refusals, whose counts are written every few seconds.
+        clock: Returns monotonic seconds, which leases are measured in.
 
     Attributes:
         served_run: Returns the run that a server is serving from the store, or None; set by the front.
@@ -50,7 +51,9 @@ class Sessions:
         lease_seconds: float,
         limiter: Limiter,
         refusals: RefusalLog,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._store = store
         self._commit = commit
         self._wake_engine = wake_engine
@@ -129,9 +132,14 @@ class Sessions:
             raise RefusedError(Code.BAD_IDENTITY, text, details)
         self.renew(run, identity.device)
         if not row["present"] and row["forget_asked_at"] is None:
-            self._commit(lambda store: store.devices.mark_present(run, identity.device))
-            self._wake_engine()
+            self.mark_present(run, identity.device)
         return row
+
+    def mark_present(self, run: str, device: str) -> None:
+        """Marks a device that has checked in as present again, and renews its lease."""
+        self.renew(run, device)
+        self._commit(lambda store: store.devices.mark_present(run, device))
+        self._wake_engine()
 
     def admit(self, run: str, device: str, secret: bytes, address: str) -> bytes:
         """Returns the secret for a device's check-in: the given one, or a new one for a new device without a secret.
@@ -181,17 +189,21 @@ class Sessions:
         Time during which this process or its disk was suspended does not count towards leases.
         """
         self._note_seen()
-        now, swept = time.monotonic(), self._swept
+        now, swept = self._clock(), self._swept
         self._swept = now
         if swept is not None:
             self._paused += max(now - swept - _PAUSE_SECONDS, 0.0)
         silent = self._silent(list(self._leases))
         if silent:
-            for key in self._silent(self._commit(partial(self._end_leases_of, silent))):
-                self._leases.pop(key, None)
-            self._wake_engine()
+            self.end_leases_of(silent)
 
-    def _end_leases_of(self, devices: list[DeviceKey], store: Store) -> list[DeviceKey]:
+    def end_leases_of(self, devices: list[DeviceKey]) -> None:
+        """Marks those of the devices as gone whose lease has expired."""
+        for key in self._silent(self._commit(partial(self._end_silent, devices))):
+            self._leases.pop(key, None)
+        self._wake_engine()
+
+    def _end_silent(self, devices: list[DeviceKey], store: Store) -> list[DeviceKey]:
         text = f"made no call for {self.lease_seconds:g} s"
         silent = self._silent(devices)  # excludes devices that have called in the meantime
         for run, device in silent:
@@ -206,7 +218,7 @@ class Sessions:
 
     def _lease_clock(self) -> float:
         """Returns monotonic seconds, without those during which this process was suspended."""
-        return time.monotonic() - self._paused
+        return self._clock() - self._paused
 
     def _note_seen(self) -> None:
         """Records when each device last called, at most every `_NOTE_SECONDS` to limit writes."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Sequence
 
 from fleetdistill_server.store.clock import PROCESS
@@ -160,7 +159,7 @@ class Asks:
             again = row["round_status"] == "open" and not late and row["present"]
             self._db.write(
                 "UPDATE uploads SET status = 'reported', reason = ?, quarantined_at = ? WHERE receipt = ?",
-                *(shortened(f"the payload was lost on the server: {why}"), time.time(), row["receipt"]),
+                *(shortened(f"the payload was lost on the server: {why}"), self._db.now(), row["receipt"]),
             )
             self._db.write(
                 "UPDATE asks SET status = ?, reason = ? WHERE id = ?",
@@ -183,7 +182,12 @@ class Asks:
             if not self._db.write("UPDATE asks SET status = 'answered' WHERE id = ? AND status = 'open'", ask):
                 return None
             row = {"receipt": secrets.token_hex(16), "ask": ask, "attempt": attempt, "sha256": sha256}
-            row |= {"data_bytes": data_bytes, "samples": samples, "received_at": time.time(), "status": "acknowledged"}
+            row |= {
+                "data_bytes": data_bytes,
+                "samples": samples,
+                "received_at": self._db.now(),
+                "status": "acknowledged",
+            }
             self._db.insert("uploads", row)
         return {**row, "reason": None, "quarantined_at": None}
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from fleetdistill_server.logs import log_event
@@ -25,11 +26,13 @@ class Database(ABC):
 
     Attributes:
         name: Name of the database for messages.
+        now: Returns the time that rows are stamped with, in seconds since 1970.
     """
 
     name: str
 
     def __init__(self) -> None:
+        self.now: Callable[[], float] = time.time
         self._lock = threading.RLock()
         self._to_log: list[Row] = []  # events of the open transaction
 

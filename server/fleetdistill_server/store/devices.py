@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from fleetdistill_server.store.credentials import REVOKED
@@ -51,7 +50,7 @@ class Devices:
         Returns:
             False if the id is already registered with another secret.
         """
-        now = time.time()
+        now = self._db.now()
         row = {"run": run, "device": device, "secret_hash": secret_hash, "profile": profile, "present": 0}
         with self._db.transaction():
             known = self.get(run, device)
@@ -68,13 +67,16 @@ class Devices:
     def mark_present(self, run: str, device: str) -> None:
         """Marks an absent device as present again, unless it is revoked or to be forgotten."""
         sql = "UPDATE devices SET present = 1, last_seen = ? WHERE run = ? AND device = ? AND forget_asked_at IS NULL"
-        self._db.write(f"{sql} AND NOT {REVOKED}", time.time(), run, device)
+        self._db.write(f"{sql} AND NOT {REVOKED}", self._db.now(), run, device)
 
     def mark_absent(self, run: str, device: str, reason: str) -> None:
         """Marks a device as absent and closes its open asks with this reason."""
         with self._db.transaction():
             self._db.write(
-                "UPDATE devices SET present = 0, last_seen = ? WHERE run = ? AND device = ?", time.time(), run, device
+                "UPDATE devices SET present = 0, last_seen = ? WHERE run = ? AND device = ?",
+                self._db.now(),
+                run,
+                device,
             )
             self._db.write(
                 "UPDATE asks SET status = 'out', reason = ? WHERE run = ? AND device = ? AND status = 'open'",
@@ -106,7 +108,7 @@ class Devices:
                 return False
             self._db.write(
                 "UPDATE devices SET forget_asked_at = coalesce(forget_asked_at, ?) WHERE run = ? AND device = ?",
-                time.time(),
+                self._db.now(),
                 run,
                 device,
             )
@@ -135,4 +137,4 @@ class Devices:
     def mark_forgotten(self, run: str, device: str) -> bool:
         """Records that a device is forgotten; returns False if this was already recorded."""
         sql = "UPDATE devices SET forgotten_at = ? WHERE run = ? AND device = ? AND forgotten_at IS NULL"
-        return bool(self._db.write(sql, time.time(), run, device))
+        return bool(self._db.write(sql, self._db.now(), run, device))

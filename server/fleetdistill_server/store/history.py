@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 from fleetdistill.knowledge import Metrics
 from fleetdistill_server.store.database import Database, Row
@@ -22,7 +21,7 @@ class History:
         row = {"run": run, "round": number, "device": device, "kind": kind, "code": code, "text": shortened(text)}
         with self._db.transaction():
             self._db.log(row)
-            return int(self._db.insert("events", {**row, "at": time.time()}, "RETURNING id")["id"])
+            return int(self._db.insert("events", {**row, "at": self._db.now()}, "RETURNING id")["id"])
 
     def note_refusals_left_out(self, run: str, device: str, text: str, known: int | None) -> int | None:
         """Stores how many of a device's refusals are not recorded one by one.
@@ -38,7 +37,7 @@ class History:
         """
         same = "id = ? AND run = ? AND device = ? AND kind = 'refusals-left-out'"  # SQLite reuses ids of pruned events
         if known is not None and self._db.write(
-            f"UPDATE events SET text = ?, at = ? WHERE {same}", *(text, time.time(), known, run, device)
+            f"UPDATE events SET text = ?, at = ? WHERE {same}", *(text, self._db.now(), known, run, device)
         ):
             return known
         return self.add_event(run, "refusals-left-out", text, device=device)

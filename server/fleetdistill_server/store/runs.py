@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +42,7 @@ class Runs:
                 if changes:
                     raise RunError(conflict_message(name, changes))
                 return
-            row = {"name": name, "config": json.dumps(config), "status": "preparing", "created_at": time.time()}
+            row = {"name": name, "config": json.dumps(config), "status": "preparing", "created_at": self._db.now()}
             self._db.insert("runs", {**row, "completed_rounds": 0, "next_round": 1})
 
     def change(self, name: str, config: Mapping[str, Any], contract: bytes | None) -> None:
@@ -98,7 +97,7 @@ class Runs:
         """Sets the run's checkpoint outside the close of a round: initially, and after forgetting a device."""
         with self._db.transaction():
             self._db.write("UPDATE runs SET checkpoint = ? WHERE name = ?", checkpoint, name)
-            self._db.write(_NOTE_CHECKPOINT, time.time(), name)
+            self._db.write(_NOTE_CHECKPOINT, self._db.now(), name)
 
     def checkpoints(self, run: str) -> list[Row]:
         """Returns the kept checkpoints of a run, oldest first: round, completed_rounds, sha256, at."""
@@ -192,7 +191,7 @@ class Runs:
             self._db.write("UPDATE runs SET next_round = ? WHERE name = ?", number + 1, run)
             row = {"run": run, "round": number, "status": "open", "cohort": json.dumps(list(cohort))}
             versions = json.dumps(dict(data_versions)) if data_versions else None
-            self._db.insert("rounds", {**row, "data_versions": versions, "started_at": time.time()})
+            self._db.insert("rounds", {**row, "data_versions": versions, "started_at": self._db.now()})
         return number
 
     def close_round(
@@ -220,7 +219,7 @@ class Runs:
                 "UPDATE uploads SET status = 'used' WHERE ask = ? AND status = 'acknowledged'", [(a,) for a in used]
             )
             self._end_round(run, number, "closed", None, "the round ended without using the answer", figures)
-            self._db.write(_NOTE_CHECKPOINT, time.time(), run)
+            self._db.write(_NOTE_CHECKPOINT, self._db.now(), run)
             return self._drop_old_checkpoints(run)
 
     def close_short_round(self, run: str, number: int, reason: str) -> None:
@@ -235,7 +234,7 @@ class Runs:
         self._db.write(
             "UPDATE rounds SET status = ?, reason = ?, figures = ?, ended_at = ?, data_versions = NULL "
             "WHERE run = ? AND round = ?",
-            *(status, reason, json.dumps(figures), time.time(), run, number),
+            *(status, reason, json.dumps(figures), self._db.now(), run, number),
         )
         self._db.write(
             "UPDATE uploads SET status = 'reported', reason = ? WHERE status = 'acknowledged' "
@@ -304,7 +303,7 @@ class Runs:
             self._db.write(
                 "UPDATE uploads SET quarantined_at = coalesce(quarantined_at, ?) "
                 "WHERE ask IN (SELECT id FROM asks WHERE run = ? AND device = ?)",
-                *(time.time(), run, device),
+                *(self._db.now(), run, device),
             )
             self._db.write("UPDATE figures SET by_class = '{}' WHERE run = ? AND device = ?", run, device)
 

@@ -30,6 +30,7 @@ from fleetdistill.state.durable import make_directory
 from fleetdistill_server.store.asks import Asks
 from fleetdistill_server.store.blobs import Blobs, disk_errors
 from fleetdistill_server.store.checks import check_schema
+from fleetdistill_server.store.clock import Clock
 from fleetdistill_server.store.credentials import Credentials
 from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.devices import Devices
@@ -90,6 +91,10 @@ class Store:
     def in_memory(cls) -> Store:
         """Returns a store that exists only in memory, for simulation in one process."""
         return cls(SqliteDatabase.in_memory(), MemoryBlobs())
+
+    def use_clock(self, clock: Clock) -> None:
+        """Uses a clock for deadlines and for the times in all rows; for simulated time."""
+        self.asks.clock, self.database.now = clock, clock.now
 
     def check(self) -> None:
         """Reads the whole database. Raises StoreError if it is damaged."""
