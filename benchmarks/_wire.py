@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
@@ -39,6 +40,7 @@ SHAPE = (16, 16, 16)
 ROW_BYTES = 4 * 16**3
 RUN, DEVICE = "bench", "device"
 MOST_ASKS = 200
+MOST_ROWS = 1 << 30
 STREAM_OPTIONS = [("grpc.max_receive_message_length", 4 << 20), ("grpc.max_send_message_length", 4 << 20)]
 
 
@@ -110,9 +112,21 @@ def _serve_bare(ports: Any, pki: Path | None) -> None:
     asyncio.run(run())
 
 
+@dataclass(frozen=True)
+class Bare:
+    """A server in another process that does nothing but stream, and a stub of it."""
+
+    stub: Any
+    pid: int
+
+    def cpu_seconds(self) -> float:
+        """Processor time of the server so far."""
+        return cpu_seconds(self.pid)
+
+
 @contextlib.contextmanager
-def bare_stub(tls: Secured | None = None) -> Iterator[Any]:
-    """A stub of a server in another process that does nothing but stream."""
+def bare_server(tls: Secured | None = None) -> Iterator[Bare]:
+    """Runs a server that does nothing but stream, in another process."""
     context = multiprocessing.get_context("spawn")
     ports = context.Queue()
     server = context.Process(target=_serve_bare, args=(ports, tls and tls.directory), daemon=True)
@@ -123,7 +137,8 @@ def bare_stub(tls: Secured | None = None) -> Iterator[Any]:
         if tls
         else grpc.insecure_channel(address, options=STREAM_OPTIONS)
     ) as channel:
-        yield service_pb2_grpc.DeviceServiceStub(channel)
+        assert server.pid is not None
+        yield Bare(service_pb2_grpc.DeviceServiceStub(channel), server.pid)
     server.terminate()
     server.join()
 
@@ -153,6 +168,10 @@ class Front:
         """Deletes what was uploaded: devices do not send the same again, and replacing a file means deleting one."""
         for path in self.directory.rglob("*.safetensors"):
             path.unlink()
+
+    def cpu_seconds(self) -> float:
+        """Processor time of the front so far."""
+        return cpu_seconds(self.process.pid)
 
     def peak_memory(self) -> int:
         """Most bytes that the front ever had in memory (Linux)."""
@@ -221,7 +240,7 @@ def _check_in(link: GrpcLink) -> service_pb2.Identity:
     identity = service_pb2.Identity(run=RUN, device=DEVICE)
     profile = contract_pb2.DeviceProfile(
         classes=10,
-        samples=1,
+        samples=MOST_ROWS,
         input_shape=[1],
         features=[contract_pb2.NamedShape(name="cut", shape=SHAPE)],
         knowledge_types=[tensor_pb2.ELEMENT_TYPE_FLOAT32],
@@ -246,17 +265,38 @@ def make_payload(size: int) -> Payload:
     )
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """How long something takes."""
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+@dataclass(frozen=True)
+class Turn:
+    """Seconds of one piece of work: elapsed, and processor time of this process and of the server."""
+
+    seconds: float
+    client: float
+    server: float
 
 
-def in_turns(
-    works: list[Callable[[], object]], repeats: int, between: Callable[[], object] = lambda: None
-) -> list[tuple[float, ...]]:
-    """Seconds of each work, `repeats` times in alternation, after one turn that does not count.
+@dataclass(frozen=True)
+class Work:
+    """A piece of work to measure, and the processor time so far of the server that takes part in it."""
+
+    run: Callable[[], object]
+    server_seconds: Callable[[], float] = lambda: 0.0
+
+    def turn(self) -> Turn:
+        """Runs the work once."""
+        server, client, started = self.server_seconds(), time.process_time(), time.perf_counter()
+        self.run()
+        ended = time.perf_counter()
+        return Turn(ended - started, time.process_time() - client, self.server_seconds() - server)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far (Linux), in steps of the kernel's tick."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def in_turns(works: list[Work], repeats: int, between: Callable[[], object] = lambda: None) -> list[list[Turn]]:
+    """Returns the turns of each work, `repeats` times in alternation, after one turn that does not count.
 
     Args:
         works: What is measured.
@@ -265,17 +305,26 @@ def in_turns(
     """
     found = []
     for _ in range(repeats + 1):
-        found.append(tuple(seconds(work) for work in works))
+        found.append([work.turn() for work in works])
         between()
-    return found[1:]
+    return [list(column) for column in zip(*found[1:], strict=True)]
 
 
-def ratios_text(slower: list[float], faster: list[float]) -> str:
+def ratios_text(ours: list[float], bare: list[float]) -> str:
     """Median, least and largest of the paired ratios of two rates, from their seconds; 1 is as fast."""
-    ratios = sorted(bare / ours for ours, bare in zip(slower, faster, strict=True))
+    ratios = sorted(its / our for our, its in zip(ours, bare, strict=True))
     return f"{statistics.median(ratios):.2f} (min {ratios[0]:.2f}, max {ratios[-1]:.2f}, {len(ratios)} pairs)"
 
 
-def rate(size: int, times: list[float]) -> str:
-    """The median rate in words."""
-    return f"{size / MB / statistics.median(times):.0f} MB/s"
+def elapsed(turns: list[Turn]) -> list[float]:
+    """The elapsed seconds of turns."""
+    return [turn.seconds for turn in turns]
+
+
+def rate(size: int, turns: list[Turn]) -> str:
+    """The median rate and the mean processor time in words."""
+    per_mb = 1000 * MB / size
+    client, server = (
+        per_mb * statistics.mean(column) for column in ([t.client for t in turns], [t.server for t in turns])
+    )
+    return f"{size / MB / statistics.median(elapsed(turns)):.0f} MB/s ({client:.2f} + {server:.2f} ms/MB)"

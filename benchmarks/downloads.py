@@ -2,7 +2,7 @@
 
 All are measured in alternation in one run. `stream` takes the chunks and checks the CRC-32C of each, as every client
 has to; `device` is what a device does: it writes them to a file too, hashes them and maps the file. 1 is as fast as the
-bare stream.
+bare stream. In brackets stand the processor milliseconds of client and server for one megabyte.
 
     python benchmarks/downloads.py [--sizes 16 64 256] [--pairs 15] [--tls]
 """
@@ -10,10 +10,22 @@ bare stream.
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import google_crc32c
-from _wire import MB, Front, bare_stub, in_turns, live_front, make_payload, rate, ratios_text, secured
+from _wire import (
+    MB,
+    Bare,
+    Front,
+    Work,
+    bare_server,
+    elapsed,
+    in_turns,
+    live_front,
+    make_payload,
+    rate,
+    ratios_text,
+    secured,
+)
 
 from fleetdistill.link.downloads import download
 from fleetdistill.wire import payload as wire
@@ -28,28 +40,28 @@ def stream(front: Front, sha256: bytes) -> None:
         assert google_crc32c.value(chunk.data) == chunk.crc32c
 
 
-def bare_stream(stub: Any, count: int) -> None:
+def bare_stream(bare: Bare, count: int) -> None:
     """Takes as many chunks and does nothing with them."""
-    for _ in stub.Download(service_pb2.DownloadRequest(first_byte=count)):
+    for _ in bare.stub.Download(service_pb2.DownloadRequest(first_byte=count)):
         pass
 
 
-def measure(front: Front, stub: Any, payload: Payload, pairs: int) -> None:
+def measure(front: Front, bare: Bare, payload: Payload, pairs: int) -> None:
     """Prints the figures of one size."""
     count = -(-payload.data_bytes // wire.CHUNK_BYTES)
-    turns = in_turns(
+    plain, chunks, device = in_turns(
         [
-            lambda: bare_stream(stub, count),
-            lambda: stream(front, payload.sha256),
-            lambda: download(front.link, front.identity, payload.sha256),
+            Work(lambda: bare_stream(bare, count), bare.cpu_seconds),
+            Work(lambda: stream(front, payload.sha256), front.cpu_seconds),
+            Work(lambda: download(front.link, front.identity, payload.sha256), front.cpu_seconds),
         ],
         pairs,
     )
-    bare, chunks, device = (list(column) for column in zip(*turns, strict=True))
     size = payload.data_bytes
     print(
-        f"{size / MB:5.0f} MB: stream {ratios_text(chunks, bare)} of a bare stream, device {ratios_text(device, bare)};"
-        f" here {rate(size, chunks)} and {rate(size, device)}, bare {rate(size, bare)}",
+        f"{size / MB:5.0f} MB: stream {ratios_text(elapsed(chunks), elapsed(plain))} of a bare stream,"
+        f" device {ratios_text(elapsed(device), elapsed(plain))};"
+        f" here {rate(size, chunks)} and {rate(size, device)}, bare {rate(size, plain)}",
         flush=True,
     )
 
@@ -62,9 +74,9 @@ def main() -> None:
     parser.add_argument("--tls", action="store_true", help="TLS with certificates on both sides, against the same")
     given = parser.parse_args()
     payloads = [make_payload(size * MB) for size in given.sizes]
-    with secured(given.tls) as tls, bare_stub(tls) as stub, live_front(payloads, tls) as front:
+    with secured(given.tls) as tls, bare_server(tls) as bare, live_front(payloads, tls) as front:
         for payload in payloads:
-            measure(front, stub, payload, given.pairs)
+            measure(front, bare, payload, given.pairs)
 
 
 if __name__ == "__main__":

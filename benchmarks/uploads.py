@@ -3,7 +3,8 @@
 Both are measured in alternation in one run. The bare client sends messages of 1 MiB that were made beforehand, the
 bare server reads them and does nothing. 1 is as fast as the bare stream. Beside it stands the ratio to the slower of
 that stream and a plain write + fsync of the same bytes on the same disk, which is what counts above 256 MB. At last:
-by how much an upload of 2.5 GB moves the front's peak memory after one of 64 MB.
+by how much an upload of 2.5 GB moves the front's peak memory after one of 64 MB. In brackets stand the processor
+milliseconds of client and server for one megabyte.
 
     python benchmarks/uploads.py [--sizes 16 64 256] [--pairs 15] [--tls] [--no-memory]
     python benchmarks/uploads.py --sizes 1024 --pairs 3 --no-memory
@@ -15,9 +16,21 @@ import argparse
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from _wire import MB, Front, bare_stub, in_turns, live_front, make_payload, rate, ratios_text, secured
+from _wire import (
+    MB,
+    Bare,
+    Front,
+    Work,
+    bare_server,
+    elapsed,
+    in_turns,
+    live_front,
+    make_payload,
+    rate,
+    ratios_text,
+    secured,
+)
 
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
@@ -35,25 +48,25 @@ def write_and_fsync(path: Path, payload: Payload) -> None:
         os.fsync(file.fileno())
 
 
-def measure(front: Front, stub: Any, size: int, pairs: int) -> None:
+def measure(front: Front, bare: Bare, size: int, pairs: int) -> None:
     """Prints the figures of one size."""
     payload = make_payload(size)
     messages = [service_pb2.UploadRequest.FromString(framed(one)) for one in wire.chunks(payload.source, payload.slots)]
-    turns = in_turns(
+    stream, ours, disk = in_turns(
         [
-            lambda: stub.Upload(iter(messages)),
-            partial(front.upload, payload),
-            partial(write_and_fsync, front.directory / "disk-alone", payload),
+            Work(lambda: bare.stub.Upload(iter(messages)), bare.cpu_seconds),
+            Work(partial(front.upload, payload), front.cpu_seconds),
+            Work(partial(write_and_fsync, front.directory / "disk-alone", payload)),
         ],
         pairs,
         front.forget_uploads,
     )
-    bare, ours, disk = (list(column) for column in zip(*turns, strict=True))
-    slower = [max(pair) for pair in zip(bare, disk, strict=True)]
+    slower = [max(pair) for pair in zip(elapsed(stream), elapsed(disk), strict=True)]
     size = payload.data_bytes
     print(
-        f"{size / MB:5.0f} MB: {ratios_text(ours, bare)} of a bare stream; {ratios_text(ours, slower)} of the slower of"
-        f" stream and disk; here {rate(size, ours)}, bare {rate(size, bare)}, disk {rate(size, disk)}",
+        f"{size / MB:5.0f} MB: {ratios_text(elapsed(ours), elapsed(stream))} of a bare stream;"
+        f" {ratios_text(elapsed(ours), slower)} of the slower of stream and disk;"
+        f" here {rate(size, ours)}, bare {rate(size, stream)}, disk {rate(size, disk)}",
         flush=True,
     )
 
@@ -77,9 +90,9 @@ def main() -> None:
     parser.add_argument("--no-memory", action="store_true", help="leave out the 2.5 GB")
     parser.add_argument("--tls", action="store_true", help="TLS with certificates on both sides, against the same")
     given = parser.parse_args()
-    with secured(given.tls) as tls, bare_stub(tls) as stub, live_front(tls=tls) as front:
+    with secured(given.tls) as tls, bare_server(tls) as bare, live_front(tls=tls) as front:
         for size in given.sizes:
-            measure(front, stub, size * MB, given.pairs)
+            measure(front, bare, size * MB, given.pairs)
     if not given.no_memory:
         measure_memory()
 
