@@ -37,6 +37,7 @@ from support.wire_samples import data_of, in_pieces, make_chunk, make_payload, m
 
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.payload import Chunk
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.front.device_service import DeviceService
 from fleetdistill_server.intake.device_api import DeviceApi
@@ -517,9 +518,9 @@ def test_a_broken_stream_does_not_stall_the_others() -> None:
             began.set()
             return SlowSession()
 
-    async def messages() -> AsyncIterator[service_pb2.UploadRequest]:
+    async def messages() -> AsyncIterator[Chunk | service_pb2.UploadRequest]:
         yield service_pb2.UploadRequest(header=service_pb2.UploadHeader())
-        yield service_pb2.UploadRequest(chunk=make_chunk(0, 0, b"a"))
+        yield Chunk(0, 0, b"a", 0)
         await asyncio.Event().wait()
 
     async def break_one() -> None:

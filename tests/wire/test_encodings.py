@@ -395,7 +395,8 @@ def test_a_compression_that_nobody_knows_is_refused() -> None:
 def test_the_checksum_is_over_the_bytes_as_sent() -> None:
     payload = encoded(500)
     sent = list(chunks(payload.source, payload.slots, 0, ZSTD))
-    sent[0] = sent[0]._replace(data=sent[0].data[:-1] + bytes([sent[0].data[-1] ^ 1]))
+    data = bytes(sent[0].data)
+    sent[0] = sent[0]._replace(data=data[:-1] + bytes([data[-1] ^ 1]))
     assert refusal(payload, sent=sent)[0] == Code.CHECKSUM
 
 

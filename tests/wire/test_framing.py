@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import google_crc32c
+import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fleetdistill.wire.compression import RAW, ZSTD
-from fleetdistill.wire.framing import framed
-from fleetdistill.wire.payload import CHUNK_BYTES, Chunk
+from fleetdistill.wire.framing import framed, unframed
+from fleetdistill.wire.payload import CHUNK_BYTES, Chunk, checksum
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
 FULL = bytes(CHUNK_BYTES)
@@ -35,3 +37,51 @@ def test_the_bytes_of_a_chunk_are_those_of_both_messages(chunk: Chunk) -> None:
     assert service_pb2.DownloadResponse.FromString(framed(chunk)) == download
     assert framed(message) == framed(chunk)
     assert len(framed(chunk)) == upload.ByteSize() + 2 * (not chunk.data)  # an empty field may be left out
+
+
+@st.composite
+def odd_messages(draw: st.DrawFn) -> bytes:
+    """A framed chunk after a few edits: truncated, repeated, or with bytes inserted or changed."""
+    message = framed(draw(made))
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, min(len(message), 40)))
+        inserted = draw(st.one_of(st.binary(max_size=8), st.sampled_from([message, message[:at], message[at:]])))
+        message = message[:at] + inserted + message[at + draw(st.integers(0, 8)) :]
+    return message
+
+
+@given(st.one_of(odd_messages(), st.binary(max_size=60)))
+@example(b"")
+@example(b"\x12")
+@example(b"\x12\x00")
+@example(b"\x12\x02\x1a\x00")
+@example(b"\x12\x04\x1a\x00\x1a\x00")
+@example(b"\x12\x05\x1a\x01a\x1a\x00")
+@example(b"\x12\x05\x1a\x83\x80\x00abc")
+@example(b"\x0a\x00\x12\x03\x1a\x01a")
+@example(b"\x12\x03\x1a\x01a\x12\x02\x08\x07")
+def test_a_message_is_parsed_as_protobuf_parses_it(message: bytes) -> None:
+    try:
+        expected = service_pb2.UploadRequest.FromString(message)
+    except DecodeError:
+        with pytest.raises(DecodeError):
+            unframed(message, service_pb2.UploadRequest)
+        return
+    found = unframed(message, service_pb2.UploadRequest)
+    if isinstance(found, Chunk):
+        fields = found._replace(data=bytes(found.data))._asdict()
+        assert expected.WhichOneof("message") == "chunk"
+        assert {name: getattr(expected.chunk, name) for name in fields} == fields
+    else:
+        assert found == expected
+        assert not found.HasField("chunk")
+
+
+def test_the_data_of_a_received_chunk_are_not_copied() -> None:
+    message = framed(Chunk(3, 5, FULL, google_crc32c.value(FULL)))
+    found = unframed(message, service_pb2.DownloadResponse)
+    assert isinstance(found, Chunk)
+    assert isinstance(found.data, memoryview)
+    assert found.data.obj is message
+    assert found.data == FULL
+    assert checksum(found.data) == found.crc32c

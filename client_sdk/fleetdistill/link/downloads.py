@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
 
-import google_crc32c
 from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import LinkError, NoRoomError, PayloadTooLargeError, RefusedError, WireError
@@ -202,9 +201,9 @@ class _Part:
         if missing > free:
             raise NoRoomError(f"a download needs {missing} more bytes, but the disk has {free} bytes free")
 
-    def _checked(self, chunk: wire.AnyChunk, data_bytes: int) -> bytes:
+    def _checked(self, chunk: wire.AnyChunk, data_bytes: int) -> wire.Data:
         sent = chunk.data  # every access to the field copies it
-        if google_crc32c.value(sent) != chunk.crc32c:
+        if wire.checksum(sent) != chunk.crc32c:
             raise LinkError("a downloaded chunk does not match its CRC-32C; it is downloaded again")
         data = unpacked(sent, chunk.compression, wire.CHUNK_BYTES)
         if not data:

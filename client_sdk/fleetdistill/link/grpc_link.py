@@ -22,8 +22,8 @@ from fleetdistill.link.credentials import Credentials
 from fleetdistill.link.tls_probe import accepts_tls
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import offered
-from fleetdistill.wire.framing import framed
-from fleetdistill.wire.payload import AnyChunk
+from fleetdistill.wire.framing import framed, unframed
+from fleetdistill.wire.payload import AnyChunk, Chunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc
 
 CALL_SECONDS = 30.0
@@ -36,6 +36,7 @@ _PROBE_EVERY_SECONDS = 30.0
 # Idempotent calls, which gRPC retries while the server restarts.
 _RETRIED = ["CheckIn", "Heartbeat", "UploadStatus"]
 _UPLOAD = "/fleetdistill.wire.v1.DeviceService/Upload"
+_DOWNLOAD = "/fleetdistill.wire.v1.DeviceService/Download"
 _SERVICE_CONFIG = {
     "methodConfig": [
         {
@@ -116,6 +117,9 @@ class GrpcLink:
         self._open_stub.Upload = channel.stream_unary(
             _UPLOAD, None, service_pb2.UploadResponse.FromString
         )  # takes bytes
+        self._open_stub.Download = channel.unary_stream(
+            _DOWNLOAD, service_pb2.DownloadRequest.SerializeToString, _download_message
+        )
 
     def check_in(
         self, identity: service_pb2.Identity, profile: contract_pb2.DeviceProfile | None
@@ -175,7 +179,7 @@ class GrpcLink:
         with self._errors():
             stream = self._cancellable(self._stub.Download(request, timeout=STREAM_SECONDS))
             first = next(stream, None)
-        if first is None or first.WhichOneof("message") != "header":
+        if first is None or isinstance(first, Chunk) or not first.HasField("header"):
             raise LinkError(f"server {self._server} ended a download before its header")
         return first.header, self._chunks(stream)
 
@@ -190,7 +194,9 @@ class GrpcLink:
     def _chunks(self, stream: Any) -> Iterator[AnyChunk]:
         with self._errors():
             for message in stream:
-                yield message.chunk
+                if not isinstance(message, Chunk):
+                    raise LinkError(f"server {self._server} sent a message without a chunk in a download")
+                yield message
 
     def _cancellable(self, call: Any) -> Any:
         """Returns a call after making it one that `interrupt` cancels."""
@@ -260,6 +266,10 @@ def _upload_messages(header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk
     yield service_pb2.UploadRequest(header=header).SerializeToString()
     for chunk in chunks:
         yield framed(chunk)
+
+
+def _download_message(message: bytes) -> Chunk | service_pb2.DownloadResponse:
+    return unframed(message, service_pb2.DownloadResponse)
 
 
 def _translated(error: Any, server: str) -> FleetDistillError:

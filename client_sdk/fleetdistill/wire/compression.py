@@ -70,7 +70,9 @@ class Packer:
         return (packed, ZSTD) if self._worth else (data, RAW)
 
 
-def unpacked(data: bytes, compression: knowledge_pb2.Compression.ValueType, limit: int) -> bytes:
+def unpacked(
+    data: bytes | memoryview, compression: knowledge_pb2.Compression.ValueType, limit: int
+) -> bytes | memoryview:
     """Decompresses a chunk.
 
     Raises:

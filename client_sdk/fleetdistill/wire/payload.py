@@ -75,12 +75,16 @@ class Slot:
         return self.start + self.nbytes
 
 
+Data: TypeAlias = bytes | memoryview
+"""Bytes, or a view of bytes that need no copy."""
+
+
 class Chunk(NamedTuple):
-    """The fields of a `TensorChunk` to send; accessing `data` does not copy it."""
+    """The fields of a `TensorChunk`; accessing `data` does not copy it."""
 
     tensor: int
     offset: int
-    data: bytes
+    data: Data
     crc32c: int
     compression: knowledge_pb2.Compression.ValueType = RAW
 
@@ -148,6 +152,15 @@ def digest(parts: knowledge_pb2.Parts, data: Iterator[bytes]) -> bytes:
     return running.digest()
 
 
+def checksum(data: Data) -> int:
+    """Returns the CRC-32C of data."""
+    if isinstance(data, bytes):
+        return int(google_crc32c.value(data))
+    # The library's C code accepts arrays, but no views; its Python code accepts neither.
+    viewed = np.frombuffer(data, np.uint8) if google_crc32c.implementation == "c" else bytes(data)
+    return int(google_crc32c.value(viewed))
+
+
 def pieces(source: DataSource, start: int, stop: int) -> Iterator[bytes]:
     """Yields the bytes `[start, stop)` in pieces of at most `CHUNK_BYTES`."""
     while start < stop:
@@ -175,10 +188,10 @@ def chunks(
         packer.next_tensor()
         for start in range(max(slot.start, first_byte), slot.stop, CHUNK_BYTES):
             data, packed = packer.pack(source.read(start, min(CHUNK_BYTES, slot.stop - start)))
-            yield Chunk(number, start - slot.start, data, google_crc32c.value(data), packed)
+            yield Chunk(number, start - slot.start, data, checksum(data), packed)
 
 
-def chunk_data(chunk: AnyChunk) -> bytes:
+def chunk_data(chunk: AnyChunk) -> Data:
     """Returns a chunk's data, decompressed. Raises WireError for a damaged frame or one above 1 MiB."""
     return unpacked(chunk.data, chunk.compression, CHUNK_BYTES)
 

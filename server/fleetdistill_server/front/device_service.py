@@ -128,7 +128,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         return await loop.run_in_executor(self._pool, lambda: (store.runs.get(run), store.asks.devices_with_open(run)))
 
     async def Upload(
-        self, request_iterator: AsyncIterator[service_pb2.UploadRequest], context: Any
+        self, request_iterator: AsyncIterator[Chunk | service_pb2.UploadRequest], context: Any
     ) -> service_pb2.UploadResponse:
         upload = _Upload(self._api)
         try:
@@ -144,7 +144,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
             with contextlib.suppress(RuntimeError):
                 self._uploads.submit(upload.abandon)
 
-    async def Download(  # type: ignore[override]  # sends serialised messages, see `DownloadsAreBytes`
+    async def Download(  # type: ignore[override]  # sends serialised messages, see `RawChunks`
         self, request: service_pb2.DownloadRequest, context: Any
     ) -> AsyncIterator[bytes]:
         async with contextlib.aclosing(self._responses(request, context)) as responses:
@@ -225,18 +225,17 @@ class _Upload:
         self._lock = threading.Lock()
         self._session: UploadSession | RepeatedUpload | None = None
 
-    def take(self, requests: list[service_pb2.UploadRequest]) -> None:
+    def take(self, requests: list[Chunk | service_pb2.UploadRequest]) -> None:
         """Processes the next messages. Raises RefusedError."""
         with self._lock:
             for request in requests:
                 self._take(request)
 
-    def _take(self, request: service_pb2.UploadRequest) -> None:
-        message = request.WhichOneof("message")
-        if message == "header" and self._session is None:
+    def _take(self, request: Chunk | service_pb2.UploadRequest) -> None:
+        if isinstance(request, Chunk) and self._session is not None:
+            self._session.feed(request)
+        elif isinstance(request, service_pb2.UploadRequest) and request.HasField("header") and self._session is None:
             self._session = self._api.uploads.begin(request.header)
-        elif message == "chunk" and self._session is not None:
-            self._session.feed(request.chunk)
         else:
             raise RefusedError(Code.BAD_MESSAGE, "an upload stream must contain one header, then chunks")
 

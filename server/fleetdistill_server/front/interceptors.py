@@ -1,4 +1,4 @@
-"""gRPC interceptors: reject requests that cannot be decoded, and send downloads as serialised messages.
+"""gRPC interceptors: reject requests that cannot be decoded, and pass chunks without copying them.
 
 For undecodable bytes gRPC itself would return UNKNOWN and log a stack trace per call, so any caller could fill the log.
 """
@@ -14,6 +14,9 @@ from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
+from fleetdistill.wire.framing import unframed
+from fleetdistill.wire.payload import Chunk
+from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.front.errors import abort
 
 _NO_MESSAGE = object()
@@ -90,12 +93,21 @@ async def _refuse(context: Any) -> NoReturn:
     await abort(context, RefusedError(Code.BAD_MESSAGE, _SENTENCE))
 
 
-_DOWNLOAD = "/fleetdistill.wire.v1.DeviceService/Download"
+_DEVICE = "/fleetdistill.wire.v1.DeviceService/"
 
 
-class DownloadsAreBytes(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Sends the messages of `Download` unchanged, because they are already serialised."""
+class RawChunks(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Passes the chunks of `Upload` and `Download` without copying their data through protobuf messages.
+
+    `Upload` receives each chunk as a view of the received bytes; `Download` sends messages that are already serialised.
+    """
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call_details: Any) -> Any:
         handler = await continuation(call_details)
-        return handler._replace(response_serializer=None) if call_details.method == _DOWNLOAD else handler
+        if call_details.method == f"{_DEVICE}Upload":
+            return handler._replace(request_deserializer=_upload_message)
+        return handler._replace(response_serializer=None) if call_details.method == f"{_DEVICE}Download" else handler
+
+
+def _upload_message(message: bytes) -> Chunk | service_pb2.UploadRequest:
+    return unframed(message, service_pb2.UploadRequest)

@@ -28,7 +28,7 @@ from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.front.device_service import DeviceService
 from fleetdistill_server.front.grpc_options import channel_options, enrolment_options
 from fleetdistill_server.front.guard import Guard, open_guard
-from fleetdistill_server.front.interceptors import DownloadsAreBytes, RefuseUndecodable
+from fleetdistill_server.front.interceptors import RawChunks, RefuseUndecodable
 from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES
 from fleetdistill_server.front.tls import Ports, add_services, listen_on
 from fleetdistill_server.intake.device_api import DeviceApi
@@ -136,7 +136,7 @@ async def _make_server(service: DeviceService, guard: Guard, limits: Limits, sta
     """Returns a server with the services that are also offered in plain text."""
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), *OPTIONS, *channel_options(limits)]
     server = grpc.aio.server(
-        interceptors=[guard, RefuseUndecodable(), DownloadsAreBytes()],
+        interceptors=[guard, RefuseUndecodable(), RawChunks()],
         options=options,
         maximum_concurrent_rpcs=2 * limits.open_calls,
     )

@@ -12,7 +12,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 
-import google_crc32c
 import numpy as np
 
 from fleetdistill.errors import PayloadTooLargeError, RefusedError, WireError
@@ -111,7 +110,7 @@ class Ingest:
         """
         assert self._staging is not None
         sent = chunk.data  # read once, because each access copies the field
-        if google_crc32c.value(sent) != chunk.crc32c:
+        if wire.checksum(sent) != chunk.crc32c:
             text = f"a chunk of tensor {chunk.tensor} at byte {chunk.offset} fails its CRC-32C check; send it again"
             raise self._refuse(Code.CHECKSUM, text, *self.slots[chunk.tensor : chunk.tensor + 1])
         data = self._unpacked(chunk, sent)
@@ -198,7 +197,7 @@ class Ingest:
             # If this server was restored from a backup, the declaration may be newer; the device then checks in again.
             raise self._refuse(Code.BAD_VALUE, text, slot, check_in="again")
 
-    def _unpacked(self, chunk: wire.AnyChunk, sent: bytes) -> bytes:
+    def _unpacked(self, chunk: wire.AnyChunk, sent: wire.Data) -> wire.Data:
         try:
             return unpacked(sent, chunk.compression, wire.CHUNK_BYTES)
         except WireError as error:
@@ -219,7 +218,7 @@ class Ingest:
             text = f"a chunk starts at byte {slot.start + chunk.offset}, expected {self._staging.length}"
             raise self._refuse(Code.OUT_OF_STEP, text, slot)
 
-    def _examine(self, data: bytes) -> None:
+    def _examine(self, data: wire.Data) -> None:
         """Hashes bytes in order and checks each complete element; `_carry` holds the start of an incomplete one."""
         self._hash.update(data)
         self._examined += len(data)
@@ -227,11 +226,11 @@ class Ingest:
             self._number += 1
             self._position = 0
         slot = self.slots[self._number]
-        joined = self._carry + data
+        joined = self._carry + data if self._carry else data
         whole = len(joined) - len(joined) % slot.dtype.itemsize
         self._check_values(slot, np.frombuffer(joined[:whole], slot.dtype), self._position)
         self._position += whole // slot.dtype.itemsize
-        self._carry = joined[whole:]
+        self._carry = bytes(joined[whole:])
 
     _position = 0
     _examined = 0

@@ -70,7 +70,7 @@ class Staging(Protocol):
 
     length: int
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes | memoryview) -> None:
         """Appends data."""
 
     def read(self, start: int, size: int) -> bytes:

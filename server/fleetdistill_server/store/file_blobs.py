@@ -289,7 +289,7 @@ class _FileStaging:
         self.length = self._file.tell() - len(header)
         self._handed_over = self.length
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes | memoryview) -> None:
         with disk_errors("writing an upload"):
             failpoints.hit("blob.before-staged-write")
             self._file.seek(self._header_bytes + self.length)

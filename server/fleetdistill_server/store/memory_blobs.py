@@ -96,7 +96,7 @@ class _MemoryStaging:
         self._key = key
         self._data = bytearray()
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes | memoryview) -> None:
         self._data += data
         self.length = len(self._data)
 
