@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from support.forked_popen import REAL_POPEN, popen
+from support.object_store import ObjectStore
 from support.postgres import Postgres
 from support.processes import REGISTRY
 
@@ -106,3 +107,21 @@ def database_url(postgres: Postgres) -> Iterator[str]:
     """The URL of an empty database for one test: a schema of the session's server."""
     with postgres.schema() as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def object_store() -> Iterator[ObjectStore]:
+    """An object store for all tests of the session."""
+    reason = ObjectStore.missing()
+    if reason:
+        pytest.skip(reason)
+    with ObjectStore.start() as server:
+        yield server
+
+
+@pytest.fixture
+def blobs_url(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty prefix for one test; the environment says where it is."""
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    return object_store.prefix()

@@ -26,6 +26,13 @@ def _host_and_port(address: str) -> str:
     return address
 
 
+def _object_store(url: str) -> str:
+    parts = urlsplit(url)
+    if url and not (parts.scheme == "s3" and parts.netloc and parts.path.strip("/")):
+        raise ValueError("must be s3://bucket/prefix, or empty for files in the store's directory")
+    return url.rstrip("/")
+
+
 Address = Annotated[str, AfterValidator(_host_and_port)]
 """`host:port`; the system assigns a free port for 0."""
 
@@ -36,6 +43,7 @@ class ServerSection(Section):
     listen: Address = "127.0.0.1:50051"
     store: str = "fleetdistill-store"
     database: str = ""
+    blobs: Annotated[str, AfterValidator(_object_store)] = ""
     lease_seconds: Annotated[float, Field(gt=0)] = 60.0
     engine_timeout_seconds: Annotated[float, Field(ge=5)] = 60.0
     max_upload_bytes: Annotated[int, Field(ge=1)] = 4 << 30

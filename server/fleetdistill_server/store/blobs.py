@@ -1,6 +1,7 @@
 """Interfaces for the storage of payloads and checkpoints, and the header of payload files.
 
-`file_blobs.py` stores blobs as files, `memory_blobs.py` in a dictionary for simulation.
+`file_blobs.py` stores blobs as files, `memory_blobs.py` in a dictionary for simulation, `object_blobs.py` in an object
+store for a server beyond one machine.
 """
 
 from __future__ import annotations
@@ -113,6 +114,9 @@ class Blobs(Protocol):
 
     def put(self, payload: Payload) -> None:
         """Stores a payload. If it exists already, its age is reset, and a damaged copy is replaced."""
+
+    def trim(self) -> None:
+        """Deletes this machine's copies of blobs that were deleted elsewhere or are not in use."""
 
     def forget_verified(self) -> None:
         """Clears the record of verified payloads, so that the next `put` of each reads it again."""

@@ -72,6 +72,13 @@ class Database(ABC):
     def _execute(self, sql: str, values: tuple[Any, ...]) -> tuple[list[Row], int]:
         """Runs a statement; returns its rows and the number of rows that it changed."""
 
+    def exclusive(self) -> contextlib.AbstractContextManager[bool] | None:
+        """Returns a lock among all machines for deleting payloads, which yields whether it is held.
+
+        None for a database of one machine, whose processes lock a file.
+        """
+        return None
+
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """Combines several calls into one transaction; nested transactions are savepoints.

@@ -42,9 +42,9 @@ _WRITEBACK_BYTES = 4 << 20
 _CACHED_BYTES = 8 << 20
 # Keys are used as file names. The server generates them; they never contain text sent by a device.
 _KEY = re.compile(r"[a-z0-9-]{1,200}")
-_SUFFIX = ".safetensors"
+SUFFIX = ".safetensors"
 # Other files in the directory, such as those of a file manager, are ignored.
-_HELD_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
+HELD_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _STAGED_NAME = re.compile(r"[a-z0-9-]{1,200}\.part")
 
 
@@ -67,10 +67,10 @@ class FileBlobs:
 
     def stage(self, key: str, parts: knowledge_pb2.Parts) -> _FileStaging:
         with disk_errors("staging an upload"):
-            return _FileStaging(self._staging_path(key), safetensors_header(parts), self.path_of)
+            return _FileStaging(self.staging_path(key), safetensors_header(parts), self._publish)
 
     def staged(self, key: str) -> int:
-        path = self._staging_path(key)
+        path = self.staging_path(key)
         with disk_errors(f"reading the staged upload {key}"):
             try:
                 with path.open("rb") as file:
@@ -97,7 +97,7 @@ class FileBlobs:
         return self.path_of(sha256).exists()
 
     def put(self, payload: Payload) -> None:
-        if self._is_intact(payload.sha256) and self._renewed(self.path_of(payload.sha256)):
+        if self._is_intact(payload.sha256) and self._renewed(payload.sha256):
             return
         key = f"put-{payload.sha256.hex()}-{os.getpid()}"
         if self.space is not None:
@@ -106,17 +106,18 @@ class FileBlobs:
         self._intact.add(payload.sha256)
 
     def _put(self, key: str, payload: Payload) -> None:
-        self._staging_path(key).unlink(missing_ok=True)  # data left by a crash is unverified
+        self.staging_path(key).unlink(missing_ok=True)  # data left by a crash is unverified
         staging = self.stage(key, payload.parts)
         for piece in wire.pieces(payload.source, 0, payload.data_bytes):
             staging.append(piece)
         staging.commit(payload.sha256)
 
-    def _renewed(self, path: Path) -> bool:
+    def _renewed(self, sha256: bytes) -> bool:
         """Resets a payload's age, so that sweeps keep it until it is referenced; returns False if it is missing.
 
         Also makes the file durable, because the process that wrote it may have crashed before doing so.
         """
+        path = self.path_of(sha256)
         with disk_errors("making a payload durable"):
             try:
                 os.utime(path)
@@ -137,6 +138,9 @@ class FileBlobs:
                 return False
         return True
 
+    def trim(self) -> None:
+        return  # every file is the only copy
+
     def forget_verified(self) -> None:
         self._intact.clear()
 
@@ -144,7 +148,7 @@ class FileBlobs:
         self._intact.discard(sha256)
         source = self.path_of(sha256)
         # The timestamp keeps earlier damaged files of the same digest.
-        target = self._directory / "quarantine" / f"{sha256.hex()}-{time.time_ns()}{_SUFFIX}"
+        target = self._directory / "quarantine" / f"{sha256.hex()}-{time.time_ns()}{SUFFIX}"
         with disk_errors(f"quarantining {sha256.hex()}"), contextlib.suppress(FileNotFoundError):
             make_directory(target.parent)
             source.replace(target)
@@ -154,16 +158,16 @@ class FileBlobs:
     def drop_quarantined(self, digests: Collection[bytes]) -> None:
         names = {sha256.hex() for sha256 in digests}
         with disk_errors("deleting quarantined files"):
-            for file in (self._directory / "quarantine").glob(f"*{_SUFFIX}"):
+            for file in (self._directory / "quarantine").glob(f"*{SUFFIX}"):
                 if file.name.partition("-")[0] in names:
                     file.unlink(missing_ok=True)
 
     def held(self) -> list[Held]:
         with disk_errors("listing the payloads"):
             folders = [one for one in self._directory.iterdir() if len(one.name) == 2 and one.is_dir()]
-            files = [one for folder in folders for one in os.scandir(folder) if _HELD_NAME.fullmatch(one.name)]
+            files = [one for folder in folders for one in os.scandir(folder) if HELD_NAME.fullmatch(one.name)]
             return [
-                Held(bytes.fromhex(one.name.removesuffix(_SUFFIX)), found.st_size, _age(found))
+                Held(bytes.fromhex(one.name.removesuffix(SUFFIX)), found.st_size, _age(found))
                 for one in files
                 if (found := _stat(one)) is not None
             ]
@@ -183,7 +187,7 @@ class FileBlobs:
 
     def discard(self, key: str) -> None:
         with disk_errors(f"deleting the staged upload {key}"):
-            self._staging_path(key).unlink(missing_ok=True)
+            self.staging_path(key).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[bool]:
@@ -207,10 +211,17 @@ class FileBlobs:
 
     def _put_state(self, sha256: bytes, data: bytes) -> None:
         with disk_errors("writing a checkpoint"):
-            temporary = self._staging_path(f"state-{os.getpid()}")
+            temporary = self.staging_path(f"state-{os.getpid()}")
             with temporary.open("wb") as file:
                 file.write(data)
-            _rename_durably(temporary, self.path_of(sha256))
+            self._publish(temporary, sha256)
+
+    def _publish(self, complete: Path, sha256: bytes) -> None:
+        """Stores a complete staging file durably under its digest."""
+        target = self.path_of(sha256)
+        target.parent.mkdir(exist_ok=True)
+        rename_durably(complete, target)
+        sync_directory(target.parent.parent)
 
     def get_state(self, sha256: bytes) -> bytes:
         with _damage(sha256, "checkpoint"), disk_errors(f"reading checkpoint {sha256.hex()}"):
@@ -222,9 +233,10 @@ class FileBlobs:
     def path_of(self, sha256: bytes) -> Path:
         """Returns the file path of a payload or checkpoint; the file need not exist."""
         name = sha256.hex()
-        return self._directory / name[:2] / f"{name}{_SUFFIX}"
+        return self._directory / name[:2] / f"{name}{SUFFIX}"
 
-    def _staging_path(self, key: str) -> Path:
+    def staging_path(self, key: str) -> Path:
+        """Returns the path of the staging file with a key; the file need not exist."""
         if not _KEY.fullmatch(key):
             raise StoreError(f"staging key {key!r} is invalid; expected 1 to 200 characters from a-z, 0-9 and -")
         return self._staging / f"{key}.part"
@@ -277,9 +289,9 @@ def _age(found: os.stat_result) -> float:
 
 
 class _FileStaging:
-    def __init__(self, path: Path, header: bytes, path_of: Callable[[bytes], Path]) -> None:
+    def __init__(self, path: Path, header: bytes, publish: Callable[[Path, bytes], None]) -> None:
         self._path = path
-        self._path_of = path_of
+        self._publish = publish
         self._header_bytes = len(header)
         fresh = not _starts_with(path, header)
         self._file = path.open("w+b" if fresh else "r+b")
@@ -319,7 +331,7 @@ class _FileStaging:
         with disk_errors("making an upload durable"):
             failpoints.hit("blob.before-commit")
             self._file.close()
-            _rename_durably(self._path, self._path_of(sha256))
+            self._publish(self._path, sha256)
             failpoints.hit("blob.after-commit")
 
     def discard(self) -> None:
@@ -349,13 +361,6 @@ class _MappedSource:
 
     def view(self, start: int, size: int) -> memoryview:
         return memoryview(self._view)[self._header_bytes + start : self._header_bytes + start + size]
-
-
-def _rename_durably(source: Path, target: Path) -> None:
-    """Renames a file into place durably; creates the target directory if necessary."""
-    target.parent.mkdir(exist_ok=True)
-    rename_durably(source, target)
-    sync_directory(target.parent.parent)
 
 
 def _sync_names(path: Path) -> None:

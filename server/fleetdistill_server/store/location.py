@@ -36,7 +36,7 @@ class Location:
     @classmethod
     def of(cls, server: ServerSection) -> Location:
         """Returns the location that a run.toml sets."""
-        return cls(server.database)
+        return cls(server.database, server.blobs)
 
 
 def has_store(directory: Path) -> bool:

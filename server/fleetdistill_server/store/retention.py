@@ -111,6 +111,7 @@ def free_after_round(store: Store, run: str, checkpoints: Iterable[bytes] = ()) 
     with store.blobs.exclusive() as free:
         if free:  # otherwise a later sweep deletes them
             _delete(store, [*spent, *checkpoints])
+    store.blobs.trim()
 
 
 def drop_unneeded(store: Store, digests: Iterable[bytes], wait_seconds: float = WAIT_SECONDS) -> None:
@@ -129,6 +130,7 @@ def sweep(store: Store, grace_seconds: float = GRACE_SECONDS) -> Freed:
 
     Does nothing while another process deletes payloads or makes a backup.
     """
+    store.blobs.trim()
     with store.blobs.exclusive() as free:
         return _sweep(store, grace_seconds) if free else Freed()
 
@@ -281,7 +283,7 @@ def _delete(store: Store, digests: Iterable[bytes], grace_seconds: float = 0.0) 
         with store.transaction():  # the write lock: no receipt can be committed between check and deletion
             kept = needed(store)
             for sha256 in group:
-                if sha256 not in kept and store.blobs.age_seconds(sha256) >= grace_seconds:
+                if sha256 not in kept and (not grace_seconds or store.blobs.age_seconds(sha256) >= grace_seconds):
                     failpoints.hit("engine.gc.before-drop")
                     store.blobs.drop(sha256)
                     failpoints.hit("engine.gc.after-drop")

@@ -85,7 +85,13 @@ class Store:
         """
         with disk_errors(f"opening the store {directory}"):
             make_directory(directory)
-        return cls(_open_database(directory, location or read_location(directory)), FileBlobs(directory / "blobs"))
+        place = location or read_location(directory)
+        database = _open_database(directory, place)
+        try:
+            return cls(database, _open_blobs(directory, place, database))
+        except BaseException:
+            database.close()
+            raise
 
     @classmethod
     def in_memory(cls) -> Store:
@@ -130,3 +136,14 @@ def _open_database(directory: Path, location: Location) -> Database:
         text = "[server] database needs psycopg; install it with: pip install 'fleetdistill[postgres]'"
         raise ConfigurationError(text) from error
     return PostgresDatabase(location.database)
+
+
+def _open_blobs(directory: Path, location: Location, database: Database) -> Blobs:
+    if not location.blobs:
+        return FileBlobs(directory / "blobs")
+    try:
+        from fleetdistill_server.store.object_blobs import ObjectBlobs
+    except ImportError as error:
+        text = "[server] blobs needs s3fs; install it with: pip install 'fleetdistill[s3]'"
+        raise ConfigurationError(text) from error
+    return ObjectBlobs(directory / "blobs", location.blobs, database.exclusive)
