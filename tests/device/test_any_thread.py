@@ -65,6 +65,7 @@ def members(device: Device, kind: str) -> dict[str, Callable[[], Any]]:
         "run": device.run,
         "step": lambda: device.step(0),
         "tick": device.tick,
+        "pause_seconds": lambda: device.pause_seconds,
         "start": device.start,
         "stop": device.stop,
         "join": lambda: device.join(0.01),

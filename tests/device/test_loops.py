@@ -206,7 +206,9 @@ def test_tick_never_waits(tmp_path: Path) -> None:
     with device:
         assert [device.tick() for _ in range(3)] == [Step.WAITED] * 3
         assert waits == [0.0], "one request, because the server wants the next one 7 seconds later"
+        assert device.pause_seconds == 7
         clock.advance(7)
+        assert device.pause_seconds == 0
         assert [device.tick() for _ in range(4)] == [Step.ANSWERED] * 3 + [Step.WAITED]
         clock.advance(0.5)  # the pause after a repeated ask that the device declined before
         assert device.tick() is Step.FINISHED

@@ -71,7 +71,7 @@ class Engine:
 
     def tick(self) -> Step:
         """Runs one turn without any wait; does nothing before the end of the last pause."""
-        if self._session.clock.now() < self._resume_at:
+        if self.pause_seconds:
             return self._unless_stopped(Step.WAITED)
         try:
             result, pause = self._turn(0.0), self._pause
@@ -79,6 +79,11 @@ class Engine:
             result, pause = Step.WAITED, self._contact.lost(error)
         self._resume_at = self._session.clock.now() + pause
         return self._unless_stopped(result)
+
+    @property
+    def pause_seconds(self) -> float:
+        """Seconds until `tick` runs a turn again; 0 if it does so now."""
+        return max(0.0, self._resume_at - self._session.clock.now())
 
     def _wait(self, seconds: float) -> None:
         if seconds:

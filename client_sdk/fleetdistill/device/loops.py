@@ -112,6 +112,14 @@ class Loops:
         with self._working("tick"):
             return self._engine.tick()
 
+    @property
+    def pause_seconds(self) -> float:
+        """Seconds until the next turn of `tick` is due, at least 0: the server or a lost contact requires a pause.
+
+        Until then `tick` returns `Step.WAITED` without a call. For apps that run several devices in one loop.
+        """
+        return self._engine.pause_seconds
+
     @contextlib.contextmanager
     def _working(self, call: str) -> Iterator[None]:
         try:

@@ -57,6 +57,9 @@ _OPTIONS = [
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Otherwise all channels of a process to one server share a TCP connection, and with it the server's limit on open
+    # calls per connection; calls beyond the limit would wait for other devices' long polls.
+    ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
@@ -76,50 +79,72 @@ class CredentialsSource(Protocol):
         """Returns valid credentials; repeated calls return the same object until the credentials change."""
 
 
-class GrpcLink:
-    """Connection to an aggregation server over gRPC. Implements `Link`.
+class Connection:
+    """An open channel to a server, which several links of one process may share if it is in plain text.
 
     Args:
         server: `"host:port"` of the server.
-        source: Source of the device's credentials, or None for plain text. A new certificate opens a new channel;
+        credentials: The device's credentials; None for plain text.
+    """
+
+    def __init__(self, server: str, credentials: Credentials | None = None) -> None:
+        if credentials is None:
+            self._channel = grpc.insecure_channel(server, options=_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(server, credentials.channel(), options=_OPTIONS)
+        self.stub = service_pb2_grpc.DeviceServiceStub(self._channel)
+        # takes bytes
+        self.stub.Upload = self._channel.stream_unary(_UPLOAD, None, service_pb2.UploadResponse.FromString)
+        self.stub.Download = self._channel.unary_stream(
+            _DOWNLOAD, service_pb2.DownloadRequest.SerializeToString, _download_message
+        )
+
+    def close(self) -> None:
+        """Closes the channel; calls on it end with an error."""
+        self._channel.close()
+
+
+class GrpcLink:
+    """Link to an aggregation server over gRPC. Implements `Link`.
+
+    Args:
+        server: `"host:port"` of the server.
+        source: Source of the device's credentials, or None for plain text. A new certificate opens a new connection;
             pending calls complete on the old one.
+        shared: Connection in plain text that the link uses and does not close; None for a connection of its own.
     """
 
     remote = True
 
-    def __init__(self, server: str, source: CredentialsSource | None = None) -> None:
+    def __init__(self, server: str, source: CredentialsSource | None = None, shared: Connection | None = None) -> None:
         self._server = server
         self._source = source
         self._opening = threading.Lock()
         self._used: Credentials | None = None
-        self._channels: list[grpc.Channel] = []
+        self._own: list[Connection] = []
         self._calls: set[Any] = set()  # the calls that `interrupt` cancels
         self._probe_at = 0.0
-        if source is None:
-            self._open(grpc.insecure_channel(server, options=_OPTIONS))
+        if shared is not None:
+            self._connection = shared
+        elif source is None:
+            self._open(Connection(server))
 
     @property
     def _stub(self) -> Any:
-        """Stub of a channel with a valid certificate."""
+        """Stub of a connection with a valid certificate."""
         if self._source is not None:
             fresh = self._source.current()
             with self._opening:
                 if fresh is not self._used:
-                    self._open(grpc.secure_channel(self._server, fresh.channel(), options=_OPTIONS))
+                    self._open(Connection(self._server, fresh))
                     self._used = fresh
-        return self._open_stub
+        return self._connection.stub
 
-    def _open(self, channel: grpc.Channel) -> None:
-        if len(self._channels) > 1:
-            self._channels.pop(0).close()  # two certificates older, so it has no pending calls
-        self._channels.append(channel)
-        self._open_stub = service_pb2_grpc.DeviceServiceStub(channel)
-        self._open_stub.Upload = channel.stream_unary(
-            _UPLOAD, None, service_pb2.UploadResponse.FromString
-        )  # takes bytes
-        self._open_stub.Download = channel.unary_stream(
-            _DOWNLOAD, service_pb2.DownloadRequest.SerializeToString, _download_message
-        )
+    def _open(self, connection: Connection) -> None:
+        if len(self._own) > 1:
+            self._own.pop(0).close()  # two certificates older, so it has no pending calls
+        self._own.append(connection)
+        self._connection = connection
 
     def check_in(
         self, identity: service_pb2.Identity, profile: contract_pb2.DeviceProfile | None
@@ -188,8 +213,8 @@ class GrpcLink:
             call.cancel()
 
     def close(self) -> None:
-        for channel in self._channels:
-            channel.close()
+        for connection in self._own:
+            connection.close()
 
     def _chunks(self, stream: Any) -> Iterator[AnyChunk]:
         with self._errors():
