@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from support.driving import DriveDevices
 from typer.testing import CliRunner, Result
 
 from fleetdistill import Step
@@ -24,7 +25,6 @@ from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.simulation import show
 from fleetdistill_server.simulation.data.datasets import load_dataset
 from fleetdistill_server.simulation.data.partition import partition
-from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.simulation.spec.plan import RUN, make_run_config, make_specs

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.driving import DriveDevices
 from support.fleets import RUN, RUNS, Prepared, outcome, prepare, run_in_memory
 from support.forked import ForkedEngine, forked_forget_command
 from support.live_front import RUN as MADE_RUN
@@ -46,7 +47,6 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.upload_session import UploadSession
 from fleetdistill_server.methods.base import Notes  # type: ignore[attr-defined]
 from fleetdistill_server.methods.classstats.averaged import AveragedServer
-from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store import retention

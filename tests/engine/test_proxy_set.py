@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.devices import compute_of
+from support.driving import DriveDevices
 from support.fleets import Prepared, prepare
 from support.wire_samples import make_contract, make_identity, make_profile
 
@@ -29,7 +30,6 @@ from fleetdistill_server.engine.proxy_set import register_proxy
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.simulation.data.hold_out import proxy_rows
-from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.simulation.spec.plan import RUN

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.driving import DriveDevices
 from support.fleets import SMALL, assert_no_upload_lost, prepare
 from support.parroting import ParrotDevice
 from support.record_schema import DEVICES, RUN, recorded_config
@@ -25,7 +26,6 @@ from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.fedavg import FedAvgServer
-from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.database import Row

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.driving import DriveDevices
 from support.fleets import RUN, RUNS, Prepared, prepare
 
 from fleetdistill.errors import ConfigurationError
@@ -23,7 +24,6 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.run_endings import delete
-from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.database import Row

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
-from support.fleets import RUNS, prepare, run_in_memory
+from support.fleets import RUNS, prepare
 
 from fleetdistill import COLUMNS, Device
 from fleetdistill.clock import Clock
@@ -18,7 +17,7 @@ from fleetdistill.light import light_worker
 from fleetdistill.link.base import Link
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
-from fleetdistill_server.simulation.links import links
+from fleetdistill_server.simulation.links.links import run_over_memory
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model, load_arrays
 
@@ -114,7 +113,8 @@ def play(name: str, work: Path) -> list[Played]:
     spec = prepared[1][0]
     found = Played(name, spec, load_arrays(spec.data_file))
     noting = type("Noting", (NotingLink,), {"played": found})
-    with mock.patch.object(links, "MemoryLink", noting), contextlib.closing(run_in_memory(prepared)) as store:
+    run = run_over_memory(*prepared, lambda store: None, lambda api, device: noting(api))
+    with contextlib.closing(run) as store:
         file = found.terms.contract.extractor_file
         if name != LIGHT or not file:
             return [found]

@@ -18,6 +18,7 @@ import onnxruntime
 import pytest
 import torch
 from numpy.testing import assert_allclose
+from support.driving import DriveDevices
 from support.forked import ForkedProgram
 from support.processes import COMMAND, PATIENCE_SECONDS
 from torch import Tensor, nn
@@ -29,7 +30,6 @@ from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 

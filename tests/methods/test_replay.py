@@ -7,6 +7,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from support.driving import DriveDevices
 from support.fleets import (
     HOSTILE,
     RUN,
@@ -23,7 +24,6 @@ from support.fleets import (
 from fleetdistill import Device, Step
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.location import Location, set_location

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.driving import DriveDevices
 from support.fleets import RUNS, Prepared, every_run, prepare
 from torch import nn
 
@@ -23,7 +24,6 @@ from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model, load_arrays, make_device
 from fleetdistill_server.simulation.spec.plan import RUN

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.driving import DriveDevices
 from support.fleets import RUN, RUNS, Prepared, outcome, prepare, run_in_memory
 
 from fleetdistill.device import Step
@@ -20,7 +21,6 @@ from fleetdistill_server.config.run_config import RunConfig, completed_part, run
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.service.registration import is_prepared, register
-from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.database import Row

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.driving import DriveDevices
 from support.fleets import RUNS, Prepared, assert_no_upload_lost, prepare
 from support.processes import COMMAND
 from typer.testing import CliRunner
@@ -29,7 +30,6 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.service import serve_lock
-from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.simulation.spec.plan import RUN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.simulation.data.datasets import load_dataset
 from fleetdistill_server.simulation.data.partition import partition
 from fleetdistill_server.simulation.links.links import run_over_memory
+from fleetdistill_server.simulation.links.simulated_devices import saved_state
 from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.simulation.spec.plan import RUN, hold_out_proxy, make_run_config, make_specs
 from fleetdistill_server.simulation.spec.settings import Simulation
@@ -105,9 +107,11 @@ def prepare(wanted: Simulation, work: Path) -> Prepared:
     return make_run_config(wanted, data, work), make_specs(wanted, data, split, work), work
 
 
-def run_in_memory(prepared: Prepared, watch: Callable[[Store], None] = lambda store: None) -> Store:
+def run_in_memory(
+    prepared: Prepared, watch: Callable[[Store], None] = lambda store: None, *, durable: bool = False
+) -> Store:
     """The undisturbed run that every other one is compared with."""
-    return run_over_memory(*prepared, watch)
+    return run_over_memory(*prepared, watch, durable=durable)
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,13 @@ def _name(row: Row) -> tuple[int, int, str, str]:
 def device_files(prepared: Prepared) -> dict[str, bytes]:
     """What the devices keep at the end of a run: their state, and the model for the app."""
     names = ("state.safetensors", "delivered.safetensors", "model.onnx")
-    return {f"{spec.name}/{name}": (Path(spec.state_dir) / name).read_bytes() for spec in prepared[1] for name in names}
+    with closing(Store.open(Path(prepared[0].server.store))) as store:
+        in_memory = {spec.name: saved_state(store, spec.name) for spec in prepared[1]}
+    return {
+        f"{spec.name}/{name}": in_memory[spec.name].get(name) or (Path(spec.state_dir) / name).read_bytes()
+        for spec in prepared[1]
+        for name in names
+    }
 
 
 def assert_no_upload_lost(store: Store, receipts: set[str] | None = None, run: str = RUN) -> None:

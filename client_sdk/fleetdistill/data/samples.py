@@ -95,12 +95,14 @@ def read_samples(data: Any, known: Samples | None = None) -> Samples:
     """Reads and checks an app's data, in chunks.
 
     Args:
-        data: Data in any form of `Device(data=...)`.
+        data: Data in any form of `Device(data=...)`, or the result of an earlier call.
         known: Result of the previous call; returned again if no sample has changed.
 
     Raises:
         DataError: The data cannot be read, or a sample is invalid.
     """
+    if isinstance(data, Samples):
+        return data
     rows, transform = opened(data)
     fingerprint = rows.fingerprint()
     if known is not None and fingerprint is not None and fingerprint == known.fingerprint:

@@ -121,7 +121,7 @@ class Deployer:
         try:
             with disk_errors(self._directory):
                 shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir()
+                folder.mkdir(parents=True)  # a simulated device has no state directory yet
             report = compute.export(folder / MODEL_FILE, version.round)
             return self._deploy(compute, report, folder, version)
         finally:

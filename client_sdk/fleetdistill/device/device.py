@@ -53,7 +53,7 @@ from fleetdistill.device.temporary_refusals import as_link_errors
 from fleetdistill.eligibility import Budgets, Eligibility
 from fleetdistill.eligibility.permission import Permission
 from fleetdistill.errors import ConfigurationError, DeviceClosedError
-from fleetdistill.link.base import Link
+from fleetdistill.link.base import HandsOver, Link
 from fleetdistill.link.downloads import DOWNLOADS, Downloads, adopt_proxy_set
 from fleetdistill.link.metered import MeteredLink
 from fleetdistill.models import USUAL_PREDICTOR
@@ -91,7 +91,7 @@ class Device(Disclosure):
         worker: Compute backend, instead of `model` and `data`, for an app that does not use PyTorch: a function that
             takes the run's contract and returns a `fleetdistill.device.compute.Compute`.
         state_dir: Directory used only by this device. Stores its identity, its model and unfinished work. A new one
-            must be empty.
+            must be empty. A simulation passes an open `Storage`, which the device closes.
         run: Name of the run. Optional if the server has a single run.
         device_id: Name of the device, 1 to 64 letters, digits, '-', '_' or '.'. Default: a UUID stored in `state_dir`.
         allow: Columns that may leave the device, a subset of `COLUMNS`. Default: all except `labels`, which FedDKC
@@ -138,7 +138,7 @@ class Device(Disclosure):
         model: nn.Module | Callable[[], nn.Module] | None = None,
         data: Any = None,
         worker: MakeCompute | None = None,
-        state_dir: str | Path,
+        state_dir: str | Path | Storage,
         run: str = "",
         device_id: str | None = None,
         allow: Sequence[str] = DEFAULT_COLUMNS,
@@ -167,7 +167,7 @@ class Device(Disclosure):
             "torch_device": torch_device,
             "predictor": predictor,
         }
-        directory = checked_state_dir(state_dir)
+        directory = state_dir.directory if isinstance(state_dir, Storage) else checked_state_dir(state_dir)
         check_columns(allow)
         check_names(run, device_id, model_name)
         check_policies(eligibility, budgets, deployment, clock)
@@ -183,7 +183,7 @@ class Device(Disclosure):
         check_connection(server, enrolment, insecure, directory)
         self._has_worker = worker is not None
         self._guard = Guard(on_event or (lambda event: None))
-        self._storage = Storage(directory, max_spool_bytes)
+        self._storage = state_dir if isinstance(state_dir, Storage) else Storage(directory, max_spool_bytes)
         with contextlib.ExitStack() as undo:
             undo.callback(self._storage.close)  # a constructor that fails leaves the directory unlocked
             clock = clock or SystemClock()
@@ -199,7 +199,7 @@ class Device(Disclosure):
                 data=data,
                 max_threads=most_threads(max_threads, budgets),
                 only_private=budget is not None,
-                downloads=Downloads(self._storage.directory / DOWNLOADS, max_spool_bytes),
+                downloads=_downloads(self._storage, server, max_spool_bytes),
             )
             self._predictions = Predictions(self._session, lambda: self._ready_compute("predict"))
             self._deployer = Deployer(
@@ -237,7 +237,10 @@ class Device(Disclosure):
             save_server(self._storage, server)
             server = open_link(server, enrolment, self._storage.directory, identity.device)
         link = MeteredLink(server, partial(permission.usage.add, "bytes"))
-        return Session(self._storage, link, identity, self._guard, clock, Consent(allow), permission)
+        same_process = server if isinstance(server, HandsOver) and not self._storage.has_directory else None
+        return Session(
+            self._storage, link, identity, self._guard, clock, Consent(allow), permission, same_process=same_process
+        )
 
     @property
     def device_id(self) -> str:
@@ -367,6 +370,14 @@ def _compute_factory(
         return lambda contract, data: configured(worker(contract), deployment)
     make: MakeForData = partial(_torch_compute, model=model, **torch_options)
     return lambda contract, data: configured(make(contract, data), deployment)
+
+
+def _downloads(storage: Storage, server: str | Link, max_bytes: int) -> Downloads:
+    if storage.has_directory or isinstance(server, str):
+        return Downloads(storage.directory / DOWNLOADS, max_bytes)
+    from fleetdistill.link.memory_downloads import MemoryDownloads
+
+    return MemoryDownloads(server)
 
 
 def _torch_compute(contract: contract_pb2.Contract, data: Any, **options: Any) -> Compute:

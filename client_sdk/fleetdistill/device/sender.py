@@ -166,7 +166,11 @@ class Sender:
         self._storage.outbox.count_try()
         with self.heartbeats():
             failpoints.hit("device.upload.before-send")
-            receipt = self._session.link.upload(header, wire.chunks(payload.source, payload.slots, first_byte, packed))
+            if self._session.same_process is not None:
+                receipt = self._session.same_process.take(header, payload)
+            else:
+                chunks = wire.chunks(payload.source, payload.slots, first_byte, packed)
+                receipt = self._session.link.upload(header, chunks)
         failpoints.hit("device.upload.after-receipt")
         return receipt
 

@@ -9,7 +9,7 @@ from fleetdistill.clock import Clock
 from fleetdistill.device.consent import Consent
 from fleetdistill.device.guard import Guard
 from fleetdistill.eligibility.permission import Permission
-from fleetdistill.link.base import Link
+from fleetdistill.link.base import HandsOver, Link
 from fleetdistill.state.directory import Storage
 from fleetdistill.state.outbox import Pending
 from fleetdistill.wire.v1 import service_pb2
@@ -33,6 +33,7 @@ class Session:
         terms: Server's reply to the check-in; None if the device has to check in.
         compute: Compute backend; None before its first use.
         computed: Answer whose state the compute backend holds, or None.
+        same_process: The link, if the server is in this process and takes answers as they are; else None.
         ask_interrupted: Whether the work on the last ask was interrupted, and is done again later.
     """
 
@@ -46,6 +47,7 @@ class Session:
     terms: service_pb2.CheckInResponse | None = None
     compute: Compute | None = None
     computed: Pending | None = None
+    same_process: HandsOver | None = None
     ask_interrupted: bool = False
 
     def forget_state(self) -> None:

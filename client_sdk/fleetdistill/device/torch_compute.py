@@ -296,12 +296,12 @@ class TorchCompute:
             return {}
 
     def _score(self, models: Mapping[str, nn.Module]) -> dict[str, Counts]:
+        return {place: counts for name, model in models.items() for place, counts in self._score_model(name, model)}
+
+    def _score_model(self, name: str, model: nn.Module) -> list[tuple[str, Counts]]:
+        """Returns the scores of a model on the app's test and validation data, by place."""
         splits = {split: data for split, data in self._scored.items() if data is not None}
-        return {
-            place_of(split, name): _counts(model, data, self._classes)
-            for name, model in models.items()
-            for split, data in splits.items()
-        }
+        return [(place_of(split, name), _counts(model, data, self._classes)) for split, data in splits.items()]
 
     # --- delivery
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 
-__all__ = ["Link"]
+__all__ = ["HandsOver", "Link"]
 
 
 class Link(Protocol):
@@ -65,3 +66,18 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Releases the connection."""
+
+
+@runtime_checkable
+class HandsOver(Protocol):
+    """Optional protocol of a `Link` to a server in the same process: payloads change hands without being copied.
+
+    The server's checks of an answer's header and values are those of `upload`. Chunks, their checksums and compression
+    are left out; the bytes that they would have on a network are counted.
+    """
+
+    def hand_over(self, identity: service_pb2.Identity, sha256: bytes) -> Payload:
+        """Returns a payload of the server; see `download`."""
+
+    def take(self, header: service_pb2.UploadHeader, payload: Payload) -> service_pb2.Receipt:
+        """Gives the server an answer; see `upload`. The device must not change the payload's arrays afterwards."""

@@ -25,11 +25,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
-from fleetdistill.errors import NoRoomError, StateError
+from fleetdistill.errors import StateError
 from fleetdistill.state import failpoints
 from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import make_directory
@@ -43,6 +42,7 @@ from fleetdistill.version import VERSION
 
 MAX_SPOOL_BYTES = 16 << 30
 """Default maximum size of an answer with its states, and of one download, in bytes."""
+_ROWS = "rows.txt"
 
 
 class Storage(Files):
@@ -59,6 +59,9 @@ class Storage(Files):
     Raises:
         StateError: Another process uses the directory, or it cannot be written.
     """
+
+    has_directory = True
+    """Whether the state is in files; a simulated device's is in memory."""
 
     def __init__(self, directory: Path, max_answer_bytes: int = MAX_SPOOL_BYTES) -> None:
         super().__init__(directory)
@@ -108,14 +111,14 @@ class Storage(Files):
 
         Not fsynced and skipped on a full disk: without the file the data are compared once more.
         """
-        self._write_rows(f"{version.hex()}\n{(digest or b'').hex()}")
+        self.note(_ROWS, f"{version.hex()}\n{(digest or b'').hex()}".encode())
 
     def is_data_version(self, version: bytes, digest: bytes | None) -> bool:
         """Returns whether a data version is that of the app's data.
 
         If the data have no digest, returns True unless `clear_data_version` was called.
         """
-        saved = self.load("rows.txt")
+        saved = self.load(_ROWS)
         if saved is None:
             return digest is None
         known, separator, saved_digest = saved.decode(errors="replace").partition("\n")
@@ -123,11 +126,7 @@ class Storage(Files):
 
     def clear_data_version(self) -> None:
         """Clears the data version after the app has replaced its data. The change persists across restarts."""
-        self._write_rows("")
-
-    def _write_rows(self, text: str) -> None:
-        with contextlib.suppress(NoRoomError), disk_errors(self.directory):
-            (self.directory / "rows.txt").write_bytes(text.encode())  # as text, Windows would write \r\n
+        self.note(_ROWS, b"")
 
 
 def _from_hex(text: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -9,7 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetdistill.errors import DamagedStateError
+from fleetdistill.errors import DamagedStateError, NoRoomError
 from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import rename_durably, sync_directory, sync_file
 
@@ -69,6 +70,11 @@ class Files:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
             rename_durably(temporary, path)
+
+    def note(self, name: str, data: bytes) -> None:
+        """Writes a file without fsync; does nothing on a full disk. For facts that the device can find out again."""
+        with contextlib.suppress(NoRoomError), disk_errors(self.directory):
+            (self.directory / name).write_bytes(data)
 
     def set_aside(self, name: str, reason: object, effect: str, *, copy: bool = False) -> None:
         """Renames a damaged file to `NAME.damaged-1`, or the next free number, and notes it for the app.

@@ -201,8 +201,7 @@ class Outbox:
         Not fsynced, and skipped on a full disk, because the number is only informative.
         """
         tries = self.tries + 1
-        with contextlib.suppress(NoRoomError), disk_errors(self.directory):
-            (self._outbox / "tries.txt").write_text(str(tries))
+        self._files.note("outbox/tries.txt", str(tries).encode())
         return tries
 
     @property

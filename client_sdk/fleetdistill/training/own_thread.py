@@ -14,6 +14,7 @@ import torch
 from fleetdistill.errors import WorkInterrupted
 from fleetdistill.interruption import checked_by
 from fleetdistill.progress import redirect
+from fleetdistill.training.alone import is_alone
 
 T = TypeVar("T")
 
@@ -35,6 +36,9 @@ def in_own_thread(function: Callable[[], T], threads: int) -> T:
         BaseException: The exception of `function`. If the calling thread is interrupted, the function ends at its next
             `check_may_continue`, and the interruption is raised.
     """
+    if is_alone():
+        with torch.enable_grad():
+            return function()
     result: Future[T] = Future()
     abandoned = threading.Event()
     reports: SimpleQueue[tuple[str, float] | None] = SimpleQueue()  # None at the end

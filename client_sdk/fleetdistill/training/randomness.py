@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fleetdistill.training.alone import is_alone
+
 _aten = torch.ops.aten
 _LIKE: Mapping[Any, Callable[..., torch.Tensor]] = {
     _aten.rand_like.default: lambda result, generator: result.uniform_(0, 1, generator=generator),
@@ -30,6 +32,10 @@ _LIKE: Mapping[Any, Callable[..., torch.Tensor]] = {
 @contextmanager
 def own_randomness(seed: int) -> Iterator[None]:
     """Makes operations of the calling thread draw from generators of their own, seeded with `seed`."""
+    if is_alone():
+        with _global_generators(seed):
+            yield
+        return
     mode = _OwnGenerators(seed)
     token = _current.set(mode)
     try:
@@ -55,6 +61,22 @@ def draws_nothing() -> Iterator[None]:
         yield
     finally:
         mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _global_generators(seed: int) -> Iterator[None]:
+    """Seeds torch's global generators, and restores their state afterwards."""
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        generators += torch.cuda.default_generators
+    states = [one.get_state() for one in generators]
+    for one in generators:
+        one.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for one, state in zip(generators, states, strict=True):
+            one.set_state(state)
 
 
 class _OwnGenerators(TorchDispatchMode):

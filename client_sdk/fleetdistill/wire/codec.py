@@ -44,6 +44,13 @@ class ArraySource:
         ]
         return b"".join(found)
 
+    def view(self, start: int, size: int) -> memoryview | bytes:
+        """Returns the same bytes as `read`, read-only and without a copy if they are exactly one array."""
+        for number, slot in enumerate(self._slots):
+            if slot.start == start and slot.nbytes == size:
+                return self._views[number].toreadonly()
+        return self.read(start, size)
+
 
 @dataclass(frozen=True)
 class Payload:

@@ -196,10 +196,14 @@ def chunk_data(chunk: AnyChunk) -> Data:
     return unpacked(chunk.data, chunk.compression, CHUNK_BYTES)
 
 
+def elements_of(slot: Slot, source: DataSource) -> np.ndarray:
+    """Reads the elements of one tensor as they are stored, `[N]`; read-only."""
+    return np.frombuffer(getattr(source, "view", source.read)(slot.start, slot.nbytes), slot.dtype)
+
+
 def array_of(slot: Slot, source: DataSource) -> np.ndarray:
     """Reads one tensor as a read-only array; quantized tensors are decoded."""
-    data = getattr(source, "view", source.read)(slot.start, slot.nbytes)
-    elements = np.require(np.frombuffer(data, slot.dtype).reshape(slot.shape), requirements="A")
+    elements = np.require(elements_of(slot, source).reshape(slot.shape), requirements="A")
     if slot.channels is None:
         return elements
     step, minimum = (array_of(one, source) for one in slot.channels)

@@ -85,6 +85,9 @@ def simulate(
     link: Annotated[
         str, typer.Option(help="Link to the devices: memory (a single process) or grpc (one process per device).")
     ] = "memory",
+    durable: Annotated[
+        bool, typer.Option("--durable", help="With --link memory, write and fsync all files as over gRPC.")
+    ] = False,
     dataset: Annotated[
         str,
         typer.Option(
@@ -197,6 +200,7 @@ def simulate(
             quorum=quorum,
             seed=seed,
             link=link,  # type: ignore[arg-type]  # checked by simulate
+            durable=durable,
             image_size=image_size,
             train_limit=train_limit,
             test_limit=test_limit,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from fleetdistill.errors import DamagedError, RefusedError, StoreError
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.compression import choose
+from fleetdistill.wire.compression import choose, offered
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.sessions import Sessions
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.store.traffic import Counted, Sending
+from fleetdistill_server.store.traffic import Counted, Sending, counted
 
 
 class Downloads:
@@ -31,6 +32,7 @@ class Downloads:
         self._commit = commit
         self._sessions = sessions
         self._compression = compression
+        self._last = b"", Counted()  # counts of the payload that was handed over last: often all devices get it
         self._damaged: set[bytes] = set()  # digests with a recorded event
 
     def open(self, request: service_pb2.DownloadRequest) -> tuple[Payload, Sending]:
@@ -44,8 +46,26 @@ class Downloads:
             RefusedError: The payload is not part of the device's asks or contract, or has been deleted.
             StoreError: The payload is damaged or cannot be read.
         """
-        run, device = self._sessions.authenticate(request.identity)
-        wanted = request.sha256
+        payload, count = self._find(request.identity, request.sha256)
+        packed = choose(self._compression, request.compressions)
+        chunks = wire.chunks(payload.source, payload.slots, request.first_byte, packed)
+        return payload, Sending(chunks, payload.slots, count)
+
+    def hand_over(self, identity: service_pb2.Identity, sha256: bytes) -> Payload:
+        """Returns a payload to a device in this process, and counts the bytes that it would have on a network.
+
+        Raises:
+            RefusedError, StoreError: As `open`.
+        """
+        payload, count = self._find(identity, sha256)
+        if sha256 != self._last[0]:
+            self._last = sha256, counted(payload, choose(self._compression, offered()))
+        count(self._last[1])
+        return payload
+
+    def _find(self, identity: service_pb2.Identity, wanted: bytes) -> tuple[Payload, Callable[[Counted], None]]:
+        """Returns a payload that a device may download, and the function that counts its bytes."""
+        run, device = self._sessions.authenticate(identity)
         contract = self._sessions.contract(run)
         for_all = wanted in {contract.initial_weights, contract.proxy_digest, contract.extractor_file} - {b""}
         ask = self._store.asks.next_open(run, device) if for_all else self._store.asks.naming(run, device, wanted)
@@ -68,9 +88,7 @@ class Downloads:
             with contextlib.suppress(StoreError):  # a failed count must not fail the download
                 self._commit(lambda store: store.history.add_traffic(run, number, device, "down", sent, header_bytes))
 
-        packed = choose(self._compression, request.compressions)
-        chunks = wire.chunks(payload.source, payload.slots, request.first_byte, packed)
-        return payload, Sending(chunks, payload.slots, count)
+        return payload, count
 
     def _note_damage(self, run: str, ask: Row | None, damage: DamagedError) -> None:
         """Records an event about a damaged payload, once per payload; the engine recreates the payload if it can."""

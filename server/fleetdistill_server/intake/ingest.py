@@ -19,7 +19,7 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import unpacked
 from fleetdistill.wire.kind import KINDS
-from fleetdistill.wire.payload import Slot
+from fleetdistill.wire.payload import DataSource, Slot, elements_of
 from fleetdistill.wire.schema import ROWS
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 from fleetdistill_server.intake.duplicate_ids import first_repeat
@@ -131,15 +131,28 @@ class Ingest:
             raise self._refuse(Code.INCOMPLETE, f"the stream ended after {have} of {self._total} bytes")
         if self._hash.digest() != self.header.sha256:
             raise self._refuse(Code.CHECKSUM, "the SHA-256 of parts and data does not match the header")
+        self._check_whole(self._staging)
+
+    def check(self, source: DataSource) -> None:
+        """Checks the values of a payload that was encoded in this process, whose SHA-256 is therefore known.
+
+        Raises:
+            RefusedError: A value is wrong, ids are not unique, or tensors do not fit each other.
+        """
+        for slot in self.slots:
+            self._check_values(slot, elements_of(slot, source), 0)
+        self._check_whole(source)
+
+    def _check_whole(self, source: DataSource) -> None:
         for slot in self.slots:
             if self._rules[slot.path].unique:
-                self._check_unique(slot, self._staging)
+                self._check_unique(slot, source)
             if self._rules[slot.path].row_sums is not None:
-                self._check_row_sums(slot, self._staging)
+                self._check_row_sums(slot, source)
         by_path = {slot.path: slot for slot in self.slots}
         for part in self.header.parts.parts:
             with self._naming_device():
-                check_data(part, self._contract, by_path, self._staging, self._samples)
+                check_data(part, self._contract, by_path, source, self._samples)
 
     @property
     def _total(self) -> int:
@@ -259,9 +272,9 @@ class Ingest:
         text = text.replace("{value}", f"{values[at].item():g}")
         raise self._refuse(Code.BAD_VALUE, f"{text} at row {row} of {slot.path}", slot, row=str(row))
 
-    def _check_unique(self, slot: Slot, staging: Staging) -> None:
+    def _check_unique(self, slot: Slot, source: DataSource) -> None:
         def read() -> Iterator[np.ndarray]:
-            return (np.frombuffer(one, slot.dtype) for one in wire.pieces(staging, slot.start, slot.stop))
+            return (np.frombuffer(one, slot.dtype) for one in wire.pieces(source, slot.start, slot.stop))
 
         found = first_repeat(read, math.prod(slot.shape))
         if found is not None:
@@ -269,7 +282,7 @@ class Ingest:
             text = f"duplicate {self._rules[slot.path].what} {value} at row {row} of {slot.path}"
             raise self._refuse(Code.BAD_VALUE, text, slot, row=str(row))
 
-    def _check_row_sums(self, slot: Slot, staging: Staging) -> None:
+    def _check_row_sums(self, slot: Slot, source: DataSource) -> None:
         rule = self._rules[slot.path]
         assert rule.row_sums is not None
         least, most = rule.row_sums
@@ -277,7 +290,7 @@ class Ingest:
         rows = max(wire.CHUNK_BYTES // row_bytes, 1)  # rows per read
         for first in range(0, slot.shape[0], rows):
             start = slot.start + first * row_bytes
-            data = staging.read(start, min(rows * row_bytes, slot.stop - start))
+            data = source.read(start, min(rows * row_bytes, slot.stop - start))
             sums = np.frombuffer(data, slot.dtype).reshape(-1, row_bytes // slot.dtype.itemsize).sum(1, np.float64)
             bad = (sums < least) | (sums > most)
             if bad.any():

@@ -9,10 +9,9 @@ from math import prod
 from fleetdistill import knowledge  # registers the kinds  # noqa: F401
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.kind import Array, kind_of
-from fleetdistill.wire.payload import DTYPES, Slot
+from fleetdistill.wire.payload import DTYPES, DataSource, Slot
 from fleetdistill.wire.schema import TensorSchema, on_the_wire
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
-from fleetdistill_server.store.blobs import Staging
 
 
 def rules_of(
@@ -37,7 +36,7 @@ def check_data(
     part: knowledge_pb2.Part,
     contract: contract_pb2.Contract,
     slots: Mapping[str, Slot],
-    staging: Staging,
+    source: DataSource,
     samples: int | None,
 ) -> None:
     """Runs the checks of a part that involve several tensors.
@@ -46,27 +45,27 @@ def check_data(
         part: The uploaded part.
         contract: The run's contract.
         slots: The payload's tensors by path.
-        staging: The tensors' data.
+        source: The tensors' data.
         samples: Number of samples that the device declared; None if it declared none.
 
     Raises:
         RefusedError: The tensors do not fit each other or the contract.
     """
-    kind_of(part).check_data(part, contract, _StagedData(part.name, slots, staging), samples)
+    kind_of(part).check_data(part, contract, _StagedData(part.name, slots, source), samples)
 
 
 class _StagedData:
     """Implements `fleetdistill.wire.kind.PartData` on top of staged data."""
 
-    def __init__(self, part: str, slots: Mapping[str, Slot], staging: Staging) -> None:
-        self._part, self._slots, self._staging = part, slots, staging
+    def __init__(self, part: str, slots: Mapping[str, Slot], source: DataSource) -> None:
+        self._part, self._slots, self._source = part, slots, source
 
     def __contains__(self, name: str) -> bool:
         return f"{self._part}/{name}" in self._slots
 
     def array(self, name: str, row: int | None = None) -> Array:
         slot = self._slots[f"{self._part}/{name}"]
-        return wire.array_of(slot if row is None else _row_of(slot, row), self._staging)
+        return wire.array_of(slot if row is None else _row_of(slot, row), self._source)
 
 
 def _row_of(slot: Slot, row: int) -> Slot:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire import payload as wire
+from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.ingest import Ingest
@@ -19,7 +20,7 @@ from fleetdistill_server.intake.receipts import receipt_of
 from fleetdistill_server.logs import about
 from fleetdistill_server.store.blobs import Staging
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.traffic import Counted, tensor_bytes
+from fleetdistill_server.store.traffic import Counted, counted, tensor_bytes
 
 if TYPE_CHECKING:
     from fleetdistill_server.intake.uploads import Uploads
@@ -67,6 +68,11 @@ class RepeatedUpload:
     def feed(self, chunk: wire.AnyChunk) -> None:
         """Counts a chunk's bytes and ignores its data."""
         self._received += len(chunk.data)
+
+    def take(self, payload: Payload) -> service_pb2.Receipt:
+        """Counts the bytes of a whole payload and returns the accepted answer's receipt."""
+        self._received += payload.data_bytes
+        return self.finish()
 
     def finish(self) -> service_pb2.Receipt:
         """Ends the stream and returns the accepted answer's receipt."""
@@ -135,16 +141,37 @@ class UploadSession:
             sent = self._refusing(lambda: self._ingest.feed(chunk), chunk)
             self._counted.sent[self._ingest.slots[chunk.tensor].kind] += sent
 
+    def take(self, payload: Payload) -> service_pb2.Receipt:
+        """Receives a whole payload, which was encoded in this process, and commits the answer; returns the receipt.
+
+        Raises:
+            RefusedError: The payload is invalid, or the ask no longer accepts answers.
+        """
+        with self._stream.lock:
+            self._assert_open()
+            self._refusing(partial(self._check, payload))
+            self._counted = counted(payload, self._uploads.compression)
+        return self._commit(partial(self._uploads.put, payload))
+
+    def _check(self, payload: Payload) -> None:
+        if payload.sha256 != self._header.payload.sha256:
+            raise RefusedError(Code.CHECKSUM, "the SHA-256 of the payload does not match the header")
+        self._ingest.check(payload.source)
+
     def finish(self) -> service_pb2.Receipt:
         """Checks the whole payload, makes it durable and commits the answer; returns the receipt.
 
         Raises:
             RefusedError: The payload is invalid or incomplete, or the ask no longer accepts answers.
         """
+        return self._commit(self._store)
+
+    def _commit(self, store: Callable[[], None]) -> service_pb2.Receipt:
         with self._stream.lock:
             self._assert_open()
-            self._refusing(self._store)
+            self._refusing(store)
             self._abandoned = True
+            self._staging.close()
         self._uploads.forget(self._stream)
         ask = self._stream.ask
         receipt = self._uploads.accept(self._run, ask, self._header, self._counted)

@@ -10,7 +10,9 @@ from functools import partial
 
 from fleetdistill.errors import NoSpaceError, RefusedError, StoreError
 from fleetdistill.state import failpoints
+from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code, is_final
+from fleetdistill.wire.compression import RAW
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.ingest import Ingest
@@ -51,6 +53,7 @@ class Uploads:
         self._limiter = limiter
         self._refusals = refusals
         self.space: DiskSpace | None = None
+        self.compression = RAW  # of the answers that `take` receives, for the byte counts
         self._no_space = False
         self._streams: dict[int, Stream] = {}  # by ask
         self._checked: dict[str, Ingest] = {}  # by key of the staging area, the oldest first
@@ -78,6 +81,18 @@ class Uploads:
             self.forget(stream)
             raise
         return stream.session
+
+    def take(self, header: service_pb2.UploadHeader, payload: Payload) -> service_pb2.Receipt:
+        """Receives a whole answer from a device in this process; the store keeps the payload as it is.
+
+        Raises:
+            RefusedError: As `begin` and `UploadSession.feed`.
+        """
+        session = self.begin(header)
+        try:
+            return session.take(payload)
+        finally:
+            session.abandon()
 
     def _end_older(self, stream: Stream) -> None:
         """Registers a stream as the current one of its ask, after ending the ask's previous stream."""
@@ -179,6 +194,10 @@ class Uploads:
             raise
         self._no_space = False
         return reserved.release
+
+    def put(self, payload: Payload) -> None:
+        """Stores the payload of an answer that passed its checks."""
+        self._store.blobs.put(payload)
 
     def keep_checked(self, key: str, checked: Ingest) -> None:
         """Keeps an interrupted stream's checks, so that the next stream need not read the staged bytes again."""

@@ -119,8 +119,12 @@ def _run(wanted: Simulation, fleet: Fleet, on_progress: OnProgress, started: flo
     """Runs the fleet and its controls and writes the report; Ctrl-C writes a report of the completed rounds."""
     alone: dict[str, list[Counts]] = {}
     try:
-        run = run_over_memory if wanted.link == "memory" else run_over_grpc
-        run(fleet.config, fleet.specs, fleet.work, watcher("fleet", fleet.config, on_progress)).close()
+        watch = watcher("fleet", fleet.config, on_progress)
+        if wanted.link == "memory":
+            store = run_over_memory(fleet.config, fleet.specs, fleet.work, watch, durable=wanted.durable)
+        else:
+            store = run_over_grpc(fleet.config, fleet.specs, fleet.work, watch)
+        store.close()
         if wanted.with_alone:
             alone = _train_local_only(wanted, fleet, on_progress)
         fedavg = run_fedavg_control(wanted, fleet, on_progress)

@@ -14,6 +14,11 @@ RECOVERY = (
 )
 
 
+def is_current(database: Database) -> bool:
+    """Returns whether a database has exactly the tables of this version."""
+    return set(database.applied_migrations()) == set(NAMES)
+
+
 def check_schema(database: Database, blobs: Blobs) -> None:
     """Checks a database before its tables are created or migrated.
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from fleetdistill.errors import DamagedError
 from fleetdistill.wire import payload as wire
-from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.codec import ArraySource, Payload
 from fleetdistill.wire.v1 import knowledge_pb2
 from fleetdistill_server.store.blobs import Held, Space, Staged
 
@@ -19,7 +19,7 @@ class MemoryBlobs:
 
     def __init__(self) -> None:
         self.space: Space | None = None
-        self._payloads: dict[bytes, tuple[knowledge_pb2.Parts, bytes]] = {}
+        self._payloads: dict[bytes, Payload] = {}
         self._states: dict[bytes, bytes] = {}
         self._staging: dict[str, _MemoryStaging] = {}
 
@@ -36,10 +36,7 @@ class MemoryBlobs:
     def open(self, sha256: bytes, *, verify: bool = False) -> Payload:
         if sha256 not in self._payloads:
             raise DamagedError(sha256, f"payload {sha256.hex()} is not in the store")
-        parts, data = self._payloads[sha256]
-        if verify and wire.digest(parts, iter([data])) != sha256:
-            raise DamagedError(sha256, f"payload {sha256.hex()} is damaged: its SHA-256 does not match")
-        return Payload(parts, wire.slots(parts), _BytesSource(data), sha256)
+        return self._payloads[sha256]
 
     def has(self, sha256: bytes) -> bool:
         return sha256 in self._payloads or sha256 in self._states
@@ -57,7 +54,7 @@ class MemoryBlobs:
         return
 
     def held(self) -> list[Held]:
-        payloads = [Held(sha256, len(data), math.inf) for sha256, (_, data) in self._payloads.items()]
+        payloads = [Held(sha256, one.data_bytes, math.inf) for sha256, one in self._payloads.items()]
         return [*payloads, *(Held(sha256, len(data), math.inf) for sha256, data in self._states.items())]
 
     def age_seconds(self, sha256: bytes) -> float:
@@ -73,8 +70,7 @@ class MemoryBlobs:
         return contextlib.nullcontext(True)
 
     def put(self, payload: Payload) -> None:
-        data = b"".join(wire.pieces(payload.source, 0, payload.data_bytes))
-        self._payloads[payload.sha256] = (payload.parts, data)
+        self._payloads[payload.sha256] = payload if isinstance(payload.source, ArraySource) else _copied(payload)
 
     def drop(self, sha256: bytes) -> None:
         self._payloads.pop(sha256, None)
@@ -107,7 +103,7 @@ class _MemoryStaging:
         return bytes(self._data[start : start + size])
 
     def commit(self, sha256: bytes) -> None:
-        self._blobs._payloads[sha256] = (self.parts, bytes(self._data))
+        self._blobs._payloads[sha256] = _payload(self.parts, bytes(self._data), sha256)
         self.discard()
 
     def discard(self) -> None:
@@ -115,6 +111,15 @@ class _MemoryStaging:
 
     def close(self) -> None:
         return
+
+
+def _copied(payload: Payload) -> Payload:
+    data = b"".join(wire.pieces(payload.source, 0, payload.data_bytes))
+    return _payload(payload.parts, data, payload.sha256)
+
+
+def _payload(parts: knowledge_pb2.Parts, data: bytes, sha256: bytes) -> Payload:
+    return Payload(parts, wire.slots(parts), _BytesSource(data), sha256)
 
 
 class _BytesSource:

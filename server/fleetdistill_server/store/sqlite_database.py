@@ -11,7 +11,7 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import sqlite_utils
 
@@ -32,6 +32,8 @@ class SqliteDatabase(Database):
     """
 
     name = "store.sqlite"
+    synchronous = ("FULL", 2)
+    """SQLite's setting of this name and its number: FULL makes each commit durable."""
 
     def __init__(self, connection: sqlite3.Connection, journal_mode: str) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ class SqliteDatabase(Database):
             raise
 
     @classmethod
-    def open(cls, path: Path) -> SqliteDatabase:
+    def open(cls, path: Path) -> Self:
         """Opens a database file, or creates it. Raises StoreError if it cannot be used."""
         with database_errors():
             connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
@@ -58,13 +60,14 @@ class SqliteDatabase(Database):
         return cls(connection, "memory")
 
     def _assert_durable(self, journal_mode: str) -> None:
-        self.tables.execute("PRAGMA synchronous=FULL")
+        name, number = self.synchronous
+        self.tables.execute(f"PRAGMA synchronous={name}")
         self.tables.execute("PRAGMA fullfsync=ON")  # required on macOS to flush the drive's cache
         found = (self.value("PRAGMA journal_mode"), self.value("PRAGMA synchronous"))
-        if found != (journal_mode, 2):
+        if found != (journal_mode, number):
             raise StoreError(
-                f"the database opened with (journal_mode, synchronous) = {found}, expected ({journal_mode!r}, 2); "
-                "put the store on a local file system"
+                f"the database opened with (journal_mode, synchronous) = {found}, "
+                f"expected ({journal_mode!r}, {number}); put the store on a local file system"
             )
 
     def applied_migrations(self) -> list[str]:

@@ -29,7 +29,7 @@ from fleetdistill.errors import ConfigurationError, StoreError
 from fleetdistill.state.durable import make_directory
 from fleetdistill_server.store.asks import Asks
 from fleetdistill_server.store.blobs import Blobs, disk_errors
-from fleetdistill_server.store.checks import check_schema
+from fleetdistill_server.store.checks import check_schema, is_current
 from fleetdistill_server.store.clock import Clock
 from fleetdistill_server.store.credentials import Credentials
 from fleetdistill_server.store.database import Database
@@ -64,9 +64,10 @@ class Store:
         self.asks = Asks(database, self.history)
         self.credentials = Credentials(database)
         try:
-            with database.transaction():  # only one of several processes creates the tables
-                check_schema(database, blobs)
-                database.migrate()
+            if not is_current(database):  # a reader need not wait for a process that is writing
+                with database.transaction():  # only one of several processes creates the tables
+                    check_schema(database, blobs)
+                    database.migrate()
         except StoreError:
             database.close()
             raise

@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from fleetdistill.wire import payload as wire
+from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.payload import CHUNK_BYTES, Chunk, Slot
+from fleetdistill.wire.v1 import knowledge_pb2
 
 ENVELOPE = "envelope"
 """Value used instead of a kind for the bytes of payload headers."""
@@ -34,6 +37,14 @@ def tensor_bytes(slots: Sequence[Slot], stop: int | None = None) -> Counter[str]
     found: Counter[str] = Counter()
     for slot in slots:
         found[slot.kind] += slot.nbytes if stop is None else min(max(stop - slot.start, 0), slot.nbytes)
+    return found
+
+
+def counted(payload: Payload, compression: knowledge_pb2.Compression.ValueType) -> Counted:
+    """Returns the byte counts of a payload that is handed over in one process, as if it were sent in chunks."""
+    found = Counted(tensor_bytes(payload.slots))
+    for chunk in wire.chunks(payload.source, payload.slots, 0, compression):
+        found.sent[payload.slots[chunk.tensor].kind] += len(chunk.data)
     return found
 
 

@@ -26,6 +26,7 @@ from support.class_statistics_fleet import (
     make_server,
     rows_of,
 )
+from support.driving import DriveDevices
 from support.fleets import RUN, RUNS, prepare
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -56,7 +57,6 @@ from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.traffic import declared_parts
-from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.spec.device import load_arrays
 from fleetdistill_server.store.store import Store
 

@@ -20,6 +20,7 @@ from support.class_statistics_fleet import (
     fleet,
     make_device,
 )
+from support.driving import DriveDevices
 from support.fleets import RUN, RUNS, prepare
 
 from fleetdistill.device import Step
@@ -39,7 +40,6 @@ from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.classstats.own_predictor import least_recognised
-from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 from support.class_statistics_fleet import CLASSES, SHAPE
+from support.driving import DriveDevices
 from support.one_exchange_fleet import SMALL, fleet, images_of, make_device, statistics_of
 from torch import nn
 
@@ -38,7 +39,6 @@ from fleetdistill.training.local_training import extract
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views

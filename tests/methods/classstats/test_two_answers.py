@@ -19,6 +19,7 @@ from support.averaged_fleet import devices_of
 from support.class_statistics_fleet import (
     fleet,
 )
+from support.driving import DriveDevices
 from support.fleets import RUN, RUNS, SMALL, prepare, run_in_memory
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -33,7 +34,6 @@ from fleetdistill.training.local_training import extract
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.report.table import report_table
 from fleetdistill_server.simulation.spec.device import load_arrays
 from fleetdistill_server.simulation.spec.settings import Simulation

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.driving import DriveDevices
 from support.feddkd_fleet import (
     asked,
     assert_same,
@@ -50,7 +51,6 @@ from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.feddkd import FedDKDServer, descend
 from fleetdistill_server.methods.traffic import Sizes, round_bytes
-from fleetdistill_server.simulation.links.links import DriveDevices
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device as make_simulated_device
 from fleetdistill_server.simulation.spec.plan import RUN

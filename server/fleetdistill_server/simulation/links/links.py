@@ -10,18 +10,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from fleetdistill import Device, Step
 from fleetdistill.errors import RunError
 from fleetdistill.link.base import Link
+from fleetdistill.training.alone import without_app
 from fleetdistill.wire.compression import compression_of
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.service.supervisor import Supervisor
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device, save_spec
+from fleetdistill_server.simulation.links.drive import DriveFleet
+from fleetdistill_server.simulation.links.memory_link import SharedLink
+from fleetdistill_server.simulation.links.simulated_devices import MOST_OPEN, DeviceStates, SimulatedDevices
+from fleetdistill_server.simulation.spec.device import DeviceSpec, save_spec
+from fleetdistill_server.store.round_store import RoundStore
 from fleetdistill_server.store.store import Store
 
 Watch = Callable[[Store], None]
@@ -32,35 +36,25 @@ MOST_SHORT_ROUNDS = 100
 _POLL_SECONDS = 0.1
 
 
-class DriveDevices:
-    """Implements the engine's `Waker` by running one step of the next device instead of waiting."""
-
-    def __init__(self, devices: list[Device], after_step: Callable[[], None]) -> None:
-        self._devices = devices
-        self._after_step = after_step
-        self._next = 0
-
-    async def wait(self, seconds: float = 0.0) -> None:
-        """Runs one step of the next device and returns; ignores `seconds`."""
-        self._devices[self._next % len(self._devices)].step(0.0)
-        self._next += 1
-        self._after_step()
-
-    def wake_other(self) -> None:
-        """Does nothing, because devices in this process need no wake-up."""
-
-
 def memory_link(api: DeviceApi, device: str) -> Link:
     """Returns the usual link of a device in this process."""
-    return MemoryLink(api)
+    return SharedLink(api)
 
 
 def run_over_memory(
-    config: RunConfig, specs: list[DeviceSpec], work: Path, watch: Watch, make_link: MakeLink = memory_link
+    config: RunConfig,
+    specs: list[DeviceSpec],
+    work: Path,
+    watch: Watch,
+    make_link: MakeLink = memory_link,
+    *,
+    durable: bool = False,
+    most_open: int = MOST_OPEN,
 ) -> Store:
     """Runs engine and devices in this process, one step at a time.
 
-    The store is on disk, so that another process can resume an interrupted run.
+    The store is on disk, so that another process can resume an interrupted run: from the last completed round, or with
+    `durable` from the last step.
 
     Args:
         config: Configuration of the run.
@@ -68,23 +62,30 @@ def run_over_memory(
         work: Not used; the store's path is in `config`.
         watch: Called with the store after every device step.
         make_link: Makes each device's link.
+        durable: Whether devices and server write and fsync their files as over gRPC.
+        most_open: Largest number of devices in memory, unless `durable`.
 
     Returns:
         The open store.
     """
     from fleetdistill_server.engine.engine import Engine
 
-    store = Store.open(Path(config.server.store))
+    directory = Path(config.server.store)
+    store = Store.open(directory) if durable else RoundStore(directory)
     api = DeviceApi(store, compression=compression_of(config.server.compression))
-    with _closed_on_failure(store), _open_devices(specs, lambda device: make_link(api, device)) as devices:
-        engine = Engine(store, config, DriveDevices(devices, lambda: watch(store)), MOST_SHORT_ROUNDS)
-        # asyncio.run would turn Ctrl-C into a task cancellation, which this code never awaits.
-        with contextlib.closing(asyncio.new_event_loop()) as loop:
-            loop.run_until_complete(engine.run())
-        for device in devices:
-            while device.step(0.0) is not Step.FINISHED:
-                pass
-    watch(store)
+    api.uploads.compression = api.compression
+    with _closed_on_failure(store), without_app():
+        states = DeviceStates(store) if isinstance(store, RoundStore) else None
+        with SimulatedDevices(specs, partial(make_link, api), states, most_open) as devices:
+            waker = DriveFleet(store, config.run.name, devices, lambda: watch(store))
+            engine = Engine(store, config, waker, MOST_SHORT_ROUNDS)
+            # asyncio.run would turn Ctrl-C into a task cancellation, which this code never awaits.
+            with contextlib.closing(asyncio.new_event_loop()) as loop:
+                loop.run_until_complete(engine.run())
+            waker.save()
+            devices.finish()
+            waker.save()
+        watch(store)
     return store
 
 
@@ -95,21 +96,6 @@ def _closed_on_failure(store: Store) -> Iterator[None]:
     except BaseException:
         store.close()
         raise
-
-
-@contextlib.contextmanager
-def _open_devices(specs: list[DeviceSpec], link_of: Callable[[str], Link]) -> Iterator[list[Device]]:
-    """Opens the devices; on an interruption they close without leaving the run, so that the open round waits."""
-    devices: list[Device] = []
-    finished = False
-    try:
-        for spec in specs:
-            devices.append(make_device(spec, link_of(spec.name)))
-        yield devices
-        finished = True
-    finally:
-        for device in devices:
-            device.close(leave=finished)
 
 
 def run_over_grpc(config: RunConfig, specs: list[DeviceSpec], work: Path, watch: Watch) -> Store:

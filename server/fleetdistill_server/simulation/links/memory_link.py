@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.compression import offered
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
@@ -64,3 +65,16 @@ class MemoryLink:
 
     def close(self) -> None:
         return
+
+
+class SharedLink(MemoryLink):
+    """A `MemoryLink` that hands payloads over as they are, with the server's checks of their content.
+
+    Implements `fleetdistill.link.base.HandsOver`.
+    """
+
+    def hand_over(self, identity: service_pb2.Identity, sha256: bytes) -> Payload:
+        return self._api.downloads.hand_over(identity, sha256)
+
+    def take(self, header: service_pb2.UploadHeader, payload: Payload) -> service_pb2.Receipt:
+        return self._api.uploads.take(header, payload)

@@ -16,18 +16,23 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fleetdistill import Device, Event, FleetDistillError
+from fleetdistill.deployment.settings import Deployment
 from fleetdistill.knowledge import RECEIVED, RESULT
 from fleetdistill.link.base import Link
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
+from fleetdistill.state.directory import Storage
 from fleetdistill_server.service.processes import end_with_parent
 from fleetdistill_server.simulation.spec.score_log import append_scores
+
+if TYPE_CHECKING:
+    from fleetdistill_server.simulation.spec.compute import Shared
 
 _WAITED_FOR = {signal.SIGTERM, getattr(signal, "SIGCHLD", signal.SIGTERM)}  # Windows has no SIGCHLD and no forks
 
@@ -111,9 +116,19 @@ def build_device_model(spec: DeviceSpec, input_shape: tuple[int, ...]):  # type:
     return build_model(spec.model, input_shape=input_shape, classes=spec.classes)
 
 
-def make_device(spec: DeviceSpec, server: str | Link) -> Device:
-    """Builds the SDK device of a spec, which logs its scores and its exported model."""
-    data, test_data = load_arrays(spec.data_file), load_arrays(spec.test_file)
+def make_device(
+    spec: DeviceSpec, server: str | Link, state: Storage | None = None, shared: Shared | None = None
+) -> Device:
+    """Builds the SDK device of a spec, which logs its scores and its exported model.
+
+    Args:
+        spec: The device.
+        server: Address of the server, or the link to it.
+        state: The device's state; by default its state directory.
+        shared: What the devices of this process share; None for a device that shares nothing.
+    """
+    data = load_arrays(spec.data_file)
+    test_data = load_arrays(spec.test_file) if shared is None else shared.samples(spec.test_file)
 
     def note(event: Event) -> None:
         if event.kind == "exported":
@@ -138,14 +153,27 @@ def make_device(spec: DeviceSpec, server: str | Link) -> Device:
     }
     return Device(
         server=server,
-        **(_hostile(spec, computes) if spec.attack else computes),
-        state_dir=spec.state_dir,
+        **_backend(spec, computes, shared),
+        state_dir=spec.state_dir if state is None else state,
         run=spec.run,
         device_id=spec.name,
         allow=("features", "logits", "labels", "parameters", "gradients", "counts", "metrics"),
         export_onnx="finish",
         on_event=note,
+        deployment=Deployment(keep_versions=1),  # nothing rolls a simulated device back
     )
+
+
+def _backend(spec: DeviceSpec, computes: dict[str, Any], shared: Shared | None) -> Mapping[str, Any]:
+    """Returns the arguments of `Device` for what computes: the model and data, or a worker."""
+    if spec.attack:
+        return _hostile(spec, computes)
+    if shared is None:
+        return computes
+    from fleetdistill_server.simulation.spec.compute import SimulatedCompute
+
+    given = {**computes, "torch_device": "cpu"}
+    return {"worker": lambda contract: SimulatedCompute(contract, shared, **given)}
 
 
 def _hostile(spec: DeviceSpec, computes: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,6 +68,8 @@ class Simulation:
             with one exchange, since training without exchanges has no communication cost.
         seed: Seed of the partition, the models, the batches and all other random choices.
         link: `memory` or `grpc`.
+        durable: Whether server and devices write and fsync all their files over the memory link too; see
+            `docs/how-to/simulate-large-fleets.md`. Over gRPC they always do.
         threads: Number of torch threads of the engine and of each device.
         knowledge_type: Element type of knowledge on the wire: float16, float32 or uint8.
         torch_device: Torch device of the server half: auto, cpu or cuda.
@@ -105,6 +107,7 @@ class Simulation:
     control_rounds: int | None = None
     seed: int = 0
     link: Literal["memory", "grpc"] = "memory"
+    durable: bool = False
     threads: int = 1
     knowledge_type: Literal["float16", "float32", "uint8"] = "float16"
     torch_device: str = "auto"

@@ -1,0 +1,68 @@
+"""The compute backend of simulated devices that share a process: equal work is done once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from fleetdistill.data.samples import Samples, read_samples
+from fleetdistill.device.torch_compute import TorchCompute
+from fleetdistill.training.figures import Counts
+from fleetdistill.wire.v1 import contract_pb2
+
+_MOST_SCORES = 64
+
+
+class Shared:
+    """What the devices of one simulation share.
+
+    Attributes:
+        scores: Scores of models on the test set, by architecture and weights; the newest ones.
+    """
+
+    def __init__(self) -> None:
+        self.scores: OrderedDict[tuple[str, bytes], list[tuple[str, Counts]]] = OrderedDict()
+        self._samples: dict[str, Samples] = {}
+
+    def samples(self, file: str) -> Samples:
+        """Returns the samples of a data file that many devices read; they are read and checked once."""
+        if file not in self._samples:
+            with np.load(file) as arrays:
+                self._samples[file] = read_samples((arrays["inputs"], arrays["labels"]))
+        return self._samples[file]
+
+
+class SimulatedCompute(TorchCompute):
+    """A `TorchCompute` that scores a model that many devices have received, such as the global model, only once.
+
+    Args:
+        contract: The run's contract.
+        shared: What all devices of the simulation share.
+        given: Arguments of `TorchCompute`.
+    """
+
+    def __init__(self, contract: contract_pb2.Contract, shared: Shared, **given: Any) -> None:
+        super().__init__(contract, **given)
+        self._shared = shared
+
+    def _score_model(self, name: str, model: nn.Module) -> list[tuple[str, Counts]]:
+        key = f"{self._model_name}/{name}", _digest(model)
+        scores = self._shared.scores
+        if self._validation is not None:  # the device's own data, so no other device has these scores
+            return super()._score_model(name, model)
+        if key not in scores:
+            scores[key] = super()._score_model(name, model)
+            while len(scores) > _MOST_SCORES:
+                scores.popitem(last=False)
+        return scores[key]
+
+
+def _digest(model: nn.Module) -> bytes:
+    found = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        found.update(np.ascontiguousarray(tensor.numpy(force=True)).data)
+    return found.digest()

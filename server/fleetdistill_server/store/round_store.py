@@ -1,0 +1,124 @@
+"""The store of a simulation in one process: no fsync, payloads in memory, and one transaction for each round.
+
+A killed process leaves the last completed round, from which the simulation resumes; a power cut may leave less.
+Checkpoints are files, as in any store, so that other processes can read the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from fleetdistill.errors import DamagedError, StoreError
+from fleetdistill.state.durable import make_directory
+from fleetdistill_server.logs import log_event
+from fleetdistill_server.store.blobs import disk_errors
+from fleetdistill_server.store.memory_blobs import MemoryBlobs
+from fleetdistill_server.store.sqlite_database import SqliteDatabase
+from fleetdistill_server.store.store import Store
+
+
+class RoundStore(Store):
+    """A store whose changes are saved by `save`, all of them or none.
+
+    Args:
+        directory: Directory of the store, created if necessary.
+
+    Raises:
+        StoreError: See `Store.open`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        with disk_errors(f"opening the store {directory}"):
+            make_directory(directory)
+        self._rounds = _RoundDatabase.open(directory / "store.sqlite")
+        super().__init__(self._rounds, _RoundBlobs(directory / "blobs"))
+        self._rounds.begin()
+
+    def save(self) -> None:
+        """Saves all changes since the last call."""
+        self._rounds.commit()
+        self._rounds.begin()
+
+    def close(self) -> None:
+        """Discards the changes since the last `save` and closes the database."""
+        self._rounds.roll_back()
+        super().close()
+
+
+class _RoundDatabase(SqliteDatabase):
+    synchronous = ("OFF", 0)
+
+    def begin(self) -> None:
+        with self._errors():
+            self.tables.conn.execute("BEGIN IMMEDIATE")
+
+    def commit(self) -> None:
+        with self._errors():
+            self.tables.conn.execute("COMMIT")
+        committed, self._to_log = self._to_log, []
+        for row in committed:
+            log_event(row)
+
+    def roll_back(self) -> None:
+        if self._in_transaction():
+            self.tables.conn.execute("ROLLBACK")
+
+    def _savepoint(self) -> AbstractContextManager[None]:
+        return self._plain_savepoint()
+
+    @contextmanager
+    def _plain_savepoint(self) -> Iterator[None]:
+        run = self.tables.conn.execute
+        run("SAVEPOINT part")
+        try:
+            yield
+        except BaseException:
+            run("ROLLBACK TO part")
+            raise
+        finally:
+            run("RELEASE part")
+
+
+class _RoundBlobs(MemoryBlobs):
+    """Payloads in memory, and checkpoints in the files of `FileBlobs`, without fsync."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+        with disk_errors("creating the blob directory"):
+            make_directory(directory)
+
+    def has(self, sha256: bytes) -> bool:
+        return sha256 in self._payloads or self._path(sha256).exists()
+
+    def drop(self, sha256: bytes) -> None:
+        if self._payloads.pop(sha256, None) is None:
+            with disk_errors(f"deleting {sha256.hex()}"):
+                self._path(sha256).unlink(missing_ok=True)
+
+    def put_state(self, data: bytes) -> bytes:
+        sha256 = hashlib.sha256(data).digest()
+        path = self._path(sha256)
+        with disk_errors("writing a checkpoint"):
+            path.parent.mkdir(exist_ok=True)
+            new = path.with_suffix(".new")
+            new.write_bytes(data)
+            new.replace(path)
+        return sha256
+
+    def get_state(self, sha256: bytes) -> bytes:
+        try:
+            with disk_errors(f"reading checkpoint {sha256.hex()}"):
+                data = self._path(sha256).read_bytes()
+        except StoreError as error:
+            raise DamagedError(sha256, f"checkpoint {sha256.hex()} is not in the store") from error
+        if hashlib.sha256(data).digest() != sha256:
+            raise DamagedError(sha256, f"checkpoint {sha256.hex()} is damaged: its SHA-256 does not match")
+        return data
+
+    def _path(self, sha256: bytes) -> Path:
+        name = sha256.hex()
+        return self._directory / name[:2] / f"{name}.safetensors"

@@ -1,0 +1,87 @@
+"""Simulated devices that share a process keep nothing in files, and lose nothing by it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.fleets import RUNS, SMALL, device_files, every_run, prepare, record, run_in_memory
+
+from fleetdistill_server.simulation.links.links import run_over_memory
+from fleetdistill_server.simulation.spec.plan import RUN
+from fleetdistill_server.store.store import Store
+
+FLEET = replace(SMALL, method="feddkc", devices=3, train_limit=90)
+"""Devices of FedDKC keep their optimiser, so a state that is lost or used twice changes the result."""
+
+
+def files_of(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+@every_run
+def test_a_durable_run_gives_the_same_to_the_bit(tmp_path: Path, name: str) -> None:
+    fast, durable = (prepare(RUNS[name], tmp_path / kind) for kind in ("fast", "durable"))
+    with closing(run_in_memory(fast)) as one, closing(run_in_memory(durable, durable=True)) as other:
+        assert record(one) == record(other)
+        assert device_files(fast) == device_files(durable)
+
+
+def test_only_a_durable_run_has_state_directories(tmp_path: Path) -> None:
+    wanted = replace(FLEET, rounds=1)
+    fast, durable = (prepare(wanted, tmp_path / kind) for kind in ("fast", "durable"))
+    with closing(run_in_memory(fast)) as one, closing(run_in_memory(durable, durable=True)) as other:
+        assert record(one) == record(other)
+        assert device_files(fast) == device_files(durable)
+    assert files_of(fast[2] / "device-0") == {"model.onnx", "exported.json"}
+    assert {"device.json", "state.safetensors", "ledger.jsonl", "lock"} <= files_of(durable[2] / "device-0")
+    payloads = {path.stem for path in (fast[2] / "store").rglob("*.safetensors")}
+    assert len(payloads) == len(files_of(fast[2] / "store") - {"store.sqlite"}) > 0, "checkpoints only"
+
+
+@pytest.mark.parametrize("most_open", [1, 2])
+def test_devices_that_are_closed_between_rounds_go_on_where_they_were(tmp_path: Path, most_open: int) -> None:
+    all_open, few = (prepare(FLEET, tmp_path / kind) for kind in ("all", "few"))
+    with (
+        closing(run_in_memory(all_open)) as one,
+        closing(run_over_memory(*few, lambda store: None, most_open=most_open)) as other,
+    ):
+        assert record(one) == record(other)
+        assert device_files(all_open) == device_files(few)
+
+
+class Killed(BaseException):
+    """Nothing catches it, so nothing is saved after it."""
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+def test_a_run_that_dies_within_a_round_repeats_that_round(tmp_path: Path, answers: int) -> None:
+    whole, broken = (prepare(replace(FLEET, rounds=3), tmp_path / kind) for kind in ("whole", "broken"))
+
+    def die(store: Store) -> None:
+        found = [row["round"] for row in store.asks.uploads(RUN)]
+        if found.count(2) == answers:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run_over_memory(*broken, die)
+    with closing(Store.open(Path(broken[0].server.store))) as left:
+        assert {row["round"] for row in left.asks.uploads(RUN)} == {1}, "the answers of a broken round are not saved"
+    with closing(run_in_memory(whole)) as one, closing(run_in_memory(broken)) as other:
+        assert record(one) == record(other)
+        assert device_files(whole) == device_files(broken)
+
+
+def test_another_process_can_read_the_store_of_a_running_simulation(tmp_path: Path) -> None:
+    prepared, seen = prepare(replace(FLEET, rounds=2), tmp_path / "work"), []
+
+    def look(store: Store) -> None:
+        with closing(Store.open(Path(prepared[0].server.store))) as other:
+            row = other.runs.get(RUN)
+            seen.append(None if row is None else row["completed_rounds"])
+
+    run_in_memory(prepared, look).close()
+    assert sorted({one for one in seen if one is not None}) == [0, 1, 2]
