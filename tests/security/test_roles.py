@@ -329,7 +329,7 @@ def test_a_device_cannot_have_another_ones_ask_by_its_own_name(world: World) -> 
 
 
 def test_a_method_that_is_not_in_the_table_is_refused_to_all(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
-    guard = Guard(world.store, tls=False)
+    guard = Guard(world.store.credentials, tls=False)
     heartbeat = f"{_service}/Heartbeat"
     assert guard.admit(heartbeat, None) is None
     monkeypatch.delitem(ALLOWED_CALLERS, heartbeat)

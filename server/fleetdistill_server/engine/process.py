@@ -66,8 +66,9 @@ def _load(store: Store, given: _Arguments) -> RunConfig:
 async def _run(store: Store, config: RunConfig, given: _Arguments) -> None:
     bounds = Bounds(config.server.disk_budget_bytes, config.server.keep_free_bytes)
     store.blobs.space = DiskSpace(given.store, store.blobs, bounds, lambda: sweep(store))
+    wakeups = Wakeups(given.wakeups, store.database, "engine")
     try:
-        await Engine(store, config, Wakeups(given.wakeups), given.most_short_rounds).run()
+        await Engine(store, config, wakeups, given.most_short_rounds).run()
     except NoSpaceError:
         raise
     except (ConfigurationError, RunError) as error:
@@ -79,6 +80,8 @@ async def _run(store: Store, config: RunConfig, given: _Arguments) -> None:
     except Exception as error:
         _note_failure(store, config.run.name, f"{type(error).__name__}: {error}")
         raise
+    finally:
+        wakeups.close()
 
 
 def _is_cancelled(store: Store, run: str) -> bool:

@@ -22,6 +22,7 @@ from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.front.errors import abort
 from fleetdistill_server.front.receiving import Receiver
+from fleetdistill_server.front.revocations import Revocations, open_revocations
 from fleetdistill_server.intake.limiter import Limiter
 from fleetdistill_server.security.certificates import Holder, Role, holder_of
 from fleetdistill_server.security.roles import ALLOWED_CALLERS, LONG_LIVED, Caller
@@ -38,14 +39,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
     `Guard` must be the server's first interceptor. `receiving.Receiver` reads the request after these checks.
 
     Args:
-        revocations: A store for reading revocations, used only in the event loop. A lookup is one index access, which
-            does not wait for writers in WAL mode.
+        revocations: Revocations, asked in the event loop for each call and message, so a lookup must not wait.
         tls: Whether the server uses TLS. In plain text, the request's device id identifies the caller; the device API
             verifies the device's secret.
         limits: Limits on reading requests and on open calls of operators and viewers.
     """
 
-    def __init__(self, revocations: Store, tls: bool, limits: Limits = Limits()) -> None:  # noqa: B008  (it is frozen)
+    def __init__(self, revocations: Revocations, tls: bool, limits: Limits = Limits()) -> None:  # noqa: B008  (it is frozen)
         self._revocations = revocations
         self.tls = tls
         self.receiver = Receiver(limits)
@@ -97,7 +97,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         if holder.expires_at < time.time():
             text = f"the certificate of {holder.role} {holder.name!r} has expired; renew it or enrol again"
             raise RefusedError(Code.EXPIRED, text)
-        if self._revocations.credentials.is_revoked(*holder.subjects):
+        if self._revocations.is_revoked(*holder.subjects):
             raise RefusedError(Code.REVOKED, f"{holder.role} {holder.name[:64]!r} was revoked; contact the operator")
 
     def verified_holder(self, request: Any, holder: Holder | None) -> Holder | None:
@@ -208,7 +208,8 @@ def open_guard(directory: Path, tls: bool, limits: Limits) -> Iterator[Guard]:
     """Opens a guard with its own connection to the store in a directory."""
     store = Store.open(directory)
     try:
-        yield Guard(store, tls, limits)
+        with open_revocations(store) as revocations:
+            yield Guard(revocations, tls, limits)
     finally:
         store.close()
 

@@ -90,19 +90,19 @@ def open_api(
 async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callable[[Ports], None]) -> int:
     """Serves until SIGINT or SIGTERM, and returns the exit status. Calls `ready` with the bound ports."""
     directory, tls = Path(config.store), config.tls()
-    wakeups = Wakeups(ends)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
 
     def wake_engine() -> None:
-        loop.call_soon_threadsafe(wakeups.wake_other)
+        loop.call_soon_threadsafe(lambda: wakeups.wake_other())
 
     opened = open_api(config, limits, wake_engine)
     guarding = open_guard(directory, tls is not None, limits)
     pools = ThreadPoolExecutor(POOL_THREADS), ThreadPoolExecutor(UPLOAD_THREADS)
     with opened as (api, commits), guarding as guard, pools[0] as pool, pools[1] as uploads:
+        wakeups = Wakeups(ends, api.store.database)
         api.sessions.adopt_present_devices()
         service = DeviceService(api, pool, commits, limits, uploads)
         status = health.aio.HealthServicer()
@@ -129,6 +129,7 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
         for task in tasks:
             task.cancel()
         await asyncio.gather(server.stop(grace=2.0), enrolment.stop(grace=2.0))
+        wakeups.close()
     return 0
 
 
@@ -178,6 +179,8 @@ async def _update_engine_health(status: health.aio.HealthServicer, directory: Pa
 
     def is_healthy() -> bool:
         if beats.silent_seconds() < SILENT_SECONDS and beats.seen:
+            return True
+        if api.store.database.is_listening("engine"):  # on another host, which watches its heartbeat
             return True
         run = served_run(directory)
         return run is not None and (api.store.runs.get(run) or {}).get("status") in OVER

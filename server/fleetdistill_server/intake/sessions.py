@@ -23,12 +23,17 @@ from fleetdistill_server.store.store import Store
 
 _NOTE_SECONDS = 5.0
 _COUNT_SECONDS = 1.0
+_CONTRACT_SECONDS = 5.0  # another server of the same store may change a run's contract
+_CLOCKS_SECONDS = 1.0  # a call later than the last known one by more than this went to another front
 # `end_leases` runs every second; after a longer gap this process or its disk was suspended.
 _PAUSE_SECONDS = 5.0
 
 
 class Sessions:
     """Authenticates devices, tracks which ones are present, and caches their runs' contracts.
+
+    Several fronts may serve one store. Each has leases for all present devices. A lease that ends here is extended if
+    the store has a later call, which went to another front.
 
     Args:
         store: Store that contains the runs.
@@ -62,10 +67,11 @@ class Sessions:
         self._refusals = refusals
         self.served_run: Callable[[], str | None] = lambda: None
         self._registered: dict[str, tuple[int, float]] = {}
-        self._contracts: dict[str, contract_pb2.Contract] = {}
+        self._contracts: dict[str, tuple[contract_pb2.Contract, float]] = {}
         self._leases: dict[tuple[str, str], float] = {}
-        self._seen: dict[tuple[str, str], float] = {}
-        self._noted = time.monotonic()
+        self._seen: dict[tuple[str, str], float] = {}  # calls that the store does not have yet
+        self._called: dict[tuple[str, str], float] = {}  # last calls that this front knows of
+        self._noted, self._adopted = time.monotonic(), clock()
         self._swept: float | None = None
         self._paused = 0.0
 
@@ -103,14 +109,17 @@ class Sessions:
         Raises:
             RefusedError: The run does not exist, or the engine has not published its contract yet.
         """
-        if run not in self._contracts:
-            row = self._store.runs.get(run)
-            if row is None:
-                raise unknown_run(run)
-            if row["contract"] is None:
-                raise RefusedError(Code.NOT_READY, f"run {run!r} is being prepared")
-            self._contracts[run] = contract_pb2.Contract.FromString(row["contract"])
-        return self._contracts[run]
+        known = self._contracts.get(run)
+        if known is not None and self._clock() - known[1] < _CONTRACT_SECONDS:
+            return known[0]
+        row = self._store.runs.get(run)
+        if row is None:
+            raise unknown_run(run)
+        if row["contract"] is None:
+            raise RefusedError(Code.NOT_READY, f"run {run!r} is being prepared")
+        contract = contract_pb2.Contract.FromString(row["contract"])
+        self._contracts[run] = (contract, self._clock())
+        return contract
 
     def authenticate(self, identity: service_pb2.Identity) -> tuple[str, str]:
         """Authenticates a device and renews its lease, even an expired one; returns the names of run and device.
@@ -169,19 +178,22 @@ class Sessions:
     def renew(self, run: str, device: str) -> None:
         """Renews a device's lease and notes the time of its call."""
         self._leases[run, device] = self._lease_clock() + self.lease_seconds
-        self._seen[run, device] = time.time()
+        self._seen[run, device] = self._called[run, device] = self._store.database.now()
 
     def end(self, run: str, device: str, reason: str) -> None:
         """Ends a device's lease and marks the device as gone."""
         self._leases.pop((run, device), None)
+        self._called.pop((run, device), None)
         self._commit(lambda store: store.devices.mark_absent(run, device, reason))
         self._wake_engine()
 
     def adopt_present_devices(self) -> None:
-        """Gives a new lease to every device that was present before a restart."""
+        """Gives a lease to every present device without one: after a restart, or after a call to another front."""
+        self._adopted = self._clock()
         for run in self._store.runs.names():
-            for device in self._store.devices.present(run):
-                self.renew(run, device)
+            for device, last_seen in self._store.devices.last_calls(run).items():
+                self._leases.setdefault((run, device), self._lease_clock() + self.lease_seconds)
+                self._called.setdefault((run, device), last_seen)
 
     def end_leases(self) -> None:
         """Marks devices with an expired lease as gone, in one transaction; call every second.
@@ -196,6 +208,8 @@ class Sessions:
         silent = self._silent(list(self._leases))
         if silent:
             self.end_leases_of(silent)
+        if now - self._adopted > self.lease_seconds:
+            self.adopt_present_devices()
 
     def end_leases_of(self, devices: list[DeviceKey]) -> None:
         """Marks those of the devices as gone whose lease has expired."""
@@ -205,12 +219,21 @@ class Sessions:
 
     def _end_silent(self, devices: list[DeviceKey], store: Store) -> list[DeviceKey]:
         text = f"made no call for {self.lease_seconds:g} s"
-        silent = self._silent(devices)  # excludes devices that have called in the meantime
-        for run, device in silent:
-            if store.devices.get(run, device) is not None:
+        for run, device in self._silent(devices):  # excludes devices that have called in the meantime
+            row = store.devices.get(run, device)
+            if row is not None and not self._called_elsewhere((run, device), row) and row["present"]:
                 store.devices.mark_absent(run, device, "lease ended")
                 store.history.add_event(run, "lease-ended", f"{device} {text}", device=device)
-        return silent
+        return self._silent(devices)
+
+    def _called_elsewhere(self, key: DeviceKey, row: Row) -> bool:
+        """Extends the lease of a device that has called another front; returns False for any other device."""
+        last = row["last_seen"] or 0.0
+        left = min(last + self.lease_seconds - self._store.database.now(), self.lease_seconds)
+        if left <= 0 or last <= self._called.get(key, 0.0) + _CLOCKS_SECONDS:
+            return False
+        self._leases[key] = self._lease_clock() + left
+        return True
 
     def _silent(self, devices: list[DeviceKey]) -> list[DeviceKey]:
         now = self._lease_clock()
@@ -221,8 +244,8 @@ class Sessions:
         return self._clock() - self._paused
 
     def _note_seen(self) -> None:
-        """Records when each device last called, at most every `_NOTE_SECONDS` to limit writes."""
-        if self._seen and time.monotonic() - self._noted > _NOTE_SECONDS:
+        """Records when each device last called, every `_NOTE_SECONDS` to limit writes, and often within a lease."""
+        if self._seen and time.monotonic() - self._noted > min(_NOTE_SECONDS, self.lease_seconds / 4):
             seen, self._seen, self._noted = self._seen, {}, time.monotonic()
             self._commit(lambda store: store.devices.record_last_seen(seen))
             self._refusals.note_left_out()

@@ -1,7 +1,8 @@
-"""Wake-ups between the front and the engine: one byte in a pipe, without data.
+"""Wake-ups between the fronts and the engine, without data: one byte in a pipe, or a notification of the database.
 
-The supervisor creates the pipes and passes their ends to each child it starts, so the pipes outlive both. A lost
-wake-up costs time but not correctness, because waiting processes also poll every second.
+On one machine, the supervisor creates pipes and passes their ends to each child it starts, so the pipes outlive both.
+Processes of several machines reach each other through PostgreSQL (`store/postgres_notices.py`). A lost wake-up costs
+time but not correctness, because waiting processes also poll every second.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import asyncio
 import contextlib
 import os
 from dataclasses import dataclass
+
+from fleetdistill_server.store.database import Database
 
 POLL_SECONDS = 1.0
 
@@ -41,16 +44,27 @@ def make_pair() -> tuple[Ends, Ends]:
 
 
 class Wakeups:
-    """The wake-ups of one asyncio process."""
+    """The wake-ups of one asyncio process.
 
-    def __init__(self, ends: Ends) -> None:
+    Args:
+        ends: The process's ends of the pipes.
+        database: Database of the store, whose notifications replace the pipes if it has any.
+        role: What the process is, `front` or `engine`.
+    """
+
+    def __init__(self, ends: Ends, database: Database | None = None, role: str = "front") -> None:
         self._ends = ends
         self._woken = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        other = "engine" if role == "front" else "front"
+        self._notices = database.notices(role, other, self._on_notice) if database is not None else None
         if ends.read >= 0:
-            asyncio.get_running_loop().add_reader(ends.read, self._drain)
+            self._loop.add_reader(ends.read, self._drain)
 
     def wake_other(self) -> None:
-        """Wakes the other process. If the pipe is full, a wake-up is already pending."""
+        """Wakes the other process, or all of its role. If the pipe is full, a wake-up is already pending."""
+        if self._notices is not None:
+            self._notices.send()
         if self._ends.write >= 0:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._ends.write, b"x")
@@ -62,6 +76,15 @@ class Wakeups:
             async with asyncio.timeout(seconds):
                 await self._woken.wait()
         self._woken.clear()
+
+    def close(self) -> None:
+        """Ends the reception of notifications."""
+        if self._notices is not None:
+            self._notices.close()
+
+    def _on_notice(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._woken.set)
 
     def _drain(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -14,9 +14,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetdistill_server.logs import log_event
+
+if TYPE_CHECKING:
+    from fleetdistill_server.store.postgres_notices import Notices
 
 Row = dict[str, Any]
 
@@ -26,10 +29,12 @@ class Database(ABC):
 
     Attributes:
         name: Name of the database for messages.
+        is_remote: Whether a statement is a call over a network, which takes time and can fail.
         now: Returns the time that rows are stamped with, in seconds since 1970.
     """
 
     name: str
+    is_remote = False
 
     def __init__(self) -> None:
         self.now: Callable[[], float] = time.time
@@ -78,6 +83,20 @@ class Database(ABC):
         None for a database of one machine, whose processes lock a file.
         """
         return None
+
+    def notices(self, role: str, other: str, woken: Callable[[], None]) -> Notices | None:
+        """Starts receiving and sending wake-ups; None for a database whose processes wake each other through pipes.
+
+        Args:
+            role: What this process is, `front` or `engine`.
+            other: The role that this process wakes.
+            woken: Called on another thread at each wake-up.
+        """
+        return None
+
+    def is_listening(self, role: str) -> bool:
+        """Returns whether a process of a role receives wake-ups from this database."""
+        return False
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:

@@ -33,6 +33,11 @@ class Devices:
         )
         return [row["device"] for row in rows]
 
+    def last_calls(self, run: str) -> dict[str, float]:
+        """Returns when the devices that are checked in last called, in seconds since 1970, by id."""
+        rows = self._db.rows("SELECT device, last_seen FROM devices WHERE run = ? AND present = 1", run)
+        return {row["device"]: row["last_seen"] or 0.0 for row in rows}
+
     def present_profiles(self, run: str) -> dict[str, bytes]:
         """Returns the serialized profiles of the devices that are checked in, by id in bytewise order."""
         rows = self._db.rows(

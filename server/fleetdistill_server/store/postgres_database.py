@@ -21,39 +21,28 @@ from typing import Any, TypeVar, cast
 
 import psycopg
 import sqlite_utils
-from psycopg import pq
-from psycopg.adapt import Loader
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg.rows import DictRow, dict_row
-from psycopg.types.string import TextLoader
 
-from fleetdistill.errors import NoSpaceError, StoreError
-from fleetdistill.printable import printable
+from fleetdistill.errors import StoreError
 from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.postgres_connection import (
+    Connection,
+    connect,
+    first_line,
+    is_up,
+    postgres_errors,
+    store_key,
+)
+from fleetdistill_server.store.postgres_notices import Notices, role_key
 from fleetdistill_server.store.postgres_schema import MIGRATIONS, create_statements
 from fleetdistill_server.store.schema import BASELINE, NAMES, migrations
 
 T = TypeVar("T")
-Connection = psycopg.Connection[DictRow]
 logger = logging.getLogger("fleetdistill.server.store")
 PATIENCE_SECONDS = 60.0
 """Longest time in seconds for which a call waits until the database accepts connections again."""
 _RETRY_SECONDS = 0.1
 _SHUTDOWN = (psycopg.errors.AdminShutdown, psycopg.errors.CrashShutdown, psycopg.errors.CannotConnectNow)
 _PLACEHOLDER = re.compile(r"\?(\d*)")
-# A front or engine whose host is lost must not hold the store's lock: the server then ends its session.
-_SESSION = (
-    "SET lock_timeout = '30s'; SET idle_in_transaction_session_timeout = '300s'; "
-    "SET tcp_keepalives_idle = 10; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3"
-)
-_CONNECTING = {
-    "application_name": "fleetdistill",
-    "connect_timeout": "5",
-    "keepalives_idle": "10",
-    "keepalives_interval": "5",
-    "keepalives_count": "3",
-    "tcp_user_timeout": "20000",
-}
 
 
 class PostgresDatabase(Database):
@@ -68,6 +57,8 @@ class PostgresDatabase(Database):
     Raises:
         StoreError: The database cannot be reached or does not write durably.
     """
+
+    is_remote = True
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -107,10 +98,16 @@ class PostgresDatabase(Database):
             self._closed = True
             self._drop()
 
-    def notify(self, channel: str) -> None:
-        """Wakes the processes that listen on a channel, once the open transaction is committed."""
-        with self._lock, self._errors():
-            self._execute("SELECT pg_notify(?, '')", (channel,))
+    def notices(self, role: str, other: str, woken: Callable[[], None]) -> Notices:
+        return Notices(self._url, role, other, woken)
+
+    def is_listening(self, role: str) -> bool:
+        held = (
+            "SELECT 1 FROM pg_locks l JOIN pg_database d ON d.oid = l.database WHERE d.datname = current_database() "
+            "AND l.locktype = 'advisory' AND l.granted AND l.classid = ? AND l.objid = ? LIMIT 1"
+        )
+        key = role_key(self.key, role)
+        return self.exists(held, key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[bool]:
@@ -182,70 +179,19 @@ class PostgresDatabase(Database):
             except psycopg.OperationalError as error:
                 if self._connection is not None and not (self._connection.closed or isinstance(error, _SHUTDOWN)):
                     raise
-                refusals = refusals + 1 if self._connection is None and self._is_up() else 0
+                refusals = refusals + 1 if self._connection is None and is_up(self._url) else 0
                 if refusals > 1 or time.monotonic() >= until:  # at the first one, the server may just have started
                     raise
                 if not logged:
-                    logger.warning("the database is not available; retrying: %s", _first_line(error))
+                    logger.warning("the database is not available; retrying: %s", first_line(error))
                 logged = True
                 self._drop()
                 time.sleep(_RETRY_SECONDS)
-
-    def _is_up(self) -> bool:
-        """Returns whether the server accepts connections, so that a failed one has another cause."""
-        return bool(pq.PGconn.ping(_conninfo(self._url).encode()) == pq.Ping.OK)
 
     def _drop(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-
-def connect(url: str) -> Connection:
-    """Opens a connection whose commits are durable.
-
-    The password comes from PGPASSWORD or ~/.pgpass, as libpq reads it; the URL must not contain it.
-    """
-    connection = psycopg.connect(
-        _conninfo(url), autocommit=True, cursor_factory=psycopg.RawCursor[DictRow], row_factory=dict_row
-    )
-    try:
-        connection.adapters.register_loader("numeric", _WholeLoader)  # sums of BIGINT
-        connection.adapters.register_loader("json", TextLoader)
-        _assert_durable(connection)
-        connection.execute(_SESSION)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _assert_durable(connection: Connection) -> None:
-    sql = "SELECT current_setting('fsync') AS fsync, current_setting('synchronous_commit') AS synchronous_commit"
-    row = connection.execute(sql).fetchone() or {}
-    if row["fsync"] != "on":
-        raise StoreError("PostgreSQL runs with fsync = off, so commits can be lost; set it to on in postgresql.conf")
-    if row["synchronous_commit"] == "off":
-        connection.execute("SET synchronous_commit = on")
-
-
-def store_key(connection: Connection) -> int:
-    """Returns the number of the connection's store: a hash of its schema, even."""
-    row = connection.execute("SELECT hashtextextended('fleetdistill.' || current_schema(), 0) AS key").fetchone()
-    if row is None or row["key"] is None:
-        raise StoreError("the database has no schema for the store; create the schema in the URL's search_path")
-    return int(row["key"]) & ~1
-
-
-@contextlib.contextmanager
-def postgres_errors() -> Iterator[None]:
-    """Converts psycopg's errors to StoreError, and to NoSpaceError if the server's disk is full."""
-    try:
-        yield
-    except psycopg.errors.DiskFull as error:
-        raise NoSpaceError("cannot write the database: the disk of the PostgreSQL server is full") from error
-    except psycopg.Error as error:
-        raise StoreError(f"database error: {_first_line(error)}") from error
 
 
 @lru_cache(maxsize=1024)
@@ -260,17 +206,3 @@ def _value(given: Any) -> Any:
     if isinstance(given, str):
         return given.replace("\0", "\N{REPLACEMENT CHARACTER}")
     return int(given) if isinstance(given, bool) else given
-
-
-def _conninfo(url: str) -> str:
-    return str(make_conninfo("", **{**_CONNECTING, **conninfo_to_dict(url)}))
-
-
-def _first_line(error: Exception) -> str:
-    """Returns the first line of an error's text; further lines repeat the statement."""
-    return printable(str(error).partition("\n")[0]) or type(error).__name__
-
-
-class _WholeLoader(Loader):
-    def load(self, data: Any) -> int:
-        return int(bytes(data))
