@@ -21,7 +21,8 @@ from chaos import counting, members
 from chaos.checker import Findings, Key, check
 from chaos.logged import SENT, ReceiptCounter, read_log
 from chaos.members import DeviceTerms, Place
-from chaos.scenario import ENGINE, FRONT, Action, Blow, Scenario
+from chaos.scenario import ENGINE, Action, Blow, Scenario
+from chaos.services import Services
 from support.fault_proxy import FaultProxy, seeded_faults
 from support.forked import Forked
 
@@ -30,6 +31,7 @@ from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN
 from fleetdistill_server.store.file_blobs import FileBlobs
+from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.store import Store
 
 RUN = "chaos"
@@ -139,11 +141,13 @@ class Arena:
         wanted: What is to happen.
         work: An empty folder.
         mutation: What is broken in the server on purpose.
+        services: What the server needs of other machines; None for a server on one.
     """
 
-    def __init__(self, wanted: Scenario, work: Path, mutation: str = "") -> None:
+    def __init__(self, wanted: Scenario, work: Path, mutation: str = "", services: Services | None = None) -> None:
         self._wanted = wanted
-        self._place = Place(work, mutation)
+        self._services = services
+        self._place = Place(work, mutation) if services is None else services.place(work)
         self._rng = random.Random(f"arena/{wanted.seed}")
         self._config, self._specs = _prepare(wanted, work)
         self._blows = list(wanted.blows)
@@ -151,6 +155,7 @@ class Arena:
         self._receipts = ReceiptCounter([self._place.log_of(name) for name in wanted.devices])
         self._damaged: set[bytes] = set()
         self._due: list[tuple[float, Blow]] = []
+        self.forgiven = 0
 
     async def fight(self) -> Outcome:
         """Runs it to its end and checks what it left behind."""
@@ -170,22 +175,27 @@ class Arena:
 
     def _begin(self) -> None:
         """What the supervisor does before it starts any process."""
-        self._place.config.write_text(as_toml(self._config))
+        for name in (*self._wanted.fronts, ENGINE):
+            directory = self._place.store_of(name)
+            set_location(directory, self._place.location or Location())
+            server = self._config.server.model_copy(update={"store": str(directory)})
+            self._place.config_of(name).write_text(as_toml(self._config.model_copy(update={"server": server})))
         store = Store.open(self._place.store)
         store.runs.begin(self._config.run.name, self._config.fixed_part())
         store.close()
 
     async def _open_proxies(self, stack: AsyncExitStack) -> None:
-        port = _free_port()
+        self._ports = {name: _free_port() for name in self._wanted.fronts}
         for name in self._wanted.devices:
             seed = f"{self._wanted.seed}/{name}"
             faults_of = seeded_faults(seed, self._wanted.faulty, _LONGEST_FAULT_SECONDS, _FURTHEST_BYTE)
-            self._proxies[name] = await stack.enter_async_context(FaultProxy(port, faults_of))
-        self._port = port
+            proxy = FaultProxy(*self._ports.values(), faults_of=faults_of)
+            self._proxies[name] = await stack.enter_async_context(proxy)
 
     def _make_members(self) -> dict[str, Member]:
         points = self._wanted.failpoints
-        made = {FRONT: self._make_front(), ENGINE: members.engine(self._place)}
+        made = {name: members.front(self._place, name, port) for name, port in self._ports.items()}
+        made[ENGINE] = members.engine(self._place)
         for name in self._wanted.devices:
             terms = DeviceTerms(
                 name,
@@ -201,9 +211,6 @@ class Arena:
     def _make_member(self, name: str, forked: Forked, points: tuple[str, ...]) -> Member:
         return Member(name, forked, points)
 
-    def _make_front(self) -> Forked:
-        return members.front(self._place, self._port)
-
     # --- while it runs
 
     async def _play(self, wrong: list[str], began: float) -> None:
@@ -211,7 +218,9 @@ class Arena:
         while not self._is_over():
             for member in self._members.values():
                 member.look_after(self._rng)
-            self._move_to_a_free_port()
+            for name in self._wanted.fronts:
+                self._move_to_a_free_port(name)
+            self._forgive()
             self._strike()
             if self._members[ENGINE].done and not calm:
                 calm = True
@@ -225,17 +234,24 @@ class Arena:
             await asyncio.sleep(_LOOK_SECONDS)
 
     def _is_over(self) -> bool:
-        return all(member.done for member in self._members.values() if member.name != FRONT)
+        return all(member.done for name, member in self._members.items() if name not in self._wanted.fronts)
 
-    def _move_to_a_free_port(self) -> None:
+    def _move_to_a_free_port(self, name: str) -> None:
         """Another process of this machine may have taken the port before the front's first life did."""
-        front = self._members[FRONT]
+        front = self._members[name]
         if EXIT_CANNOT_LISTEN in front.failures:
             front.failures.remove(EXIT_CANNOT_LISTEN)
-            self._port = _free_port()
-            front.forked = self._make_front()
+            self._ports[name] = _free_port()
+            front.forked = members.front(self._place, name, self._ports[name])
             for proxy in self._proxies.values():
-                proxy.server_port = self._port
+                proxy.server_ports = tuple(self._ports.values())
+
+    def _forgive(self) -> None:
+        """An engine may end at a restart of its database; the supervisor then starts another one."""
+        failures = self._members[ENGINE].failures
+        if self._services is not None and failures and self.forgiven < self._services.restarts:
+            self.forgiven += 1
+            failures.pop()
 
     def _strike(self) -> None:
         receipts, now = self._receipts.count(), time.monotonic()
@@ -251,6 +267,9 @@ class Arena:
         if blow.action is Action.DAMAGE:
             self._damage_newest()
             return True
+        if blow.action is Action.RESTART:
+            assert self._services is not None
+            return self._services.restart()
         return self._members[blow.target].strike(blow)
 
     def _damage_newest(self) -> None:
@@ -297,6 +316,8 @@ class Arena:
             findings.wrong += wrong + self._failures() + _unfinished(store, self._config)
             findings.wrong += _damaged(store, self._damaged)
             figures = {**_figures(store, self._config), "answers damaged on the disk": len(self._damaged)}
+            if self._services is not None:
+                figures["restarts of PostgreSQL"] = self._services.restarts
             records = [one for log in logs.values() for one in log]
             figures["uploads sent"] = sum(one.what == SENT for one in records)
             figures["uploads resumed at a later byte"] = sum(one.first_byte > 0 for one in records)

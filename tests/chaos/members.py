@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 from chaos import counting
 from chaos.logged import Log, LoggedLink
 from chaos.mutations import MUTATIONS
+from chaos.scenario import ENGINE
 from support.forked import Forked, Pipe
 
 from fleetdistill import COLUMNS, Device, Event, FleetDistillError
 from fleetdistill.state import failpoints
+from fleetdistill_server.store.location import Location
 
 if TYPE_CHECKING:
     from fleetdistill_server.simulation.spec.device import DeviceSpec
@@ -33,20 +35,27 @@ class Place:
     Attributes:
         work: Its folder.
         mutation: What is broken on purpose in front and engine, empty for nothing.
+        location: Where the store is; None for files in its directory.
+        environment: Variables of the server's processes.
     """
 
     work: Path
     mutation: str = ""
+    location: Location | None = None
+    environment: tuple[tuple[str, str], ...] = ()
 
     @property
     def store(self) -> Path:
         """The server's store."""
         return self.work / "store"
 
-    @property
-    def config(self) -> Path:
-        """The run.toml."""
-        return self.work / "run.toml"
+    def store_of(self, name: str) -> Path:
+        """The store's directory on the host of a process: beyond one machine, every front has its own."""
+        return self.store if self.location is None or name == ENGINE else self.work / f"store-of-{name}"
+
+    def config_of(self, name: str) -> Path:
+        """The run.toml of a front or engine."""
+        return self.work / f"{name}.toml"
 
     def pipe(self, name: str) -> Path:
         """The wake-up pipe that a server process reads."""
@@ -86,9 +95,9 @@ class DeviceTerms:
     spec: DeviceSpec | None = None
 
 
-def front(place: Place, port: int) -> Forked:
-    """The front, on this port in all its lives."""
-    return Forked(_run_front, place, port)
+def front(place: Place, name: str, port: int) -> Forked:
+    """A front, on this port in all its lives."""
+    return Forked(_run_front, place, name, port)
 
 
 def engine(place: Place) -> Forked:
@@ -106,15 +115,17 @@ def make_pipes(place: Place) -> tuple[Pipe, Pipe]:
     return Pipe(place.pipe("front")), Pipe(place.pipe("engine"))
 
 
-def _run_front(points: str, place: Place, port: int) -> None:
+def _run_front(points: str, place: Place, name: str, port: int) -> None:
+    os.environ.update(place.environment)
     from fleetdistill_server.front.process import main
 
-    _begin("front", points, place)
+    _begin(name, points, place)
     ends = f"{_open(place.pipe('front'))},{_open(place.pipe('engine'))}"
-    _main(main, ["front", str(place.config), "--port", str(port), f"--wakeups={ends}"])
+    _main(main, ["front", str(place.config_of(name)), "--port", str(port), f"--wakeups={ends}"])
 
 
 def _run_engine(points: str, place: Place) -> None:
+    os.environ.update(place.environment)
     from chaos import counting_server
 
     from fleetdistill_server.engine.process import main
@@ -122,7 +133,7 @@ def _run_engine(points: str, place: Place) -> None:
     _begin("engine", points, place)
     counting_server.register()
     ends = f"{_open(place.pipe('engine'))},{_open(place.pipe('front'))}"
-    _main(main, ["engine", str(place.config), f"--wakeups={ends}"])
+    _main(main, ["engine", str(place.config_of(ENGINE)), f"--wakeups={ends}"])
 
 
 def _run_device(points: str, place: Place, terms: DeviceTerms) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos.mutations import MUTATIONS
-from chaos.scenario import Scenario, scenario
+from chaos.scenario import Scenario, beyond_one_machine, scenario
 
 Row = dict[str, Any]
 
@@ -45,6 +45,22 @@ def run_scenario(wanted: Scenario, work: Path, mutation: str = "") -> Row:
 
     work.mkdir(parents=True)
     return as_row(asyncio.run(Arena(wanted, work, mutation).fight()))
+
+
+def run_beyond_one_machine(seed: int, work: Path) -> Row:
+    """Runs a seed with several fronts, PostgreSQL and an object store of its own, in a new folder."""
+    from chaos.arena import Arena, as_row
+    from chaos.services import Services
+    from support.object_store import ObjectStore
+    from support.postgres import Postgres
+
+    work.mkdir(parents=True)
+    with Postgres.start() as postgres, ObjectStore.start() as objects, postgres.schema() as database:
+        services = Services(postgres, database, objects)
+        try:
+            return as_row(asyncio.run(Arena(beyond_one_machine(seed), work, services=services).fight()))
+        finally:
+            services.wait()
 
 
 def is_good(row: Row) -> bool:

@@ -11,6 +11,7 @@ from fleetdistill.state.failpoints import FAILPOINTS
 
 FRONT = "front"
 ENGINE = "engine"
+POSTGRES = "postgres"
 FEDDKC_EVERY = 10
 """One seed in so many runs FedDKC with torch; all others count."""
 
@@ -23,6 +24,10 @@ class Action(StrEnum):
     KILL = "kill"
     STOP = "stop"  # SIGSTOP, and SIGCONT after a while
     DAMAGE = "damage"  # a byte of the newest answer on the server's disk is changed
+    RESTART = "restart"  # PostgreSQL crashes and starts again
+
+
+_ON_ONE_MACHINE = (Action.KILL, Action.STOP, Action.DAMAGE)
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Blow:
         after: Receipts that the devices have had in all by then.
         wait_seconds: Time from then on.
         action: What.
-        target: `front`, `engine`, or a device's name.
+        target: `front`, `front-2` and so on, `engine`, `postgres`, or a device's name.
         seconds: How long a stopped process stands still.
     """
 
@@ -59,6 +64,7 @@ class Scenario:
         faulty: Part of the connections that meet a fault.
         blows: What befalls the processes, in order.
         failpoints: For each process and each of its first lives where it kills itself.
+        fronts: Names of the fronts.
     """
 
     seed: int
@@ -74,6 +80,40 @@ class Scenario:
     faulty: float
     blows: tuple[Blow, ...]
     failpoints: dict[str, tuple[str, ...]]
+    fronts: tuple[str, ...] = (FRONT,)
+
+
+def beyond_one_machine(seed: int) -> Scenario:
+    """A scenario of several fronts over PostgreSQL, which crashes twice, and an object store; each front is killed."""
+    rng = random.Random(f"beyond/{seed}")
+    devices = tuple(f"device-{number:02d}" for number in range(6))
+    fronts = (FRONT, "front-2", "front-3")
+    uploads, rounds, steps = len(devices) * 4 * 2, 4, 2
+    crashes = [
+        Blow(after, rng.uniform(0, 0.3), Action.RESTART, POSTGRES, 0.0) for after in (uploads // 4, uploads // 2)
+    ]
+    kills = [_blow_on(rng, target, uploads, Action.KILL) for target in (*fronts, *fronts, ENGINE)]
+    stops = [_blow_on(rng, rng.choice(fronts), uploads, Action.STOP)]
+    return Scenario(
+        seed=seed,
+        method="counting",
+        devices=devices,
+        rounds=rounds,
+        steps=steps,
+        quorum=0.5,
+        deadline_seconds=5.0,
+        lease_seconds=5.0,
+        large_share=0.2,
+        twice=0.2,
+        faulty=0.3,
+        blows=tuple(sorted([*crashes, *kills, *stops], key=lambda blow: blow.after)),
+        failpoints={name: _failpoints(rng, name) for name in (*fronts, ENGINE, *devices)},
+        fronts=fronts,
+    )
+
+
+def _blow_on(rng: random.Random, target: str, uploads: int, action: Action) -> Blow:
+    return Blow(rng.randint(0, int(0.7 * uploads)), rng.uniform(0, 0.1), action, target, rng.uniform(0.1, 1.0))
 
 
 def scenario(seed: int) -> Scenario:
@@ -105,7 +145,7 @@ def _blows(rng: random.Random, devices: Sequence[str], uploads: int) -> tuple[Bl
     first = _blow(rng, devices, rng.randint(0, min(5, uploads // 4)), Action.KILL)
     latest = max(int(0.8 * uploads), 2)
     others = [
-        _blow(rng, devices, rng.randint(1, latest), rng.choices(list(Action), (5, 2, 1))[0])
+        _blow(rng, devices, rng.randint(1, latest), rng.choices(_ON_ONE_MACHINE, (5, 2, 1))[0])
         for _ in range(rng.randint(1, 5))
     ]
     return tuple(sorted([first, *others], key=lambda blow: blow.after))
@@ -119,8 +159,9 @@ def _blow(rng: random.Random, devices: Sequence[str], after: int, action: Action
 
 def _failpoints(rng: random.Random, target: str) -> tuple[str, ...]:
     """A process dies by its own hand in some of its first two lives; later ones are spared, so that the run ends."""
-    points = sorted(point for point in FAILPOINTS if point.startswith(_POINTS_OF.get(target, _POINTS_OF[""])))
-    share = 0.4 if target in (FRONT, ENGINE) else 0.1
+    kind = target.partition("-")[0]
+    points = sorted(point for point in FAILPOINTS if point.startswith(_POINTS_OF.get(kind, _POINTS_OF[""])))
+    share = 0.4 if kind in (FRONT, ENGINE) else 0.1
     return tuple(
         f"{rng.choice(points)}=kill@{rng.choice((1, 1, 2, 3, 5, 8, 20))}" if rng.random() < share else ""
         for _ in range(2)

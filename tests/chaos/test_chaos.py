@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from chaos import counting
-from chaos.run import is_good, last_line, run_seeds, summary
+from chaos.run import is_good, last_line, run_beyond_one_machine, run_seeds, summary
 from chaos.scenario import ENGINE, FRONT, Action, scenario
+from support.object_store import ObjectStore
+from support.postgres import Postgres
 
 SEEDS = range(1, 201)
 
@@ -20,6 +22,21 @@ def test_a_run_loses_nothing_and_counts_nothing_twice(tmp_path: Path) -> None:
     assert sum(row["acknowledged"] for row in rows) > 10
     assert last_line(rows).endswith(f"0 lost, 0 doubled, {rows[0]['kills']} kills")
     assert "| runs of counting | 1 |" in summary(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.postgres
+@pytest.mark.s3
+def test_three_fronts_lose_nothing_when_each_is_killed_and_postgres_crashes(
+    postgres: Postgres, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)  # put back afterwards; the run sets its own
+    row = run_beyond_one_machine(1, tmp_path / "run")
+    assert is_good(row), row
+    assert row["kills"] >= 3
+    assert row["figures"]["restarts of PostgreSQL"] == 2
+    assert row["acknowledged"] > 10
 
 
 def test_a_seed_decides_everything() -> None:
@@ -37,7 +54,7 @@ def test_the_seeds_bring_both_methods_and_every_trouble() -> None:
     wanted = [scenario(seed) for seed in SEEDS]
     assert sum(one.method == "feddkc" for one in wanted) >= 20
     assert sum(one.method == counting.NAME for one in wanted) > 150
-    assert {blow.action for one in wanted for blow in one.blows} == set(Action)
+    assert {blow.action for one in wanted for blow in one.blows} == {Action.KILL, Action.STOP, Action.DAMAGE}
     killed = {blow.target for one in wanted for blow in one.blows if blow.action is Action.KILL}
     assert {FRONT, ENGINE, "device-00", "device-07"} <= killed
     assert any(one.quorum < 0.5 for one in wanted)

@@ -46,7 +46,9 @@ async def proxied(*faults: Fault) -> AsyncIterator[tuple[FaultProxy, Server]]:
     server = Server()
     async with (
         await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening,
-        FaultProxy(listening.sockets[0].getsockname()[1], lambda number: faults if number == 1 else ()) as proxy,
+        FaultProxy(
+            listening.sockets[0].getsockname()[1], faults_of=lambda number: faults if number == 1 else ()
+        ) as proxy,
     ):
         yield proxy, server
 
@@ -201,10 +203,10 @@ async def test_calm_resets_what_is_open_and_lets_the_next_connections_be() -> No
 @running
 async def test_a_server_that_is_away_is_a_closed_connection() -> None:
     async with proxied() as (proxy, _):
-        there, proxy.server_port = proxy.server_port, 1
+        there, proxy.server_ports = proxy.server_ports, (1,)
         with contextlib.suppress(ConnectionError):
             assert await exchange(proxy) == b""
-        proxy.server_port = there
+        proxy.server_ports = there
         assert await exchange(proxy) == DATA
 
 

@@ -197,7 +197,7 @@ def soak(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     place, port = Place(work), _free_port()
-    place.config.write_text(as_toml(_config(place)))
+    place.config_of("engine").write_text(as_toml(_config(place)))
     began = time.monotonic()
     pipes = members.make_pipes(place)
     front, engine = _start_front(place, port, leak), Forked(_run_engine, place)
@@ -294,7 +294,7 @@ def _start_front(place: Place, port: int, leak: bool) -> subprocess.Popen[bytes]
     """A process of its own from the start, with nothing in it that a server's front would not have."""
     pipes = [os.open(place.pipe(name), os.O_RDWR | os.O_NONBLOCK) for name in ("front", "engine")]
     module = "soak.leaks" if leak else "fleetdistill_server.front"
-    serve = [str(place.config), "--port", str(port)]
+    serve = [str(place.config_of("engine")), "--port", str(port)]
     try:
         with place.output_of("front").open("ab") as output:
             return subprocess.Popen(

@@ -5,8 +5,10 @@ It speaks through any link, so it serves whole servers as well as engines in the
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -102,11 +104,12 @@ class AnsweringDevice:
 
 
 class AnsweringFleet:
-    """Answering devices that call a server from a thread each until the end of the block."""
+    """Answering devices that call the servers on these ports in turn, from a thread each until the end of the block."""
 
-    def __init__(self, port: int, run: str, count: int) -> None:
+    def __init__(self, port: int | Sequence[int], run: str, count: int) -> None:
+        ports = itertools.cycle([port] if isinstance(port, int) else port)
         self._over = threading.Event()
-        self._links = [GrpcLink(f"127.0.0.1:{port}") for _ in range(count)]
+        self._links = [GrpcLink(f"127.0.0.1:{next(ports)}") for _ in range(count)]
         self.devices = [AnsweringDevice(link, run, f"d{number}") for number, link in enumerate(self._links)]
         self._threads = [threading.Thread(target=self._work, args=(device,)) for device in self.devices]
 

@@ -9,6 +9,7 @@ is for. Where bulk begins depends on how the kernel cuts the stream, and so does
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
 import struct
@@ -97,15 +98,16 @@ def seeded_faults(seed: str, share: float, longest_seconds: float, furthest_byte
 
 
 class FaultProxy:
-    """Stands before a server on this machine.
+    """Stands before a server on this machine, or before several as a load balancer: connections go to each in turn.
 
     Attributes:
+        server_ports: Where the servers listen. A connection goes to the next server that accepts it.
         port: Where it listens.
         occurred: How many faults of each kind have really happened.
     """
 
-    def __init__(self, server_port: int, faults_of: FaultsOf = lambda number: ()) -> None:
-        self.server_port = server_port
+    def __init__(self, *server_ports: int, faults_of: FaultsOf = lambda number: ()) -> None:
+        self.server_ports = server_ports
         self.port = 0
         self.occurred: Counter[Kind] = Counter()
         self._faults_of = faults_of
@@ -143,9 +145,8 @@ class FaultProxy:
             self.occurred[Kind.DROP] += 1
             writer.close()
             return
-        try:
-            to_server = await asyncio.open_connection("127.0.0.1", self.server_port)
-        except OSError:  # the server is away
+        to_server = await self._connect()
+        if to_server is None:  # the servers are away
             writer.close()
             return
         connection = _Connection((reader, writer), to_server, faults, self.occurred)
@@ -154,6 +155,13 @@ class FaultProxy:
             await connection.carry()
         finally:
             self._connections.discard(connection)
+
+    async def _connect(self) -> _Ends | None:
+        for number in range(len(self.server_ports)):
+            port = self.server_ports[(self._accepted + number) % len(self.server_ports)]
+            with contextlib.suppress(OSError):
+                return await asyncio.open_connection("127.0.0.1", port)
+        return None
 
 
 _Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fleetdistill.server.serve")
 
 
+class Part(StrEnum):
+    """A process of the server."""
+
+    FRONT = "front"
+    ENGINE = "engine"
+
+
 @report_errors
 def serve(
     config: Annotated[Path, typer.Argument(help="Path of run.toml.")],
@@ -30,6 +38,10 @@ def serve(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow plain text on an address other than loopback.")
     ] = False,
+    only: Annotated[
+        Part | None,
+        typer.Option("--only", help="Run only the front, or only the engine; needs [server] database and blobs."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Only check the settings, models, data, ports and store; store nothing.")
     ] = False,
@@ -49,6 +61,7 @@ def serve(
 
     loaded = load_run_config(config)
     _check_until_finished(loaded, until_finished)
+    _check_only(loaded, only)
     if check:
         _print_check(loaded, config, insecure)
         return
@@ -56,13 +69,14 @@ def serve(
     warning = check_security(loaded.server, insecure)
     if warning:
         logger.warning("%s", warning)
-    check_new_run(config, loaded, stopped)
+    if only != Part.FRONT:
+        check_new_run(config, loaded, stopped)
     log_options = ["--log-format", log_format, "--log-level", log_level]
-    _serve(config, loaded, stopped, until_finished, log_options)
+    _serve(config, loaded, stopped, until_finished, log_options, only or "")
 
 
 def _serve(
-    path: Path, config: RunConfig, stopped: threading.Event, until_finished: bool, log_options: list[str]
+    path: Path, config: RunConfig, stopped: threading.Event, until_finished: bool, log_options: list[str], only: str
 ) -> None:
     from fleetdistill_server.service.supervisor import Supervisor
 
@@ -73,7 +87,10 @@ def _serve(
             on_listening=lambda port: typer.echo(_where(config, supervisor)),
             stopped=stopped,
             log_options=log_options,
+            only=only,
         )
+        if only == Part.ENGINE:
+            typer.echo(f"the engine of run {config.run.name!r} runs; press Ctrl-C to stop")
         over = supervisor.serve(
             until_finished=until_finished,
             on_over=lambda status: typer.echo(f"run {config.run.name!r} is {status}; notifying its devices"),
@@ -86,6 +103,13 @@ def _check_until_finished(config: RunConfig, until_finished: bool) -> None:
         raise ConfigurationError(
             f"--until-finished requires [run] rounds above 0, but run {config.run.name!r} runs until stopped; "
             "remove the option, and stop the server with Ctrl-C or SIGTERM"
+        )
+
+
+def _check_only(config: RunConfig, only: Part | None) -> None:
+    if only is not None and not (config.server.database and config.server.blobs):
+        raise ConfigurationError(
+            f"--only {only} requires [server] database and blobs, because the machines share nothing else"
         )
 
 

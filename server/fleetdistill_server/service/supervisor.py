@@ -41,6 +41,8 @@ from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
+FRONT, ENGINE = "front", "engine"
+"""Values of `Supervisor(only=...)`."""
 MAX_RESTARTS = 5
 """Restarts of a failing engine, without a completed round or `STEADY_SECONDS` in between, before the run is stopped."""
 STEADY_SECONDS = 3600.0
@@ -134,6 +136,7 @@ class Supervisor:
         most_short_rounds: Largest number of consecutive short rounds in a simulation, as in `Engine`.
         stopped: Event that makes `serve` return; `stop` sets it.
         log_options: `--log-format` and `--log-level` of front and engine.
+        only: `front` or `engine` to run only that process, for a server beyond one machine; empty for both.
 
     Attributes:
         port: Port on which the front listens; None until it is known.
@@ -148,8 +151,10 @@ class Supervisor:
         most_short_rounds: int | None = None,
         stopped: threading.Event | None = None,
         log_options: Sequence[str] = (),
+        only: str = "",
     ) -> None:
         check_system()
+        self._only = only
         self._most_short_rounds = most_short_rounds
         self._config = config
         self._on_listening = on_listening
@@ -158,6 +163,7 @@ class Supervisor:
         self._at_once = False
         self.port: int | None = None
         self.enrol_port: int | None = None
+        self._front: Child | None = None
         self.engine: Child | None = None
         self._beats = HeartbeatMonitor(Path(config.server.store))
         self._engine_due: float | None = None  # when an engine that lacked disk space is restarted
@@ -166,7 +172,8 @@ class Supervisor:
         self.store.check()
         self.lock = serve_lock.take(Path(config.server.store), config.run.name)
         # Register before any process starts, so that a changed configuration fails in the foreground.
-        register(self.store, config)
+        if only != FRONT:  # the engine's server decides
+            register(self.store, config)
         self._arguments = [str(_write_served(config)), *log_options]
 
     def stop(self, *, at_once: bool = False) -> None:
@@ -193,13 +200,15 @@ class Supervisor:
         """
         front_ends, self._engine_ends = make_pair()
         module, environment = "fleetdistill_server.front", front_environment()
-        self._front = Child(module, self._arguments, front_ends, self._log, environment, keep_output=True)
-        self._read_port()
+        if self._only != ENGINE:
+            self._front = Child(module, self._arguments, front_ends, self._log, environment, keep_output=True)
+            self._read_port(self._front)
         notified = False
         try:
             while not self._stopped.wait(_LOOK_SECONDS):
                 self._check_front()
-                self.look_after_engine()
+                if self._only != FRONT:
+                    self.look_after_engine()
                 if not notified and (status := self._status()) in OVER:
                     notified = True
                     on_over(status)
@@ -207,15 +216,15 @@ class Supervisor:
                     break
             return self._run_is_over()
         finally:
-            self._front.stop(self._at_once)
-            if self.engine is not None:
-                self.engine.stop(self._at_once)
+            for child in (self._front, self.engine):
+                if child is not None:
+                    child.stop(self._at_once)
             self.store.close()
             self.lock.close()
 
-    def _read_port(self) -> None:
+    def _read_port(self, front: Child) -> None:
         """Reads the ports that the front prints: `enrolling PORT` (with TLS only), then `listening PORT`."""
-        stdout = self._front.process.stdout
+        stdout = front.process.stdout
         assert stdout is not None
 
         def read() -> None:
@@ -229,8 +238,8 @@ class Supervisor:
         threading.Thread(target=read, daemon=True).start()
 
     def _check_front(self) -> None:
-        code = self._front.process.poll()
-        if code is None:
+        code = self._front.process.poll() if self._front is not None else None
+        if self._front is None or code is None:
             return
         if code == EXIT_CANNOT_LISTEN and self.port is None:
             where = self._log or "the log above"
@@ -241,13 +250,13 @@ class Supervisor:
         ports = [f"{option}={port}" for option, port in known.items() if port is not None]
         self._front.arguments = [*self._arguments, *ports]
         self._front.restart()
-        self._read_port()
+        self._read_port(self._front)
 
     def look_after_engine(self) -> None:
         if self.engine is None:
             # Only after the front listens: a second server of the same run fails to listen, before its engine
             # could take over the run.
-            if self.port is not None and self._status() != "cancelled":
+            if (self.port is not None or self._only == ENGINE) and self._status() != "cancelled":
                 given = [*self._arguments]
                 if self._most_short_rounds is not None:
                     given += ["--most-short-rounds", str(self._most_short_rounds)]

@@ -16,6 +16,7 @@ Only `store.py` imports this module, and only for a store with `[server] blobs`,
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import threading
@@ -34,6 +35,8 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill_server.store.blobs import Held, disk_errors
 from fleetdistill_server.store.file_blobs import HELD_NAME, SUFFIX, FileBlobs
 
+for _name in ("botocore", "aiobotocore"):
+    logging.getLogger(_name).setLevel(logging.WARNING)  # at INFO they report where each client found its keys
 _RENEW_SECONDS = 900.0
 """Age at which a payload that is stored again is uploaded again, so that sweeps keep it."""
 _KEPT_SECONDS, _IN_USE_SECONDS = 3600.0, 60.0
@@ -52,7 +55,7 @@ class ObjectBlobs(FileBlobs):
 
     def __init__(self, directory: Path, url: str, lock: _Lock = lambda: None) -> None:
         super().__init__(directory)
-        self._objects = _object_store(os.getpid())
+        self._objects = _object_store(os.getpid(), os.environ.get("AWS_ENDPOINT_URL", ""))
         self._root = url.removeprefix("s3://")
         self._lock = lock
 
@@ -155,8 +158,8 @@ class ObjectBlobs(FileBlobs):
 
 
 @lru_cache(maxsize=1)
-def _object_store(process: int) -> s3fs.S3FileSystem:
-    """Returns the client of a process. Listings are not cached, because other hosts change them."""
+def _object_store(process: int, address: str) -> s3fs.S3FileSystem:
+    """Returns a process's client for an address. Listings are not cached, because other hosts change them."""
     return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
 
 

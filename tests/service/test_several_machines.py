@@ -1,0 +1,99 @@
+"""`fleetdistill serve --only`: fronts and an engine that share nothing but PostgreSQL and an object store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.answering import AnsweringFleet
+from support.fleets import assert_no_upload_lost
+from support.processes import COMMAND, PATIENCE_SECONDS, wait_until
+from typer.testing import CliRunner
+
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.store.store import Store
+
+RUN = "apart"
+CONFIG = """
+[run]
+name = "apart"
+rounds = 2
+min_devices = 2
+[contract]
+classes = 10
+input_shape = [1, 8, 8]
+[method]
+server_epochs = 1
+[server]
+listen = "127.0.0.1:0"
+torch_device = "cpu"
+store = "{store}"
+database = "{database}"
+blobs = "{blobs}"
+"""
+
+
+class Host:
+    """A machine with one process of the server, in a directory of its own."""
+
+    def __init__(self, directory: Path, database: str, blobs: str) -> None:
+        directory.mkdir()
+        self._config, self._log = directory / "run.toml", directory / "server.log"
+        self.store = directory / "store"
+        self._config.write_text(CONFIG.format(store=self.store, database=database, blobs=blobs))
+
+    @contextlib.contextmanager
+    def serve(self, only: str) -> Iterator[None]:
+        with self._log.open("w") as log:
+            process = subprocess.Popen([*COMMAND, "serve", "--only", only, str(self._config)], stdout=log, stderr=log)
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(PATIENCE_SECONDS)
+
+    def port(self) -> int:
+        def found() -> int:
+            match = re.search(r"is served on 127\.0\.0\.1:(\d+)", self._log.read_text())
+            return int(match[1]) if match else 0
+
+        return wait_until(found, "the front to listen")
+
+
+@pytest.mark.slow
+@pytest.mark.postgres
+@pytest.mark.s3
+def test_two_fronts_and_an_engine_on_three_machines_end_a_run(
+    database_url: str, blobs_url: str, tmp_path: Path
+) -> None:
+    fronts = [Host(tmp_path / f"front-{number}", database_url, blobs_url) for number in range(2)]
+    engine = Host(tmp_path / "engine", database_url, blobs_url)
+    with contextlib.ExitStack() as stack:
+        for host, part in ((fronts[0], "front"), (fronts[1], "front"), (engine, "engine")):
+            stack.enter_context(host.serve(part))
+        with AnsweringFleet([host.port() for host in fronts], RUN, 2) as fleet:
+            wait_until(lambda: all(device.finished for device in fleet.devices), "the devices to hear of the end")
+        store = Store.open(fronts[1].store)  # every host's directory leads to the same store
+        assert (store.runs.get(RUN) or {})["status"] == "finished"
+        assert_no_upload_lost(store, run=RUN)
+        assert [row["used"] for row in store.runs.rounds(RUN)] == [2, 2]
+        store.close()
+        assert not list(tmp_path.glob("*/store/store.sqlite"))
+        assert os.environ["AWS_SECRET_ACCESS_KEY"] not in (fronts[0].store / "location.toml").read_text()
+    listed = CliRunner().invoke(app, ["runs", "list", "--store", str(engine.store)])
+    assert (listed.exit_code, "finished" in listed.stdout) == (0, True)
+
+
+def test_a_part_alone_needs_what_the_machines_share(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.format(store=tmp_path / "store", database="postgresql://nowhere/db", blobs=""))
+    done = CliRunner().invoke(app, ["serve", "--only", "front", str(path)])
+    assert done.exit_code == 1
+    assert "--only front requires [server] database and blobs" in done.stderr
+    assert not (tmp_path / "store").exists()
