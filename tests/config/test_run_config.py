@@ -103,7 +103,7 @@ UNKNOWN = {
         {**GOOD, "servers": {}},
         "[servers]: unknown section; did you mean 'server'? Known are run, contract, model, method, privacy, proxy, "
         "evaluation, "
-        "server, limits",
+        "server, engine, limits",
     ),
     "in run": (
         with_setting("run", "round", 3),

@@ -26,8 +26,8 @@ WHO = {
     FRAGILE: ("disk.", "device."),
 }
 """Which points a process hits in a run, in the order in which it comes by; those of others have tests of their own."""
-ELSEWHERE = ("engine.quarantine.", "device.privacy.", "device.roll-back.", "device.forget.")
-"""Points that a run never hits without damage, privacy, a roll-back or a device that erases itself."""
+ELSEWHERE = ("engine.quarantine.", "engine.training.", "device.privacy.", "device.roll-back.", "device.forget.")
+"""Points that a run never hits without damage, a long training, privacy, a roll-back or a device that erases itself."""
 POINTS = {
     process: list(
         dict.fromkeys(

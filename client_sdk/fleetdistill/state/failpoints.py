@@ -58,6 +58,8 @@ FAILPOINTS = {
     "engine.asks.before-commit": "the payloads of a step's asks are stored, but not the asks",
     "engine.asks.after-commit": "the asks of a step are written, but the front is not notified",
     "engine.answer.after-read": "an answer is read, but not passed to the method",
+    "engine.training.before-name": "the resume point of a training is stored, but not named",
+    "engine.training.after-name": "the resume point is named, but the previous one is not deleted",
     "engine.short.before-commit": "a round is short, and its close is written in the open transaction",
     "engine.short.after-commit": "a round is closed as short, but the previous state is not restored",
     "engine.quarantine.before-move": "an answer's payload was found damaged or missing; nothing is changed yet",

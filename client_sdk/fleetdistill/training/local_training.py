@@ -28,8 +28,11 @@ __all__ = [
     "TensorData",
     "TrainingReport",
     "as_tensor_data",
+    "check_plan",
+    "checked_smallest_batch",
     "evaluate",
     "extract",
+    "finite_loss",
     "make_optimizer",
     "smallest_batch",
     "train_epochs",
@@ -159,8 +162,8 @@ def train_steps(
     Returns:
         A report; `mean_loss` is the mean over all steps, NaN without a step.
     """
-    _check_plan(epochs, batch_size)
-    smallest = _checked_smallest_batch(model, count, batch_size)
+    check_plan(epochs, batch_size)
+    smallest = checked_smallest_batch(model, count, batch_size)
     steps, samples, loss_sum = 0, 0, 0.0
     with in_mode(model, training=True), frozen_batch_norm(model, count < smallest_batch(model)):
         for epoch in range(epochs):
@@ -168,7 +171,7 @@ def train_steps(
                 check_may_continue()
                 report_progress("training", (epoch + number * batch_size / count) / epochs)
                 for loss_value in losses(epoch, rows.to(device)):
-                    mean_loss = _finite(loss_value, f"epoch {epoch + 1} of {epochs}, step {steps + 1}", optimizer)
+                    mean_loss = finite_loss(loss_value, f"epoch {epoch + 1} of {epochs}, step {steps + 1}", optimizer)
                     optimizer.zero_grad(set_to_none=True)
                     with draws_nothing():
                         loss_value.backward()
@@ -258,7 +261,13 @@ def smallest_batch(model: nn.Module) -> int:
     return 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
 
 
-def _checked_smallest_batch(model: nn.Module, count: int, batch_size: int) -> int:
+def checked_smallest_batch(model: nn.Module, count: int, batch_size: int) -> int:
+    """Returns the smallest mini-batch for training on `count` rows.
+
+    Raises:
+        ConfigurationError: `batch_size` is smaller.
+        DataError: There are no rows.
+    """
     if count < 1:
         raise DataError("the training data has 0 samples: there is nothing to train on; pass at least 1")
     smallest = min(smallest_batch(model), count)
@@ -269,7 +278,8 @@ def _checked_smallest_batch(model: nn.Module, count: int, batch_size: int) -> in
     return smallest
 
 
-def _finite(loss_value: Tensor, where: str, optimizer: torch.optim.Optimizer) -> float:
+def finite_loss(loss_value: Tensor, where: str, optimizer: torch.optim.Optimizer) -> float:
+    """Returns a loss as a number; raises KnowledgeError, which names the step and the rate, if it is not finite."""
     value = float(loss_value.detach())
     if not math.isfinite(value):
         raise KnowledgeError(
@@ -279,7 +289,8 @@ def _finite(loss_value: Tensor, where: str, optimizer: torch.optim.Optimizer) ->
     return value
 
 
-def _check_plan(epochs: int, batch_size: int) -> None:
+def check_plan(epochs: int, batch_size: int) -> None:
+    """Raises ConfigurationError if `epochs` or `batch_size` is less than 1."""
     for name, value in {"epochs": epochs, "batch_size": batch_size}.items():
         if value < 1:
             raise ConfigurationError(f"{name} is {value}, must be at least 1")

@@ -23,6 +23,7 @@ from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import NAME
 from fleetdistill.privacy.guarantee import LEAST_EPSILON, MOST_DELTA, MOST_EPSILON
 from fleetdistill_server.config import server_config
+from fleetdistill_server.config.engine_config import EngineSection
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.section import Section, Settings, read_toml
 from fleetdistill_server.config.server_config import ServerSection
@@ -151,6 +152,7 @@ class RunConfig(Section):
     proxy: ProxySection = ProxySection()
     evaluation: EvaluationSection = EvaluationSection()
     server: ServerSection = ServerSection()
+    engine: EngineSection = EngineSection()
     limits: Limits = Limits()
 
     def method_config(self) -> Any:
@@ -171,9 +173,8 @@ class RunConfig(Section):
 
         The path of the proxy set is left out, because the contract contains its digest.
         """
-        fixed = self.model_dump(
-            mode="json", by_alias=True, exclude={"server": True, "limits": True, "evaluation": True, "proxy": {"data"}}
-        )
+        operational: dict[str, Any] = dict.fromkeys(("server", "engine", "limits", "evaluation"), True)
+        fixed = self.model_dump(mode="json", by_alias=True, exclude={**operational, "proxy": {"data"}})
         given = {"proxy": bool(self.proxy.data), "privacy": self.privacy is not None}
         return {section: values for section, values in fixed.items() if given.get(section, True)}
 
@@ -287,6 +288,7 @@ _SETTINGS = {
     "privacy": list(PrivacySection.model_fields),
     "proxy": list(ProxySection.model_fields),
     "evaluation": list(EvaluationSection.model_fields),
+    "engine": list(EngineSection.model_fields),
     **server_config.SETTINGS,
 }
 """Known sections and the settings of each."""

@@ -20,12 +20,15 @@ from fleetdistill.errors import DamagedError, KnowledgeError, NoSpaceError, Quor
 from fleetdistill.state import failpoints
 from fleetdistill.wire.codec import encode
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.engine.arrivals import MOST_ROWS, Arrivals
+from fleetdistill_server.engine.group import Answer, EndOfStep, Group
 from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.logs import about
 from fleetdistill_server.methods.cohort import (
     ColumnsFor,
     DeviceAnswer,
     PayloadFor,
+    Prepare,
     ask_seed,
     devices_needed,
     round_generator,
@@ -86,6 +89,8 @@ class StoreCohort:
         round, completed, devices, data_versions: As in `Cohort`.
         figures: Figures passed to `report`, by name.
         used: Ids of the asks whose answers the method received.
+        verified: Receipts of the answers whose payloads this round has verified.
+        group: Processes that receive the same answers; None if the engine is one process.
     """
 
     def __init__(
@@ -105,6 +110,8 @@ class StoreCohort:
         self.data_versions = {device: (data_versions or {}).get(device, "") for device in self.devices}
         self.figures: dict[str, Any] = {}
         self.used: list[int] = []
+        self.verified: set[str] = set()
+        self.group: Group | None = None
         self._store = store
         self._terms = terms
         self._waker = waker
@@ -119,6 +126,7 @@ class StoreCohort:
         to: Sequence[str] | None = None,
         quorum: float | None = None,
         columns: ColumnsFor | None = None,
+        prepare: Prepare | None = None,
     ) -> AsyncIterator[DeviceAnswer]:
         """Sends a step's ask to the cohort and yields the answers in device-id order; see `Cohort.ask`."""
         asked = sorted(self._in_round if to is None else to)
@@ -129,20 +137,29 @@ class StoreCohort:
         enough = 0 if quorum == 0 else self._terms.devices_per_round
         answered, among = 0, set(asked)
         rows = self._store.asks.of_step(self._terms.run, self.round, self._steps)
+        answered_after = partial(self._store.asks.answered_after, self._terms.run, self.round, self._steps, MOST_ROWS)
+        arrivals = Arrivals(answered_after, self._accepted, prepare if self.group is None else None)
         self._in_round -= among - {row["device"] for row in rows}
         for row in rows:
             if row["device"] not in among:  # asked before a crash, but its answer to an earlier step is lost now
                 self._store.asks.close(row["id"], "no longer part of this step after the round was replayed")
                 continue
-            answer = await self._answer_to(row, enough, asked)
+            answer = await self._answer_to(row, enough, asked, arrivals)
             if answer is None:
                 self._in_round.discard(row["device"])
                 continue
             answered += 1
+            self.used.append(row["id"])
+            if self.group is not None:  # all processes prepare the same answers in the same order
+                self.group.send(Answer(answer.device, answer.samples, answer.sha256))
+                answer.prepared = None if prepare is None else prepare(answer)
             yield answer
         needed = self.needed(min(len(asked), self._terms.devices_per_round or len(asked)), quorum)
-        if answered < needed:
-            raise QuorumNotReached(step, answered, needed)
+        missed = (step, answered, needed) if answered < needed else None
+        if self.group is not None:
+            self.group.send(EndOfStep(self.remaining, missed))
+        if missed is not None:
+            raise QuorumNotReached(*missed)
 
     def needed(self, asked: int, quorum: float | None = None) -> int:
         """Returns how many of `asked` devices must answer under `quorum`, which defaults to the run's quorum."""
@@ -268,7 +285,7 @@ class StoreCohort:
             "deadline_at": self._store.asks.clock.now() + self._terms.deadline_seconds,
         }
 
-    async def _answer_to(self, ask: Row, enough: int, asked: Sequence[str]) -> DeviceAnswer | None:
+    async def _answer_to(self, ask: Row, enough: int, asked: Sequence[str], arrivals: Arrivals) -> DeviceAnswer | None:
         name = (self._terms.run, ask["round"], ask["step_number"], ask["device"])
         while True:
             row = self._store.asks.get(*name)
@@ -277,14 +294,14 @@ class StoreCohort:
             if row["status"] == "out":
                 return None
             if row["status"] == "answered":
-                answer = self._accepted(row)
+                answer = arrivals.take(row)
                 if answer is not None:
                     return answer
                 continue
             self._store.asks.expire(self._terms.run, self._store.asks.clock.now())
-            if not (
-                enough and self._store.asks.end_step(self._terms.run, self.round, row["step_number"], enough, asked)
-            ):
+            if enough and self._store.asks.end_step(self._terms.run, self.round, row["step_number"], enough, asked):
+                continue
+            if not arrivals.read_one(row["device"]):
                 await self._waker.wait()
 
     def _accepted(self, ask: Row) -> DeviceAnswer | None:
@@ -292,11 +309,11 @@ class StoreCohort:
         upload = self._store.asks.upload_of(ask["id"])
         assert upload is not None  # status and row are written in one transaction
         try:
-            payload = self._store.blobs.open(upload["sha256"], verify=True)
+            payload = self._store.blobs.open(upload["sha256"], verify=upload["receipt"] not in self.verified)
         except DamagedError as damage:
             self._withdraw(ask, damage)
             return None
-        self.used.append(ask["id"])
+        self.verified.add(upload["receipt"])
         answer = DeviceAnswer(ask["device"], upload["samples"], payload)
         failpoints.hit("engine.answer.after-read")
         return answer

@@ -17,6 +17,8 @@ from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.context import MethodContext, pick_torch_device
 from fleetdistill_server.methods.traffic import declared_parts, features_of
+from fleetdistill_server.training.hardware import Hardware
+from fleetdistill_server.training.trainer import Trainer
 
 
 def build_method(config: RunConfig) -> ServerMethod:
@@ -32,17 +34,19 @@ def method_context(config: RunConfig) -> MethodContext:
         ConfigurationError: The proxy set or the torch device cannot be used.
     """
     proxy, proxy_payload = register_proxy(config)
+    device = pick_torch_device(config.server.torch_device)
     return MethodContext(
         classes=len(config.contract.class_names()),
         input_shape=tuple(config.contract.input_shape),
         models=config.model,
-        torch_device=pick_torch_device(config.server.torch_device),
+        torch_device=device,
         seed=config.run.seed,
         knowledge_type=config.contract.knowledge_type,
         proxy=proxy,
         proxy_payload=proxy_payload,
         evaluation_file=config.evaluation.data,
         trusted_rows=config.evaluation.trusted_rows,
+        trainer=Trainer(Hardware.of(device, config.engine)),
     )
 
 

@@ -9,28 +9,30 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fleetdistill.errors import DamagedError, KnowledgeError, QuorumNotReached, RunError
+from fleetdistill.errors import KnowledgeError, QuorumNotReached, RunError
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state import failpoints
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData, evaluate
-from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort, Waker
-from fleetdistill_server.engine.contract import build_method, extractor_payload, initial_payload, make_contract
+from fleetdistill_server.engine.contract import build_method, make_contract
+from fleetdistill_server.engine.contract_files import check_proxy, check_readable
 from fleetdistill_server.engine.forgetting import forget_requested
+from fleetdistill_server.engine.group import Group
 from fleetdistill_server.engine.pauses import pause_seconds
+from fleetdistill_server.engine.round_training import RoundTraining
 from fleetdistill_server.engine.starting_model import load_starting_model
 from fleetdistill_server.engine.usable import reason_not_usable
 from fleetdistill_server.logs import about
-from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.evaluation import load_evaluation
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.wakeups import POLL_SECONDS
@@ -56,12 +58,22 @@ class Engine:
         waker: Waits for devices' answers and wakes the front.
         most_short_rounds: Number of consecutive short rounds after which the run fails; for simulations. None retries
             without a limit, since devices may return at any time.
+        directory: Directory for the file that names the resume point of a long training; None for no resume points.
+        group: Processes that train together; None for this one alone.
 
     Attributes:
         pauses: Whether to pause after short rounds; by default only without `most_short_rounds`.
     """
 
-    def __init__(self, store: Store, config: RunConfig, waker: Waker, most_short_rounds: int | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        config: RunConfig,
+        waker: Waker,
+        most_short_rounds: int | None = None,
+        directory: Path | None = None,
+        group: Group | None = None,
+    ) -> None:
         self._most_short_rounds = most_short_rounds
         self.pauses = most_short_rounds is None
         self._store = store
@@ -73,6 +85,8 @@ class Engine:
         store.runs.set_keep_checkpoints(self._name, config.server.keep_checkpoints)
         self.token = store.runs.own(self._name)
         self.method = build_method(config)
+        every = config.engine.checkpoint_seconds
+        self._training = RoundTraining(self.method.context.trainer, store, self._name, every, directory, group)
         self._evaluation: TensorData | None = None
         self._checkpoint: bytes | None = None  # the checkpoint that the method's state was loaded from or saved to
         self._endless = config.run.rounds == 0
@@ -181,41 +195,10 @@ class Engine:
                 self._store.runs.assert_owner(self._name, self.token)
                 self._store.runs.end(self._name, "running", "started again")
         self._store.asks.bound_deadlines(self._name, self._config.run.deadline_seconds)
-        self._check_proxy()
-        self._check_readable()
-        self._restore()
-
-    def _check_proxy(self) -> None:
-        """Raises RunError if the proxy set has changed since the run's start; all knowledge refers to its rows."""
-        began = contract_pb2.Contract.FromString(self._row()["contract"]).proxy_digest
-        now = self.method.context.proxy_digest
-        if began != now:
-            raise RunError(
-                f"[proxy] data: run {self._name!r} began with a proxy set with digest "
-                f"{began.hex()[:12] or 'none'}, but the current file has digest {now.hex()[:12] or 'none'}; "
-                "restore the original file, or choose another run name"
-            )
-
-    def _check_readable(self) -> None:
-        """Verifies the payloads that every new device downloads, and restores damaged ones."""
         contract = contract_pb2.Contract.FromString(self._row()["contract"])
-        if self.method.context.proxy_payload is not None:
-            self._store.blobs.put(self.method.context.proxy_payload)  # replaces a damaged file
-        if contract.initial_weights:
-            self._ensure_readable(contract.initial_weights, initial_payload)
-        if contract.extractor_file:
-            self._ensure_readable(contract.extractor_file, extractor_payload)
-
-    def _ensure_readable(self, sha256: bytes, make: Callable[[ServerMethod], Payload | None]) -> None:
-        """Recreates and stores a payload if the stored file is damaged; this can take seconds."""
-        try:
-            self._store.blobs.open(sha256, verify=True)
-        except DamagedError:
-            made = make(self.method)
-            if made is None or made.sha256 != sha256:
-                raise
-            self._store.blobs.forget_verified()
-            self._store.blobs.put(made)
+        check_proxy(self._name, contract, self.method)
+        check_readable(self._store, contract, self.method)
+        self._restore()
 
     def _restore(self) -> None:
         checkpoint = self._row()["checkpoint"]
@@ -317,8 +300,10 @@ class Engine:
     async def _round(self, cohort: StoreCohort) -> bool:
         """Runs one round; returns False if it fell short and the method's state was rolled back."""
         torch.manual_seed(derive_seed(self._config.run.seed, cohort.round, "round", "server"))
+        assert self._checkpoint is not None  # set by `prepare`
         try:
-            await self.method.round(cohort)
+            with self._training.of_round(cohort, self._checkpoint):
+                await self.method.round(cohort)
             self._check_usable(cohort)
             if cohort.completed + 1 == self._config.run.rounds:
                 cohort.add_newcomers(self._store.devices.present(self._name))
@@ -333,6 +318,7 @@ class Engine:
                 failpoints.hit("engine.short.before-commit")
             failpoints.hit("engine.short.after-commit")
             self._store.blobs.forget_verified()  # devices may have fetched a damaged blob; the next put rewrites it
+            self._training.end_round()
             self._restore()
             return False
         self._close(cohort)
@@ -354,13 +340,14 @@ class Engine:
         with self._store.transaction():
             self._store.runs.assert_owner(self._name, self.token)
             self._store.secure_state(self._checkpoint, state)
-            if short:
-                self._store.runs.end(self._name, "running", "")  # clears the reason that reports short rounds
+            if short or self._training.is_shown():
+                self._store.runs.end(self._name, "running", "")  # clears the reason
             spent = self._store.runs.close_round(
                 self._name, cohort.round, self._checkpoint, cohort.used, cohort.figures
             )
             failpoints.hit("engine.close.before-commit")
         failpoints.hit("engine.close.after-commit")
+        self._training.end_round()
         free_after_round(self._store, self._name, spent)
         of = f" of {self._config.run.rounds}" if not self._endless else ""
         done = cohort.completed + 1

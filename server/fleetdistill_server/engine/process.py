@@ -14,10 +14,17 @@ from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, Stor
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.config.server_config import load_server_config
 from fleetdistill_server.engine.engine import Engine
+from fleetdistill_server.engine.group import Group, follow, joins
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
 from fleetdistill_server.service.heartbeat import start_heartbeat
-from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE, allow_open_files, end_with_parent
+from fleetdistill_server.service.processes import (
+    EXIT_CONFIGURATION,
+    EXIT_NO_SPACE,
+    allow_open_files,
+    end_with,
+    end_with_parent,
+)
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.service.wakeups import Ends, Wakeups
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
@@ -36,7 +43,7 @@ class _Arguments:
     most_short_rounds: int | None
 
 
-async def _main(given: _Arguments) -> None:
+async def _main(given: _Arguments, group: Group | None) -> None:
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -45,7 +52,7 @@ async def _main(given: _Arguments) -> None:
     store = Store.open(given.store)
     try:
         config = _load(store, given)
-        await _run(store, config, given)
+        await _run(store, config, given, group)
     except asyncio.CancelledError:
         return
     finally:
@@ -63,12 +70,22 @@ def _load(store: Store, given: _Arguments) -> RunConfig:
         raise
 
 
-async def _run(store: Store, config: RunConfig, given: _Arguments) -> None:
+def _follow(given: _Arguments, group: Group) -> None:
+    store = Store.open(given.store)
+    try:
+        follow(group, store, load_run_config(given.config))
+    finally:
+        store.close()
+
+
+async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group | None) -> None:
     bounds = Bounds(config.server.disk_budget_bytes, config.server.keep_free_bytes)
     store.blobs.space = DiskSpace(given.store, store.blobs, bounds, lambda: sweep(store))
     wakeups = Wakeups(given.wakeups, store.database, "engine")
     try:
-        await Engine(store, config, wakeups, given.most_short_rounds).run()
+        await Engine(store, config, wakeups, given.most_short_rounds, given.store, group).run()
+        if group is not None:
+            group.send(None)
     except NoSpaceError:
         raise
     except (ConfigurationError, RunError) as error:
@@ -101,17 +118,25 @@ def main() -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--wakeups", type=Ends.parse, default=Ends())
     parser.add_argument("--parent", type=int)
+    parser.add_argument("--supervisor", type=int)
     parser.add_argument("--most-short-rounds", type=int)
     parser.add_argument("--log-format", choices=list(LogFormat), default=LogFormat.TEXT)
     parser.add_argument("--log-level", choices=list(LogLevel), default=LogLevel.INFO)
     given = parser.parse_args()
     configure("engine", given.log_format, given.log_level)
     end_with_parent(given.parent)
+    if given.supervisor is not None:
+        end_with(given.supervisor)
     allow_open_files()  # averaging maps the payloads of all answers at the same time
     try:
         store = Path(load_server_config(given.config).server.store)
+        arguments = _Arguments(given.config, store, given.wakeups, given.most_short_rounds)
+        group = Group() if joins() else None
+        if group is not None and group.ranks.rank > 0:
+            _follow(arguments, group)
+            return 0
         start_heartbeat(store)
-        asyncio.run(_main(_Arguments(given.config, store, given.wakeups, given.most_short_rounds)))
+        asyncio.run(_main(arguments, group))
     except (ConfigurationError, RunError) as error:
         logger.error("the engine stops: %s", error, extra=about(event=ENGINE_FAILED))
         return EXIT_CONFIGURATION

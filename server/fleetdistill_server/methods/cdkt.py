@@ -21,7 +21,7 @@ from fleetdistill.knowledge import EMBEDDING, Parts, ProxyKnowledge
 from fleetdistill.methods.cdkt.config import CDKTConfig
 from fleetdistill.methods.cdkt.transfer import Knowledge, with_labels
 from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.training.local_training import TensorData, extract, train_steps
+from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import embedding_tap, logits_and_embedding
 from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, train_or_roll_back
 from fleetdistill_server.methods.averaging import TensorMean
@@ -109,7 +109,7 @@ class CDKTServer(ServerMethod):
                 "[model] server has no embedding(x), the input of its last layer; name a model that has one"
             )
         probe = torch.zeros(1, *self.context.input_shape)
-        shape = tuple(extract(self._embeddings, probe, model=self.model).shape[1:])
+        shape = tuple(self.context.trainer.extract(self._embeddings, probe, model=self.model).shape[1:])
         return replace(known, embedding=prod(shape), cuts={EMBEDDING: shape})
 
     async def round(self, cohort: Cohort) -> None:
@@ -150,11 +150,12 @@ class CDKTServer(ServerMethod):
     def knowledge(self) -> ProxyKnowledge:
         """Returns K_s: outcomes L_s and embeddings H_s on the proxy set, in eval mode."""
         outcomes, embeddings = self.config.down
+        inputs, apply = self._proxy.inputs, self.context.trainer.extract
         return ProxyKnowledge(
             valid=True,
             proxy_digest=self.context.proxy_digest,
-            logits=extract(self.model, self._proxy.inputs).numpy() if outcomes else None,
-            embeddings=extract(self._embeddings, self._proxy.inputs, model=self.model).numpy() if embeddings else None,
+            logits=apply(self.model, inputs).numpy() if outcomes else None,
+            embeddings=apply(self._embeddings, inputs, model=self.model).numpy() if embeddings else None,
         )
 
     def _collective(self, collected: CollectedKnowledge) -> Knowledge:
@@ -181,7 +182,7 @@ class CDKTServer(ServerMethod):
                 loss = loss + self.config.beta * distance.regulariser(knowledge, rows_b, logits_bc, embeddings_bf)
             yield loss
 
-        train_steps(
+        self.context.trainer.train_steps(
             self.model,
             len(proxy),
             epochs=self.config.server_epochs(len(proxy)),
@@ -189,7 +190,7 @@ class CDKTServer(ServerMethod):
             optimizer=make_local_optimizer(training, self.model.parameters()),
             losses=losses,
             generator=generator,
-            device=where,
+            separable=distance.is_mean,
         )
         outputs = self.knowledge()
         for values in (outputs.logits, outputs.embeddings):
@@ -213,7 +214,7 @@ class CDKTServer(ServerMethod):
             own: Accuracy of each device on the proxy set; None for a device that sent no outcomes.
             cohort: Receives the server's accuracy, and an event for each device that knowledge is withheld from.
         """
-        teacher = _accuracy(extract(self.model, self._proxy.inputs), self._proxy.labels)
+        teacher = _accuracy(self.context.trainer.extract(self.model, self._proxy.inputs), self._proxy.labels)
         cohort.report("teacher_accuracy", dict.fromkeys(own, teacher))
         self.held_back -= own.keys()
         if not (self.config.teacher_guard and self.config.exchange) or teacher > 1 / self.context.classes:

@@ -14,7 +14,7 @@ from fleetdistill.methods.base import PartKind
 from fleetdistill.seeds import derive_seed
 from fleetdistill.wire.codec import Payload, decode
 
-__all__ = ["Cohort", "ColumnsFor", "DeviceAnswer", "Notes", "PayloadFor"]
+__all__ = ["Cohort", "ColumnsFor", "DeviceAnswer", "Notes", "PayloadFor", "Prepare"]
 
 PayloadFor = Parts | Callable[[str], Parts] | None
 """Parts for all devices, or a function from device id to parts."""
@@ -28,11 +28,16 @@ class DeviceAnswer:
     Attributes:
         device: Id of the device.
         samples: Number of local samples, the answer's weight in averages.
+        sha256: Digest of the payload.
+        prepared: Result of `prepare` of `Cohort.ask` for this answer; None without it.
     """
+
+    prepared: Any = None
 
     def __init__(self, device: str, samples: int, payload: Payload) -> None:
         self.device = device
         self.samples = samples
+        self.sha256 = payload.sha256
         self._payload = payload
 
     @cached_property
@@ -45,6 +50,10 @@ class DeviceAnswer:
         found = self.parts[name]
         assert isinstance(found, kind)
         return found
+
+
+Prepare = Callable[[DeviceAnswer], Any]
+"""A function that computes whatever depends on one answer only; it must not change the method's state."""
 
 
 class Notes(Protocol):
@@ -99,8 +108,11 @@ class Cohort(Notes, Protocol):
         to: Sequence[str] | None = None,
         quorum: float | None = None,
         columns: ColumnsFor | None = None,
+        prepare: Prepare | None = None,
     ) -> AsyncIterator[DeviceAnswer]:
         """Asks a step of the cohort and yields the answers in device-id order.
+
+        Answers are verified, decoded and prepared as they arrive, while other devices are still uploading.
 
         Args:
             step: Name of the device half's handler.
@@ -108,6 +120,8 @@ class Cohort(Notes, Protocol):
             to: Devices to ask; by default those that answered every earlier ask of this round.
             quorum: Share of the asked devices that must answer; by default the run's.
             columns: Feature columns of the contract that each device's answer must have; by default all of them.
+            prepare: Called once with each answer when it arrives, in any order of the devices; its result is
+                `DeviceAnswer.prepared`.
 
         With `devices_per_round` a step ends after that many answers, and the other devices are out for the round. A
         device whose payload cannot be encoded is not asked; an event is added, and the device is out for the round.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -15,6 +15,8 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.evaluation import first_of_each_class, load_evaluation
 from fleetdistill_server.models import SERVER_MODELS, build_server_model
+from fleetdistill_server.training.hardware import Hardware
+from fleetdistill_server.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from fleetdistill.training.local_training import TensorData
@@ -40,6 +42,7 @@ class MethodContext:
         proxy_payload: The proxy set in the form that devices download.
         evaluation_file: Path of the operator's labelled data, as set in `[evaluation] data`; empty if not set.
         trusted_rows: Number of rows per class of the operator's data that are used to screen devices' statistics.
+        trainer: Trains and applies the server's networks; by default on `torch_device` in float32.
     """
 
     classes: int
@@ -52,6 +55,11 @@ class MethodContext:
     proxy_payload: Payload | None = None
     evaluation_file: str = ""
     trusted_rows: int = 5
+    trainer: Trainer = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.trainer is None:
+            object.__setattr__(self, "trainer", Trainer(Hardware(device=self.torch_device)))
 
     def trusted_data(self) -> TensorData | None:
         """Returns the first `trusted_rows` rows of each class of the operator's data, or None.

@@ -58,6 +58,27 @@ def end_with_parent(parent: int | None = None) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
+def end_with(pid: int) -> None:
+    """Sends this process SIGTERM once the process with the given id has exited, which need not be its parent."""
+
+    def watch() -> None:
+        while _exists(pid):
+            time.sleep(_LOOK_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def child_environment() -> dict[str, str]:
     """Returns the environment of a child, with this process's module paths, also for custom models."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

@@ -67,6 +67,7 @@ class Child:
         environment: Mapping[str, str],
         *,
         keep_output: bool = False,
+        processes: int = 1,
     ) -> None:
         self.arguments = arguments
         self._module = module
@@ -74,6 +75,7 @@ class Child:
         self._log = log
         self._environment = environment
         self._keep_output = keep_output
+        self._processes = processes
         self.failures = 0
         self.started = time.monotonic()
         self.process = self._start()
@@ -105,9 +107,8 @@ class Child:
     def _start(self) -> subprocess.Popen[str]:
         errors = self._log.open("ab") if self._log else None
         # In a new session, so that Ctrl-C in the terminal reaches only the supervisor, which then stops the children.
-        tied = ["--wakeups", str(self._ends), "--parent", str(os.getpid())]
         return subprocess.Popen(
-            [sys.executable, "-m", self._module, *self.arguments, *tied],
+            self._command(),
             pass_fds=(self._ends.read, self._ends.write),
             stdout=subprocess.PIPE if self._keep_output else None,
             stderr=errors,
@@ -116,6 +117,15 @@ class Child:
             text=True,
             start_new_session=True,
         )
+
+    def _command(self) -> list[str]:
+        """Returns the command; several processes are started by torchrun, which passes no pipes to them."""
+        python = [sys.executable, "-m"]
+        if self._processes == 1:
+            tied = ["--wakeups", str(self._ends), "--parent", str(os.getpid())]
+            return [*python, self._module, *self.arguments, *tied]
+        torchrun = [*python, "torch.distributed.run", "--standalone", f"--nproc-per-node={self._processes}", "-m"]
+        return [*torchrun, self._module, *self.arguments, "--supervisor", str(os.getpid())]
 
 
 def _write_served(config: RunConfig) -> Path:
@@ -262,7 +272,8 @@ class Supervisor:
                     given += ["--most-short-rounds", str(self._most_short_rounds)]
                 self.reset_heartbeat()
                 module, environment = "fleetdistill_server.engine", child_environment()
-                self.engine = Child(module, given, self._engine_ends, self._log, environment)
+                count = self._config.engine.processes
+                self.engine = Child(module, given, self._engine_ends, self._log, environment, processes=count)
             return
         if self._status() == "cancelled":
             self.engine.stop()

@@ -53,6 +53,14 @@ class Asks:
             *(run, number, step_number, device),
         )
 
+    def answered_after(self, run: str, number: int, step_number: int, most: int, device: str) -> list[Row]:
+        """Returns the answered asks of one step for devices after `device`, ordered by device, at most `most`."""
+        return self._db.rows(
+            "SELECT * FROM asks WHERE run = ? AND round = ? AND step_number = ? AND status = 'answered' "
+            "AND device > ? ORDER BY device LIMIT ?",
+            *(run, number, step_number, device, most),
+        )
+
     def next_open(self, run: str, device: str) -> Row | None:
         """Returns the oldest open ask of a device, or None."""
         return self._db.row(

@@ -31,6 +31,7 @@ from fleetdistill_server.methods.cohort import (
     ColumnsFor,
     DeviceAnswer,
     PayloadFor,
+    Prepare,
     ask_seed,
     devices_needed,
     round_generator,
@@ -146,6 +147,7 @@ class FakeCohort:
         to: Sequence[str] | None = None,
         quorum: float | None = None,
         columns: ColumnsFor | None = None,
+        prepare: Prepare | None = None,
     ) -> AsyncIterator[DeviceAnswer]:
         """Sends a step's ask to the members and yields the answers in device-id order; see `Cohort.ask`."""
         devices = sorted(self._in_round if to is None else to)
@@ -174,7 +176,9 @@ class FakeCohort:
                 self._in_round.discard(device)
                 continue
             answered += 1
-            yield DeviceAnswer(device, answer.samples, encode(answer.parts, self._knowledge_type))
+            received = DeviceAnswer(device, answer.samples, encode(answer.parts, self._knowledge_type))
+            received.prepared = None if prepare is None else prepare(received)
+            yield received
         needed = self.needed(len(devices), quorum)
         if answered < needed:
             raise QuorumNotReached(step, answered, needed)

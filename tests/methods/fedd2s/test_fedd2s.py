@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from fleetdistill.knowledge import ModelParameters, Plan
 from fleetdistill.methods.base import Ask
 from fleetdistill.methods.fedd2s.config import FedD2SConfig
 from fleetdistill.models import build_model
-from fleetdistill.training.local_training import TensorData, train_steps
+from fleetdistill.training.local_training import TensorData, TrainingReport, train_steps
 from fleetdistill.training.losses import distillation_loss
 from fleetdistill.training.model import SplitModel, parameter_count
 from fleetdistill.training.parameters import model_parameters
@@ -47,6 +48,7 @@ from fleetdistill_server.methods.traffic import KnowledgeType, Sizes, round_byte
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.testing import FakeCohort
+from fleetdistill_server.training.trainer import Trainer
 
 # --- layers, heads and the four soft labels
 
@@ -212,13 +214,13 @@ def test_d2s_11_optimiser_steps_of_a_phase(steps: str, updates: int, monkeypatch
     """K = 800, B = 128: 7 batches; 28 updates for E = 4 in the paper's two steps a batch, half of them in one."""
     reports = []
 
-    def counting(*args: Any, **how: Any) -> Any:
-        reports.append(train_steps(*args, **how).steps)
+    def counting(train: Callable[..., TrainingReport]) -> Callable[..., None]:
+        return lambda *args, **how: reports.append(train(*args, **how).steps)
 
     settings: dict[str, Any] = {"steps": steps, "batch_size": 128, "warmup_epochs": 0, "local_epochs": 4}
     server, device = make_server(**settings), make_device(rows=800, **settings)
-    monkeypatch.setattr("fleetdistill.methods.fedd2s.device.train_steps", counting)
-    monkeypatch.setattr("fleetdistill_server.methods.fedd2s.server.train_steps", counting)
+    monkeypatch.setattr("fleetdistill.methods.fedd2s.device.train_steps", counting(train_steps))
+    monkeypatch.setattr(Trainer, "train_steps", counting(Trainer.train_steps))
     run_round(server, {"d0": device})
     assert reports == [updates, updates]  # the server's phase, the device's
 

@@ -20,13 +20,14 @@ from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.feddkc.config import FedDKCConfig
 from fleetdistill.methods.feddkc.device import FedDKCDevice
 from fleetdistill.state.state_file import pack_state, unpack_state
-from fleetdistill.training.local_training import TensorData
+from fleetdistill.training.local_training import TensorData, smallest_batch
 from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.feddkc.server import FedDKCServer, Upload
 from fleetdistill_server.testing import FakeCohort, always, play
+from fleetdistill_server.training.loop import batches
 
 CLASSES, FEATURES = 3, 4
 
@@ -148,7 +149,8 @@ def test_dkc_19_a_server_step_descends_equation_2(tau: float) -> None:
     z = torch.tensor([1.0, 0.0, -1.0])
     # d(total)/dz = (softmax(z) - onehot) + beta * tau * (softmax(z / tau) - target), worked by hand from eq. (2)
     gradient = (z.softmax(0) - torch.tensor([1.0, 0.0, 0.0])) + 1.5 * tau * ((z / tau).softmax(0) - target[0])
-    server.distil_step(features, torch.tensor([0]), target)
+    server.loss(features, torch.tensor([0]), target).backward()
+    server.optimizer.step()
     assert_close(server.predictor.weight[:, 0], torch.tensor([1.0, 0.0, -1.0]) - 0.1 * gradient, atol=1e-6, rtol=0)
 
 
@@ -208,10 +210,10 @@ def test_refinement_makes_all_devices_knowledge_congruent(refinement: str) -> No
 def test_sequential_order_goes_device_after_device_and_mixed_does_not() -> None:
     sizes = [64, 64]
     generator = torch.Generator().manual_seed(0)
-    sequential = make_server(server_order="sequential", batch_size=16).batches(sizes, generator)
+    sequential = list(batches(make_server(server_order="sequential").pools(sizes), 16, 1, generator))
     assert [bool((batch < 64).all()) for batch in sequential] == [True] * 4 + [False] * 4
     assert sorted(torch.cat(sequential).tolist()) == list(range(128))
-    mixed = make_server(server_order="mixed", batch_size=16).batches(sizes, generator)
+    mixed = batches(make_server(server_order="mixed").pools(sizes), 16, 1, generator)
     assert any((batch < 64).any() and (batch >= 64).any() for batch in mixed)
 
 
@@ -225,7 +227,8 @@ def test_a_batch_of_one_row_is_left_out_only_where_batch_norm_needs_two(batch_no
     server = make_server(server_order="sequential", batch_size=4)
     if batch_norm:
         server.predictor = normalising_predictor((FEATURES,), CLASSES)
-    assert [len(batch) for batch in server.batches([1, 5], torch.Generator().manual_seed(0))] == sizes
+    smallest, generator = smallest_batch(server.predictor), torch.Generator().manual_seed(0)
+    assert [len(batch) for batch in batches(server.pools([1, 5]), 4, smallest, generator)] == sizes
 
 
 def test_a_device_of_one_row_is_trained_on_in_sequential_order() -> None:

@@ -62,6 +62,11 @@ class Distance:
     outcome_space: str = "probs"
     norm2_reduction: str = "mean_l2"
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether the distance of a mini-batch is the mean of its rows' distances."""
+        return self.metric != "norm2" or self.norm2_reduction == "mean_l2"
+
     def outcomes(self, logits: Tensor) -> Tensor:
         """Returns the outcomes z of logits, `[..., c]` in the logits' dtype."""
         return self._soft(logits) if self.outcome_space == "probs" else logits

@@ -13,7 +13,6 @@ from fleetdistill.methods.classstats.averaged_config import AveragedConfig
 from fleetdistill.methods.classstats.gaussians import draw_classes, length
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.seeds import derive_seed
-from fleetdistill.training.local_training import extract, train_steps
 from fleetdistill.training.losses import soft_targets
 from fleetdistill.training.rollback import train_or_roll_back
 from fleetdistill_server.methods.classstats.merge import Classes
@@ -50,7 +49,7 @@ class OwnPredictor:
     def soft_predictions(self, classes: Classes, seed: int) -> Array:
         """Returns the predictor's soft predictions `[rows, C]` for the rows that devices draw with this seed."""
         rows, _ = self.draw(classes, seed)
-        return soft_targets(extract(self.network, rows), self.config.temperature).numpy()
+        return soft_targets(self.context.trainer.extract(self.network, rows), self.config.temperature).numpy()
 
     def untrainable(self, classes: Classes, notes: Notes) -> list[int]:
         """Guard: trains the predictor; if that fails, returns the class with the longest rows as the cause."""
@@ -89,7 +88,7 @@ class OwnPredictor:
         optimizer = make_local_optimizer(self.config, self.network.parameters())
         for epoch in range(self.config.server_epochs):
             rows, labels = self.draw(classes, derive_seed(seed, epoch))
-            train_steps(
+            self.context.trainer.train_steps(
                 self.network,
                 len(labels),
                 epochs=1,
@@ -97,7 +96,6 @@ class OwnPredictor:
                 optimizer=optimizer,
                 losses=partial(self._losses, rows, labels),
                 generator=torch.Generator().manual_seed(derive_seed(seed, epoch, "order")),
-                device=self.context.torch_device,
             )
 
     def _losses(self, rows: Tensor, labels: Tensor, epoch: int, rows_b: Tensor) -> list[Tensor]:
@@ -106,7 +104,7 @@ class OwnPredictor:
     def recognition(self, classes: Classes, seed: int) -> dict[int, float]:
         """Returns for each class the share in [0, 1] of its drawn rows that the predictor assigns to it."""
         rows, labels = self.draw(classes, seed)
-        right = extract(self.network, rows).argmax(dim=1) == labels.cpu()
+        right = self.context.trainer.extract(self.network, rows).argmax(dim=1) == labels.cpu()
         return {label: float(right[labels.cpu() == label].double().mean()) for label in classes}
 
     def draw(self, classes: Classes, seed: int) -> tuple[Tensor, Tensor]:

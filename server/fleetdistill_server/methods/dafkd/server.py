@@ -29,7 +29,7 @@ from fleetdistill.methods.dafkd.config import DaFKDConfig
 from fleetdistill.methods.dafkd.samples import distillation_samples, make_generator
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.models.discriminators import JudgedClassifier, shared_features
-from fleetdistill.training.local_training import extract, train_steps
+from fleetdistill.training.local_training import extract
 from fleetdistill.training.losses import distillation_loss
 from fleetdistill.training.model import fingerprint, frozen_batch_norm
 from fleetdistill.training.parameters import load_parameters, model_parameters
@@ -252,7 +252,8 @@ class DaFKDServer(ServerMethod):
         """Returns one device's a_k `[M]` and logits `[M, classes]`; None, with an event, if they are not finite."""
         load_parameters(self.member.classifier, answer.part("parameters", ModelParameters))
         load_parameters(self.member.discriminator, answer.part("discriminator", Discriminator).parameters)
-        realness_m, logits_mc = extract(self.member.realness, samples), extract(self.member.classify_generated, samples)
+        apply = self.context.trainer.extract
+        realness_m, logits_mc = apply(self.member.realness, samples), apply(self.member.classify_generated, samples)
         if not bool(realness_m.isfinite().all() and logits_mc.isfinite().all()):
             text = f"{answer.device} is left out of the ensemble: its outputs on generated samples are not finite"
             notes.event("member-left-out", text, answer.device)
@@ -319,7 +320,7 @@ class DaFKDServer(ServerMethod):
                 logits_bc = student.classify_generated(samples[rows_b])
             return [distillation_loss(logits_bc, teacher_bc[rows_b], self.config.temperature)]
 
-        train_steps(
+        self.context.trainer.train_steps(
             self.model,
             len(samples),
             epochs=self.config.kd_epochs,
@@ -327,7 +328,6 @@ class DaFKDServer(ServerMethod):
             optimizer=optimizer,
             losses=losses,
             generator=generator,
-            device=self.context.torch_device,
         )
 
     # --- state

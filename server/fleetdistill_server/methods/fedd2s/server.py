@@ -33,7 +33,6 @@ from fleetdistill.knowledge import (
 from fleetdistill.methods.fedd2s.config import FedD2SConfig
 from fleetdistill.methods.fedd2s.device import Term, phase_epochs, scheduled
 from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.training.local_training import extract, train_steps
 from fleetdistill.training.losses import distillation_loss, feature_distance, soft_targets
 from fleetdistill.training.model import SplitModel, evaluating
 from fleetdistill.training.parameters import load_parameters, model_parameters
@@ -195,13 +194,13 @@ class FedD2SServer(ServerMethod):
 
     def soft_labels(self, part: nn.Module, features: Tensor) -> Tensor:
         """Returns S_tau of the output of a part of the global network for features, `[K, C]`, in eval mode."""
-        return soft_targets(extract(part, features, model=part), self.config.temperature)
+        return soft_targets(self.context.trainer.extract(part, features, model=part), self.config.temperature)
 
     def clients_to_server(self, sent: Triplets, p_bc: Tensor, cohort: Cohort) -> nn.Module | None:
         """Trains a copy of the global network on one device's triplets; None, with an event, if training fails."""
         trained = copy.deepcopy(self.network)
         training = partial(
-            train_steps,
+            self.context.trainer.train_steps,
             trained,
             len(sent.labels),
             epochs=phase_epochs(self.config),
@@ -209,7 +208,6 @@ class FedD2SServer(ServerMethod):
             optimizer=make_local_optimizer(self.config, trained.parameters()),
             losses=scheduled(self.config, self.distillation(trained, sent, p_bc), _labels_term(trained, sent)),
             generator=cohort.generator(f"clients to server {sent.device}"),
-            device=self.context.torch_device,
         )
         failure = train_or_roll_back(training, trained, rate=self._rate)
         if failure:
@@ -276,7 +274,7 @@ class FedD2SServer(ServerMethod):
         below = self.network[: sent.layer - 1]
         if not len(below):
             return _NOTHING_TO_LEARN
-        return {"features": self._column(sent, extract(below, sent.first, model=below))}
+        return {"features": self._column(sent, self.context.trainer.extract(below, sent.first, model=below))}
 
     def _column(self, sent: Triplets, values: Tensor) -> SampleKnowledge:
         self._check(values)

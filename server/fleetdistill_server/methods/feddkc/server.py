@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from fleetdistill.knowledge import CUT, ModelParameters, Parts, RefinedKnowledge, SampleKnowledge
 from fleetdistill.methods.feddkc.config import FedDKCConfig
-from fleetdistill.training.local_training import extract, make_optimizer, smallest_batch
+from fleetdistill.training.local_training import make_optimizer
 from fleetdistill.training.losses import distillation_loss
 from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import load_parameters, model_parameters
@@ -33,20 +33,24 @@ from fleetdistill_server.methods.feddkc.kkr import kkr
 from fleetdistill_server.methods.feddkc.refined import Refined, no_refinement
 from fleetdistill_server.methods.feddkc.skr import skr
 from fleetdistill_server.methods.traffic import Exchange, Sizes
+from fleetdistill_server.training.rows import Pool, mapped_tensor
 
+_BLOCK_ROWS = 1024  # rows whose lengths are computed at once, in float64
 _LARGEST = 10.0  # times the devices' median; features of one extractor and logits never differ this much
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One device's knowledge on the server's torch device.
+    """One device's knowledge.
 
     Attributes:
         device: Id of the device.
         sample_ids: `[N]` int64, on the CPU.
-        features: `[N, ...]`, any float type.
-        logits: `[N, C]`, any float type.
-        labels: `[N]` int64; the classes that the device predicts, if its labels stay on it.
+        features: `[N, ...]`, any float type, on the CPU; usually mapped from a file.
+        logits: `[N, C]`, any float type, on the server's torch device.
+        labels: `[N]` int64, on the server's torch device; the classes that the device predicts, if its labels stay on
+            it.
+        refined: The refined logits, if they are already computed.
     """
 
     device: str
@@ -54,6 +58,7 @@ class Upload:
     features: Tensor
     logits: Tensor
     labels: Tensor
+    refined: Refined | None = None
 
     def part(self, rows: int, generator: torch.Generator) -> Upload:
         """Returns `rows` random rows of the upload, or the upload itself if it has no more."""
@@ -61,7 +66,7 @@ class Upload:
             return self
         taken = torch.randperm(len(self.labels), generator=generator)[:rows].sort().values
         at = taken.to(self.labels.device)
-        return Upload(self.device, self.sample_ids[taken], self.features[at], self.logits[at], self.labels[at])
+        return Upload(self.device, self.sample_ids[taken], self.features[taken], self.logits[at], self.labels[at])
 
 
 class FedDKCServer(ServerMethod):
@@ -116,23 +121,29 @@ class FedDKCServer(ServerMethod):
 
     async def round(self, cohort: Cohort) -> None:
         asked = cohort.sample(self.config.participation_ratio)
-        uploads = [self._upload(answer) async for answer in cohort.ask("train", self.message, to=asked)]
+        answers = cohort.ask("train", self.message, to=asked, prepare=self._upload)
+        uploads: list[Upload] = [answer.prepared async for answer in answers]
         uploads = self._without_outsized_uploads(uploads, cohort)  # guard
         counted = self._with_capped_rows(uploads, cohort)  # guard
-        refined = [self.refine(upload.logits) for upload in counted]  # φ, eqs. (9) to (20)
-        self._distil(counted, refined, cohort)  # eq. (2)
+        refined = [upload.refined or self.refine(upload.logits) for upload in counted]
+        known = self._distil(counted, refined, cohort)  # eq. (2)
         for upload in uploads:
-            self.predict(upload, cohort)  # z^S = W^S(H)
+            self.predict(upload, cohort, known.get(id(upload)))  # z^S = W^S(H)
         cohort.report("refined_rows", dict(sum((Counter(one.counts()) for one in refined), Counter())))
 
-    def _distil(self, uploads: list[Upload], refined: list[Refined], cohort: Cohort) -> None:
-        """Trains the predictor by eq. (2); rolls it back if a weight is not finite."""
-        train = partial(self._train, uploads, refined, cohort.generator("distil"))
+    def _distil(self, uploads: list[Upload], refined: list[Refined], cohort: Cohort) -> Mapping[int, Tensor]:
+        """Trains the predictor by eq. (2); rolls it back if a weight is not finite.
+
+        Returns:
+            z^S by `id` of the upload; empty after a rollback.
+        """
+        predicted: dict[int, Tensor] = {}
+        train = partial(self._train, uploads, refined, cohort.generator("distil"), predicted)
         failure = train_or_roll_back(train, self.predictor, self.optimizer, rate=self._rate)
-        if failure:
-            cohort.event(
-                "distillation-undone", f"the predictor is rolled back to its state before the round: {failure}"
-            )
+        if not failure:
+            return predicted
+        cohort.event("distillation-undone", f"the predictor is rolled back to its state before the round: {failure}")
+        return {}
 
     def message(self, device: str) -> Parts:
         """Returns message 1: z^S for the device's own rows; no logits in round 1 or if a guard fired."""
@@ -142,14 +153,16 @@ class FedDKCServer(ServerMethod):
         return {"knowledge": RefinedKnowledge(valid=True, sample_ids=sample_ids.numpy(), values=logits.numpy())}
 
     def _upload(self, answer: DeviceAnswer) -> Upload:
-        """Returns message 2 on the server's torch device; features keep the wire's type to save memory."""
+        """Returns message 2 with refined logits, φ of eqs. (9) to (20); features stay in their file."""
         sent = answer.part("knowledge", SampleKnowledge)
         assert sent.logits is not None  # the contract's columns were checked at ingest
         labels = sent.logits.argmax(axis=1) if sent.labels is None else sent.labels
-        tensors = (sent.sample_ids, sent.features[CUT], sent.logits, labels.astype(np.int64))
-        ids, features, logits, labels = (torch.from_numpy(np.array(one)) for one in tensors)
-        where = self.context.torch_device
-        return Upload(answer.device, ids, features.to(where), logits.to(where), labels.to(where))
+        ids, logits, labels = (
+            torch.from_numpy(np.array(one)) for one in (sent.sample_ids, sent.logits, labels.astype(np.int64))
+        )
+        where, features = self.context.torch_device, mapped_tensor(sent.features[CUT])
+        logits = logits.to(where)
+        return Upload(answer.device, ids, features, logits, labels.to(where), self.refine(logits))
 
     def _without_outsized_uploads(self, uploads: list[Upload], notes: Notes) -> list[Upload]:
         """Guard: leaves out uploads whose features or logits exceed ten times the devices' median."""
@@ -203,52 +216,69 @@ class FedDKCServer(ServerMethod):
             case _:
                 return no_refinement(logits, temperature=config.temperature)
 
-    def _train(self, uploads: list[Upload], refined: list[Refined], generator: torch.Generator) -> None:
-        """Minimises eq. (2) over all uploads: one shuffled pool, or device after device as in the paper."""
-        features = torch.cat([upload.features for upload in uploads])
+    def _train(
+        self,
+        uploads: list[Upload],
+        refined: list[Refined],
+        generator: torch.Generator,
+        predicted: dict[int, Tensor],
+    ) -> None:
+        """Minimises eq. (2) over all uploads: one shuffled pool, or device after device as in the paper.
+
+        Adds z^S of each upload to `predicted`.
+        """
+        pool = Pool([upload.features for upload in uploads], self.context.trainer.hardware)
         labels = torch.cat([upload.labels for upload in uploads])
         targets = torch.cat([one.probabilities for one in refined]).float()
-        self.predictor.train()
-        for _ in range(self.config.server_epochs):
-            for rows in self.batches([len(upload.labels) for upload in uploads], generator):
-                self.distil_step(features[rows].float(), labels[rows], targets[rows])
-        check_can_be_sent(self._predict(features), self.context.knowledge_type, self._rate)
+        self.context.trainer.train_steps(
+            self.predictor,
+            self.pools([len(upload.labels) for upload in uploads]),
+            epochs=self.config.server_epochs,
+            batch_size=self.config.batch_size,
+            optimizer=self.optimizer,
+            losses=lambda epoch, rows, features: [self.loss(features, labels[rows], targets[rows])],
+            generator=generator,
+            pool=pool,
+        )
+        for upload in uploads:
+            predicted[id(upload)] = self._predict(upload.features)
+            check_can_be_sent(predicted[id(upload)], self.context.knowledge_type, self._rate)
 
     @property
     def _rate(self) -> Rate:
         return "server_learning_rate", self.config.server_learning_rate
 
-    def batches(self, sizes: list[int], generator: torch.Generator) -> list[Tensor]:
-        """Returns the row indices of each mini-batch of one epoch; with batch-norm, batches of one row are left out."""
-        pools = [sum(sizes)] if self.config.server_order == "mixed" else sizes
-        batches: list[Tensor] = []
-        first, smallest = 0, smallest_batch(self.predictor)
-        for size in pools:
-            shuffled = first + torch.randperm(size, generator=generator)
-            batches.extend(batch for batch in shuffled.split(self.config.batch_size) if len(batch) >= smallest)
-            first += size
-        return [batch.to(self.context.torch_device) for batch in batches]
+    def pools(self, sizes: list[int]) -> list[int]:
+        """Returns the sizes of the pools that are shuffled separately: one for all devices, or one for each."""
+        return [sum(sizes)] if self.config.server_order == "mixed" else sizes
 
-    def distil_step(self, features_b: Tensor, labels_b: Tensor, targets_bc: Tensor) -> None:
-        """Takes one optimiser step on the loss of eq. (2), CE + beta * distillation, for one mini-batch.
+    def loss(self, features_b: Tensor, labels_b: Tensor, targets_bc: Tensor) -> Tensor:
+        """Returns the loss of eq. (2), CE + beta * distillation, for one mini-batch; without the devices' labels no CE.
 
-        Without the devices' labels there is no CE.
+        Args:
+            features_b: `[b, ...]`, any float type.
+            labels_b: `[b]` int64.
+            targets_bc: Refined probabilities, `[b, C]`.
         """
-        logits_bc = self.predictor(features_b)
+        logits_bc = self.predictor(features_b.float())
         loss = functional.cross_entropy(logits_bc, labels_b) if self.config.labels else logits_bc.new_zeros(())
         if self.config.server_beta > 0:
             loss = loss + self.config.server_beta * distillation_loss(logits_bc, targets_bc, self.config.temperature)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self.optimizer.step()
+        return loss
 
     def _predict(self, features: Tensor) -> Tensor:
         """Returns z^S `[N, C]`, computed in eval mode, on the CPU."""
-        return extract(lambda rows: self.predictor(rows.float()), features, model=self.predictor)
+        return self.context.trainer.extract(lambda rows: self.predictor(rows.float()), features, model=self.predictor)
 
-    def predict(self, upload: Upload, notes: Notes) -> None:
-        """Stores z^S = W^S(H) for the device's next message. If a guard fires, z^S is marked as not to be sent."""
-        logits = self._predict(upload.features)
+    def predict(self, upload: Upload, notes: Notes, known: Tensor | None = None) -> None:
+        """Stores z^S = W^S(H) for the device's next message. If a guard fires, z^S is marked as not to be sent.
+
+        Args:
+            upload: The device's knowledge.
+            notes: Receives events and figures.
+            known: z^S, if it is already computed.
+        """
+        logits = self._predict(upload.features) if known is None else known
         fits = self._is_representable(logits, upload, notes)  # guard
         valid = fits and self._teaches(logits, upload, notes)  # guard
         self.knowledge[upload.device] = (upload.sample_ids, logits if fits else torch.zeros_like(logits), valid)
@@ -307,7 +337,8 @@ class FedDKCServer(ServerMethod):
 
 def _mean_length(features: Tensor) -> float:
     """Returns the mean Euclidean length of the rows."""
-    return float(features.double().flatten(1).norm(dim=1).mean())
+    lengths = [part.double().flatten(1).norm(dim=1) for part in features.split(_BLOCK_ROWS)]
+    return float(torch.cat(lengths).mean())
 
 
 def _accuracy(logits_bc: Tensor, labels_b: Tensor) -> float:

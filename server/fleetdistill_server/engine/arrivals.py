@@ -1,0 +1,60 @@
+"""Answers that arrive before the engine needs them: verified and prepared while it waits for other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fleetdistill_server.methods.cohort import DeviceAnswer, Prepare
+from fleetdistill_server.store.database import Row
+
+MOST_ROWS = 64
+"""Number of answers that are looked up at once, so that the work between two checks of the waking device is bounded."""
+
+
+class Arrivals:
+    """The answers of one step that were read early.
+
+    Args:
+        answered_after: Returns the answered asks of the step after a device, ordered by device, at most `MOST_ROWS`.
+        read: Reads and verifies the answer to an ask; returns None if its payload is lost.
+        prepare: The method's function for each answer; None to verify only, which keeps no file open.
+    """
+
+    def __init__(
+        self,
+        answered_after: Callable[[str], Sequence[Row]],
+        read: Callable[[Row], DeviceAnswer | None],
+        prepare: Prepare | None,
+    ) -> None:
+        self._answered_after = answered_after
+        self._read = read
+        self._prepare = prepare
+        self._cursor = ""
+        self._seen: set[int] = set()
+        self._ready: dict[int, DeviceAnswer] = {}
+
+    def read_one(self, after: str) -> bool:
+        """Reads one answer that has arrived from a device after `after`; returns False if there is no new one."""
+        rows = self._answered_after(max(self._cursor, after))
+        new = next((row for row in rows if row["id"] not in self._seen), None)
+        if new is None:
+            self._cursor = rows[-1]["device"] if len(rows) == MOST_ROWS else ""
+            return False
+        self._seen.add(new["id"])
+        answer = self._read(new)
+        if answer is None:
+            self._seen.discard(new["id"])  # the device is asked again or drops out
+        elif self._prepare is not None:
+            answer.prepared = self._prepare(answer)
+            self._ready[new["id"]] = answer
+        return True
+
+    def take(self, ask: Row) -> DeviceAnswer | None:
+        """Returns the prepared answer to an ask; None if its payload is lost."""
+        ready = self._ready.pop(ask["id"], None)
+        if ready is not None:
+            return ready
+        answer = self._read(ask)
+        if answer is not None and self._prepare is not None:
+            answer.prepared = self._prepare(answer)
+        return answer

@@ -1,0 +1,100 @@
+"""Connects the training of a run's server half with its store: events, progress and resume points."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from fleetdistill.progress import reported_to
+from fleetdistill_server.engine.cohort import StoreCohort
+from fleetdistill_server.engine.group import Group, Round
+from fleetdistill_server.engine.resume_storage import ResumeStorage
+from fleetdistill_server.engine.training_progress import TrainingProgress
+from fleetdistill_server.logs import about
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.training.ranks import ALONE
+from fleetdistill_server.training.resume import ResumePoints
+from fleetdistill_server.training.trainer import Trainer
+
+logger = logging.getLogger("fleetdistill.server.engine")
+_PROGRESS = "round "
+"""Beginning of the reason in the run's status while it reports progress."""
+
+
+class RoundTraining:
+    """The training of one run's server half, round by round.
+
+    Args:
+        trainer: The server half's trainer; its events go to the store.
+        store: Store that contains the run.
+        run: Name of the run.
+        checkpoint_seconds: Seconds between two resume points of a training; 0 for none.
+        directory: Directory for the file that names the resume point; None for no resume points.
+        group: Processes that train together; None for this one alone.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        store: Store,
+        run: str,
+        checkpoint_seconds: float,
+        directory: Path | None,
+        group: Group | None,
+    ) -> None:
+        trainer.notify = partial(store.history.add_event, run)
+        if directory is not None and checkpoint_seconds:
+            trainer.points = ResumePoints(ResumeStorage(store.blobs, directory), checkpoint_seconds)
+        self._points = trainer.points
+        self._trainer = trainer
+        self._group = group
+        self._store = store
+        self._run = run
+
+    @contextmanager
+    def of_round(self, cohort: StoreCohort, checkpoint: bytes) -> Iterator[None]:
+        """Reports progress in the block; returns when no resume point is being written.
+
+        Args:
+            cohort: The round.
+            checkpoint: Digest of the state that the round started from.
+        """
+        if self._points is not None:
+            self._points.origin = lambda: [self._run, cohort.round, checkpoint.hex(), sorted(cohort.verified)]
+        try:
+            with reported_to(TrainingProgress(partial(self._show, cohort.round))), self._together(cohort, checkpoint):
+                yield
+        finally:
+            if self._points is not None:
+                self._points.wait()
+
+    @contextmanager
+    def _together(self, cohort: StoreCohort, checkpoint: bytes) -> Iterator[None]:
+        """Makes the other processes run the round too."""
+        if self._group is None:
+            yield
+            return
+        versions = dict(cohort.data_versions)
+        self._group.send(Round(cohort.round, cohort.completed, cohort.devices, versions, checkpoint))
+        cohort.group, self._trainer.ranks = self._group, self._group.ranks
+        try:
+            yield
+        finally:
+            cohort.group, self._trainer.ranks = None, ALONE
+
+    def end_round(self) -> None:
+        """Deletes the resume point, after the round was closed."""
+        if self._points is not None:
+            self._points.clear()
+
+    def is_shown(self) -> bool:
+        """Returns whether the run's status shows progress."""
+        row = self._store.runs.get(self._run)
+        return row is not None and (row["reason"] or "").startswith(_PROGRESS)
+
+    def _show(self, number: int, text: str) -> None:
+        logger.info("%s", text, extra=about(run=self._run, round=number))
+        self._store.runs.end(self._run, "running", f"{_PROGRESS}{number}: {text}")

@@ -1,0 +1,1 @@
+"""Training and inference of the server halves on the engine's hardware."""

@@ -1,0 +1,106 @@
+"""Several processes that train together, each on its part of every mini-batch.
+
+Each process runs the same server half on the same answers. In a training, each computes the gradient of its part of the
+mini-batch; the gradients are summed over the processes before every optimiser step, so the weights stay equal.
+Batch-norm uses the statistics of the whole mini-batch. The result is that of one process within rounding.
+
+The sum is taken after the backward pass. `DistributedDataParallel` takes it during the pass, so a process that runs out
+of memory there could not repeat its step without the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from fleetdistill.seeds import derive_seed
+from fleetdistill_server.training.batch_norm import over_all_ranks
+
+
+class Ranks:
+    """The processes that train together; by default one.
+
+    Attributes:
+        size: Number of processes.
+        rank: Number of this process, from 0.
+    """
+
+    size = 1
+    rank = 0
+
+    def own(self, rows_b: Tensor, is_mean: bool) -> Tensor:
+        """Returns this process's part of a mini-batch; the whole if the loss is not a mean over rows.
+
+        A mini-batch with fewer rows than processes is not divided either.
+        """
+        return rows_b
+
+    def share(self, rows: int, whole: int, is_mean: bool) -> float:
+        """Returns the weight of the loss of `rows` rows of this process in that of a mini-batch of `whole` rows."""
+        return rows / whole
+
+    def summed(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Replaces the gradients by their sums over all processes; returns the sum of the losses."""
+        return loss
+
+    def from_first(self, value: Any) -> Any:
+        """Returns the value of the process of rank 0."""
+        return value
+
+    def training(self, model: nn.Module, seed: int) -> AbstractContextManager[None]:
+        """Returns the context of a training."""
+        return nullcontext()
+
+    def communicates_in_forward(self, normalises: bool) -> bool:
+        """Returns whether a forward pass waits for other processes, so that one process cannot repeat a step."""
+        return False
+
+
+ALONE = Ranks()
+"""This process alone."""
+
+
+class JoinedRanks(Ranks):
+    """The processes of torch's default process group, which must be initialised."""
+
+    def __init__(self) -> None:
+        self.size = distributed.get_world_size()
+        self.rank = distributed.get_rank()
+
+    def own(self, rows_b: Tensor, is_mean: bool) -> Tensor:
+        return rows_b.tensor_split(self.size)[self.rank] if self._divides(len(rows_b), is_mean) else rows_b
+
+    def share(self, rows: int, whole: int, is_mean: bool) -> float:
+        return rows / whole / (1 if self._divides(whole, is_mean) else self.size)
+
+    def _divides(self, whole: int, is_mean: bool) -> bool:
+        return is_mean and whole >= self.size
+
+    def summed(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+        trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        values = [loss.reshape(1), *(one.grad for one in trained if one.grad is not None)]
+        together = torch.cat([one.flatten() for one in values])
+        distributed.all_reduce(together)
+        for one, total in zip(values, together.split([one.numel() for one in values]), strict=True):
+            one.copy_(total.view_as(one))
+        return loss
+
+    def from_first(self, value: Any) -> Any:
+        found = [value]
+        distributed.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+        return found[0]
+
+    @contextmanager
+    def training(self, model: nn.Module, seed: int) -> Iterator[None]:
+        """Draws other random numbers in each process, and the same ones in all processes afterwards."""
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices), over_all_ranks(model):
+            torch.manual_seed(derive_seed(seed, self.rank))
+            yield
+
+    def communicates_in_forward(self, normalises: bool) -> bool:
+        return normalises

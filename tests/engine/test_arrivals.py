@@ -1,0 +1,76 @@
+"""Answers are verified and prepared as they arrive, while the engine waits for a device before them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support.answering import AnsweringDevice
+from torch import Tensor
+
+from fleetdistill.wire.codec import decode
+from fleetdistill_server.config.run_config import RunConfig, run_config
+from fleetdistill_server.engine.arrivals import MOST_ROWS
+from fleetdistill_server.engine.engine import Engine
+from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.methods.feddkc.refined import Refined
+from fleetdistill_server.methods.feddkc.server import FedDKCServer
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.spec.plan import RUN
+from fleetdistill_server.store.store import Store
+
+
+class SlowFirst:
+    """A waker that lets the devices answer from the last to the first."""
+
+    def __init__(self, devices: list[AnsweringDevice]) -> None:
+        self.devices = devices
+        self.waits = 0
+
+    async def wait(self, seconds: float = 0.0) -> None:
+        self.waits += 1
+        order = [one for one in reversed(self.devices) if one.contract is None] or list(reversed(self.devices))
+        for device in order:
+            before = len(device.receipts)
+            device.step()
+            if len(device.receipts) > before:
+                return
+
+    def wake_other(self) -> None:
+        return
+
+
+def config_of(devices: int) -> RunConfig:
+    return run_config(
+        {
+            "run": {"name": RUN, "rounds": 1, "min_devices": devices},
+            "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
+            "method": {"server_epochs": 1, "refinement": "none"},
+            "server": {"torch_device": "cpu"},
+        }
+    )
+
+
+@pytest.mark.parametrize(("count", "waiting"), [(5, 0), (MOST_ROWS + 6, 1)])
+def test_the_first_device_is_the_last_to_answer_and_all_others_are_prepared_before(
+    count: int, waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more devices than the engine looks up at once, an answer may wait for one more arrival."""
+    store = Store.in_memory()
+    link = MemoryLink(DeviceApi(store))
+    names = [f"d{number:02}" for number in range(count)]
+    devices = [AnsweringDevice(link, RUN, name) for name in names]
+    prepared: list[float] = []
+    prepare = FedDKCServer.refine
+
+    def noted(server: FedDKCServer, logits: Tensor) -> Refined:
+        prepared.append(float(logits[0, 0]))
+        assert len(store.asks.uploads(RUN)) - len(prepared) <= waiting
+        return prepare(server, logits)
+
+    monkeypatch.setattr(FedDKCServer, "refine", noted)
+    asyncio.run(Engine(store, config_of(count), SlowFirst(devices)).run())
+    sent = [decode(store.blobs.open(row["sha256"]))["knowledge"] for row in store.asks.uploads(RUN)]
+    assert sorted(prepared) == sorted(float(one.logits[0, 0]) for one in sent)  # type: ignore[attr-defined]
+    assert [row["device"] for row in store.asks.uploads(RUN)] == list(reversed(names))
+    assert all(row["status"] == "used" for row in store.asks.uploads(RUN))

@@ -1,0 +1,66 @@
+"""An engine of two processes: whole runs, with the result of one process within rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fleets import RUNS, Prepared, prepare, run_in_memory
+from support.ranks import join_all, run_fleets, start_ranks
+from torch import Tensor
+from torch.testing import assert_close
+
+from fleetdistill.state.state_file import unpack_state
+from fleetdistill_server.simulation.spec.plan import RUN
+from fleetdistill_server.store.store import Store
+
+NAMES = ["feddkc", "fedd2s with heads", "cdkt", "dafkd distilling", "classstats taught by the server"]
+"""Runs whose server half trains, each in another way."""
+
+
+def prepared(name: str, work: Path) -> Prepared:
+    return prepare(replace(RUNS[name], knowledge_type="float32"), work)
+
+
+def states(store: Store) -> Mapping[str, Any]:
+    row = store.runs.get(RUN)
+    assert row is not None
+    assert row["status"] == "finished"
+    found: Mapping[str, Any] = unpack_state(store.blobs.get_state(row["checkpoint"]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def fleets(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Prepared]:
+    work = tmp_path_factory.mktemp("together")
+    found = {name: prepared(name, work / name) for name in NAMES}
+    join_all(start_ranks(2, run_fleets, list(found.values())))
+    return found
+
+
+def assert_near(expected: Any, found: Any) -> None:
+    if isinstance(expected, Tensor) and expected.is_floating_point():
+        assert_close(found, expected, atol=5e-3, rtol=5e-3)
+    elif isinstance(expected, Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, Mapping):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_near(value, found[name])
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(expected, found, strict=True):
+            assert_near(one, other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_of_two_processes_ends_as_that_of_one(name: str, fleets: Mapping[str, Prepared], tmp_path: Path) -> None:
+    alone = run_in_memory(prepared(name, tmp_path / "alone"))
+    together = Store.open(Path(fleets[name][0].server.store))
+    assert_near(states(alone), states(together))
+    for store in (alone, together):
+        store.close()
