@@ -298,7 +298,8 @@ class StoreCohort:
                 if answer is not None:
                     return answer
                 continue
-            self._store.asks.expire(self._terms.run, self._store.asks.clock.now())
+            if self._store.asks.expire(self._terms.run, self._store.asks.clock.now()):
+                continue
             if enough and self._store.asks.end_step(self._terms.run, self.round, row["step_number"], enough, asked):
                 continue
             if not arrivals.read_one(row["device"]):

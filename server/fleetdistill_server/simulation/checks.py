@@ -20,7 +20,14 @@ from fleetdistill_server.simulation.controls.local_only import start_model
 from fleetdistill_server.simulation.data.datasets import Dataset
 from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.simulation.spec.hostile import ATTACKS
-from fleetdistill_server.simulation.spec.plan import RUN, deal, device_models, hold_out_proxy, make_run_config
+from fleetdistill_server.simulation.spec.plan import (
+    NO_DEADLINE_SECONDS,
+    RUN,
+    deal,
+    device_models,
+    hold_out_proxy,
+    make_run_config,
+)
 from fleetdistill_server.simulation.spec.settings import Simulation
 
 
@@ -46,6 +53,7 @@ def check_settings(wanted: Simulation) -> None:
         )
     if not 0 < wanted.quorum <= 1:
         raise ConfigurationError(f"quorum is {wanted.quorum}, must be above 0 and at most 1")
+    _check_time(wanted)
     if not 0 <= wanted.validation_share < 1:
         raise ConfigurationError(f"validation_share is {wanted.validation_share}, must be at least 0 and below 1")
     if wanted.hostile and (wanted.attack not in ATTACKS or not 0 < wanted.hostile < wanted.devices):
@@ -63,6 +71,27 @@ def check_settings(wanted: Simulation) -> None:
     for name in wanted.predictors:
         if name not in PREDICTORS:
             raise ConfigurationError(unknown_name("predictor", name, PREDICTORS))
+
+
+def _check_time(wanted: Simulation) -> None:
+    """Raises ConfigurationError for settings of simulated time that are out of range or cannot apply."""
+    if wanted.min_devices is not None and not 1 <= wanted.min_devices <= wanted.devices:
+        raise ConfigurationError(f"min_devices is {wanted.min_devices}, must be from 1 to devices ({wanted.devices})")
+    if not 1 <= wanted.over_selection <= 10:
+        raise ConfigurationError(f"over_selection is {wanted.over_selection}, must be from 1 to 10")
+    deadline = wanted.deadline_seconds
+    if deadline is not None and not 0 < deadline < NO_DEADLINE_SECONDS:
+        raise ConfigurationError(f"deadline_seconds is {deadline}, must be above 0 and below {NO_DEADLINE_SECONDS:g}")
+    if wanted.behaviour is None and (deadline is not None or wanted.over_selection != 1):
+        raise ConfigurationError(
+            "deadline_seconds and over_selection need simulated time, in which devices take time to answer; set "
+            "behaviour, such as --compute lognormal:0.5"
+        )
+    if wanted.behaviour is not None and wanted.link != "memory":
+        raise ConfigurationError(
+            f"simulated time does not work over {wanted.link}, whose processes run in real time; use --link memory, or "
+            "leave out availability, compute, churn, late joins and traces"
+        )
 
 
 def check_plan(wanted: Simulation, data: Dataset) -> None:

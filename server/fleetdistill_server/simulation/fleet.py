@@ -121,7 +121,9 @@ def _run(wanted: Simulation, fleet: Fleet, on_progress: OnProgress, started: flo
     try:
         watch = watcher("fleet", fleet.config, on_progress)
         if wanted.link == "memory":
-            store = run_over_memory(fleet.config, fleet.specs, fleet.work, watch, durable=wanted.durable)
+            store = run_over_memory(
+                fleet.config, fleet.specs, fleet.work, watch, durable=wanted.durable, behaviour=wanted.behaviour
+            )
         else:
             store = run_over_grpc(fleet.config, fleet.specs, fleet.work, watch)
         store.close()

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from fleetdistill.state.file_lock import lock_file
 from fleetdistill_server.simulation.data.datasets import Dataset
 from fleetdistill_server.simulation.data.own import digest_of, read_dataset, save_dataset
 from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.simulation.timing.behaviour import saved_behaviour
 
 IfThere = Literal["refuse", "overwrite", "resume"]
 _MARKER = "made-by-fleetdistill"
@@ -98,6 +99,8 @@ def saved_simulation(out: Path) -> Simulation:
                 values[name] = tuple(value)
         if isinstance(values["dataset"], dict):
             values["dataset"] = read_dataset(out / "work" / _DATA)
+        if values.get("behaviour"):
+            values["behaviour"] = saved_behaviour(values["behaviour"])
         values["data_dir"] = Path(values["data_dir"]) if values["data_dir"] else None
         return Simulation(**values, out=out)
     except (OSError, ValueError, KeyError, TypeError, DataError) as error:
@@ -125,6 +128,8 @@ def _check_same(wanted: Simulation) -> None:
 def _as_json(wanted: Simulation) -> dict[str, Any]:
     """Returns all settings except `out`, whose path may differ on a resume."""
     values = {one.name: getattr(wanted, one.name) for one in fields(wanted) if one.name != "out"}
+    if wanted.behaviour is not None:
+        values["behaviour"] = asdict(wanted.behaviour)
     if isinstance(wanted.dataset, Dataset):
         values["dataset"] = {"name": wanted.dataset.name, "sha256": digest_of(wanted.dataset)}
     known: dict[str, Any] = json.loads(json.dumps(values, default=str))

@@ -67,6 +67,11 @@ class Asks:
             "SELECT * FROM asks WHERE run = ? AND device = ? AND status = 'open' ORDER BY id LIMIT 1", run, device
         )
 
+    def all_open(self, run: str) -> list[Row]:
+        """Returns device, round, step and deadline of the open asks of a run, oldest first."""
+        columns = "device, round, step_number, step, deadline_at"
+        return self._db.rows(f"SELECT {columns} FROM asks WHERE run = ? AND status = 'open' ORDER BY id", run)
+
     def open_ids(self) -> set[int]:
         """Returns the ids of the open asks of all runs."""
         return {row["id"] for row in self._db.rows("SELECT id FROM asks WHERE status = 'open'")}

@@ -18,9 +18,17 @@ from fleetdistill_server.simulation.report.history import read_history
 from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.simulation.spec.plan import RUN, Fleet, largest_model, make_run_config, open_store
 from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.simulation.timing.behaviour import FleetBehaviour
 
 
-def run_fedavg(control: RunConfig, model: str, specs: Sequence[DeviceSpec], work: Path, watch: Watch) -> FedAvgControl:
+def run_fedavg(
+    control: RunConfig,
+    model: str,
+    specs: Sequence[DeviceSpec],
+    work: Path,
+    watch: Watch,
+    behaviour: FleetBehaviour | None = None,
+) -> FedAvgControl:
     """Runs FedAvg on the same data over the in-memory link.
 
     Args:
@@ -29,9 +37,10 @@ def run_fedavg(control: RunConfig, model: str, specs: Sequence[DeviceSpec], work
         specs: The control's devices, from `fedavg_specs`.
         work: The control's folder.
         watch: Called with the control's store after every device step.
+        behaviour: Behaviour of the fleet in simulated time, if it has one.
     """
     run = control.run.name
-    store = run_over_memory(control, list(specs), work, watch)
+    store = run_over_memory(control, list(specs), work, watch, behaviour=behaviour)
     try:
         plan = asdict(control.method_config())
         return FedAvgControl(model, plan, read_history(store, run, specs), cost_of(store, run, len(specs)))
@@ -67,7 +76,8 @@ def run_fedavg_control(wanted: Simulation, fleet: Fleet, on_progress: OnProgress
     control_config = make_run_config(control, fleet.data, fleet.work, store=work / "store")
     specs = fedavg_specs(specs, model, work)
     score_initial_models(build_method(control_config).initial(), specs)
-    return run_fedavg(control_config, model, specs, work, watcher("fedavg", control_config, on_progress))
+    watch = watcher("fedavg", control_config, on_progress)
+    return run_fedavg(control_config, model, specs, work, watch, wanted.behaviour)
 
 
 def _passes(config: RunConfig) -> int:

@@ -49,6 +49,10 @@ class DriveFleet:
             self._round = number
             self.save()
 
+    def end(self) -> None:
+        """Saves the run after its end."""
+        self.save()
+
     def save(self) -> None:
         """Saves the run and its devices."""
         self._devices.save()

@@ -25,6 +25,8 @@ from fleetdistill_server.simulation.links.drive import DriveFleet
 from fleetdistill_server.simulation.links.memory_link import SharedLink
 from fleetdistill_server.simulation.links.simulated_devices import MOST_OPEN, DeviceStates, SimulatedDevices
 from fleetdistill_server.simulation.spec.device import DeviceSpec, save_spec
+from fleetdistill_server.simulation.timing.behaviour import FleetBehaviour
+from fleetdistill_server.simulation.timing.timing import Timing
 from fleetdistill_server.store.round_store import RoundStore
 from fleetdistill_server.store.store import Store
 
@@ -50,6 +52,7 @@ def run_over_memory(
     *,
     durable: bool = False,
     most_open: int = MOST_OPEN,
+    behaviour: FleetBehaviour | None = None,
 ) -> Store:
     """Runs engine and devices in this process, one step at a time.
 
@@ -64,6 +67,8 @@ def run_over_memory(
         make_link: Makes each device's link.
         durable: Whether devices and server write and fsync their files as over gRPC.
         most_open: Largest number of devices in memory, unless `durable`.
+        behaviour: Behaviour of the fleet in simulated time, with its own links; None if all devices are always
+            available and answer immediately.
 
     Returns:
         The open store.
@@ -72,21 +77,45 @@ def run_over_memory(
 
     directory = Path(config.server.store)
     store = Store.open(directory) if durable else RoundStore(directory)
-    api = DeviceApi(store, compression=compression_of(config.server.compression))
-    api.uploads.compression = api.compression
+    timing = None if behaviour is None else Timing(behaviour, config, specs)
+    api = _api(store, config, timing)
+    link_of = partial(make_link if timing is None else timing.link, api)
     with _closed_on_failure(store), without_app():
         states = DeviceStates(store) if isinstance(store, RoundStore) else None
-        with SimulatedDevices(specs, partial(make_link, api), states, most_open) as devices:
-            waker = DriveFleet(store, config.run.name, devices, lambda: watch(store))
+        clock = None if timing is None else timing.clock
+        with SimulatedDevices(specs, link_of, states, most_open, clock) as devices:
+            waker = _waker(api, config, devices, timing, lambda: watch(store))
             engine = Engine(store, config, waker, MOST_SHORT_ROUNDS)
+            engine.pauses = timing is not None
             # asyncio.run would turn Ctrl-C into a task cancellation, which this code never awaits.
             with contextlib.closing(asyncio.new_event_loop()) as loop:
                 loop.run_until_complete(engine.run())
-            waker.save()
+            waker.end()
             devices.finish()
             waker.save()
         watch(store)
     return store
+
+
+def _api(store: Store, config: RunConfig, timing: Timing | None) -> DeviceApi:
+    compression = compression_of(config.server.compression)
+    if timing is None:
+        api = DeviceApi(store, compression=compression)
+    else:
+        store.use_clock(timing.clock.for_store())
+        api = DeviceApi(
+            store, lease_seconds=config.server.lease_seconds, compression=compression, clock=timing.clock.now
+        )
+    api.uploads.compression = api.compression
+    return api
+
+
+def _waker(
+    api: DeviceApi, config: RunConfig, devices: SimulatedDevices, timing: Timing | None, after: Callable[[], None]
+) -> DriveFleet:
+    if timing is None:
+        return DriveFleet(api.store, config.run.name, devices, after)
+    return timing.drive(api, devices, after)
 
 
 @contextlib.contextmanager

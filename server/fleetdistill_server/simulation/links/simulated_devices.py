@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from fleetdistill import Device, Step
+from fleetdistill.clock import Clock
 from fleetdistill.link.base import Link
 from fleetdistill.state.memory import MemoryStorage
 from fleetdistill_server.simulation.spec.compute import Shared
@@ -61,6 +62,7 @@ class SimulatedDevices:
         link_of: Makes the link of a device, given its id.
         states: Saved states; None for devices with state directories, which all stay open.
         most_open: Largest number of open devices with saved states.
+        clock: Clock of the devices in simulated time; None for the machine's.
 
     Attributes:
         names: Ids of all devices, in the order of `specs`.
@@ -72,7 +74,9 @@ class SimulatedDevices:
         link_of: Callable[[str], Link],
         states: DeviceStates | None,
         most_open: int,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock = clock
         self._specs = {spec.name: spec for spec in specs}
         self.names = tuple(self._specs)
         self._link_of, self._states, self._most_open = link_of, states, most_open
@@ -92,9 +96,9 @@ class SimulatedDevices:
     def _opened(self, spec: DeviceSpec) -> tuple[Device, MemoryStorage | None]:
         link = self._link_of(spec.name)
         if self._states is None:
-            return make_device(spec, link), None
+            return make_device(spec, link, clock=self._clock), None
         state = MemoryStorage(Path(spec.state_dir), self._states.load(spec.name))
-        return make_device(spec, link, state, self._shared), state
+        return make_device(spec, link, state, self._shared, self._clock), state
 
     def _close_oldest(self) -> None:
         name, (device, state) = self._open.popitem(last=False)

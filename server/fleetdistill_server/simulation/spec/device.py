@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fleetdistill import Device, Event, FleetDistillError
+from fleetdistill.clock import Clock
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.knowledge import RECEIVED, RESULT
 from fleetdistill.link.base import Link
@@ -117,7 +118,11 @@ def build_device_model(spec: DeviceSpec, input_shape: tuple[int, ...]):  # type:
 
 
 def make_device(
-    spec: DeviceSpec, server: str | Link, state: Storage | None = None, shared: Shared | None = None
+    spec: DeviceSpec,
+    server: str | Link,
+    state: Storage | None = None,
+    shared: Shared | None = None,
+    clock: Clock | None = None,
 ) -> Device:
     """Builds the SDK device of a spec, which logs its scores and its exported model.
 
@@ -126,6 +131,7 @@ def make_device(
         server: Address of the server, or the link to it.
         state: The device's state; by default its state directory.
         shared: What the devices of this process share; None for a device that shares nothing.
+        clock: Clock of a device in simulated time; by default the machine's.
     """
     data = load_arrays(spec.data_file)
     test_data = load_arrays(spec.test_file) if shared is None else shared.samples(spec.test_file)
@@ -160,6 +166,7 @@ def make_device(
         allow=("features", "logits", "labels", "parameters", "gradients", "counts", "metrics"),
         export_onnx="finish",
         on_event=note,
+        clock=clock,
         deployment=Deployment(keep_versions=1),  # nothing rolls a simulated device back
     )
 

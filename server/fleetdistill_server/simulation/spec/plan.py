@@ -26,7 +26,7 @@ from fleetdistill_server.store.store import Store
 
 RUN = "simulation"
 NO_DEADLINE_SECONDS = 1e7
-"""Deadline and lease of a simulation, in seconds; long enough that neither expires before a resume."""
+"""Deadline and lease without simulated time, in seconds; long enough that neither expires before a resume."""
 PROXY_PER_CLASS = 8
 DIGITS_MODELS = ("digits_linear", "digits_mlp_small", "digits_mlp_large", "digits_cnn_small", "digits_cnn_large")
 RESNET_MODELS = ("resnet2", "resnet4", "resnet6", "resnet10", "resnet12")
@@ -103,10 +103,11 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
                 "import": _modules(wanted),
                 "rounds": wanted.rounds_to_complete,
                 "seed": wanted.seed,
-                "min_devices": wanted.devices,
+                "min_devices": wanted.devices_to_begin,
                 "devices_per_round": wanted.devices_per_round,
+                "over_selection": wanted.over_selection,
                 "quorum": wanted.quorum,
-                "deadline_seconds": NO_DEADLINE_SECONDS,
+                **_deadline(wanted),
                 "threads": wanted.threads,
             },
             "contract": {
@@ -122,11 +123,18 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
             "server": {
                 "listen": "127.0.0.1:0",
                 "store": str(store or work / "store"),
-                "lease_seconds": NO_DEADLINE_SECONDS,
+                **({} if wanted.behaviour else {"lease_seconds": NO_DEADLINE_SECONDS}),
                 "torch_device": wanted.torch_device,
             },
         }
     )
+
+
+def _deadline(wanted: Simulation) -> dict[str, float]:
+    """Returns the deadline as a setting of [run]; without simulated time, none expires."""
+    if wanted.behaviour is None:
+        return {"deadline_seconds": NO_DEADLINE_SECONDS}
+    return {} if wanted.deadline_seconds is None else {"deadline_seconds": wanted.deadline_seconds}
 
 
 def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) -> list[DeviceSpec]:

@@ -14,6 +14,7 @@ from fleetdistill.privacy.guarantee import Guarantee
 from fleetdistill_server.config.run_config import checked_settings
 from fleetdistill_server.simulation.data.datasets import Dataset
 from fleetdistill_server.simulation.data.own import Arrays, own_dataset
+from fleetdistill_server.simulation.timing.behaviour import FleetBehaviour
 
 Factory = Callable[..., Any]
 """Function that builds a torch module."""
@@ -63,7 +64,13 @@ class Simulation:
         attack: The hostile devices' attack, a name in `hostile.ATTACKS`.
         rounds: Number of rounds; None for the default, 30, or 1 for a method with one exchange.
         devices_per_round: Number of devices that each round draws at random and waits for; 0 for all present devices.
+        over_selection: Number of devices to ask for each of `devices_per_round`, from 1 to 10. Needs `behaviour`.
         quorum: Fraction of a round's devices that must answer, in (0, 1].
+        deadline_seconds: Simulated seconds from an ask to its deadline; None for run.toml's default. Needs `behaviour`.
+        min_devices: Number of devices that must be present for a round to begin; None for all devices, or with
+            `behaviour` for `devices_per_round`, but at least 2.
+        behaviour: When the devices are available and how fast they are, in simulated time; None if they are always
+            available and answer immediately. Needs the link `memory`.
         control_rounds: Number of rounds of the controls; None for the method's number, but at least 30 for a method
             with one exchange, since training without exchanges has no communication cost.
         seed: Seed of the partition, the models, the batches and all other random choices.
@@ -103,7 +110,11 @@ class Simulation:
     attack: str = ""
     rounds: int | None = None
     devices_per_round: int = 0
+    over_selection: float = 1.0
     quorum: float = 2 / 3
+    deadline_seconds: float | None = None
+    min_devices: int | None = None
+    behaviour: FleetBehaviour | None = None
     control_rounds: int | None = None
     seed: int = 0
     link: Literal["memory", "grpc"] = "memory"
@@ -139,6 +150,13 @@ class Simulation:
     def privacy(self) -> dict[str, Any] | None:
         """The section [privacy] of the run's configuration, with all settings; None for a run without privacy."""
         return None if self.epsilon is None else asdict(Guarantee(epsilon=float(self.epsilon)))
+
+    @property
+    def devices_to_begin(self) -> int:
+        """Number of present devices with which a round begins: `min_devices`, or its default."""
+        if self.min_devices is not None:
+            return self.min_devices
+        return self.devices if self.behaviour is None else min(max(self.devices_per_round, 2), self.devices)
 
     @property
     def one_exchange(self) -> bool:
