@@ -116,10 +116,15 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1, help="how many seeds to run from there on")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     parser.add_argument("--out", type=Path, default=Path("out/chaos"))
+    parser.add_argument("--beyond", action="store_true", help="several fronts over PostgreSQL and an object store")
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), default="", help="break the server on purpose")
     given = parser.parse_args()
     seeds = range(given.seed, given.seed + given.runs)
     given.out.mkdir(parents=True, exist_ok=True)
+    if given.beyond:
+        beyond = [run_beyond_one_machine(seed, given.out.resolve() / f"beyond-{seed}") for seed in seeds]
+        print(summary(beyond), last_line(beyond), sep="\n")
+        return 0 if all(is_good(row) for row in beyond) else 1
     rows = []
     with (given.out / "runs.jsonl").open("w") as file:
         for row in run_seeds(seeds, given.out.resolve(), min(given.jobs, len(seeds)), given.mutation):

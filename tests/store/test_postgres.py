@@ -10,10 +10,11 @@ import pytest
 import sqlite_utils
 from sqlite_utils import Migrations
 from support.postgres import Postgres
-from support.processes import PATIENCE_SECONDS
+from support.processes import PATIENCE_SECONDS, wait_until
 
 from fleetdistill.errors import ConfigurationError, StoreError
 from fleetdistill_server.config.server_config import load_server_config
+from fleetdistill_server.front.revocations import open_revocations
 from fleetdistill_server.store import checks
 from fleetdistill_server.store.backup import backup
 from fleetdistill_server.store.location import Location, set_location
@@ -166,9 +167,9 @@ def test_a_later_migration_runs_once_and_an_unknown_one_is_refused(
     later(name="m900_later")(lambda db: db.execute("ALTER TABLE runs ADD COLUMN later INTEGER DEFAULT 7"))
     with monkeypatch.context() as changed:
         changed.setattr(postgres_database, "migrations", later)
+        changed.setattr(checks, "NAMES", [*NAMES, "m900_later"])
         for _ in range(2):
             store = Store.open(directory)
-            changed.setattr(checks, "NAMES", [*NAMES, "m900_later"])  # the first opening does not know it yet
             store.database.rows("SELECT later FROM runs")
             store.close()
     with pytest.raises(StoreError, match="later version of fleetdistill \\(its schema includes m900_later\\)"):
@@ -221,3 +222,34 @@ def test_a_wrong_database_setting_is_refused_without_its_password(url: str, expe
         load_server_config(path)
     assert expected in str(error.value)
     assert "secret" not in str(error.value)
+
+
+def test_processes_wake_and_see_each_other(directory: Path) -> None:
+    store, woken = Store.open(directory), threading.Event()
+    assert not store.database.is_listening("engine")
+    engine = store.database.notices("engine", "front", woken.set)
+    front = store.database.notices("front", "engine", lambda: None)
+    assert engine is not None
+    assert front is not None
+    try:
+        assert woken.wait(PATIENCE_SECONDS), "at the start it may have missed something"
+        assert store.database.is_listening("engine")
+        woken.clear()
+        front.send()
+        assert woken.wait(PATIENCE_SECONDS)
+    finally:
+        engine.close()
+        front.close()
+    wait_until(lambda: not store.database.is_listening("engine"), "the engine to be gone")
+    store.close()
+
+
+def test_a_revocation_reaches_every_front(directory: Path) -> None:
+    operator, front = Store.open(directory), Store.open(directory)
+    with open_revocations(front) as revocations:
+        assert not revocations.is_revoked("device:d1", "serial:aa")
+        operator.credentials.revoke("device:d1", "stolen")
+        wait_until(lambda: revocations.is_revoked("device:d1", "serial:aa"), "the front to know")
+        assert not revocations.is_revoked("device:d2", "serial:aa")
+    for store in (operator, front):
+        store.close()

@@ -25,6 +25,7 @@ _NOTE_SECONDS = 5.0
 _COUNT_SECONDS = 1.0
 _CONTRACT_SECONDS = 5.0  # another server of the same store may change a run's contract
 _CLOCKS_SECONDS = 1.0  # a call later than the last known one by more than this went to another front
+_ENDED_AT_ONCE = 100  # leases that end in one transaction, so that thousands do not delay other writes
 # `end_leases` runs every second; after a longer gap this process or its disk was suspended.
 _PAUSE_SECONDS = 5.0
 
@@ -196,7 +197,7 @@ class Sessions:
                 self._called.setdefault((run, device), last_seen)
 
     def end_leases(self) -> None:
-        """Marks devices with an expired lease as gone, in one transaction; call every second.
+        """Marks devices with an expired lease as gone; call every second.
 
         Time during which this process or its disk was suspended does not count towards leases.
         """
@@ -213,8 +214,11 @@ class Sessions:
 
     def end_leases_of(self, devices: list[DeviceKey]) -> None:
         """Marks those of the devices as gone whose lease has expired."""
-        for key in self._silent(self._commit(partial(self._end_silent, devices))):
-            self._leases.pop(key, None)
+        for start in range(0, len(devices), _ENDED_AT_ONCE):
+            group = devices[start : start + _ENDED_AT_ONCE]
+            for key in self._silent(self._commit(partial(self._end_silent, group))):
+                self._leases.pop(key, None)
+                self._called.pop(key, None)
         self._wake_engine()
 
     def _end_silent(self, devices: list[DeviceKey], store: Store) -> list[DeviceKey]:
