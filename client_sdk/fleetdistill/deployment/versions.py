@@ -13,6 +13,7 @@ into them. Numbers only increase; after a roll-back the next delivery has a new 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -225,6 +226,7 @@ def _packed(version: Version) -> bytes:
     return sealed_json(asdict(version))
 
 
+@functools.lru_cache(maxsize=32)
 def version_of(data: bytes | None) -> Version | None:
     """Returns the version that a file describes, or None if the file is missing or damaged."""
     if data is None:

@@ -82,11 +82,11 @@ class CheckIn:
     def check_in(self) -> service_pb2.CheckInResponse:
         """Checks the device in; uses the saved profile if there is one, so that an idle device does not load torch."""
         profile, columns = self._saved_profile(), self._session.consent.columns
-        run = self._session.identity.run
+        run, made_now = self._session.identity.run, False
         if profile is None:
             terms = self._send_check_in(None)
             profile = self._profile_of(self._with_samples(self._current_compute(terms.contract)))
-            run = terms.contract.run
+            run, made_now = terms.contract.run, True
         else:
             self._set_columns(profile, columns)
             _set_compressions(profile)
@@ -97,6 +97,7 @@ class CheckIn:
         failpoints.hit("device.check-in.after-save")
         if self._session.compute is not None:
             self._save_data_version(profile)
+        self._profile_sent |= made_now
         self._session.terms, self._columns_sent = terms, columns
         self._events.rounds = terms.contract.rounds
         device = self._session.identity.device

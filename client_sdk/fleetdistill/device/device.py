@@ -236,8 +236,8 @@ class Device(Disclosure):
         if isinstance(server, str):
             save_server(self._storage, server)
             server = open_link(server, enrolment, self._storage.directory, identity.device)
-        link = MeteredLink(server, partial(permission.usage.add, "bytes"))
         same_process = server if isinstance(server, HandsOver) and not self._storage.has_directory else None
+        link = server if same_process else MeteredLink(server, partial(permission.usage.add, "bytes"))
         return Session(
             self._storage, link, identity, self._guard, clock, Consent(allow), permission, same_process=same_process
         )

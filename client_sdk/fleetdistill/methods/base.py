@@ -139,6 +139,9 @@ class DeviceMethod:
         local: The device's model and data.
     """
 
+    shares_fleet_model: ClassVar[bool] = False
+    """Whether `fleet_model` depends only on the ask and the architecture; a simulation then scores it only once."""
+
     own_variant: ClassVar[str] = GENERAL
     """Name of the variant that is the app's own model."""
 

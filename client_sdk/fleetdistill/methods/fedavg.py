@@ -38,6 +38,7 @@ class FedAvgDevice(DeviceMethod):
     """Device half of FedAvg: trains the global model on its own data and sends it back."""
 
     config: FedAvgConfig
+    shares_fleet_model = True
 
     @classmethod
     def metrics_steps(cls, config: FedAvgConfig) -> Sequence[str]:

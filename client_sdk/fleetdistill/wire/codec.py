@@ -105,11 +105,18 @@ def encode(parts: Parts, knowledge_type: np.dtype | type = np.float32) -> Payloa
     )
 
 
-def decode(payload: Payload) -> dict[str, Kind]:
-    """Decodes a payload to named parts; arrays are read or mapped from its source, read-only."""
+def decode(payload: Payload, only: str | None = None) -> dict[str, Kind]:
+    """Decodes a payload to named parts; arrays are read or mapped from its source, read-only.
+
+    Args:
+        payload: The payload.
+        only: Name of the part to decode; None for all parts.
+    """
     by_path = {slot.path: slot for slot in payload.slots}
     decoded: dict[str, Kind] = {}
     for part in payload.parts.parts:
+        if only not in (None, part.name):
+            continue
         kind = kind_of(part)  # `slots` has rejected a part without a known kind
         reader = _Decoder(by_path, payload.source)
         decoded[part.name] = reader.read(kind, getattr(part, kind.wire_name), part.name)

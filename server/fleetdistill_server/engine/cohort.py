@@ -10,15 +10,16 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from fleetdistill.errors import DamagedError, KnowledgeError, NoSpaceError, QuorumNotReached, StoreError, WireError
+from fleetdistill.knowledge import Parts
 from fleetdistill.state import failpoints
-from fleetdistill.wire.codec import encode
+from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.engine.arrivals import MOST_ROWS, Arrivals
 from fleetdistill_server.engine.group import Answer, EndOfStep, Group
@@ -232,11 +233,11 @@ class StoreCohort:
         run = self._terms.run
         kinds = self._terms.steps.get(step, {})
         known = {row["device"]: row for row in self._store.asks.of_step(run, self.round, number)}
-        rows = []
+        rows, encoded = [], self._encoder(payload)
         for device in asked:
             expects = with_columns(kinds, columns(device)) if columns else kinds
             try:
-                rows.append(self._ask_row(step, number, device, payload, expects))
+                rows.append(self._ask_row(step, number, device, encoded(device), expects))
             except (KnowledgeError, WireError) as error:  # one device's payload must not end the run for all
                 text = f"step {step!r} cannot be sent to {device}; the device drops out of the round: {error}"
                 self.event("not-asked", text[:_LONGEST_EVENT], device)
@@ -267,11 +268,23 @@ class StoreCohort:
                 text = f"the payload of step {ask['step']!r} for {ask['device']} was lost on the server"
                 self.event("quarantined", f"{text}; the device drops out of the round. {damage}", ask["device"])
 
-    def _ask_row(self, step: str, number: int, device: str, payload: PayloadFor, expects: Mapping[str, str]) -> Row:
-        parts = payload(device) if callable(payload) else payload
-        encoded = None if parts is None else encode(parts, self._terms.knowledge_type)
-        if encoded is not None:
-            self._store.blobs.put(encoded)
+    def _encoder(self, payload: PayloadFor) -> Callable[[str], Payload | None]:
+        """Returns a function from a device to its encoded and stored payload; one for all devices is encoded once."""
+        if callable(payload):
+            return lambda device: self._stored(payload(device))
+        parts = payload
+        stored = cache(lambda: self._stored(parts))
+        return lambda device: stored()
+
+    def _stored(self, parts: Parts | None) -> Payload | None:
+        """Encodes and stores the parts of an ask."""
+        if parts is None:
+            return None
+        encoded = encode(parts, self._terms.knowledge_type)
+        self._store.blobs.put(encoded)
+        return encoded
+
+    def _ask_row(self, step: str, number: int, device: str, encoded: Payload | None, expects: Mapping[str, str]) -> Row:
         return {
             "run": self._terms.run,
             "round": self.round,

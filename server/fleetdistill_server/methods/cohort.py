@@ -39,6 +39,7 @@ class DeviceAnswer:
         self.samples = samples
         self.sha256 = payload.sha256
         self._payload = payload
+        self._decoded: dict[str, Kind] = {}
 
     @cached_property
     def parts(self) -> Mapping[str, Kind]:
@@ -47,7 +48,9 @@ class DeviceAnswer:
 
     def part(self, name: str, kind: type[PartKind]) -> PartKind:
         """Returns the named part; the front has checked its presence and kind."""
-        found = self.parts[name]
+        if name not in self._decoded:
+            self._decoded |= decode(self._payload, name)
+        found = self._decoded[name]
         assert isinstance(found, kind)
         return found
 

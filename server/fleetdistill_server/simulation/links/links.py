@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def run_over_memory(
     timing = None if behaviour is None else Timing(behaviour, config, specs)
     api = _api(store, config, timing)
     link_of = partial(make_link if timing is None else timing.link, api)
-    with _closed_on_failure(store), without_app():
+    with _closed_on_failure(store), without_app(), _rare_collections():
         states = DeviceStates(store) if isinstance(store, RoundStore) else None
         clock = None if timing is None else timing.clock
         with SimulatedDevices(specs, link_of, states, most_open, clock) as devices:
@@ -116,6 +117,17 @@ def _waker(
     if timing is None:
         return DriveFleet(api.store, config.run.name, devices, after)
     return timing.drive(api, devices, after)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Makes garbage collections rarer: open devices are many long-lived objects, which each full collection visits."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextlib.contextmanager

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from fleetdistill.data.samples import Samples, read_samples
+from fleetdistill.device.compute import Computed
 from fleetdistill.device.torch_compute import TorchCompute
+from fleetdistill.knowledge import Kind
+from fleetdistill.methods.base import Ask
 from fleetdistill.training.figures import Counts
-from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 _MOST_SCORES = 64
 
@@ -22,10 +26,12 @@ class Shared:
 
     Attributes:
         scores: Scores of models on the test set, by architecture and weights; the newest ones.
+        received: Architecture, step and payload of the last ask, and the scores of the fleet model in it.
     """
 
     def __init__(self) -> None:
         self.scores: OrderedDict[tuple[str, bytes], list[tuple[str, Counts]]] = OrderedDict()
+        self.received: tuple[tuple[str, str, bytes], dict[str, Counts]] = ("", "", b""), {}
         self._samples: dict[str, Samples] = {}
 
     def samples(self, file: str) -> Samples:
@@ -48,6 +54,19 @@ class SimulatedCompute(TorchCompute):
     def __init__(self, contract: contract_pb2.Contract, shared: Shared, **given: Any) -> None:
         super().__init__(contract, **given)
         self._shared = shared
+        self._payload = b""  # of the ask in progress
+
+    def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
+        self._payload = ask.payload
+        return super().answer(ask, parts, allow)
+
+    def _score_received(self, ask: Ask) -> dict[str, Counts]:
+        if not self.method.shares_fleet_model or self._validation is not None:
+            return super()._score_received(ask)
+        key = self._model_name, ask.step, self._payload
+        if self._shared.received[0] != key:
+            self._shared.received = key, super()._score_received(ask)
+        return self._shared.received[1]
 
     def _score_model(self, name: str, model: nn.Module) -> list[tuple[str, Counts]]:
         key = f"{self._model_name}/{name}", _digest(model)
