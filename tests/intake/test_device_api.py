@@ -103,14 +103,6 @@ def test_a_heartbeat_tells_whether_the_work_still_counts(fleet: Fleet) -> None:
 # --- presence
 
 
-class Clock:
-    """The device API's, to be set forward."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = time.monotonic()
-        monkeypatch.setattr("fleetdistill_server.intake.sessions.time.monotonic", lambda: self.now)
-
-
 def test_a_lease_that_ends_closes_the_open_asks_and_shows_in_the_events(fleet: Fleet) -> None:
     fleet.join("d1")
     fleet.join("d2")
@@ -127,34 +119,30 @@ def test_a_lease_that_ends_closes_the_open_asks_and_shows_in_the_events(fleet: F
     assert len(fleet.store.history.events(RUN)) == 1
 
 
-def test_the_server_s_own_pause_is_charged_to_nobody(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_s_own_pause_is_charged_to_nobody(fleet: Fleet) -> None:
     """Stopped for ten minutes, or waiting for its disk: it could not have heard them."""
-    clock = Clock(monkeypatch)
     identity = fleet.join("d1")
     fleet.join("d2")
     fleet.ask("d1", "d2")
     fleet.api.sessions.end_leases()
-    clock.now += 600
+    fleet.clock.advance(600)
     fleet.api.sessions.end_leases()
     assert fleet.store.devices.present(RUN) == ["d1", "d2"]
     for _ in range(70):
-        clock.now += 1
+        fleet.clock.advance(1)
         fleet.api.heartbeat(service_pb2.HeartbeatRequest(identity=identity))
         fleet.api.sessions.end_leases()
     assert fleet.store.devices.present(RUN) == ["d1"], "d2 had a whole lease to call after the pause"
     assert fleet.ask_state("d2") == ("out", "lease ended")
 
 
-def test_a_disk_that_stood_still_during_the_sweep_is_charged_to_nobody(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
+def test_a_disk_that_stood_still_during_the_sweep_is_charged_to_nobody(fleet: Fleet) -> None:
     fleet.join("d1")
     fleet.api.sessions.end_leases()
-    clock.now += 6  # it is time to write down who called, and that takes long
+    fleet.clock.advance(6)  # it is time to write down who called, and that takes long
 
     def hang() -> None:
-        clock.now += 600
+        fleet.clock.advance(600)
 
     fleet.before_commit = hang
     fleet.api.sessions.end_leases()

@@ -14,6 +14,7 @@ from support.wire_samples import (
     make_profile,
 )
 
+from fleetdistill.testing import ManualClock
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
@@ -35,7 +36,8 @@ class Fleet:
         self.store = store
         self.wakes = 0
         self.before_commit: Callable[[], None] = lambda: None
-        self.api = DeviceApi(store, self._commit, self._wake, lease_seconds=60.0)
+        self.clock = ManualClock()
+        self.api = DeviceApi(store, self._commit, self._wake, lease_seconds=60.0, clock=self.clock.now)
         store.runs.begin(RUN, {})
         store.runs.publish_contract(RUN, make_contract(**contract).SerializeToString())
 
@@ -124,4 +126,4 @@ def refused_bytes(fleet: Fleet, device: str = "d1") -> int:
 def silence(fleet: Fleet, *devices: str) -> None:
     """Lets the leases of these devices run out."""
     for device in devices:
-        fleet.api.sessions._leases[RUN, device] = time.monotonic() - 1
+        fleet.api.sessions._leases[RUN, device] = fleet.clock.now() - 1

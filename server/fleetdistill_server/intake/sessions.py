@@ -43,7 +43,7 @@ class Sessions:
         lease_seconds: Seconds without a call after which a device counts as gone.
         limiter: Limits the number of new devices.
         refusals: Log of refusals, whose counts are written every few seconds.
-        clock: Returns monotonic seconds, which leases are measured in.
+        clock: Returns monotonic seconds.
 
     Attributes:
         served_run: Returns the run that a server is serving from the store, or None; set by the front.
@@ -72,7 +72,7 @@ class Sessions:
         self._leases: dict[tuple[str, str], float] = {}
         self._seen: dict[tuple[str, str], float] = {}  # calls that the store does not have yet
         self._called: dict[tuple[str, str], float] = {}  # last calls that this front knows of
-        self._noted, self._adopted = time.monotonic(), clock()
+        self._noted = self._adopted = clock()
         self._swept: float | None = None
         self._paused = 0.0
 
@@ -170,7 +170,7 @@ class Sessions:
 
     def _check_device_limit(self, run: str, device: str) -> None:
         """Raises RefusedError if the run has the maximum number of devices; the count is at most 1 s old."""
-        now = time.monotonic()
+        now = self._clock()
         counted, at = self._registered.get(run, (0, -math.inf))
         if now - at > _COUNT_SECONDS:
             counted, at = self._registered[run] = self._store.devices.count(run), now
@@ -249,8 +249,8 @@ class Sessions:
 
     def _note_seen(self) -> None:
         """Records when each device last called, every `_NOTE_SECONDS` to limit writes, and often within a lease."""
-        if self._seen and time.monotonic() - self._noted > min(_NOTE_SECONDS, self.lease_seconds / 4):
-            seen, self._seen, self._noted = self._seen, {}, time.monotonic()
+        if self._seen and self._clock() - self._noted > min(_NOTE_SECONDS, self.lease_seconds / 4):
+            seen, self._seen, self._noted = self._seen, {}, self._clock()
             self._commit(lambda store: store.devices.record_last_seen(seen))
             self._refusals.note_left_out()
 
