@@ -20,14 +20,27 @@ if TYPE_CHECKING:
     from fleetdistill_server.methods.cohort import Cohort
     from fleetdistill_server.simulation.fleet import simulate
     from fleetdistill_server.simulation.spec.settings import Simulation
+    from fleetdistill_server.simulation.timing.behaviour import FleetBehaviour
+    from fleetdistill_server.simulation.timing.traces import read_traces
 
-__all__ = ["Cohort", "ServerMethod", "Simulation", "__version__", "register", "simulate"]
+__all__ = [
+    "Cohort",
+    "FleetBehaviour",
+    "ServerMethod",
+    "Simulation",
+    "__version__",
+    "read_traces",
+    "register",
+    "simulate",
+]
 
 _WHERE = {
     "Cohort": "fleetdistill_server.methods.cohort",
+    "FleetBehaviour": "fleetdistill_server.simulation.timing.behaviour",
     "ServerMethod": "fleetdistill_server.methods.base",
     "Simulation": "fleetdistill_server.simulation.spec.settings",
     "__version__": "fleetdistill.version:VERSION",
+    "read_traces": "fleetdistill_server.simulation.timing.traces",
     "register": "fleetdistill_server.methods",
     "simulate": "fleetdistill_server.simulation.fleet",
 }

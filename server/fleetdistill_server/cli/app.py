@@ -16,6 +16,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Weights
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.version import VERSION
+from fleetdistill_server.cli import fleet_options
 from fleetdistill_server.cli.audit import audit
 from fleetdistill_server.cli.device import device_app
 from fleetdistill_server.cli.devices import devices_app
@@ -62,6 +63,8 @@ _FIELDS = {
     "data": ("dataset",),
     "controls": ("with_alone", "with_fedavg"),
     "per_round": ("devices_per_round",),
+    "deadline": ("deadline_seconds",),
+    **dict.fromkeys(fleet_options.BEHAVIOUR, ("behaviour",)),
 }
 """Maps options of `simulate` to fields of `Simulation` with other names."""
 
@@ -137,7 +140,16 @@ def simulate(
     per_round: Annotated[
         int, typer.Option(help="Devices that each round draws at random; 0 takes all present devices.")
     ] = 0,
+    over_selection: fleet_options.OverSelectionOption = 1.0,
     quorum: Annotated[float, typer.Option(help="Fraction of a round's devices that must answer.")] = 2 / 3,
+    deadline: fleet_options.DeadlineOption = None,
+    min_devices: fleet_options.MinDevicesOption = None,
+    fleet: fleet_options.FleetOption = None,
+    availability: fleet_options.AvailabilityOption = None,
+    compute: fleet_options.ComputeOption = None,
+    churn: fleet_options.ChurnOption = None,
+    join_late: fleet_options.JoinLateOption = None,
+    traces: fleet_options.TracesOption = None,
     seed: Annotated[int, typer.Option(help="Seed for the partition, the models and the batches.")] = 0,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Setting of the method, such as refinement=kkr; repeatable.")
@@ -197,7 +209,13 @@ def simulate(
             rounds=rounds,
             control_rounds=control_rounds,
             devices_per_round=per_round,
+            over_selection=over_selection,
             quorum=quorum,
+            deadline_seconds=deadline,
+            min_devices=min_devices,
+            behaviour=fleet_options.behaviour_of(
+                fleet, traces, availability=availability, compute=compute, churn=churn, join_late=join_late
+            ),
             seed=seed,
             link=link,  # type: ignore[arg-type]  # checked by simulate
             durable=durable,

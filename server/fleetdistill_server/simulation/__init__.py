@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from fleetdistill_server.simulation.show import exchange_lines, show_comparison, show_run, simulate_with_progress
     from fleetdistill_server.simulation.spec.hostile import ATTACKS
     from fleetdistill_server.simulation.spec.settings import Simulation
+    from fleetdistill_server.simulation.timing.behaviour import FleetBehaviour
+    from fleetdistill_server.simulation.timing.traces import read_traces
 
 __all__ = [
     "ATTACKS",
     "Dataset",
     "DeviceReport",
+    "FleetBehaviour",
     "FleetReport",
     "Interrupted",
     "Progress",
@@ -31,6 +34,7 @@ __all__ = [
     "load_dataset",
     "own_dataset",
     "read_dataset",
+    "read_traces",
     "show_comparison",
     "show_run",
     "simulate",
@@ -48,6 +52,8 @@ _WHERE = {
     "show": ("exchange_lines", "show_comparison", "show_run", "simulate_with_progress"),
     "spec.hostile": ("ATTACKS",),
     "spec.settings": ("Simulation",),
+    "timing.behaviour": ("FleetBehaviour",),
+    "timing.traces": ("read_traces",),
 }
 
 

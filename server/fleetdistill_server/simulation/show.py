@@ -23,6 +23,7 @@ from fleetdistill_server.simulation.progress import Progress as Done
 from fleetdistill_server.simulation.report.comparison import NAMES, comparison_table
 from fleetdistill_server.simulation.report.report import privacy_lines
 from fleetdistill_server.simulation.report.results import FleetReport
+from fleetdistill_server.simulation.report.simulated_time import time_lines
 from fleetdistill_server.simulation.report.table import report_table
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.views.units import readable_bytes
@@ -57,6 +58,7 @@ def show_run(report: FleetReport) -> None:
     lines = (
         *privacy_lines(report),
         summary_line(report),
+        *time_lines(report.simulated_time),
         *expected_lines(report),
         *global_lines(report),
         *fedavg_lines(report),

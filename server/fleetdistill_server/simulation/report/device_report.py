@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fleetdistill.knowledge import GENERAL
+from fleetdistill.training.model import parameter_count
 from fleetdistill.training.onnx_file import cpu_session
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.simulation.data.datasets import Dataset
@@ -19,7 +20,7 @@ from fleetdistill_server.simulation.report.metrics import Ints, accuracy, confus
 from fleetdistill_server.simulation.report.outcome import Outcome
 from fleetdistill_server.simulation.report.results import DeviceReport
 from fleetdistill_server.simulation.report.scores import in_class_mix
-from fleetdistill_server.simulation.spec.device import DeviceSpec
+from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.views.expected import Expected
 
@@ -38,9 +39,6 @@ def device_report(
         traffic: Traffic of the run's devices.
         estimates: Leave-one-out estimates of the devices that have them, by id.
     """
-    row = done.store.devices.get(done.run, spec.name)
-    assert row is not None  # a round is complete, so every device has checked in
-    profile = contract_pb2.DeviceProfile.FromString(row["profile"])
     trained_cc = done.history.devices[spec.name][-1]
     exported = json.loads(spec.exported_file.read_text()) if spec.exported_file.exists() else None
     onnx_file = _collect(done.wanted.out, spec, "model", spec.name) if exported else None
@@ -51,7 +49,7 @@ def device_report(
     return DeviceReport(
         name=spec.name,
         model=spec.model,
-        parameters=profile.parameters,
+        parameters=_parameters(done, spec),
         samples=spec.rows,
         accuracy_alone=accuracy_or_none(alone_cc),
         accuracy_fleet=accuracy(fleet_cc),
@@ -75,6 +73,14 @@ def device_report(
         leave_one_out=estimates[spec.name].rates if spec.name in estimates else None,
         own_statistics_kept=estimates[spec.name].own_statistics_kept if spec.name in estimates else None,
     )
+
+
+def _parameters(done: Outcome, spec: DeviceSpec) -> int:
+    """Returns the number of the model's parameters, from the device's check-in if it has joined."""
+    row = done.store.devices.get(done.run, spec.name)
+    if row is None:
+        return parameter_count(build_device_model(spec, tuple(done.data.train_images.shape[1:])))
+    return contract_pb2.DeviceProfile.FromString(row["profile"]).parameters
 
 
 def _confusion_in_use(done: Outcome, device: str, onnx_file: str | None) -> Ints:

@@ -31,6 +31,7 @@ from fleetdistill_server.simulation.report.outcome import Outcome
 from fleetdistill_server.simulation.report.plots import save_report_figure
 from fleetdistill_server.simulation.report.results import DeviceReport, FleetReport
 from fleetdistill_server.simulation.report.scores import FleetFigures, fleet_figures, late_figures
+from fleetdistill_server.simulation.report.simulated_time import simulated_times
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.guards import count_replacements, guard_events, replacement_rows
 from fleetdistill_server.store.store import Store
@@ -65,6 +66,7 @@ def make_report(done: Outcome) -> FleetReport:
         **_accuracies_by_round(done.history, done.controls.alone),
         leave_one_out=of_the_fleet(estimates.values()),
         **_comparison(done, shares, cost),
+        simulated_time=simulated_times(done),
     )
     write_report(report, done.wanted.out)
     return report

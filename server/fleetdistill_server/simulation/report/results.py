@@ -7,6 +7,7 @@ from typing import Any
 
 from fleetdistill_server.simulation.report.comparison import ComparisonRow, Curve
 from fleetdistill_server.simulation.report.scores import Figures, FleetFigures
+from fleetdistill_server.simulation.report.simulated_time import SimulatedTimes
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class FleetReport:
         leave_one_out: Like `DeviceReport.leave_one_out`, over the samples of all devices.
         comparison: Local-only training, the method and FedAvg, by variant; see `comparison.ComparisonRow`.
         curves: Accuracies of the method and FedAvg by bytes; see `comparison.Curve`.
+        simulated_time: Simulated seconds, rounds and devices in simulated time; None without it. See
+            `simulated_time.SimulatedTimes`.
         privacy: `epsilon`, `delta` and `exact` of a private run, `sentence`, their meaning, and `strength` R of the
             fleet's statistics; None for other runs.
     """
@@ -172,4 +175,5 @@ class FleetReport:
     leave_one_out: dict[str, float] | None
     comparison: list[ComparisonRow]
     curves: list[Curve]
+    simulated_time: SimulatedTimes | None
     privacy: dict[str, Any] | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fleetdistill.interruption import Hold
+from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import SharedLink
@@ -27,7 +28,15 @@ class HeldLink(SharedLink):
         self, identity: service_pb2.Identity, name: service_pb2.UploadName
     ) -> service_pb2.UploadStatusResponse:
         """Returns an upload's status. Raises WorkInterrupted while the device is at work; it keeps the answer."""
-        seconds = self._seconds_left(identity.device, name.round, name.step_number)
+        self._check_finished(identity.device, name)
+        return super().upload_status(identity, name)
+
+    def take(self, header: service_pb2.UploadHeader, payload: Payload) -> service_pb2.Receipt:
+        """Gives the server an answer. Raises WorkInterrupted while the device is at work; it keeps the answer."""
+        self._check_finished(header.identity.device, header.name)
+        return super().take(header, payload)
+
+    def _check_finished(self, device: str, name: service_pb2.UploadName) -> None:
+        seconds = self._seconds_left(device, name.round, name.step_number)
         if seconds > 0:
             raise Hold("simulated work", f"the device works for {seconds:g} more simulated seconds", seconds).error()
-        return super().upload_status(identity, name)
