@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.codes import Code
+from fleetdistill.wire.digests import digest
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 
@@ -52,7 +53,7 @@ def take_in(header: knowledge_pb2.PayloadHeader, expects: dict[str, str]) -> Non
     if size > 1 << 16:
         return
     data = bytes(size)
-    header.sha256 = wire.digest(header.parts, iter([data]))
+    header.sha256 = digest(header.parts, iter([data]))
     again = ingest.Ingest("d1", header, _CONTRACT, expects)
     again.start(MemoryBlobs().stage("key", header.parts))
     for chunk in wire.chunks(Bytes(data), again.slots):

@@ -19,7 +19,8 @@ from fleetdistill.knowledge import SharedStatistics
 from fleetdistill.methods.classstats.shared_statistics import from_wire
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.payload import Slot, digest, slots
+from fleetdistill.wire.digests import digest
+from fleetdistill.wire.payload import Slot, slots
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.ingest import Ingest

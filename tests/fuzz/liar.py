@@ -20,7 +20,8 @@ from google.protobuf.descriptor import Descriptor
 
 from fleetdistill.errors import LinkError, RefusedError, WireError
 from fleetdistill.wire.codes import AFTER_SECONDS, Code
-from fleetdistill.wire.payload import digest, slots
+from fleetdistill.wire.digests import digest
+from fleetdistill.wire.payload import slots
 from fleetdistill.wire.v1 import enrolment_pb2, knowledge_pb2, service_pb2
 
 ROOTS = (

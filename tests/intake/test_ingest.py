@@ -29,7 +29,8 @@ from fleetdistill import knowledge as k
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.payload import CHUNK_BYTES, digest, slots
+from fleetdistill.wire.digests import digest
+from fleetdistill.wire.payload import CHUNK_BYTES, slots
 from fleetdistill.wire.v1 import knowledge_pb2
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.store.memory_blobs import MemoryBlobs

@@ -66,11 +66,11 @@ def test_of_two_streams_that_begin_at_the_same_moment_only_one_writes(
     payload = make_payload()
     stage, in_stage, go_on = any_fleet.store.blobs.stage, threading.Event(), threading.Event()
 
-    def slow_stage(key: str, parts: knowledge_pb2.Parts) -> Any:
+    def slow_stage(*given: Any) -> Any:
         if not in_stage.is_set():
             in_stage.set()
             go_on.wait(PATIENCE_SECONDS)
-        return stage(key, parts)
+        return stage(*given)
 
     monkeypatch.setattr(any_fleet.store.blobs, "stage", slow_stage)
     sessions: list[UploadSession] = []
@@ -103,9 +103,9 @@ def test_no_stream_begins_before_every_older_one_has_let_go(any_fleet: Fleet, mo
         go_on.wait(PATIENCE_SECONDS)
         abandon()
 
-    def noted_stage(key: str, parts: knowledge_pb2.Parts) -> Any:
+    def noted_stage(*given: Any) -> Any:
         first_was_over.append(go_on.is_set())
-        return stage(key, parts)
+        return stage(*given)
 
     monkeypatch.setattr(first, "abandon", slow_abandon)
     monkeypatch.setattr(any_fleet.store.blobs, "stage", noted_stage)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 import pytest
 from support.other_system import windows_files
-from support.wire_samples import data_of, in_pieces, make_knowledge, make_payload
+from support.wire_samples import data_of, in_pieces, make_knowledge, make_payload, with_blake3
 
 from fleetdistill.errors import LinkError, NoRoomError, PayloadTooLargeError, RefusedError, WireError
 from fleetdistill.link import downloads as transfer
 from fleetdistill.link.downloads import Downloads, adopt_proxy_set, download
+from fleetdistill.wire import digests
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
@@ -215,9 +217,43 @@ def test_other_data_than_the_digest_names_are_refused_and_not_kept(tmp_path: Pat
     payload = make_payload(50)
     server = Server(payload)
     server.payloads[payload.sha256] = make_payload(51)
+    with pytest.raises(WireError, match=r"a download is payload .*, expected"):
+        fetch(tmp_path, server, payload)
+    assert names(tmp_path) == []
+    server.payloads[payload.sha256] = replace(make_payload(51), sha256=payload.sha256)
     with pytest.raises(WireError, match=r"a download has SHA-256 .*, expected"):
         fetch(tmp_path, server, payload)
     assert names(tmp_path) == []
+
+
+def test_a_download_with_blake3_is_verified_by_it(tmp_path: Path) -> None:
+    payload = with_blake3(make_payload(50))
+    assert same(fetch(tmp_path / "a", Server(payload), payload), payload)
+    server = Server(payload)
+    server.payloads[payload.sha256] = replace(payload, source=make_payload(51).source)
+    with pytest.raises(WireError, match=r"a download has BLAKE3 .*, expected"):
+        fetch(tmp_path / "b", server, payload)
+
+
+def test_a_device_without_the_package_verifies_sha256(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = replace(make_payload(50), blake3=bytes(32))
+    monkeypatch.setattr(digests, "has_blake3", lambda: False)
+    assert same(fetch(tmp_path / "a", Server(payload), payload), payload)
+    monkeypatch.undo()
+    with pytest.raises(WireError, match=r"a download has BLAKE3 .*, expected 0000"):
+        fetch(tmp_path / "b", Server(payload), payload)
+
+
+def test_a_download_with_blake3_resumes_and_is_kept(tmp_path: Path) -> None:
+    payload = with_blake3(make_payload(50))
+    server = Server(payload)
+    break_for_good(tmp_path, server, payload, after=3)
+    assert same(fetch(tmp_path, server, payload), payload)
+    assert server.first_bytes[-1] > 0
+    kept = Downloads(tmp_path, 1 << 30).stored(payload.sha256)
+    assert kept is not None
+    assert same(kept, payload)
+    assert kept.blake3 == payload.blake3
 
 
 def test_more_data_than_announced_are_refused_at_once(tmp_path: Path) -> None:

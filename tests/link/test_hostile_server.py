@@ -21,7 +21,7 @@ from fleetdistill.link.terms import MAX_ATTEMPTS, pause_seconds, plain
 from fleetdistill.testing import ManualClock
 from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codes import LONGEST_AFTER_SECONDS
-from fleetdistill.wire.payload import digest
+from fleetdistill.wire.digests import digest
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2, tensor_pb2
 
 DATA = (np.random.default_rng(0).random((12, 4)).astype(np.float32), np.arange(12) % CLASSES)

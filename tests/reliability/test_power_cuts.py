@@ -22,6 +22,7 @@ from fleetdistill.state import durable, failpoints
 from fleetdistill.state.directory import Storage
 from fleetdistill.state.outbox import Outcome, Pending
 from fleetdistill.wire import payload as wire
+from fleetdistill.wire.digests import digest
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.store import Store
@@ -99,7 +100,7 @@ def check_storage(root: Path, said: tuple[Any, ...]) -> None:
             return
         assert pending in (before.pending, after.pending)
         with storage.outbox.answer() as payload:
-            assert wire.digest(payload.parts, iter([data_of(payload)])) == PAYLOAD.sha256
+            assert digest(payload.parts, iter([data_of(payload)])) == PAYLOAD.sha256
         storage.outbox.promote()
         assert contents(storage) == shown(promoted(before, pending.round))
 
@@ -184,7 +185,7 @@ def check_store(root: Path, said: tuple[Any, ...]) -> None:
             spoken += [row["payload"] for row in store.asks.of_step(RUN, 1, 1)]
         for sha256 in spoken:
             payload = store.blobs.open(sha256)
-            assert wire.digest(payload.parts, iter([data_of(payload)])) == sha256
+            assert digest(payload.parts, iter([data_of(payload)])) == sha256
 
 
 # --- the proof

@@ -29,6 +29,7 @@ from support.wire_samples import (
     make_payload,
     make_profile,
     raw_payload,
+    with_blake3,
 )
 
 from fleetdistill.errors import StoreError
@@ -36,6 +37,7 @@ from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.store.blobs import stated
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
@@ -278,10 +280,10 @@ def test_a_blob_may_hold_every_type_of_the_wire(store: Store, directory: Path) -
 
 
 def test_an_uploaded_blob_is_the_same_file_as_one_put_whole(tmp_path: Path) -> None:
-    payload = make_payload()
+    payload = with_blake3(make_payload())
     whole, staged = FileBlobs(tmp_path / "whole"), FileBlobs(tmp_path / "staged")
     whole.put(payload)
-    staging = staged.stage("key", payload.parts)
+    staging = staged.stage("key", payload.parts, stated(payload.sha256, payload.blake3))
     for chunk in in_pieces(payload, 7):
         staging.append(chunk.data)
     staging.commit(payload.sha256)

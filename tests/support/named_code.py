@@ -27,6 +27,7 @@ from fleetdistill.methods import METHODS
 from fleetdistill.methods.base import Ask
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, encode
+from fleetdistill.wire.digests import digest
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
 MARK = "server_named_this"
@@ -106,7 +107,7 @@ class NamingLink(LyingLink):
         """A payload whose parts are changed, with the digest that they have then."""
         header = self._said(payload.header())
         data = wire.pieces(payload.source, 0, payload.data_bytes)
-        return Payload(header.parts, payload.slots, payload.source, wire.digest(header.parts, data))
+        return Payload(header.parts, payload.slots, payload.source, digest(header.parts, data))
 
     def _said(self, message: Any) -> Any:
         if type(message).__name__ != self._type:

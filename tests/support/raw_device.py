@@ -14,7 +14,7 @@ from fleetdistill.conformance.script import RUN, fingerprint
 from fleetdistill.errors import WireError
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES, Payload, encode
-from fleetdistill.wire.payload import digest
+from fleetdistill.wire.digests import digest
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc
 
 SAMPLES = 8

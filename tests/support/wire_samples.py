@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 
 from fleetdistill.knowledge import Array, Metric, Metrics, SampleKnowledge
 from fleetdistill.wire.codec import ArraySource, Payload, encode
-from fleetdistill.wire.payload import ELEMENT_TYPES, Slot, digest, slots
+from fleetdistill.wire.digests import Algorithm, digest
+from fleetdistill.wire.payload import ELEMENT_TYPES, Slot, slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, tensor_pb2
 
 CLASSES = 3
@@ -131,3 +133,13 @@ def in_pieces(payload: Payload, size: int) -> list[knowledge_pb2.TensorChunk]:
 def make_identity(device: str = "d1", secret: bytes = b"", run: str = "digits") -> service_pb2.Identity:
     """Who calls."""
     return service_pb2.Identity(run=run, device=device, secret=secret)
+
+
+def with_blake3(payload: Payload) -> Payload:
+    """The payload with both digests, as a download can have them."""
+    return replace(payload, blake3=digest(payload.parts, [data_of(payload)], Algorithm.BLAKE3))
+
+
+def by_blake3(payload: Payload) -> Payload:
+    """The payload as an upload that its BLAKE3 identifies."""
+    return replace(with_blake3(payload), sha256=b"")

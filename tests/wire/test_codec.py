@@ -27,6 +27,7 @@ from fleetdistill import knowledge as k
 from fleetdistill.errors import KnowledgeError, WireError
 from fleetdistill.knowledge import KINDS
 from fleetdistill.wire.codec import Payload, decode, encode
+from fleetdistill.wire.digests import digest
 from fleetdistill.wire.payload import (
     CHUNK_BYTES,
     DTYPES,
@@ -36,7 +37,6 @@ from fleetdistill.wire.payload import (
     array_of,
     chunks,
     data_bytes,
-    digest,
     pieces,
     slots,
 )
@@ -389,7 +389,7 @@ def test_chunks_from_any_byte_on_are_the_rest_of_the_data(sizes: list[int], shar
         slot = payload.slots[chunk.tensor]
         assert slot.start + chunk.offset == place
         assert 1 <= len(chunk.data) <= min(CHUNK_BYTES, slot.nbytes - chunk.offset)  # so it never spans two tensors
-        assert google_crc32c.value(chunk.data) == chunk.crc32c
+        assert google_crc32c.value(bytes(chunk.data)) == chunk.crc32c
         place += len(chunk.data)
 
 

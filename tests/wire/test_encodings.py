@@ -34,7 +34,8 @@ from fleetdistill.wire import compression
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import RAW, ZSTD, Packer, choose, unpacked
-from fleetdistill.wire.payload import CHUNK_BYTES, chunk_data, chunks, digest, slots
+from fleetdistill.wire.digests import digest
+from fleetdistill.wire.payload import CHUNK_BYTES, chunk_data, chunks, slots
 from fleetdistill.wire.quantize import LARGEST, LARGEST_SCALE, dequantize, quantize
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, tensor_pb2
 from fleetdistill_server.intake.admission import check_profile
@@ -322,7 +323,7 @@ def test_packed_chunks_from_any_byte_on_hold_the_rest_of_the_data(data: st.DataO
     place = first
     for chunk in sent:
         assert payload.slots[chunk.tensor].start + chunk.offset == place
-        assert google_crc32c.value(chunk.data) == chunk.crc32c
+        assert google_crc32c.value(bytes(chunk.data)) == chunk.crc32c
         assert (chunk.compression == ZSTD) == (len(chunk.data) < len(chunk_data(chunk)))
         place += len(chunk_data(chunk))
 

@@ -252,7 +252,7 @@ class ListeningServer(service_pb2_grpc.DeviceServiceServicer):
         """Yields the chunks of a payload with the fault of its round."""
         first, fault = act.downloads == 1, act.scene.fault
         for number, one in enumerate(found):
-            data, crc = one.data, one.crc32c
+            data, crc = bytes(one.data), one.crc32c
             if fault == "download-digest" and number == 0:
                 data = bytes([data[0] ^ 1]) + data[1:]
                 crc = google_crc32c.value(data)

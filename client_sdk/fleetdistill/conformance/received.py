@@ -10,7 +10,8 @@ import numpy as np
 from fleetdistill.conformance.report import Report
 from fleetdistill.conformance.script import SHAPES
 from fleetdistill.errors import WireError
-from fleetdistill.wire.payload import CHUNK_BYTES, DTYPES, Slot, digest, slots
+from fleetdistill.wire.digests import digest
+from fleetdistill.wire.payload import CHUNK_BYTES, DTYPES, Slot, slots
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2, tensor_pb2
 
 

@@ -24,7 +24,8 @@ from fleetdistill.knowledge import ModelParameters
 from fleetdistill.link.grpc_link import errors_of
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code, status_of
-from fleetdistill.wire.payload import CHUNK_BYTES, chunk_data, digest
+from fleetdistill.wire.digests import digest
+from fleetdistill.wire.payload import CHUNK_BYTES, chunk_data
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc
 
 _WELL, _RESUMES, _GAP, _CRC, _DIGEST, _DECLINES, _LEAVES = (

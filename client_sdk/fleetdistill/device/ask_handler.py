@@ -26,7 +26,7 @@ from fleetdistill.errors import (
     WorkInterrupted,
 )
 from fleetdistill.interruption import time_limit
-from fleetdistill.link.terms import check_ask
+from fleetdistill.link.terms import check_ask, upload_digest
 from fleetdistill.progress import reported_to
 from fleetdistill.state.outbox import Pending
 from fleetdistill.wire.codec import decode, encode
@@ -182,7 +182,8 @@ class AskHandler:
         if guarantee is not None:
             answer = self._private.private_answer(answer, compute.contract, guarantee, ask.round)
         check_may_leave(answer.parts, allow)  # every answer passes this check
-        payload = encode(answer.parts, DTYPES[compute.contract.knowledge_type])
+        algorithm = upload_digest(self._session.terms)
+        payload = encode(answer.parts, DTYPES[compute.contract.knowledge_type], algorithm)
         # A server that lost an acknowledged answer asks again, with an attempt number above the device's own count.
         attempt = max(self._storage.outbox.next_attempt(ask.round, ask.step_number), ask.first_attempt)
         scores = {split: counts.confusion.tolist() for split, counts in computed.scores.items()}

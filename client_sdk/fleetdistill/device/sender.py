@@ -17,7 +17,7 @@ from fleetdistill.state import failpoints
 from fleetdistill.state.outbox import Outcome, Pending
 from fleetdistill.state.sent_ledger import answer_entry
 from fleetdistill.wire import payload as wire
-from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.codec import Payload, with_sha256
 from fleetdistill.wire.codes import Code, after_seconds, is_final, status_of
 from fleetdistill.wire.compression import RAW, offered
 from fleetdistill.wire.v1 import service_pb2
@@ -140,7 +140,8 @@ class Sender:
             payload=bytes.fromhex(pending.payload),
         )
         status = self._status(name)
-        with self._storage.outbox.answer() as payload:
+        with self._storage.outbox.answer() as stored:
+            payload = self._known_to_server(stored)
             if status.HasField("receipt"):
                 receipt = status.receipt
             elif not status.ask_open:
@@ -155,6 +156,11 @@ class Sender:
         if self._session.same_process is not None and not self._storage.outbox.tries:
             return service_pb2.UploadStatusResponse(ask_open=True)
         return self._session.link.upload_status(self._session.identity, name)
+
+    def _known_to_server(self, payload: Payload) -> Payload:
+        """Returns the answer with a digest that the server accepts, if another server accepted the stored one."""
+        terms = self._session.terms
+        return payload if terms is None or terms.blake3 else with_sha256(payload)
 
     def _upload(
         self, pending: Pending, name: service_pb2.UploadName, payload: Payload, first_byte: int
@@ -251,7 +257,8 @@ def _check_receipt(receipt: service_pb2.Receipt, pending: Pending, payload: Payl
     """
     if not receipt.id:
         raise LinkError(f"round {pending.round}: the server sent a receipt without an id; the device will retry")
-    if receipt.name.attempt != pending.attempt or receipt.sha256 != payload.sha256:
+    known = receipt.sha256 == payload.digest or receipt.sha256 == with_sha256(payload).digest
+    if receipt.name.attempt != pending.attempt or not known:
         other = plain(receipt.id, 64)
         text = f"round {pending.round} already has an answer, attempt {receipt.name.attempt}, receipt {other}"
         raise RefusedError(Code.SUPERSEDED, f"{text}; attempt {pending.attempt} is dropped", {"receipt": other})

@@ -10,7 +10,6 @@ power cut damages does not match its digest, and is deleted and downloaded again
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import mmap
 import random
 import shutil
@@ -29,6 +28,7 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import after_seconds, is_final
 from fleetdistill.wire.compression import unpacked
+from fleetdistill.wire.digests import Check
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
 DOWNLOADS = "downloads"
@@ -127,9 +127,11 @@ class Downloads:
         try:
             with _transient_refusals(), disk_errors(self._folder):
                 header, chunks = link.download(identity, sha256, part.length)
+                if header.sha256 != sha256:
+                    part.reject(_other_payload(header, sha256))
                 digest = part.take(header, chunks)
-            if digest != sha256:
-                part.reject(f"a download has SHA-256 {digest.hex()[:16]}..., expected {sha256.hex()[:16]}...")
+            if not digest.matches():
+                part.reject(_mismatch(digest))
         except (NoRoomError, LinkError, WireError) as error:
             if part.is_rejected or isinstance(error, NoRoomError):
                 part.drop()
@@ -171,10 +173,10 @@ class _Part:
                 self.length = len(data)
         self._resumed = self.length > 0
 
-    def take(self, header: knowledge_pb2.PayloadHeader, chunks: Iterator[wire.AnyChunk]) -> bytes:
-        """Appends the received chunks; returns the SHA-256 of the complete payload."""
+    def take(self, header: knowledge_pb2.PayloadHeader, chunks: Iterator[wire.AnyChunk]) -> Check:
+        """Appends the received chunks; returns the check of the complete payload."""
         self._check(header)
-        running = hashlib.sha256(header.parts.SerializeToString(deterministic=True))
+        running = Check(header)
         with self.path.open("ab" if self._resumed else "wb") as file:
             if self._resumed:
                 running.update(_mapped(self.path)[1])
@@ -187,7 +189,7 @@ class _Part:
                 self.length += len(data)
         if self.length < header.data_bytes:
             raise LinkError(f"a download ended after {self.length} of {header.data_bytes} bytes; a retry resumes there")
-        return running.digest()
+        return running
 
     def _check(self, header: knowledge_pb2.PayloadHeader) -> None:
         if header.data_bytes > self._max_bytes:
@@ -259,17 +261,27 @@ def _mapped(path: Path) -> tuple[knowledge_pb2.PayloadHeader, memoryview]:
 
 def checked(header: knowledge_pb2.PayloadHeader, data: bytes | memoryview, sha256: bytes) -> Payload:
     """Returns the payload of a header and its data. Raises WireError if they do not match the digest."""
-    running = hashlib.sha256(header.parts.SerializeToString(deterministic=True))
-    running.update(data)
-    found = running.digest()
-    if found != sha256:
-        raise WireError(f"a download has SHA-256 {found.hex()[:16]}..., expected {sha256.hex()[:16]}...")
+    if header.sha256 != sha256:
+        raise WireError(_other_payload(header, sha256))
+    check = Check(header)
+    check.update(data)
+    if not check.matches():
+        raise WireError(_mismatch(check))
     return _payload(header, data, sha256)
+
+
+def _other_payload(header: knowledge_pb2.PayloadHeader, sha256: bytes) -> str:
+    return f"a download is payload {header.sha256.hex()[:16]}..., expected {sha256.hex()[:16]}..."
+
+
+def _mismatch(check: Check) -> str:
+    title, found, expected = check.algorithm.label, check.found().hex()[:16], check.expected.hex()[:16]
+    return f"a download has {title} {found}..., expected {expected}..."
 
 
 def _payload(header: knowledge_pb2.PayloadHeader, data: bytes | memoryview, sha256: bytes) -> Payload:
     """Returns a payload. Raises WireError if its data and tensors differ in size, even if the digest matches."""
-    payload = Payload(header.parts, wire.slots(header.parts), BytesSource(data), sha256)
+    payload = Payload(header.parts, wire.slots(header.parts), BytesSource(data), sha256, header.blake3)
     if payload.data_bytes != len(data):
         raise WireError(f"a download of {len(data)} bytes declares tensors of {payload.data_bytes} bytes")
     return payload

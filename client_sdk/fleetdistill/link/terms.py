@@ -15,6 +15,7 @@ from fleetdistill.printable import printable
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES
 from fleetdistill.wire.codes import LONGEST_AFTER_SECONDS
 from fleetdistill.wire.compression import RAW
+from fleetdistill.wire.digests import Algorithm, has_blake3
 from fleetdistill.wire.payload import MAX_AXES, MAX_NAME
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 
@@ -59,6 +60,11 @@ def known_compression(
 ) -> knowledge_pb2.Compression.ValueType:
     """Returns the compression for uploads: the server's choice if the device offers it, else none."""
     return wanted if wanted in offered else RAW
+
+
+def upload_digest(terms: service_pb2.CheckInResponse | None) -> Algorithm:
+    """Returns the algorithm of an answer's digest: BLAKE3 if the server accepts it and this process can compute it."""
+    return Algorithm.BLAKE3 if terms is not None and terms.blake3 and has_blake3() else Algorithm.SHA256
 
 
 def _check_contract(contract: contract_pb2.Contract, run: str) -> None:

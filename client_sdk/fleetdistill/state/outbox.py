@@ -26,6 +26,7 @@ from fleetdistill.state.files import Files
 from fleetdistill.state.format import FORMAT, check_format, damaged_error, json_object, newer_error, sealed_json
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.digests import Check, identity
 from fleetdistill.wire.v1 import knowledge_pb2
 
 _MANIFEST, _DIGESTS = "outbox/manifest.json", "digests"
@@ -185,9 +186,18 @@ class Outbox:
             if data is not None and expected is not None and _crc(data) != expected:
                 raise damaged_error(self._outbox / f"{name}.safetensors", "it does not match its checksum")
         with self.answer() as payload:
-            if wire.digest(payload.parts, wire.pieces(payload.source, 0, payload.data_bytes)) != payload.sha256:
+            check = self._digest_check(payload.header())
+            for piece in wire.pieces(payload.source, 0, payload.data_bytes):
+                check.update(piece)
+            if not check.matches():
                 raise damaged_error(self._outbox / "data.bin", "it does not match its digest")
         self._checked = True
+
+    def _digest_check(self, header: knowledge_pb2.PayloadHeader) -> Check:
+        try:
+            return Check(header)
+        except WireError as error:  # the package for the digest was removed
+            raise damaged_error(self._outbox / "header.bin", error) from error
 
     def stored(self) -> Pending | None:
         """Returns the answer in the outbox without changing anything, not even after a crash."""
@@ -219,14 +229,14 @@ class Outbox:
             slots = wire.slots(header.parts)
         except (DecodeError, WireError) as error:
             raise damaged_error(path, error) from error
-        if len(header.sha256) != 32:
+        if not identity(header):
             raise damaged_error(path, "the file is empty or missing")
         with disk_errors(self.directory):
             if not (self._outbox / "data.bin").exists():
                 raise damaged_error(self._outbox / "data.bin", "the file is missing")
             file = (self._outbox / "data.bin").open("rb")
         with file:
-            yield Payload(header.parts, slots, _FileSource(file), header.sha256)
+            yield Payload(header.parts, slots, _FileSource(file), header.sha256, header.blake3)
 
     def promote(self) -> None:
         """Commits an acknowledged answer: renames the app's next model, then the candidate state.

@@ -22,7 +22,7 @@ class Sent:
         round, step, step_number, attempt: The ask, and the attempt to answer it; 0 and empty for a check-in.
         samples: Number of samples that the message declares.
         columns: Columns of each part of an answer, by name of the part.
-        sha256: Digest of an answer's payload in hexadecimal.
+        sha256: Digest of an answer's payload in hexadecimal: SHA-256, or BLAKE3 if device and server have it.
         receipt: Id of the server's receipt; empty without one.
         code: Code of the server's refusal; empty without one.
         text: Reason of a decline.

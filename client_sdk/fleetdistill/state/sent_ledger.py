@@ -110,7 +110,7 @@ def answer_entry(run: str, pending: Pending, payload: Payload, columns: Mapping[
         attempt=pending.attempt,
         samples=pending.samples,
         columns={name: list(part) for name, part in columns.items()},
-        sha256=payload.sha256.hex(),
+        sha256=payload.digest.hex(),
     )
 
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from google.protobuf.message import Message
 
 from fleetdistill.errors import KnowledgeError, WireError
+from fleetdistill.wire.digests import Algorithm, digest
 from fleetdistill.wire.kind import Array, Kind, OwnForm, Parts, field_errors, kind_of
-from fleetdistill.wire.payload import ELEMENT_TYPES, DataSource, Slot, array_of, digest, slots
+from fleetdistill.wire.payload import ELEMENT_TYPES, DataSource, Slot, array_of, pieces, slots
 from fleetdistill.wire.quantize import LARGEST, quantize
 from fleetdistill.wire.schema import FLOAT32, float_type, is_quantized
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
@@ -29,16 +30,20 @@ KNOWLEDGE_TYPES = (
 
 
 class ArraySource:
-    """Arrays in memory as one contiguous range of bytes, without copying them together."""
+    """Arrays in memory as one contiguous range of bytes, without copying them together.
+
+    Attributes:
+        views: The bytes of each array.
+    """
 
     def __init__(self, all_slots: tuple[Slot, ...], arrays: list[Array]) -> None:
         self._slots = all_slots
-        self._views = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
+        self.views = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
 
     def read(self, start: int, size: int) -> bytes:
         """Returns `size` bytes from offset `start`, also across arrays."""
         found = [
-            self._views[number][max(start - slot.start, 0) : max(start + size - slot.start, 0)]
+            self.views[number][max(start - slot.start, 0) : max(start + size - slot.start, 0)]
             for number, slot in enumerate(self._slots)
             if slot.start < start + size and start < slot.stop
         ]
@@ -48,7 +53,7 @@ class ArraySource:
         """Returns the same bytes as `read`, read-only and without a copy if they are exactly one array."""
         for number, slot in enumerate(self._slots):
             if slot.start == start and slot.nbytes == size:
-                return self._views[number].toreadonly()
+                return self.views[number].toreadonly()
         return self.read(start, size)
 
 
@@ -60,13 +65,20 @@ class Payload:
         parts: The typed parts; tensors have no data.
         slots: Position of each tensor in the data.
         source: Source of the data by offset.
-        sha256: SHA-256 digest of parts and data, 32 bytes.
+        sha256: SHA-256 of parts and data, 32 bytes; empty if `blake3` identifies the payload.
+        blake3: BLAKE3 of parts and data, 32 bytes, or empty.
     """
 
     parts: knowledge_pb2.Parts
     slots: tuple[Slot, ...]
     source: DataSource
     sha256: bytes
+    blake3: bytes = b""
+
+    @property
+    def digest(self) -> bytes:
+        """The digest that identifies the payload: SHA-256, or BLAKE3 if it is the only one."""
+        return self.sha256 or self.blake3
 
     @property
     def data_bytes(self) -> int:
@@ -75,16 +87,21 @@ class Payload:
 
     def header(self) -> knowledge_pb2.PayloadHeader:
         """Returns the header that is sent before the chunks."""
-        return knowledge_pb2.PayloadHeader(parts=self.parts, data_bytes=self.data_bytes, sha256=self.sha256)
+        return knowledge_pb2.PayloadHeader(
+            parts=self.parts, data_bytes=self.data_bytes, sha256=self.sha256, blake3=self.blake3
+        )
 
 
-def encode(parts: Parts, knowledge_type: np.dtype | type = np.float32) -> Payload:
+def encode(
+    parts: Parts, knowledge_type: np.dtype | type = np.float32, algorithm: Algorithm = Algorithm.SHA256
+) -> Payload:
     """Encodes named parts to a payload.
 
     Args:
         parts: Part name to kind.
         knowledge_type: Element type of features, logits and other knowledge: float32 or float16; or uint8, with which
             feature columns of the device's samples are quantized by channel and everything else is float16.
+        algorithm: Algorithm of the digest that identifies the payload.
 
     Raises:
         KnowledgeError: A value does not fit `knowledge_type`; the error names tensor and row.
@@ -100,9 +117,16 @@ def encode(parts: Parts, knowledge_type: np.dtype | type = np.float32) -> Payloa
         _Encoder(arrays, wire_type, type(kind)).fill(target, kind, name)
     all_slots = slots(message)
     source = ArraySource(all_slots, arrays)
-    return Payload(
-        message, all_slots, source, digest(message, iter([source.read(s.start, s.nbytes) for s in all_slots]))
-    )
+    found = digest(message, source.views, algorithm)
+    digests = (found, b"") if algorithm is Algorithm.SHA256 else (b"", found)
+    return Payload(message, all_slots, source, *digests)
+
+
+def with_sha256(payload: Payload) -> Payload:
+    """Returns a payload that its SHA-256 identifies, which is computed if necessary."""
+    if payload.sha256:
+        return payload
+    return replace(payload, sha256=digest(payload.parts, pieces(payload.source, 0, payload.data_bytes)), blake3=b"")
 
 
 def decode(payload: Payload, only: str | None = None) -> dict[str, Kind]:

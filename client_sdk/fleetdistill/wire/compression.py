@@ -61,7 +61,7 @@ class Packer:
         """Starts a new tensor: tries compression again."""
         self._worth = True
 
-    def pack(self, data: bytes) -> tuple[bytes, knowledge_pb2.Compression.ValueType]:
+    def pack(self, data: bytes | memoryview) -> tuple[bytes | memoryview, knowledge_pb2.Compression.ValueType]:
         """Returns the bytes to send and their compression; a poor ratio stops compression for this tensor."""
         if self._zstd is None or not self._worth or len(data) < _LEAST_BYTES:
             return data, RAW

@@ -6,7 +6,6 @@ field order, addressed by one byte offset that is the same on the wire, in the s
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -144,14 +143,6 @@ def data_bytes(parts: knowledge_pb2.Parts) -> int:
     return sum(slot.nbytes for slot in slots(parts))
 
 
-def digest(parts: knowledge_pb2.Parts, data: Iterator[bytes]) -> bytes:
-    """Returns the SHA-256 digest of parts and data, which identifies a payload."""
-    running = hashlib.sha256(parts.SerializeToString(deterministic=True))
-    for piece in data:
-        running.update(piece)
-    return running.digest()
-
-
 def checksum(data: Data) -> int:
     """Returns the CRC-32C of data."""
     if isinstance(data, bytes):
@@ -183,11 +174,11 @@ def chunks(
         first_byte: Offset in the uncompressed data of all tensors.
         compression: Compression that the receiver supports; see `fleetdistill.wire.compression`.
     """
-    packer = Packer(compression)
+    packer, read = Packer(compression), getattr(source, "view", source.read)
     for number, slot in enumerate(all_slots):
         packer.next_tensor()
         for start in range(max(slot.start, first_byte), slot.stop, CHUNK_BYTES):
-            data, packed = packer.pack(source.read(start, min(CHUNK_BYTES, slot.stop - start)))
+            data, packed = packer.pack(read(start, min(CHUNK_BYTES, slot.stop - start)))
             yield Chunk(number, start - slot.start, data, checksum(data), packed)
 
 

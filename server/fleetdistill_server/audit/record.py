@@ -12,6 +12,7 @@ import numpy as np
 from fleetdistill.knowledge import Kind, Parts
 from fleetdistill.link.base import Link
 from fleetdistill.wire.codec import decode
+from fleetdistill.wire.digests import identity
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
@@ -86,7 +87,7 @@ class _RecordingLink(MemoryLink):
     def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
         receipt = super().upload(header, chunks)
         assert self._ask is not None
-        sent = self._record.parts(self._store, header.payload.sha256)
+        sent = self._record.parts(self._store, identity(header.payload))
         message = Message(self._device, self._ask.round, self._ask.step, self._ask.seed, self._received, sent)
         self._record.messages.append(message)
         return receipt

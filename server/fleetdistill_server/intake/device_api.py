@@ -13,6 +13,7 @@ from functools import partial
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.compression import RAW, choose
+from fleetdistill.wire.digests import has_blake3
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.event_kinds import LARGE_DEVICE
@@ -107,6 +108,7 @@ class DeviceApi:
         answer.lease_seconds = self.sessions.lease_seconds
         answer.heartbeat_seconds = self.sessions.lease_seconds / 4
         answer.compression = choose(self.compression, request.profile.compressions)
+        answer.blake3 = has_blake3()
         return answer
 
     def _register(self, run: str, device: str, hashed: bytes, profile: bytes, store: Store) -> bool:

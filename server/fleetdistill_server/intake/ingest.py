@@ -8,7 +8,6 @@ match. An invalid upload is rejected as a whole, with a code and a message that 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 
@@ -18,6 +17,7 @@ from fleetdistill.errors import PayloadTooLargeError, RefusedError, WireError
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import unpacked
+from fleetdistill.wire.digests import Check
 from fleetdistill.wire.kind import KINDS
 from fleetdistill.wire.payload import DataSource, Slot, elements_of
 from fleetdistill.wire.schema import ROWS
@@ -72,7 +72,7 @@ class Ingest:
             self._check_slot(slot)
         self._check_rows()
         self._staging: Staging | None = None
-        self._hash = hashlib.sha256(header.parts.SerializeToString(deterministic=True))
+        self._digest = self._check_of(header)
         self._number = 0
         self._carry = b""
 
@@ -87,7 +87,7 @@ class Ingest:
         self._staging = staging
         held = staging.length
         if earlier is not None and earlier.header == self.header and earlier._examined == held:
-            self._hash, self._number, self._carry = earlier._hash, earlier._number, earlier._carry
+            self._digest, self._number, self._carry = earlier._digest, earlier._number, earlier._carry
             self._position, self._examined = earlier._position, held
             return held
         if held > self._total:
@@ -129,12 +129,13 @@ class Ingest:
         if self._staging.length != self._total:
             have = self._staging.length
             raise self._refuse(Code.INCOMPLETE, f"the stream ended after {have} of {self._total} bytes")
-        if self._hash.digest() != self.header.sha256:
-            raise self._refuse(Code.CHECKSUM, "the SHA-256 of parts and data does not match the header")
+        if not self._digest.matches():
+            label = self._digest.algorithm.label
+            raise self._refuse(Code.CHECKSUM, f"the {label} of parts and data does not match the header")
         self._check_whole(self._staging)
 
     def check(self, source: DataSource) -> None:
-        """Checks the values of a payload that was encoded in this process, whose SHA-256 is therefore known.
+        """Checks the values of a payload that was encoded in this process, whose digest is therefore known.
 
         Raises:
             RefusedError: A value is wrong, ids are not unique, or tensors do not fit each other.
@@ -157,6 +158,15 @@ class Ingest:
     @property
     def _total(self) -> int:
         return self.slots[-1].stop if self.slots else 0
+
+    def _check_of(self, header: knowledge_pb2.PayloadHeader) -> Check:
+        """Returns the check of the payload's digest; a header has one, so that no other payload's name can be taken."""
+        if header.sha256 and header.blake3:
+            raise self._refuse(Code.BAD_MESSAGE, "the header has a SHA-256 and a BLAKE3, expected one of them")
+        try:
+            return Check(header)
+        except WireError as error:
+            raise self._refuse(Code.BAD_MESSAGE, str(error)) from error
 
     def _slots(self) -> tuple[Slot, ...]:
         try:
@@ -233,7 +243,7 @@ class Ingest:
 
     def _examine(self, data: wire.Data) -> None:
         """Hashes bytes in order and checks each complete element; `_carry` holds the start of an incomplete one."""
-        self._hash.update(data)
+        self._digest.update(data)
         self._examined += len(data)
         while self._examined_to(self._number) and self._number + 1 < len(self.slots):
             self._number += 1
@@ -319,8 +329,6 @@ def _check_size(header: knowledge_pb2.PayloadHeader, slots: tuple[Slot, ...], li
     if header.data_bytes != size:
         text = f"the header declares {header.data_bytes} data bytes, but its tensors have {size}"
         raise RefusedError(Code.BAD_MESSAGE, text)
-    if len(header.sha256) != 32:
-        raise RefusedError(Code.BAD_MESSAGE, f"the header's SHA-256 has {len(header.sha256)} bytes, expected 32")
 
 
 def _all_finite(values: np.ndarray) -> bool:

@@ -7,6 +7,7 @@ from fleetdistill.knowledge import Metrics
 from fleetdistill.state import failpoints
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.codes import Code
+from fleetdistill.wire.digests import identity
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.retention import drop_unneeded
@@ -21,13 +22,13 @@ _LONGEST_SENTENCE = 1000
 
 def record(run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted, store: Store) -> Row | None:
     """Records an answer and its traffic; returns the receipt's row, or None if the ask no longer accepts answers."""
-    payload, device = header.payload, ask["device"]
+    payload, device, digest = header.payload, ask["device"], identity(header.payload)
     first = store.asks.upload_of(ask["id"]) is None
-    if first and not store.blobs.has(payload.sha256):  # no sweep runs during this transaction
+    if first and not store.blobs.has(digest):  # no sweep runs during this transaction
         raise RefusedError(Code.INCOMPLETE, f"device {device}: the payload is missing; send it again")
-    row = store.asks.accept_upload(ask["id"], header.name.attempt, payload.sha256, payload.data_bytes, header.samples)
+    row = store.asks.accept_upload(ask["id"], header.name.attempt, digest, payload.data_bytes, header.samples)
     if row is None:
-        _drop_if_to_forget(run, device, payload.sha256, store)
+        _drop_if_to_forget(run, device, digest, store)
     elif first:
         store.history.add_traffic(run, ask["round"], device, "up", counted, payload.ByteSize())
         for part in payload.parts.parts:

@@ -14,6 +14,7 @@ from fleetdistill.errors import RefusedError
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
+from fleetdistill.wire.digests import identity
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.intake.receipts import receipt_of
@@ -154,8 +155,8 @@ class UploadSession:
         return self._commit(partial(self._uploads.put, payload))
 
     def _check(self, payload: Payload) -> None:
-        if payload.sha256 != self._header.payload.sha256:
-            raise RefusedError(Code.CHECKSUM, "the SHA-256 of the payload does not match the header")
+        if payload.digest != identity(self._header.payload):
+            raise RefusedError(Code.CHECKSUM, "the digest of the payload does not match the header")
         self._ingest.check(payload.source)
 
     def finish(self) -> service_pb2.Receipt:
@@ -181,7 +182,7 @@ class UploadSession:
 
     def _store(self) -> None:
         self._ingest.finish()
-        self._staging.commit(self._header.payload.sha256)
+        self._staging.commit(identity(self._header.payload))
         self._stream.stored = self._header.payload.data_bytes
 
     def abandon(self) -> None:

@@ -21,7 +21,7 @@ from fleetdistill_server.intake.receipts import LARGEST_NUMBER, closed, other_as
 from fleetdistill_server.intake.refusal_log import RefusalLog
 from fleetdistill_server.intake.sessions import Sessions
 from fleetdistill_server.intake.upload_session import RESUMABLE, RepeatedUpload, Stream, UploadSession
-from fleetdistill_server.store.blobs import Staging
+from fleetdistill_server.store.blobs import Staging, stated
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.disk_space import DiskSpace
 from fleetdistill_server.store.store import Store
@@ -134,8 +134,9 @@ class Uploads:
         size = header.payload.data_bytes
         stream.reservations.enter_context(self._limiter.hold_bytes((run, device), size))
         give_back = self.reserve(run, ask, stream.key, size)
+        digests = stated(header.payload.sha256, header.payload.blake3)
         stream.reservations.callback(lambda: give_back(stream.stored))
-        return ingest, self._store.blobs.stage(stream.key, header.payload.parts)
+        return ingest, self._store.blobs.stage(stream.key, header.payload.parts, digests)
 
     def _declared_samples(self, run: str, device: str) -> int | None:
         """Returns the number of samples from the device's last check-in, an upper bound for its answers."""

@@ -10,13 +10,14 @@ import base64
 import contextlib
 import errno
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from fleetdistill.errors import NoSpaceError, StoreError, in_words
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.digests import Algorithm
 from fleetdistill.wire.v1 import knowledge_pb2
 
 _SAFETENSORS_TYPES = {
@@ -30,6 +31,10 @@ _SAFETENSORS_TYPES = {
     "|b1": "BOOL",
 }
 _ALIGNMENT = 64
+
+Digests = Mapping[Algorithm, bytes]
+"""Digests of a payload, by algorithm."""
+NO_DIGESTS: Digests = {}
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,9 @@ class Staging(Protocol):
 
 
 class Blobs(Protocol):
-    """Storage of payloads and checkpoints, addressed by SHA-256 digest.
+    """Storage of payloads and checkpoints, addressed by digest.
+
+    `sha256` is the SHA-256 of a payload or a checkpoint, or the BLAKE3 of a payload that it identifies.
 
     Attributes:
         space: Checked before a payload is written; None to use the disk without limits.
@@ -96,8 +103,8 @@ class Blobs(Protocol):
 
     space: Space | None
 
-    def stage(self, key: str, parts: knowledge_pb2.Parts) -> Staging:
-        """Opens the staging area of an upload; keeps data staged earlier if the parts are equal."""
+    def stage(self, key: str, parts: knowledge_pb2.Parts, digests: Digests = NO_DIGESTS) -> Staging:
+        """Opens the staging area of an upload; keeps data staged earlier if parts and digests are equal."""
 
     def staged(self, key: str) -> int:
         """Returns the number of data bytes staged under a key; 0 for an unknown key."""
@@ -155,7 +162,30 @@ class Blobs(Protocol):
         """Reads a checkpoint. Raises DamagedError if it is missing or damaged."""
 
 
-def safetensors_header(parts: knowledge_pb2.Parts) -> bytes:
+def stated(sha256: bytes, blake3: bytes) -> Digests:
+    """Returns the digests of a payload to store beside it; none for SHA-256 alone, which is in the payload's name."""
+    if not blake3:
+        return NO_DIGESTS
+    return dict(zip(Algorithm, (sha256, blake3), strict=True))
+
+
+def checked_digests(name: bytes, digests: Digests) -> tuple[bytes, bytes]:
+    """Returns the SHA-256 and the BLAKE3 of a stored payload; a missing one is empty.
+
+    Args:
+        name: Digest by which the payload is addressed.
+        digests: Digests that are stored beside the payload.
+
+    Raises:
+        ValueError: The payload that is stored under the name is another one.
+    """
+    found: Digests = digests if digests else {Algorithm.SHA256: name}
+    if name not in found.values():
+        raise ValueError("it is another payload")
+    return found.get(Algorithm.SHA256, b""), found.get(Algorithm.BLAKE3, b"")
+
+
+def safetensors_header(parts: knowledge_pb2.Parts, digests: Digests = NO_DIGESTS) -> bytes:
     """Returns the bytes before the tensor data in the safetensors format: length, JSON and padding."""
     tensors: dict[str, object] = {
         slot.path: {
@@ -166,7 +196,8 @@ def safetensors_header(parts: knowledge_pb2.Parts) -> bytes:
         for slot in wire.slots(parts)
     }
     encoded = base64.b64encode(parts.SerializeToString(deterministic=True)).decode()
-    text = json.dumps({"__metadata__": {"parts": encoded}, **tensors}, separators=(",", ":")).encode()
+    metadata = {"parts": encoded, **{str(name): value.hex() for name, value in digests.items() if value}}
+    text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 

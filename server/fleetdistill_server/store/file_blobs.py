@@ -35,8 +35,19 @@ from fleetdistill.state.durable import make_directory, rename_durably, sync_dire
 from fleetdistill.state.file_lock import lock_file
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.digests import Algorithm, Check, digest, has_blake3
 from fleetdistill.wire.v1 import knowledge_pb2
-from fleetdistill_server.store.blobs import Held, Space, Staged, disk_errors, safetensors_header
+from fleetdistill_server.store.blobs import (
+    NO_DIGESTS,
+    Digests,
+    Held,
+    Space,
+    Staged,
+    checked_digests,
+    disk_errors,
+    safetensors_header,
+    stated,
+)
 
 _WRITEBACK_BYTES = 4 << 20
 _CACHED_BYTES = 8 << 20
@@ -48,9 +59,11 @@ HELD_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _STAGED_NAME = re.compile(r"[a-z0-9-]{1,200}\.part")
 
 
-def _parts_in(header_text: bytes) -> knowledge_pb2.Parts:
-    encoded = json.loads(header_text)["__metadata__"]["parts"]
-    return knowledge_pb2.Parts.FromString(base64.b64decode(encoded))
+def _described_in(header_text: bytes) -> tuple[knowledge_pb2.Parts, Digests]:
+    """Returns the parts in a payload's file and the digests that are stored beside them."""
+    metadata = json.loads(header_text)["__metadata__"]
+    digests = {one: bytes.fromhex(metadata[one]) for one in Algorithm if one in metadata}
+    return knowledge_pb2.Parts.FromString(base64.b64decode(metadata["parts"])), digests
 
 
 class FileBlobs:
@@ -65,9 +78,9 @@ class FileBlobs:
             make_directory(directory)
             self._staging.mkdir(exist_ok=True)  # neither the directory nor its contents need to be durable
 
-    def stage(self, key: str, parts: knowledge_pb2.Parts) -> _FileStaging:
+    def stage(self, key: str, parts: knowledge_pb2.Parts, digests: Digests = NO_DIGESTS) -> _FileStaging:
         with disk_errors("staging an upload"):
-            return _FileStaging(self.staging_path(key), safetensors_header(parts), self._publish)
+            return _FileStaging(self.staging_path(key), safetensors_header(parts, digests), self._publish)
 
     def staged(self, key: str) -> int:
         path = self.staging_path(key)
@@ -83,8 +96,9 @@ class FileBlobs:
         with _damage(sha256), disk_errors(f"reading payload {sha256.hex()}"), self.path_of(sha256).open("rb") as file:
             view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             header_bytes = 8 + int.from_bytes(view[:8], "little")
-            parts = _parts_in(view[8:header_bytes])
-            payload = Payload(parts, wire.slots(parts), _MappedSource(view, header_bytes), sha256)
+            parts, digests = _described_in(view[8:header_bytes])
+            source = _MappedSource(view, header_bytes)
+            payload = Payload(parts, wire.slots(parts), source, *checked_digests(sha256, digests))
             if len(view) != header_bytes + payload.data_bytes:
                 raise ValueError(f"its file has {len(view)} bytes, expected {header_bytes + payload.data_bytes}")
             if verify:
@@ -97,20 +111,27 @@ class FileBlobs:
         return self.path_of(sha256).exists()
 
     def put(self, payload: Payload) -> None:
-        if self._is_intact(payload.sha256) and self._renewed(payload.sha256):
+        if self._is_intact(payload.digest) and self._renewed(payload.digest):
             return
-        key = f"put-{payload.sha256.hex()}-{os.getpid()}"
+        key = f"put-{payload.digest.hex()}-{os.getpid()}"
         if self.space is not None:
             self.space.check(payload.data_bytes)
         _retry_after_sweep(lambda: self._put(key, payload))
-        self._intact.add(payload.sha256)
+        self._intact.add(payload.digest)
 
     def _put(self, key: str, payload: Payload) -> None:
         self.staging_path(key).unlink(missing_ok=True)  # data left by a crash is unverified
-        staging = self.stage(key, payload.parts)
+        blake3 = payload.blake3 or self._blake3_of(payload)
+        staging = self.stage(key, payload.parts, stated(payload.sha256, blake3))
         for piece in wire.pieces(payload.source, 0, payload.data_bytes):
             staging.append(piece)
-        staging.commit(payload.sha256)
+        staging.commit(payload.digest)
+
+    def _blake3_of(self, payload: Payload) -> bytes:
+        """Returns the BLAKE3 of a payload that devices may download, so that they need not compute its SHA-256."""
+        if not has_blake3():
+            return b""
+        return digest(payload.parts, wire.pieces(payload.source, 0, payload.data_bytes), Algorithm.BLAKE3)
 
     def _renewed(self, sha256: bytes) -> bool:
         """Resets a payload's age, so that sweeps keep it until it is referenced; returns False if it is missing.
@@ -270,9 +291,11 @@ def _damage(sha256: bytes, what: str = "payload") -> Iterator[None]:
 
 def _verify(payload: Payload, data: IO[bytes]) -> None:
     """Compares the rest of the file with the payload's digest. Raises ValueError if they differ."""
-    begun = hashlib.sha256(payload.parts.SerializeToString(deterministic=True))
-    if hashlib.file_digest(data, lambda: begun).digest() != payload.sha256:  # type: ignore[arg-type]
-        raise ValueError("its SHA-256 does not match")
+    check = Check(payload.header())
+    while piece := data.read(wire.CHUNK_BYTES):
+        check.update(piece)
+    if not check.matches():
+        raise ValueError(f"its {check.algorithm.label} does not match")
 
 
 def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:

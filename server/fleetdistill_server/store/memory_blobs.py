@@ -11,7 +11,7 @@ from fleetdistill.errors import DamagedError
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import ArraySource, Payload
 from fleetdistill.wire.v1 import knowledge_pb2
-from fleetdistill_server.store.blobs import Held, Space, Staged
+from fleetdistill_server.store.blobs import NO_DIGESTS, Digests, Held, Space, Staged, checked_digests
 
 
 class MemoryBlobs:
@@ -23,10 +23,10 @@ class MemoryBlobs:
         self._states: dict[bytes, bytes] = {}
         self._staging: dict[str, _MemoryStaging] = {}
 
-    def stage(self, key: str, parts: knowledge_pb2.Parts) -> _MemoryStaging:
+    def stage(self, key: str, parts: knowledge_pb2.Parts, digests: Digests = NO_DIGESTS) -> _MemoryStaging:
         known = self._staging.get(key)
-        if known is None or known.parts != parts:
-            known = _MemoryStaging(self, key, parts)
+        if known is None or (known.parts, known.digests) != (parts, digests):
+            known = _MemoryStaging(self, key, parts, digests)
             self._staging[key] = known
         return known
 
@@ -70,7 +70,7 @@ class MemoryBlobs:
         return contextlib.nullcontext(True)
 
     def put(self, payload: Payload) -> None:
-        self._payloads[payload.sha256] = payload if isinstance(payload.source, ArraySource) else _copied(payload)
+        self._payloads[payload.digest] = payload if isinstance(payload.source, ArraySource) else _copied(payload)
 
     def drop(self, sha256: bytes) -> None:
         self._payloads.pop(sha256, None)
@@ -88,8 +88,8 @@ class MemoryBlobs:
 
 
 class _MemoryStaging:
-    def __init__(self, blobs: MemoryBlobs, key: str, parts: knowledge_pb2.Parts) -> None:
-        self.parts = parts
+    def __init__(self, blobs: MemoryBlobs, key: str, parts: knowledge_pb2.Parts, digests: Digests) -> None:
+        self.parts, self.digests = parts, digests
         self.length = 0
         self._blobs = blobs
         self._key = key
@@ -103,7 +103,7 @@ class _MemoryStaging:
         return bytes(self._data[start : start + size])
 
     def commit(self, sha256: bytes) -> None:
-        self._blobs._payloads[sha256] = _payload(self.parts, bytes(self._data), sha256)
+        self._blobs._payloads[sha256] = _payload(self.parts, bytes(self._data), *checked_digests(sha256, self.digests))
         self.discard()
 
     def discard(self) -> None:
@@ -115,11 +115,11 @@ class _MemoryStaging:
 
 def _copied(payload: Payload) -> Payload:
     data = b"".join(wire.pieces(payload.source, 0, payload.data_bytes))
-    return _payload(payload.parts, data, payload.sha256)
+    return _payload(payload.parts, data, payload.sha256, payload.blake3)
 
 
-def _payload(parts: knowledge_pb2.Parts, data: bytes, sha256: bytes) -> Payload:
-    return Payload(parts, wire.slots(parts), _BytesSource(data), sha256)
+def _payload(parts: knowledge_pb2.Parts, data: bytes, sha256: bytes, blake3: bytes) -> Payload:
+    return Payload(parts, wire.slots(parts), _BytesSource(data), sha256, blake3)
 
 
 class _BytesSource:

@@ -32,6 +32,7 @@ from fleetdistill.knowledge import (
 from fleetdistill.training.model import fingerprint
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES, Payload, encode
 from fleetdistill.wire.codes import Code
+from fleetdistill.wire.digests import Algorithm, digest
 from fleetdistill.wire.payload import pieces
 from fleetdistill.wire.quantize import dequantize, quantize
 from fleetdistill.wire.status import rich_status
@@ -94,6 +95,7 @@ def _payload(name: str, parts: dict[str, Kind], knowledge_type: str, chunk_bytes
         ],
         "data": payload.source.read(0, payload.data_bytes).hex(),
         "sha256": payload.sha256.hex(),
+        "blake3": digest(payload.parts, pieces(payload.source, 0, payload.data_bytes), Algorithm.BLAKE3).hex(),
         "header": payload.header().SerializeToString(deterministic=True).hex(),
         "chunk_bytes": chunk_bytes,
         "chunks": list(_chunks(payload, chunk_bytes)),

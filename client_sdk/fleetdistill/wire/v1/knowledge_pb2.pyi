@@ -1024,10 +1024,18 @@ class PayloadHeader(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     DATA_BYTES_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
+    BLAKE3_FIELD_NUMBER: _builtins.int
     data_bytes: _builtins.int
     """Sum of the tensors' sizes in bytes."""
     sha256: _builtins.bytes
-    """SHA-256, 32 bytes, over `parts` serialized in field order and then all tensor data in the order of the tensors."""
+    """SHA-256, 32 bytes, over `parts` serialized in field order and then all tensor data in the order of the tensors. Empty in
+    an upload that has `blake3`.
+    """
+    blake3: _builtins.bytes
+    """BLAKE3, 32 bytes, over the same bytes. In an upload it replaces `sha256` as the payload's digest, if
+    `CheckInResponse.blake3` allows it. In a download it can accompany `sha256`; the receiver verifies one of them. Empty
+    otherwise, and from older peers.
+    """
     @_builtins.property
     def parts(self) -> Global___Parts:
         """The payload's parts."""
@@ -1038,10 +1046,11 @@ class PayloadHeader(_message.Message):
         parts: Global___Parts | None = ...,
         data_bytes: _builtins.int = ...,
         sha256: _builtins.bytes = ...,
+        blake3: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_bytes", b"data_bytes", "parts", b"parts", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blake3", b"blake3", "data_bytes", b"data_bytes", "parts", b"parts", "sha256", b"sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

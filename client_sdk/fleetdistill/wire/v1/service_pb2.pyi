@@ -127,6 +127,7 @@ class CheckInResponse(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     COMPRESSION_FIELD_NUMBER: _builtins.int
+    BLAKE3_FIELD_NUMBER: _builtins.int
     secret: _builtins.bytes
     """32 bytes for a new id, empty otherwise. Present only when the profile was given and accepted."""
     lease_seconds: _builtins.float
@@ -135,6 +136,8 @@ class CheckInResponse(_message.Message):
     """Longest interval between two heartbeats, in seconds."""
     compression: _knowledge_pb2.Compression.ValueType
     """Compression of the device's upload chunks, one of its profile's; unspecified for none."""
+    blake3: _builtins.bool
+    """Whether the header of an upload may have `blake3` instead of `sha256`. False from an older server."""
     @_builtins.property
     def contract(self) -> _contract_pb2.Contract:
         """The run's contract."""
@@ -147,10 +150,11 @@ class CheckInResponse(_message.Message):
         lease_seconds: _builtins.float = ...,
         heartbeat_seconds: _builtins.float = ...,
         compression: _knowledge_pb2.Compression.ValueType = ...,
+        blake3: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compression", b"compression", "contract", b"contract", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "secret", b"secret"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blake3", b"blake3", "compression", b"compression", "contract", b"contract", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "secret", b"secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -552,7 +556,7 @@ class Receipt(_message.Message):
     id: _builtins.str
     """Unique id, hexadecimal."""
     sha256: _builtins.bytes
-    """Digest of the accepted payload."""
+    """Digest of the accepted payload: the `sha256` or the `blake3` of its header."""
     data_bytes: _builtins.int
     """Tensor bytes of the payload."""
     received_at_ms: _builtins.int
