@@ -40,7 +40,7 @@ from fleetdistill_server.simulation.controls.local_only import start_model
 from fleetdistill_server.simulation.fleet import _load, _prepare
 from fleetdistill_server.simulation.links.links import run_over_memory
 from fleetdistill_server.simulation.progress import Progress, watcher
-from fleetdistill_server.simulation.spec.device import load_arrays
+from fleetdistill_server.simulation.spec.arrays import load_arrays
 from fleetdistill_server.simulation.spec.plan import RUN, Fleet
 from fleetdistill_server.store.store import Store
 

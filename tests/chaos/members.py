@@ -174,7 +174,8 @@ def _make_device(place: Place, terms: DeviceTerms, link: LoggedLink) -> Device:
             export_onnx="never",
             on_event=note,
         )
-    from fleetdistill_server.simulation.spec.device import build_device_model, load_arrays
+    from fleetdistill_server.simulation.spec.arrays import load_arrays
+    from fleetdistill_server.simulation.spec.device import build_device_model
 
     spec, data = terms.spec, load_arrays(terms.spec.data_file)
     return Device(

@@ -19,7 +19,8 @@ from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.simulation.links.links import run_over_memory
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model, load_arrays
+from fleetdistill_server.simulation.spec.arrays import load_arrays
+from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model
 
 LIGHT = "classstats in one exchange"
 """The run that a device without PyTorch takes part in too."""

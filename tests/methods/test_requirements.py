@@ -25,7 +25,8 @@ from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model, load_arrays, make_device
+from fleetdistill_server.simulation.spec.arrays import load_arrays
+from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model, make_device
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
 

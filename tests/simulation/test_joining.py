@@ -20,7 +20,7 @@ from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.simulation.data.hold_out import hold_out_validation
 from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.spec.device import load_arrays
+from fleetdistill_server.simulation.spec.arrays import load_arrays
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.guards import (

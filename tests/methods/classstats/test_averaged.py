@@ -57,7 +57,7 @@ from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.traffic import declared_parts
-from fleetdistill_server.simulation.spec.device import load_arrays
+from fleetdistill_server.simulation.spec.arrays import load_arrays
 from fleetdistill_server.store.store import Store
 
 # --- settings

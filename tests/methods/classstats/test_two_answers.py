@@ -35,7 +35,7 @@ from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.report.table import report_table
-from fleetdistill_server.simulation.spec.device import load_arrays
+from fleetdistill_server.simulation.spec.arrays import load_arrays
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 

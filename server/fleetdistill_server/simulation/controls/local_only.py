@@ -22,7 +22,8 @@ from fleetdistill.training.model import check_local_model
 from fleetdistill.training.parameters import load_parameters
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.simulation.report.history import FleetHistory
-from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model, load_arrays
+from fleetdistill_server.simulation.spec.arrays import load_arrays
+from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model
 from fleetdistill_server.simulation.spec.score_log import START, append_scores
 from fleetdistill_server.simulation.spec.settings import Simulation
 

@@ -17,6 +17,7 @@ from fleetdistill.knowledge import Kind
 from fleetdistill.methods.base import Ask
 from fleetdistill.training.figures import Counts
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill_server.simulation.spec.arrays import load_arrays
 
 _MOST_SCORES = 64
 
@@ -37,8 +38,7 @@ class Shared:
     def samples(self, file: str) -> Samples:
         """Returns the samples of a data file that many devices read; they are read and checked once."""
         if file not in self._samples:
-            with np.load(file) as arrays:
-                self._samples[file] = read_samples((arrays["inputs"], arrays["labels"]))
+            self._samples[file] = read_samples(load_arrays(file))
         return self._samples[file]
 
 

@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fleetdistill import Device, Event, FleetDistillError
 from fleetdistill.clock import Clock
 from fleetdistill.deployment.settings import Deployment
@@ -30,6 +28,7 @@ from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state.directory import Storage
 from fleetdistill_server.service.processes import end_with_parent
+from fleetdistill_server.simulation.spec.arrays import load_arrays
 from fleetdistill_server.simulation.spec.score_log import append_scores
 
 if TYPE_CHECKING:
@@ -73,8 +72,7 @@ class DeviceSpec:
     @property
     def rows(self) -> int:
         """Number of training rows in the data file; a private or hostile device declares another number."""
-        with np.load(self.data_file) as arrays:
-            return len(arrays["labels"])
+        return len(load_arrays(self.data_file)[1])
 
     @property
     def scores_file(self) -> Path:
@@ -99,12 +97,6 @@ class DeviceSpec:
     def exported_file(self) -> Path:
         """Path of the JSON file that describes the exported ONNX model."""
         return Path(self.state_dir) / "exported.json"
-
-
-def load_arrays(file: str) -> tuple[np.ndarray, np.ndarray]:
-    """Loads inputs and labels from a device's `.npz` file."""
-    with np.load(file) as arrays:
-        return arrays["inputs"], arrays["labels"]
 
 
 def build_device_model(spec: DeviceSpec, input_shape: tuple[int, ...]):  # type: ignore[no-untyped-def]  # a torch module

@@ -20,6 +20,7 @@ from fleetdistill_server.simulation.data.datasets import Dataset, stratified_row
 from fleetdistill_server.simulation.data.hold_out import hold_out_validation, proxy_rows
 from fleetdistill_server.simulation.data.partition import partition, partition_parameters
 from fleetdistill_server.simulation.data.split import Ints, Partition
+from fleetdistill_server.simulation.spec.arrays import save_arrays
 from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
@@ -141,8 +142,7 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
     """Assigns each device its model and its part of the data, and writes the data files."""
     models = device_models(wanted, data)
     predictors = wanted.predictors or tuple(PREDICTORS)
-    test_file = work / "test.npz"
-    np.savez(test_file, inputs=data.test_images.numpy(), labels=data.test_labels.numpy())
+    test_file = save_arrays(work / "test.npz", data.test_images.numpy(), data.test_labels.numpy())
     specs = []
     for number, rows in enumerate(split.indices):
         name = f"device-{number:0{len(str(wanted.devices - 1))}d}"
@@ -157,7 +157,7 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
                 classes=len(data.classes),
                 data_file=_save_rows(data, own, work / f"{name}.npz"),
                 validation_file=_save_rows(data, held_out, work / f"{name}-validation.npz") if len(held_out) else "",
-                test_file=str(test_file),
+                test_file=test_file,
                 state_dir=str(work / name),
                 run=RUN,
                 modules=tuple(_modules(wanted)),
@@ -174,8 +174,7 @@ def _modules(wanted: Simulation) -> list[str]:
 
 
 def _save_rows(data: Dataset, rows: Ints, file: Path) -> str:
-    np.savez(file, inputs=data.train_images[rows].numpy(), labels=data.train_labels[rows].numpy())
-    return str(file)
+    return save_arrays(file, data.train_images[rows].numpy(), data.train_labels[rows].numpy())
 
 
 def _models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
