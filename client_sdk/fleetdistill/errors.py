@@ -71,7 +71,15 @@ def in_words(error: Exception) -> str:
 
 
 class FleetDistillError(Exception):
-    """Base class of all exceptions of the SDK and the server."""
+    """Base class of all exceptions of the SDK and the server. All of them can be pickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restored, (type(self), self.args), self.__dict__
+
+
+def _restored(kind: type[FleetDistillError], args: tuple[object, ...]) -> FleetDistillError:
+    """Returns an unpickled error. Its constructor may take other arguments than the text in `args`."""
+    return kind.__new__(kind, *args)
 
 
 class ConfigurationError(FleetDistillError):

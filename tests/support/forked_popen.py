@@ -7,6 +7,7 @@ cold start, or of a process's memory, are marked `cold_start` and start the real
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import re
@@ -57,6 +58,7 @@ class ForkedPopen:
         *,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
+        stdin: Any = None,
         pass_fds: Sequence[int] = (),
         stdout: Any = None,
         stderr: Any = None,
@@ -67,7 +69,11 @@ class ForkedPopen:
         self.stderr: IO[Any] | None
         self.stdout, out = _pipe(text) if stdout == subprocess.PIPE else (None, _number(stdout, 1))
         self.stderr, err = _pipe(text) if stderr == subprocess.PIPE else (None, _number(stderr, 2))
+        self.stdin: IO[Any] | None = None
         files = {number: _File(number) for number in pass_fds}
+        if stdin == subprocess.PIPE:
+            here, there = os.pipe()
+            self.stdin, files[0] = os.fdopen(there, "wb"), _File(here)
         files |= {1: _File(out), 2: _File(out if stderr == subprocess.STDOUT else err)}
         self.args = command
         words, environment = [str(word) for word in command[1:]], dict(os.environ if env is None else env)
@@ -77,6 +83,8 @@ class ForkedPopen:
         for stream, number in ((self.stdout, out), (self.stderr, err)):
             if stream is not None:
                 os.close(number)
+        if self.stdin is not None:
+            os.close(here)
         assert self._process.pid is not None
         self.pid = self._process.pid
         with Path(os.environ[REGISTRY]).open("a") as registry:
@@ -101,7 +109,8 @@ class ForkedPopen:
     def send_signal(self, number: int) -> None:
         """Sends a signal, unless the process has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # another thread waits for the process, and was faster
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Sends SIGTERM."""
@@ -153,7 +162,7 @@ def _run(
     words: list[str], folder: str, environment: dict[str, str], files: dict[int, _File], parent: int, session: bool
 ) -> None:
     for number, file in files.items():
-        if number in (1, 2):
+        if number in (0, 1, 2):
             os.dup2(file.number, number)
     if session:
         os.setsid()

@@ -11,7 +11,7 @@ from fleetdistill.device.consent import check_may_leave
 from fleetdistill.device.declines import Declines, send_decline
 from fleetdistill.device.events import Events
 from fleetdistill.device.notes import notes_text
-from fleetdistill.device.private import PrivateAnswers, guarantee_of
+from fleetdistill.device.private import PrivateAnswers, guarantee_of, private_columns
 from fleetdistill.device.sender import Sender
 from fleetdistill.device.session import Session
 from fleetdistill.errors import (
@@ -157,7 +157,7 @@ class AskHandler:
     def _columns(self, guarantee: Guarantee | None) -> tuple[str, ...]:
         """Returns the columns that may leave the device in this run."""
         allow = self._session.consent.columns
-        return allow if guarantee is None else self._private.columns(allow)
+        return allow if guarantee is None else private_columns(allow)
 
     def _download_parts(self, ask: service_pb2.Ask) -> Mapping[str, Kind]:
         """Returns the parts of the ask's payload, by name; empty if the ask has no payload."""

@@ -59,6 +59,11 @@ def reason_to_send(reason: FleetDistillError) -> str:
     return str(reason) if isinstance(reason, PrivacyBudgetError) else DECLINED
 
 
+def private_columns(allow: Sequence[str]) -> tuple[str, ...]:
+    """Returns the columns that may leave a device in a private run: at most noisy features and counts."""
+    return tuple(column for column in allow if column in _COLUMNS)
+
+
 class PrivateAnswers:
     """Makes a device's private answers, and keeps account of what they spend.
 
@@ -70,10 +75,6 @@ class PrivateAnswers:
 
     def __init__(self, files: Files, budget: PrivacyBudget | None, events: Events) -> None:
         self._files, self._budget, self._events = files, budget, events
-
-    def columns(self, allow: Sequence[str]) -> tuple[str, ...]:
-        """Returns the columns that may leave the device: at most noisy features and counts."""
-        return tuple(column for column in allow if column in _COLUMNS)
 
     def private_answer(
         self, answer: Answer, contract: contract_pb2.Contract, guarantee: Guarantee, round: int

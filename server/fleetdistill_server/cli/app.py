@@ -91,6 +91,15 @@ def simulate(
     durable: Annotated[
         bool, typer.Option("--durable", help="With --link memory, write and fsync all files as over gRPC.")
     ] = False,
+    workers: Annotated[
+        int, typer.Option(help="Processes that compute the devices' work; 0 computes in the simulation's process.")
+    ] = 0,
+    backend: Annotated[
+        str, typer.Option(help="What computes the devices' work: local (--workers) or ray (a Ray cluster).")
+    ] = "local",
+    ray_address: Annotated[
+        str, typer.Option(help="Address of a Ray cluster; by default --workers Ray workers on this machine.")
+    ] = "",
     dataset: Annotated[
         str,
         typer.Option(
@@ -219,6 +228,9 @@ def simulate(
             seed=seed,
             link=link,  # type: ignore[arg-type]  # checked by simulate
             durable=durable,
+            workers=workers,
+            backend=backend,  # type: ignore[arg-type]  # checked by simulate
+            ray_address=ray_address,
             image_size=image_size,
             train_limit=train_limit,
             test_limit=test_limit,

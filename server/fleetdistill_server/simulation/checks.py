@@ -15,6 +15,7 @@ from fleetdistill.printable import printable
 from fleetdistill.training.model import check_local_model
 from fleetdistill_server.engine import preflight
 from fleetdistill_server.engine.contract import build_method
+from fleetdistill_server.simulation.backends.choice import check_backend
 from fleetdistill_server.simulation.controls.fedavg import check_fedavg
 from fleetdistill_server.simulation.controls.local_only import start_model
 from fleetdistill_server.simulation.data.datasets import Dataset
@@ -66,6 +67,7 @@ def check_settings(wanted: Simulation) -> None:
             f"attack {wanted.attack!r} has no effect in a private simulation, because devices add the noise after it; "
             "use flips"
         )
+    check_backend(wanted)
     if wanted.seed < 0:
         raise ConfigurationError(f"seed is {wanted.seed}, must be at least 0")
     for name in wanted.predictors:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fleetdistill.training.figures import Counts
 from fleetdistill_server.engine.contract import build_method
+from fleetdistill_server.simulation.backends.choice import backend_of
 from fleetdistill_server.simulation.checks import check_plan, check_settings
 from fleetdistill_server.simulation.controls.fedavg import run_fedavg_control
 from fleetdistill_server.simulation.controls.local_only import score_initial_models, train_fleet_local_only
@@ -122,7 +123,13 @@ def _run(wanted: Simulation, fleet: Fleet, on_progress: OnProgress, started: flo
         watch = watcher("fleet", fleet.config, on_progress)
         if wanted.link == "memory":
             store = run_over_memory(
-                fleet.config, fleet.specs, fleet.work, watch, durable=wanted.durable, behaviour=wanted.behaviour
+                fleet.config,
+                fleet.specs,
+                fleet.work,
+                watch,
+                durable=wanted.durable,
+                behaviour=wanted.behaviour,
+                make_backend=backend_of(wanted),
             )
         else:
             store = run_over_grpc(fleet.config, fleet.specs, fleet.work, watch)

@@ -22,6 +22,8 @@ _MARKER = "made-by-fleetdistill"
 _SETTINGS = "simulation.json"
 _DATA = "dataset.npz"
 """File with a copy of the user's own data, so that a resumed simulation does not depend on the original."""
+_FREE_TO_CHANGE = ("workers", "backend", "ray_address")
+"""Settings that do not change the results, so that a resumed simulation may have others."""
 _RESULTS = ("report.json", "fleet.png", "onnx")
 
 
@@ -117,7 +119,8 @@ def _refuse(out: Path) -> None:
 
 def _check_same(wanted: Simulation) -> None:
     began, now = _as_json(saved_simulation(wanted.out)), _as_json(wanted)
-    changed = [f"{name} was {began[name]!r}, is {now[name]!r}" for name in now if now[name] != began.get(name)]
+    compared = [name for name in now if name not in _FREE_TO_CHANGE]
+    changed = [f"{name} was {began[name]!r}, is {now[name]!r}" for name in compared if now[name] != began.get(name)]
     if changed:
         raise ConfigurationError(
             f"the simulation in {wanted.out} began with other settings: {'; '.join(changed)}; use the original "

@@ -9,6 +9,8 @@ from pathlib import Path
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.contract import build_method
+from fleetdistill_server.simulation.backends.backend import MakeBackend
+from fleetdistill_server.simulation.backends.choice import backend_of
 from fleetdistill_server.simulation.controls.local_only import score_initial_models
 from fleetdistill_server.simulation.links.links import Watch, run_over_memory
 from fleetdistill_server.simulation.progress import OnProgress, watcher
@@ -28,6 +30,7 @@ def run_fedavg(
     work: Path,
     watch: Watch,
     behaviour: FleetBehaviour | None = None,
+    make_backend: MakeBackend | None = None,
 ) -> FedAvgControl:
     """Runs FedAvg on the same data over the in-memory link.
 
@@ -38,9 +41,10 @@ def run_fedavg(
         work: The control's folder.
         watch: Called with the control's store after every device step.
         behaviour: Behaviour of the fleet in simulated time, if it has one.
+        make_backend: See `run_over_memory`.
     """
     run = control.run.name
-    store = run_over_memory(control, list(specs), work, watch, behaviour=behaviour)
+    store = run_over_memory(control, list(specs), work, watch, behaviour=behaviour, make_backend=make_backend)
     try:
         plan = asdict(control.method_config())
         return FedAvgControl(model, plan, read_history(store, run, specs), cost_of(store, run, len(specs)))
@@ -77,7 +81,7 @@ def run_fedavg_control(wanted: Simulation, fleet: Fleet, on_progress: OnProgress
     specs = fedavg_specs(specs, model, work)
     score_initial_models(build_method(control_config).initial(), specs)
     watch = watcher("fedavg", control_config, on_progress)
-    return run_fedavg(control_config, model, specs, work, watch, wanted.behaviour)
+    return run_fedavg(control_config, model, specs, work, watch, wanted.behaviour, backend_of(wanted))
 
 
 def _passes(config: RunConfig) -> int:

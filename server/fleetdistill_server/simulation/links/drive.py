@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from fleetdistill_server.simulation.links.simulated_devices import SimulatedDevices
 from fleetdistill_server.store.store import Store
@@ -22,20 +21,23 @@ class DriveFleet:
     def __init__(self, store: Store, run: str, devices: SimulatedDevices, after_step: Callable[[], None]) -> None:
         self._store, self._run, self._devices, self._after_step = store, run, devices, after_step
         self._joined = False
-        self._due: deque[str] = deque()
+        self._due: Iterator[str] = iter(())
         self._round = 0
 
     async def wait(self, seconds: float = 0.0) -> None:
         """Runs one step of the next device with an open ask, or first one of every device; ignores `seconds`."""
         self._save_after_round()
         if not self._joined:
-            for name in self._devices.names:
+            for name in self._devices.ahead(self._devices.names):
                 self._step(name)
             self._joined = True
             return
-        if not self._due:
-            self._due.extend(sorted(self._store.asks.devices_with_open(self._run)) or self._devices.names)
-        self._step(self._due.popleft())
+        self._step(next(self._due, None) or self._next_due())
+
+    def _next_due(self) -> str:
+        names = sorted(self._store.asks.devices_with_open(self._run)) or self._devices.names
+        self._due = self._devices.ahead(names)
+        return next(self._due)
 
     def _step(self, name: str) -> None:
         self._devices.step(name)

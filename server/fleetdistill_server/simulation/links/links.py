@@ -22,6 +22,8 @@ from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.service.supervisor import Supervisor
+from fleetdistill_server.simulation.backends.backend import MakeBackend
+from fleetdistill_server.simulation.backends.remote_work import RemoteWork
 from fleetdistill_server.simulation.links.drive import DriveFleet
 from fleetdistill_server.simulation.links.memory_link import SharedLink
 from fleetdistill_server.simulation.links.simulated_devices import MOST_OPEN, DeviceStates, SimulatedDevices
@@ -54,6 +56,7 @@ def run_over_memory(
     durable: bool = False,
     most_open: int = MOST_OPEN,
     behaviour: FleetBehaviour | None = None,
+    make_backend: MakeBackend | None = None,
 ) -> Store:
     """Runs engine and devices in this process, one step at a time.
 
@@ -70,6 +73,7 @@ def run_over_memory(
         most_open: Largest number of devices in memory, unless `durable`.
         behaviour: Behaviour of the fleet in simulated time, with its own links; None if all devices are always
             available and answer immediately.
+        make_backend: Makes what computes the devices' work; None for this process. Not with `durable`.
 
     Returns:
         The open store.
@@ -81,10 +85,10 @@ def run_over_memory(
     timing = None if behaviour is None else Timing(behaviour, config, specs)
     api = _api(store, config, timing)
     link_of = partial(make_link if timing is None else timing.link, api)
-    with _closed_on_failure(store), without_app(), _rare_collections():
+    with _closed_on_failure(store), without_app(), _rare_collections(), _remote(api, config, make_backend) as remote:
         states = DeviceStates(store) if isinstance(store, RoundStore) else None
         clock = None if timing is None else timing.clock
-        with SimulatedDevices(specs, link_of, states, most_open, clock) as devices:
+        with SimulatedDevices(specs, link_of, states, most_open, clock, remote) as devices:
             waker = _waker(api, config, devices, timing, lambda: watch(store))
             engine = Engine(store, config, waker, MOST_SHORT_ROUNDS)
             engine.pauses = timing is not None
@@ -117,6 +121,15 @@ def _waker(
     if timing is None:
         return DriveFleet(api.store, config.run.name, devices, after)
     return timing.drive(api, devices, after)
+
+
+@contextlib.contextmanager
+def _remote(api: DeviceApi, config: RunConfig, make_backend: MakeBackend | None) -> Iterator[RemoteWork | None]:
+    if make_backend is None:
+        yield None
+        return
+    with contextlib.closing(RemoteWork(api, config.run.name, make_backend)) as remote:
+        yield remote
 
 
 @contextlib.contextmanager

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 from fleetdistill import Device, Step
 from fleetdistill.clock import Clock
+from fleetdistill.device.compute import MakeCompute
 from fleetdistill.link.base import Link
 from fleetdistill.state.memory import MemoryStorage
+from fleetdistill_server.simulation.backends.remote_compute import RemoteCompute
+from fleetdistill_server.simulation.backends.remote_work import AHEAD, RemoteWork
 from fleetdistill_server.simulation.spec.compute import Shared
-from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device
+from fleetdistill_server.simulation.spec.device import DeviceSpec, make_compute, make_device
 from fleetdistill_server.store.round_store import RoundStore
 from fleetdistill_server.store.store import Store
 
@@ -63,6 +67,7 @@ class SimulatedDevices:
         states: Saved states; None for devices with state directories, which all stay open.
         most_open: Largest number of open devices with saved states.
         clock: Clock of the devices in simulated time; None for the machine's.
+        remote: Computes the devices' work in other processes; None for this process.
 
     Attributes:
         names: Ids of all devices, in the order of `specs`.
@@ -75,11 +80,12 @@ class SimulatedDevices:
         states: DeviceStates | None,
         most_open: int,
         clock: Clock | None = None,
+        remote: RemoteWork | None = None,
     ) -> None:
         self._clock = clock
         self._specs = {spec.name: spec for spec in specs}
         self.names = tuple(self._specs)
-        self._link_of, self._states, self._most_open = link_of, states, most_open
+        self._link_of, self._states, self._most_open, self._remote = link_of, states, most_open, remote
         self._shared = Shared()
         self._open: OrderedDict[str, tuple[Device, MemoryStorage | None]] = OrderedDict()
 
@@ -98,7 +104,24 @@ class SimulatedDevices:
         if self._states is None:
             return make_device(spec, link, clock=self._clock), None
         state = MemoryStorage(Path(spec.state_dir), self._states.load(spec.name))
-        return make_device(spec, link, state, self._shared, self._clock), state
+        return make_device(spec, link, state, self._compute_of(spec), self._clock), state
+
+    def _compute_of(self, spec: DeviceSpec) -> MakeCompute:
+        if self._remote is None:
+            return partial(make_compute, spec, shared=self._shared)
+        return partial(RemoteCompute, spec, self._remote)
+
+    def ahead(self, names: Sequence[str]) -> Iterator[str]:
+        """Yields devices to run, in order; the next ones' work has already started if it is computed elsewhere."""
+        started: deque[str] = deque()
+        for name in names:
+            if self._remote is not None and self._states is not None:
+                state = self._open[name][1] if name in self._open else None
+                self._remote.start(self._specs[name], self._states.load(name) if state is None else state.contents)
+            started.append(name)
+            if self._remote is None or len(started) > AHEAD:
+                yield started.popleft()
+        yield from started
 
     def _close_oldest(self) -> None:
         name, (device, state) = self._open.popitem(last=False)
@@ -120,7 +143,7 @@ class SimulatedDevices:
 
     def finish(self) -> None:
         """Runs every device until it has noticed the end of the run."""
-        for name in self.names:
+        for name in self.ahead(self.names):
             while self.step(name) is not Step.FINISHED:
                 pass
 

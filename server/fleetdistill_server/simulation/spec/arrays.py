@@ -53,4 +53,5 @@ def _mapped(mapped: mmap.mmap, member: zipfile.ZipInfo) -> np.ndarray:
     shape, _, dtype = npy.read_array_header_1_0(mapped)
     # Not an array of the mapping: the SDK copies batches of mapped arrays, because an app's may exceed its memory.
     memory = (ctypes.c_char * len(mapped)).from_buffer(mapped)
-    return np.require(np.ndarray(shape, dtype, memory, mapped.tell()), requirements="A")
+    array: np.ndarray = np.ndarray(shape, dtype, memory, mapped.tell())  # type: ignore[arg-type]  # has a buffer
+    return np.require(array, requirements="A")

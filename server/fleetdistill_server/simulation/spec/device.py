@@ -32,8 +32,13 @@ from fleetdistill_server.simulation.spec.arrays import load_arrays
 from fleetdistill_server.simulation.spec.score_log import append_scores
 
 if TYPE_CHECKING:
+    from fleetdistill.device.compute import MakeCompute
+    from fleetdistill.device.torch_compute import TorchCompute
+    from fleetdistill.wire.v1 import contract_pb2
     from fleetdistill_server.simulation.spec.compute import Shared
 
+COLUMNS = ("features", "logits", "labels", "parameters", "gradients", "counts", "metrics")
+"""Columns that simulated devices allow: all of them."""
 _WAITED_FOR = {signal.SIGTERM, getattr(signal, "SIGCHLD", signal.SIGTERM)}  # Windows has no SIGCHLD and no forks
 
 
@@ -113,7 +118,7 @@ def make_device(
     spec: DeviceSpec,
     server: str | Link,
     state: Storage | None = None,
-    shared: Shared | None = None,
+    compute: MakeCompute | None = None,
     clock: Clock | None = None,
 ) -> Device:
     """Builds the SDK device of a spec, which logs its scores and its exported model.
@@ -122,11 +127,9 @@ def make_device(
         spec: The device.
         server: Address of the server, or the link to it.
         state: The device's state; by default its state directory.
-        shared: What the devices of this process share; None for a device that shares nothing.
+        compute: Makes the compute backend; None for one that shares nothing with other devices.
         clock: Clock of a device in simulated time; by default the machine's.
     """
-    data = load_arrays(spec.data_file)
-    test_data = load_arrays(spec.test_file) if shared is None else shared.samples(spec.test_file)
 
     def note(event: Event) -> None:
         if event.kind == "exported":
@@ -141,21 +144,13 @@ def make_device(
             elif split == "test":
                 append_scores(spec.scores_file_of(variant), event.round, event.values["confusion"])
 
-    computes: dict[str, Any] = {
-        "model": lambda: build_device_model(spec, data[0].shape[1:]),
-        "model_name": spec.model,
-        "data": data,
-        "test_data": test_data,
-        "validation_data": load_arrays(spec.validation_file) if spec.validation_file else None,
-        "predictor": spec.predictor,
-    }
     return Device(
         server=server,
-        **_backend(spec, computes, shared),
+        **_backend(spec, compute),
         state_dir=spec.state_dir if state is None else state,
         run=spec.run,
         device_id=spec.name,
-        allow=("features", "logits", "labels", "parameters", "gradients", "counts", "metrics"),
+        allow=COLUMNS,
         export_onnx="finish",
         on_event=note,
         clock=clock,
@@ -163,24 +158,49 @@ def make_device(
     )
 
 
-def _backend(spec: DeviceSpec, computes: dict[str, Any], shared: Shared | None) -> Mapping[str, Any]:
+def _backend(spec: DeviceSpec, compute: MakeCompute | None) -> Mapping[str, Any]:
     """Returns the arguments of `Device` for what computes: the model and data, or a worker."""
+    if compute is not None:
+        return {"worker": compute}
     if spec.attack:
-        return _hostile(spec, computes)
-    if shared is None:
-        return computes
+        return {"worker": lambda contract: _hostile(spec, contract, _computes(spec, load_arrays(spec.test_file)))}
+    return _computes(spec, load_arrays(spec.test_file))
+
+
+def _computes(spec: DeviceSpec, test_data: Any) -> dict[str, Any]:
+    data = load_arrays(spec.data_file)
+    return {
+        "model": lambda: build_device_model(spec, data[0].shape[1:]),
+        "model_name": spec.model,
+        "data": data,
+        "test_data": test_data,
+        "validation_data": load_arrays(spec.validation_file) if spec.validation_file else None,
+        "predictor": spec.predictor,
+    }
+
+
+def make_compute(spec: DeviceSpec, contract: contract_pb2.Contract, shared: Shared) -> TorchCompute:
+    """Builds the compute backend of a device that shares its process with others.
+
+    Args:
+        spec: The device.
+        contract: The run's contract.
+        shared: What the devices of the process share.
+    """
     from fleetdistill_server.simulation.spec.compute import SimulatedCompute
 
-    given = {**computes, "torch_device": "cpu"}
-    return {"worker": lambda contract: SimulatedCompute(contract, shared, **given)}
+    computes = _computes(spec, shared.samples(spec.test_file))
+    if spec.attack:
+        return _hostile(spec, contract, computes)
+    return SimulatedCompute(contract, shared, **computes, torch_device="cpu")
 
 
-def _hostile(spec: DeviceSpec, computes: Mapping[str, Any]) -> dict[str, Any]:
+def _hostile(spec: DeviceSpec, contract: contract_pb2.Contract, computes: Mapping[str, Any]) -> TorchCompute:
     from fleetdistill_server.simulation.spec.hostile import HostileCompute, flipped
 
     inputs, labels = computes["data"]
     given = {**computes, "data": (inputs, flipped(spec.attack, labels, spec.classes)), "torch_device": "cpu"}
-    return {"worker": lambda contract: HostileCompute(contract, spec.attack, **given)}
+    return HostileCompute(contract, spec.attack, **given)
 
 
 def main() -> int:

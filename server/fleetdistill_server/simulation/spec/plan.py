@@ -142,6 +142,7 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
     """Assigns each device its model and its part of the data, and writes the data files."""
     models = device_models(wanted, data)
     predictors = wanted.predictors or tuple(PREDICTORS)
+    modules = modules_of(wanted.method) if wanted.has_workers and not wanted.modules else _modules(wanted)
     test_file = save_arrays(work / "test.npz", data.test_images.numpy(), data.test_labels.numpy())
     specs = []
     for number, rows in enumerate(split.indices):
@@ -160,7 +161,7 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
                 test_file=test_file,
                 state_dir=str(work / name),
                 run=RUN,
-                modules=tuple(_modules(wanted)),
+                modules=tuple(modules),
             )
         )
     return specs

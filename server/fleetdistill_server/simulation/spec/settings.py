@@ -33,7 +33,7 @@ class Simulation:
     Attributes:
         method: Name of the method.
         modules: Modules to import, which register your own methods. Over gRPC, the server's and the devices' processes
-            import them too. Not needed for methods that this process has registered.
+            import them too, and so do workers. Not needed for methods that this process has registered.
         settings: The method's settings, as under [method] in run.toml.
         epsilon: Epsilon of private class statistics, as under [privacy] in run.toml; None for a run without privacy.
         dataset: A name in `datasets.DATASETS`, a `Dataset`, or arrays for `own_dataset`. A simulation keeps a copy of
@@ -77,6 +77,10 @@ class Simulation:
         link: `memory` or `grpc`.
         durable: Whether server and devices write and fsync all their files over the memory link too; see
             `docs/how-to/simulate-large-fleets.md`. Over gRPC they always do.
+        workers: Number of processes that compute the devices' work; 0 for the simulation's own process. With any number
+            the results are the same to the bit. Needs the link `memory` without `durable`.
+        backend: What computes the devices' work: `local` for `workers`, or `ray` for a Ray cluster.
+        ray_address: Address of a Ray cluster, as in `ray.init`; empty for `workers` Ray workers on this machine.
         threads: Number of torch threads of the engine and of each device.
         knowledge_type: Element type of knowledge on the wire: float16, float32 or uint8.
         torch_device: Torch device of the server half: auto, cpu or cuda.
@@ -119,6 +123,9 @@ class Simulation:
     seed: int = 0
     link: Literal["memory", "grpc"] = "memory"
     durable: bool = False
+    workers: int = 0
+    backend: Literal["local", "ray"] = "local"
+    ray_address: str = ""
     threads: int = 1
     knowledge_type: Literal["float16", "float32", "uint8"] = "float16"
     torch_device: str = "auto"
@@ -157,6 +164,11 @@ class Simulation:
         if self.min_devices is not None:
             return self.min_devices
         return self.devices if self.behaviour is None else min(max(self.devices_per_round, 2), self.devices)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether other processes compute the devices' work over the memory link."""
+        return self.workers > 0 or self.backend != "local"
 
     @property
     def one_exchange(self) -> bool:

@@ -146,7 +146,10 @@ class SimulatedTime(DriveFleet):
         for deadline in {ask["deadline_at"] for ask in open_asks} - self._deadlines:
             self._deadlines.add(deadline)
             self._agenda.add(math.nextafter(deadline, math.inf), Kind.DEADLINE)
-        ended = [self._begin(ask) for ask in open_asks if ask["device"] in self._available]
+        idle = self._available.keys() - self._working.keys()
+        asks = [ask for ask in open_asks if ask["device"] in idle]
+        names = self._devices.ahead([ask["device"] for ask in asks])
+        ended = [self._begin(ask) for ask, _ in zip(asks, names, strict=True)]
         return any(ended)
 
     def _advance_time(self, until: float) -> bool:

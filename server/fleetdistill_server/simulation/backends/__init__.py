@@ -1,0 +1,1 @@
+"""Where a simulation computes its devices' work: in worker processes, or on a Ray cluster."""

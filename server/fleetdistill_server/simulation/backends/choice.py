@@ -1,0 +1,40 @@
+"""Chooses the backend of a simulation from its settings."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.simulation.backends.backend import MakeBackend
+from fleetdistill_server.simulation.spec.settings import Simulation
+
+
+def check_backend(wanted: Simulation) -> None:
+    """Raises ConfigurationError unless the settings `workers`, `backend` and `ray_address` can be used."""
+    if wanted.workers < 0:
+        raise ConfigurationError(f"workers is {wanted.workers}, must be at least 0")
+    if wanted.backend not in ("local", "ray"):
+        raise ConfigurationError(f"backend is {wanted.backend!r}, must be local or ray")
+    if wanted.ray_address and (wanted.backend != "ray" or wanted.workers):
+        raise ConfigurationError(
+            "ray_address needs backend ray, and workers 0, because the cluster has its own number of workers"
+        )
+    if wanted.has_workers and (wanted.link != "memory" or wanted.durable):
+        raise ConfigurationError("workers and backend ray need link memory, and not durable; leave one of them out")
+    if wanted.backend == "ray":
+        from fleetdistill_server.simulation.backends.ray_backend import load_ray
+
+        load_ray()
+
+
+def backend_of(wanted: Simulation) -> MakeBackend | None:
+    """Returns the function that makes the backend of a simulation; None to compute in its own process."""
+    if wanted.backend == "ray":
+        from fleetdistill_server.simulation.backends.ray_backend import RayBackend
+
+        return partial(RayBackend, wanted.ray_address, wanted.workers)
+    if not wanted.workers:
+        return None
+    from fleetdistill_server.simulation.backends.worker_processes import WorkerProcesses
+
+    return partial(WorkerProcesses, wanted.workers)

@@ -1,0 +1,81 @@
+"""Ray workers on two nodes compute what the simulation's process would, to the bit, also if one of them dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from support.dying_models import DYING, deaths
+from support.fleets import device_files, prepare, record, run_in_memory
+from support.processes import module_path, wait_until
+
+from fleetdistill_server.simulation.backends.backend import RunData
+from fleetdistill_server.simulation.links.links import run_over_memory
+
+LOOPBACK = "127.0.0.1"
+
+
+@pytest.fixture
+def due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, value in module_path().items():
+        monkeypatch.setenv(name, value)
+    return deaths(tmp_path, monkeypatch, 1)
+
+
+@pytest.fixture
+def address(due: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Address of a cluster of two nodes, whose processes have the test's environment."""
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # otherwise Ray replaces 127.0.0.1 in addresses
+    ray = pytest.importorskip("ray", reason="the extra ray is not installed")
+    from ray.cluster_utils import Cluster
+
+    head = {"node_ip_address": LOOPBACK, "num_cpus": 1, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        cluster.add_node(node_ip_address=LOOPBACK, num_cpus=1)
+        yield cluster.address
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def listening() -> set[str]:
+    """Addresses on which the processes of this one listen."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        connections = process.net_connections("inet") if process.is_running() else []
+        found |= {one.laddr.ip.removeprefix("::ffff:") for one in connections if one.status == psutil.CONN_LISTEN}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.cold_start  # Ray's processes
+def test_two_nodes_and_a_worker_that_dies_give_the_same_to_the_bit(tmp_path: Path, due: Path, address: str) -> None:
+    from fleetdistill_server.simulation.backends.ray_backend import RayBackend
+
+    alone, on_ray = (prepare(DYING, tmp_path / kind) for kind in ("alone", "ray"))
+    seen: list[set[str]] = []
+    backend = partial(RayBackend, address, 0)
+    with (
+        closing(run_in_memory(alone)) as one,
+        closing(run_over_memory(*on_ray, lambda store: seen.append(listening()), make_backend=backend)) as other,
+    ):
+        assert record(one) == record(other)
+    assert device_files(alone) == device_files(on_ray)
+    assert not list(due.iterdir()), "a worker died in the middle of a training"
+    assert set().union(*seen) == {LOOPBACK}
+
+
+@pytest.mark.slow
+@pytest.mark.cold_start
+def test_a_cluster_of_this_machine_listens_on_the_loopback_only_and_ends_with_the_backend() -> None:
+    pytest.importorskip("ray", reason="the extra ray is not installed")
+    from fleetdistill_server.simulation.backends.ray_backend import RayBackend
+
+    with closing(RayBackend("", 1, RunData(b"", {}))):
+        assert listening() == {LOOPBACK}
+    wait_until(lambda: not listening(), "Ray's processes to end")

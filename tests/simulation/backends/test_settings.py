@@ -1,0 +1,79 @@
+"""What computes the devices' work: settings, command line, and errors that cross processes."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fleets import SMALL
+from typer.testing import CliRunner
+
+from fleetdistill import errors
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.simulation import show
+from fleetdistill_server.simulation.checks import check_settings
+from fleetdistill_server.simulation.folder import check_folder, open_folder
+from fleetdistill_server.simulation.spec.settings import Simulation
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"workers": -1}, "workers is -1, must be at least 0"),
+        ({"backend": "cluster"}, "backend is 'cluster', must be local or ray"),
+        ({"ray_address": "auto"}, "ray_address needs backend ray"),
+        ({"backend": "ray", "ray_address": "auto", "workers": 2}, "ray_address needs backend ray, and workers 0"),
+        ({"workers": 2, "link": "grpc"}, "workers and backend ray need link memory"),
+        ({"backend": "ray", "durable": True}, "workers and backend ray need link memory, and not durable"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        check_settings(replace(SMALL, **settings))
+    assert expected in str(refused.value)
+
+
+def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigurationError, match=r"the backend ray needs Ray: pip install 'fleetdistill\[ray\]'"):
+        check_settings(replace(SMALL, backend="ray"))
+
+
+def test_a_resumed_simulation_may_have_other_workers(tmp_path: Path) -> None:
+    begun = replace(SMALL, out=tmp_path, workers=2)
+    with open_folder(begun, "refuse"):
+        pass
+    check_folder(replace(begun, workers=0), "resume")
+    check_folder(replace(begun, workers=0, backend="ray"), "resume")
+
+
+def test_the_command_line_chooses_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[Simulation] = []
+    monkeypatch.setattr(show, "simulate_and_show", lambda one, **options: wanted.append(one))
+    for given in (["--workers", "8"], ["--backend", "ray", "--ray-address", "auto"]):
+        done = CliRunner().invoke(app, ["simulate", *given])
+        assert done.exit_code == 0, done.output
+    assert [(one.workers, one.backend, one.ray_address) for one in wanted] == [(8, "local", ""), (0, "ray", "auto")]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.CannotAnswer("no"),
+        errors.NoSamplesError(),
+        errors.PayloadTooLargeError(3, 2),
+        errors.RefusedError("late", "too late", {"receipt": "1"}),
+        errors.PrivacyBudgetError(1.0, 2.0),
+        errors.QuorumNotReached("train", 1, 2),
+        errors.WorkInterrupted("stopped", "stopped", 1.0),
+        errors.DamagedStateError(Path("file"), "damaged"),
+    ],
+)
+def test_errors_are_the_same_in_another_process(error: errors.FleetDistillError) -> None:
+    found = pickle.loads(pickle.dumps(error))
+    assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))

@@ -1,0 +1,107 @@
+"""Worker processes compute what the simulation's process would, to the bit, also if some of them die."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.dying_models import DYING, PARENT, deaths
+from support.fleets import HOSTILE, RUNS, Prepared, device_files, every_run, prepare, record, run_in_memory
+from support.processes import children, wait_until
+
+from fleetdistill.errors import RunError
+from fleetdistill_server.simulation.backends.worker_processes import WorkerProcesses
+from fleetdistill_server.simulation.links.links import run_over_memory
+from fleetdistill_server.simulation.timing.behaviour import FleetBehaviour
+from fleetdistill_server.store.store import Store
+
+FLEET = replace(DYING, models=())
+WORKER = "fleetdistill_server.simulation.backends.worker"
+
+
+def run_with_workers(prepared: Prepared, workers: int, watch: Callable[[Store], None] = lambda store: None, **kw: Any):
+    return run_over_memory(*prepared, watch, make_backend=partial(WorkerProcesses, workers), **kw)
+
+
+def assert_same(one: Prepared, other: Prepared, first: Store, second: Store) -> None:
+    with closing(first), closing(second):
+        assert record(first) == record(second)
+    assert device_files(one) == device_files(other)
+
+
+@pytest.mark.slow
+@every_run
+def test_every_method_gives_the_same_to_the_bit(tmp_path: Path, name: str) -> None:
+    alone, helped = (prepare(RUNS[name], tmp_path / kind) for kind in ("alone", "helped"))
+    assert_same(alone, helped, run_in_memory(alone), run_with_workers(helped, 2))
+
+
+@pytest.mark.parametrize(("workers", "most_open"), [(1, 1), (3, 256)])
+def test_results_are_the_same_for_any_number_of_workers(tmp_path: Path, workers: int, most_open: int) -> None:
+    alone, helped = (prepare(FLEET, tmp_path / kind) for kind in ("alone", "helped"))
+    assert_same(alone, helped, run_in_memory(alone), run_with_workers(helped, workers, most_open=most_open))
+    assert not children(os.getpid(), WORKER)
+
+
+def test_hostile_devices_are_computed_by_workers_too(tmp_path: Path) -> None:
+    alone, helped = (prepare(replace(HOSTILE, rounds=1), tmp_path / kind) for kind in ("alone", "helped"))
+    assert_same(alone, helped, run_in_memory(alone), run_with_workers(helped, 2))
+
+
+def test_devices_in_simulated_time_are_computed_by_workers_too(tmp_path: Path) -> None:
+    """One device goes away in the middle of the first round's training, and comes back."""
+    gaps = ((0.0, 15.0, 1.0), (40.0, 1e6, 1.0))
+    behaviour = FleetBehaviour(traces=(((0.0, 1e6, 1.0),), gaps), seconds_per_sample=0.0, seconds_per_ask=10.0)
+    wanted = replace(FLEET, behaviour=behaviour, deadline_seconds=100.0)
+    alone, helped = (prepare(wanted, tmp_path / kind) for kind in ("alone", "helped"))
+    expected = run_over_memory(*alone, lambda store: None, behaviour=behaviour)
+    assert_same(alone, helped, expected, run_with_workers(helped, 2, behaviour=behaviour))
+
+
+def test_only_workers_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    due = deaths(tmp_path, monkeypatch, 1)
+    monkeypatch.setenv(PARENT, "0")  # a training in this process would kill it
+    with closing(run_with_workers(prepare(DYING, tmp_path / "work"), 1)):
+        assert not list(due.iterdir())
+
+
+def test_a_worker_that_dies_within_a_task_costs_one_retry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone, helped = (prepare(DYING, tmp_path / kind) for kind in ("alone", "helped"))
+    due = deaths(tmp_path, monkeypatch, 1)
+    expected = run_in_memory(alone)
+    assert_same(alone, helped, expected, run_with_workers(helped, 2))
+    assert not list(due.iterdir())
+    assert [one.getMessage().partition("died with")[2] for one in caplog.records if "died with" in one.getMessage()]
+
+
+def test_a_worker_that_is_killed_between_tasks_is_replaced(tmp_path: Path) -> None:
+    alone, helped = (prepare(FLEET, tmp_path / kind) for kind in ("alone", "helped"))
+    killed: list[int] = []
+
+    def kill(store: Store) -> None:
+        found = children(os.getpid(), WORKER)
+        if len(killed) < 3 and found:
+            os.kill(found[0], 9)
+            killed.append(found[0])
+            wait_until(lambda: found[0] not in children(os.getpid(), WORKER), "the worker to die")
+
+    assert_same(alone, helped, run_in_memory(alone), run_with_workers(helped, 1, kill))
+    assert len(set(killed)) == 3
+
+
+def test_a_task_that_kills_two_workers_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(DYING, tmp_path / "work")
+    deaths(tmp_path, monkeypatch, 2)
+    with pytest.raises(RunError, match=r"two workers died while computing for device-0: .* died with signal 9"):
+        run_with_workers(prepared, 1)
+    assert not children(os.getpid(), WORKER)
+    with closing(run_with_workers(prepared, 1)) as resumed:  # the due deaths are used up
+        assert record(resumed)
