@@ -10,7 +10,9 @@ not what three machines would give. The kinds take turns; each figure is the med
 - small uploads: 10 kB with checks, durable payload and receipt
 - large uploads: 16 MB
 
-    python benchmarks/several_machines.py [--turns 5] [--seconds 2] [--callers 16]
+    python benchmarks/several_machines.py [--turns 5] [--seconds 2] [--callers 16] [--only "uploads of 10 kB"]
+
+With `--latency 20`, the object store answers each request 20 ms later, as a store in another building does.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from _wire import MB, SHAPE, cpu_seconds, make_payload
 from calls import RUN, make_contract, make_request
@@ -64,13 +67,14 @@ def postgres(directory: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def object_store(port: int = 5995) -> Iterator[str]:
+def object_store(latency_ms: float = 0, port: int = 5995) -> Iterator[str]:
     """Runs an object store; yields the URL of a prefix in it. The environment of this process then leads to it."""
     address = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    code = f"import several_machines; several_machines.serve_objects({port}, {latency_ms / 1000})"
+    command, folder = [sys.executable, "-c", code], Path(__file__).parent
     os.environ |= {"AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench"}
     os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(600):
             with contextlib.suppress(OSError):
@@ -81,6 +85,20 @@ def object_store(port: int = 5995) -> Iterator[str]:
     finally:
         server.terminate()
         server.wait()
+
+
+def serve_objects(port: int, latency_seconds: float) -> None:
+    """Serves moto's object store until the process is killed; each request is answered after a pause."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import run_simple
+
+    store = DomainDispatcherApplication(create_backend_app)
+
+    def answer(environment: dict[str, Any], start: Callable[..., Any]) -> Any:
+        time.sleep(latency_seconds)
+        return store(environment, start)
+
+    run_simple("127.0.0.1", port, answer, threaded=True)
 
 
 @dataclass
@@ -188,8 +206,8 @@ class Kind:
         return sum(cpu_seconds(one.process.pid) for one in self._fronts)
 
 
-def measure(kinds: Sequence[Kind], turns: int, seconds: float) -> None:
-    """Prints a table of all calls and kinds, and their ratios to the first kind."""
+def measure(kinds: Sequence[Kind], turns: int, seconds: float, only: str) -> None:
+    """Prints a table of calls (all, or those of a name) and kinds, and their ratios to the first kind."""
     small, large = make_payload(10_000), make_payload(16 * MB)
     works: dict[str, tuple[Callable[[Caller], object], int]] = {
         "check-ins": (Caller.check_in, len(kinds[0].callers)),
@@ -200,6 +218,8 @@ def measure(kinds: Sequence[Kind], turns: int, seconds: float) -> None:
     print("| a second (fronts' processor ms for one) |", " | ".join(kind.title for kind in kinds), "|")
     print("|---" * (len(kinds) + 1) + "|")
     for title, (work, most) in works.items():
+        if only not in ("", title):
+            continue
         found: list[list[tuple[float, float]]] = [[] for _ in kinds]
         for number in range(turns + 1):  # the first does not count
             for kind, figures in zip(kinds, found, strict=True):
@@ -232,10 +252,14 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--callers", type=int, default=16)
+    parser.add_argument(
+        "--latency", type=float, default=0.0, help="pause before each answer of the object store, in ms"
+    )
+    parser.add_argument("--only", default="", help="name of the only calls to measure")
     given = parser.parse_args()
     with contextlib.ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        location = Location(stack.enter_context(postgres(work)), stack.enter_context(object_store()))
+        location = Location(stack.enter_context(postgres(work)), stack.enter_context(object_store(given.latency)))
         alone = prepared(work / "alone", Location(), stack)
         fronts = [stack.enter_context(front(work / "alone", Location()))]
         kinds = [Kind("SQLite + files, 1 front", alone, fronts, given.callers)]
@@ -244,7 +268,7 @@ def main() -> None:
         for count in (1, 3):
             title = f"PostgreSQL + S3, {count} front{'s' if count > 1 else ''}"
             kinds.append(Kind(title, apart, fronts[:count], given.callers))
-        measure(kinds, given.turns, given.seconds)
+        measure(kinds, given.turns, given.seconds, given.only)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import replace
@@ -14,7 +15,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.wire_samples import EXPECTS, make_contract, make_identity, make_payload, make_profile
 
-from fleetdistill.errors import RefusedError
+from fleetdistill.errors import RefusedError, StoreError
+from fleetdistill.state import failpoints
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
@@ -62,8 +64,8 @@ class Retention(RuleBasedStateMachine):
         self.store.asks.write([{**row, "device": device, "deadline_at": time.time() + 600} for device in DEVICES])
         self.lost.discard(payload.sha256)
 
-    @rule(run=runs, device=devices, payload=payloads, struck=st.booleans())
-    def answer(self, run: str, device: str, payload: Any, struck: bool) -> None:
+    @rule(run=runs, device=devices, payload=payloads, struck=st.booleans(), dies=st.booleans())
+    def answer(self, run: str, device: str, payload: Any, struck: bool, dies: bool) -> None:
         """A whole upload; struck by a sweep between the payload's rename and the receipt's commit, it is sent again."""
         if self.store.asks.next_open(run, device) is None:
             self.ask_a_step(run, payload)
@@ -72,7 +74,7 @@ class Retention(RuleBasedStateMachine):
             return  # the round has as many steps as this test gives it
         commit = self.api.uploads._commit
         if struck:
-            self.api.uploads._commit = self._sweep_first(commit)
+            self.api.uploads._commit = self._sweep_first(commit, dies)
         for _ in range(3):
             try:
                 self._upload(run, ask, payload)
@@ -101,9 +103,9 @@ class Retention(RuleBasedStateMachine):
         finally:
             session.abandon()
 
-    def _sweep_first(self, commit: Any) -> Any:
+    def _sweep_first(self, commit: Any, dies: bool) -> Any:
         def struck(job: Any) -> Any:
-            sweep(self.store, 0.0)
+            self.a_sweep_dies() if dies else self.sweep()
             return commit(job)
 
         return struck
@@ -160,6 +162,12 @@ class Retention(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         sweep(self.store, 0.0)
+
+    @rule()
+    def a_sweep_dies(self) -> None:
+        """Between the first file and its commit."""
+        with failpoints.switched_on("engine.gc.after-drop=error:EIO"), contextlib.suppress(OSError, StoreError):
+            sweep(self.store, 0.0)
 
     @rule(run=runs, keep=st.integers(1, 3), dry_run=st.booleans())
     def prune(self, run: str, keep: int, dry_run: bool) -> None:

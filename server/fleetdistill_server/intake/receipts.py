@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fleetdistill.errors import RefusedError
 from fleetdistill.knowledge import Metrics
 from fleetdistill.state import failpoints
@@ -9,6 +11,7 @@ from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.digests import identity
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
+from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.retention import drop_unneeded
 from fleetdistill_server.store.states import DEADLINE_PASSED
@@ -20,16 +23,20 @@ LARGEST_NUMBER = (1 << 63) - 1
 _LONGEST_SENTENCE = 1000
 
 
-def record(run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted, store: Store) -> Row | None:
-    """Records an answer and its traffic; returns the receipt's row, or None if the ask no longer accepts answers."""
+def record(
+    run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted, deletions: int, store: Store
+) -> Row | None:
+    """Records an answer and its traffic; returns the receipt's row, or None if the ask no longer accepts answers.
+
+    `deletions` is the store's count of deletions from before the payload was stored. If it has changed, the payload is
+    looked for again; no deletion runs during this transaction.
+    """
     payload, device, digest = header.payload, ask["device"], identity(header.payload)
     first = store.asks.upload_of(ask["id"]) is None
-    if first and not store.blobs.has(digest):  # no sweep runs during this transaction
+    if first and not (store.deletions.none_since(deletions) or store.blobs.has(digest)):
         raise RefusedError(Code.INCOMPLETE, f"device {device}: the payload is missing; send it again")
     row = store.asks.accept_upload(ask["id"], header.name.attempt, digest, payload.data_bytes, header.samples)
-    if row is None:
-        _drop_if_to_forget(run, device, digest, store)
-    elif first:
+    if row is not None and first:
         store.history.add_traffic(run, ask["round"], device, "up", counted, payload.ByteSize())
         for part in payload.parts.parts:
             if part.WhichOneof("kind") == "metrics":
@@ -38,14 +45,21 @@ def record(run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counte
     return row
 
 
-def _drop_if_to_forget(run: str, device: str, sha256: bytes, store: Store) -> None:
+def drop_if_to_forget(run: str, device: str, sha256: bytes, commit: Commit) -> None:
     """Deletes a late answer's payload immediately if its device is to be forgotten; sweeps delete all others.
 
     Does nothing while a backup is made, since waiting would block all commits; a later sweep deletes the payload.
     """
+    if commit(partial(_announce_if_to_forget, run, device)):
+        commit(partial(drop_unneeded, digests=[sha256], wait_seconds=0.0))
+
+
+def _announce_if_to_forget(run: str, device: str, store: Store) -> bool:
     known = store.devices.get(run, device)
-    if known is not None and known["forget_asked_at"] is not None:
-        drop_unneeded(store, [sha256], wait_seconds=0.0)
+    if known is None or known["forget_asked_at"] is None:
+        return False
+    store.deletions.announce()
+    return True
 
 
 def other_ask(ask: Row) -> RefusedError:

@@ -170,12 +170,13 @@ class UploadSession:
     def _commit(self, store: Callable[[], None]) -> service_pb2.Receipt:
         with self._stream.lock:
             self._assert_open()
+            deletions = self._refusing(self._uploads.deletions)
             self._refusing(store)
             self._abandoned = True
             self._staging.close()
         self._uploads.forget(self._stream)
         ask = self._stream.ask
-        receipt = self._uploads.accept(self._run, ask, self._header, self._counted)
+        receipt = self._uploads.accept(self._run, ask, self._header, self._counted, deletions)
         of = {"round": ask["round"], "device": ask["device"], "ask": ask["id"]}
         logger.debug("step %r is answered", ask["step"], extra=about(run=self._run, **of))
         return receipt

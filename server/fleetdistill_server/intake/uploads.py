@@ -13,11 +13,12 @@ from fleetdistill.state import failpoints
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code, is_final
 from fleetdistill.wire.compression import RAW
+from fleetdistill.wire.digests import identity
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.intake.limiter import Limiter
-from fleetdistill_server.intake.receipts import LARGEST_NUMBER, closed, other_ask, receipt_of, record
+from fleetdistill_server.intake.receipts import LARGEST_NUMBER, closed, drop_if_to_forget, other_ask, receipt_of, record
 from fleetdistill_server.intake.refusal_log import RefusalLog
 from fleetdistill_server.intake.sessions import Sessions
 from fleetdistill_server.intake.upload_session import RESUMABLE, RepeatedUpload, Stream, UploadSession
@@ -226,14 +227,21 @@ class Uploads:
         self._refusals.note(run, number, device, refusal)
         raise refusal
 
-    def accept(self, run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted) -> service_pb2.Receipt:
+    def deletions(self) -> int:
+        """Returns the store's count of deletions, for `accept`. Call this before storing the answer's payload."""
+        return self._store.deletions.count()
+
+    def accept(
+        self, run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted, deletions: int
+    ) -> service_pb2.Receipt:
         """Commits an answer whose payload is durable; returns the receipt, which exists only after the commit.
 
         Raises:
-            RefusedError: The ask no longer accepts answers.
+            RefusedError: The ask no longer accepts answers, or the payload was deleted since `deletions` was read.
         """
-        row = self._commit(partial(record, run, ask, header, counted))
+        row = self._commit(partial(record, run, ask, header, counted, deletions))
         if row is None:
+            drop_if_to_forget(run, ask["device"], identity(header.payload), self._commit)
             received = header.payload.ByteSize() + counted.sent.total()
             raise self.refuse(run, ask, closed(self._store.asks.get(*_name_of(run, ask))), received)
         failpoints.hit("front.receipt.before-send")

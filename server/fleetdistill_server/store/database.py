@@ -120,6 +120,11 @@ class Database(ABC):
         for row in committed:
             log_event(row)
 
+    def in_transaction(self) -> bool:
+        """Returns whether the calling thread is inside a transaction."""
+        with self._lock:
+            return self._in_transaction()
+
     def log(self, row: Row) -> None:
         """Logs an event after the open transaction has been committed."""
         self._to_log.append(row)

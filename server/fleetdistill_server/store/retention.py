@@ -6,9 +6,10 @@ All other payloads and checkpoints are deleted: at the end of the round that mad
 prevented this, periodically by `sweep`.
 
 An acknowledged upload that is still needed is never deleted. Deletion checks the rows and deletes the files under the
-database's write lock. Under the same lock, the front commits a receipt only if the payload exists, and the engine
-writes a missing payload or checkpoint again before it stores a reference to it. Files about to be referenced are new,
-and `sweep` skips new files, so this is rarely necessary; `sweep_all` does not skip them.
+database's write lock. Under the same lock, the front commits a receipt only if nothing was deleted since before the
+payload was stored (`deletions.py`) or if the payload still exists, and the engine writes a missing payload or
+checkpoint again before it stores a reference to it. Files about to be referenced are new, and `sweep` skips new files,
+so this is rarely necessary; `sweep_all` does not skip them.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ def free_after_round(store: Store, run: str, checkpoints: Iterable[bytes] = ()) 
 def drop_unneeded(store: Store, digests: Iterable[bytes], wait_seconds: float = WAIT_SECONDS) -> None:
     """Deletes those of the given payloads and checkpoints that are no longer needed.
 
+    Within a transaction, nothing is deleted unless an earlier transaction has announced a deletion.
     Waits up to `wait_seconds` for other processes that delete payloads or make a backup, then leaves the files to a
     sweep.
     """
@@ -157,6 +159,7 @@ def _sweep(store: Store, grace_seconds: float) -> Freed:
         if one.age_seconds >= grace_seconds and one.sha256 not in kept
     }
     deleted = _delete(store, spent, grace_seconds)
+    store.deletions.end()  # of a process that crashed
     staged = _discard_staged(store, grace_seconds)
     return Freed(len(deleted), len(staged), sum(spent[one] for one in deleted) + sum(staged))
 
@@ -280,7 +283,11 @@ def _delete(store: Store, digests: Iterable[bytes], grace_seconds: float = 0.0) 
     deleted: list[bytes] = []
     left = iter(digests)
     while group := list(islice(left, _GROUP)):
+        if not store.database.in_transaction():
+            store.deletions.announce()
         with store.transaction():  # the write lock: no receipt can be committed between check and deletion
+            if not store.deletions.announced():  # another process has ended it; a sweep deletes the rest
+                break
             kept = needed(store)
             for sha256 in group:
                 if sha256 not in kept and (not grace_seconds or store.blobs.age_seconds(sha256) >= grace_seconds):
@@ -288,6 +295,7 @@ def _delete(store: Store, digests: Iterable[bytes], grace_seconds: float = 0.0) 
                     store.blobs.drop(sha256)
                     failpoints.hit("engine.gc.after-drop")
                     deleted.append(sha256)
+            store.deletions.end()
     return deleted
 
 

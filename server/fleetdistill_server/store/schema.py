@@ -307,6 +307,13 @@ def m014_portable_view(db: Database) -> None:
     )
 
 
+@migrations()
+def m015_deletions(db: Database) -> None:
+    # Count of deletions; see deletions.py.
+    db.execute("CREATE TABLE deletions (count BIGINT NOT NULL)")
+    db.execute("INSERT INTO deletions (count) VALUES (0)")
+
+
 NAMES = [one.name for one in migrations.pending(Database(memory=True))]
 """Names of all migrations, in order."""
 BASELINE = "m014_portable_view"

@@ -8,6 +8,7 @@ The main tables (`schema.py`) are:
 - `asks`: one row per run, round, step number and device.
 - `uploads`: accepted answers, at most one per ask; the row serves as the receipt.
 - `events`: refusals, late answers, fired guards and other unusual events.
+- `deletions`: a count of deletions of payloads.
 - `figures`: sums and counts that devices reported.
 - `traffic`: byte counts.
 
@@ -33,6 +34,7 @@ from fleetdistill_server.store.checks import check_schema, is_current
 from fleetdistill_server.store.clock import Clock
 from fleetdistill_server.store.credentials import Credentials
 from fleetdistill_server.store.database import Database
+from fleetdistill_server.store.deletions import Deletions
 from fleetdistill_server.store.devices import Devices
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.history import History
@@ -53,6 +55,7 @@ class Store:
         devices: Devices of each run.
         asks: Asks and accepted answers.
         credentials: Tokens, certificates and revocations.
+        deletions: Count of deletions of payloads.
     """
 
     def __init__(self, database: Database, blobs: Blobs) -> None:
@@ -63,6 +66,7 @@ class Store:
         self.devices = Devices(database)
         self.asks = Asks(database, self.history)
         self.credentials = Credentials(database)
+        self.deletions = Deletions(database)
         try:
             if not is_current(database):  # a reader need not wait for a process that is writing
                 with database.transaction():  # only one of several processes creates the tables
