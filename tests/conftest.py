@@ -20,6 +20,8 @@ from support.object_store import ObjectStore
 from support.postgres import Postgres
 from support.processes import REGISTRY
 
+from fleetdistill_server.store.location import Location
+
 # Nothing in the suite may depend on how busy the machine is: an example that takes long is no failure.
 settings.register_profile("any-load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-load")
@@ -125,3 +127,11 @@ def blobs_url(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> str
     for name, value in object_store.environment.items():
         monkeypatch.setenv(name, value)
     return object_store.prefix()
+
+
+@pytest.fixture(params=["here", pytest.param("apart", marks=[pytest.mark.postgres, pytest.mark.s3])])
+def location(request: pytest.FixtureRequest) -> Location:
+    """Where a test's rows and payloads are: in its directory, or in PostgreSQL and an object store."""
+    if request.param == "here":
+        return Location()
+    return Location(request.getfixturevalue("database_url"), request.getfixturevalue("blobs_url"))

@@ -13,20 +13,16 @@ from support.wire_samples import data_of, make_payload
 from fleetdistill.errors import RefusedError, StoreError
 from fleetdistill.state import failpoints
 from fleetdistill.wire.codes import Code
-from fleetdistill_server.store.location import Location, set_location
+from fleetdistill_server.store.location import Location
 from fleetdistill_server.store.retention import sweep
 from fleetdistill_server.store.store import Store
 
-APART = pytest.param("apart", marks=[pytest.mark.postgres, pytest.mark.s3])
 ANSWER, OTHER = make_payload(4), make_payload(3)
 
 
-@pytest.fixture(params=["memory", "files", APART])
-def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
-    if request.param == "apart":
-        url = request.getfixturevalue("database_url"), request.getfixturevalue("blobs_url")
-        set_location(tmp_path, Location(*url))
-    store = Store.in_memory() if request.param == "memory" else Store.open(tmp_path)
+@pytest.fixture
+def fleet(location: Location, tmp_path: Path) -> Iterator[Fleet]:
+    store = Store.open(tmp_path, location)
     yield Fleet(store)
     store.close()
 
@@ -110,7 +106,9 @@ def test_a_deletion_within_a_transaction_needs_an_announcement_that_is_committed
     assert fleet.store.blobs.has(OTHER.sha256)
 
 
-@pytest.mark.parametrize("fleet", [APART], indirect=True)
+@pytest.mark.postgres
+@pytest.mark.s3
+@pytest.mark.parametrize("location", ["apart"], indirect=True)
 def test_a_receipt_needs_one_request_to_the_object_store(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     identity = fleet.join()
     fleet.ask()

@@ -19,6 +19,7 @@ from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store import retention
 from fleetdistill_server.store.blobs import Held
 from fleetdistill_server.store.file_blobs import FileBlobs
+from fleetdistill_server.store.location import Location
 from fleetdistill_server.store.retention import Freed, Pruned, free_after_round, prune, sweep
 from fleetdistill_server.store.store import Store
 
@@ -51,8 +52,9 @@ def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def store() -> Iterator[Store]:
-    made = Store.in_memory()
+def store(location: Location, tmp_path: Path) -> Iterator[Store]:
+    """In memory, which is enough for what is the same in files, or in PostgreSQL and an object store."""
+    made = Store.in_memory() if location == Location() else Store.open(tmp_path / "apart", location)
     made.runs.begin(RUN, {})
     yield made
     made.close()

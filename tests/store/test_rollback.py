@@ -34,6 +34,7 @@ from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.rollback import RolledBack, roll_back
 from fleetdistill_server.store.store import Store
 
@@ -103,9 +104,10 @@ def test_the_newest_checkpoints_are_kept_and_all_others_deleted(tmp_path: Path) 
 
 
 @pytest.fixture
-def played(tmp_path: Path) -> tuple[Prepared, Path]:
-    """A finished FedAvg run of two rounds, on the disk."""
+def played(location: Location, tmp_path: Path) -> tuple[Prepared, Path]:
+    """A finished FedAvg run of two rounds."""
     prepared, directory = prepare(RUNS["fedavg"], tmp_path / "work"), tmp_path / "store"
+    set_location(directory, location)
     store = Store.open(directory)
     play(prepared, store)
     store.close()
@@ -160,7 +162,7 @@ def test_it_is_refused_while_a_server_uses_the_store(played: tuple[Prepared, Pat
 def test_a_checkpoint_that_cannot_be_read_leaves_the_run_as_it_is(played: tuple[Prepared, Path]) -> None:
     store = Store.open(played[1])
     before = row_of(store)
-    store.blobs.path_of(store.runs.checkpoints(RUN)[1]["sha256"]).unlink()  # type: ignore[attr-defined]
+    store.blobs.drop(store.runs.checkpoints(RUN)[1]["sha256"])
     with pytest.raises(DamagedError):
         roll_back(store, RUN, 1)
     assert row_of(store) == before
