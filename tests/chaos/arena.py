@@ -27,7 +27,7 @@ from support.fault_proxy import FaultProxy, seeded_faults
 from support.forked import Forked
 
 from fleetdistill.wire import payload as wire
-from fleetdistill.wire.digests import digest
+from fleetdistill.wire.digests import Algorithm, digest, has_blake3
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN
@@ -413,7 +413,8 @@ def _damaged(store: Store, on_purpose: Container[bytes]) -> list[str]:
         for row in store.asks.uploads(run["name"]):
             if row["status"] == "used" and row["round"] == max(closed) and row["sha256"] not in on_purpose:
                 payload = store.blobs.open(row["sha256"])
-                found = digest(payload.parts, wire.pieces(payload.source, 0, payload.data_bytes))
+                algorithm = Algorithm.BLAKE3 if has_blake3() else Algorithm.SHA256
+                found = digest(payload.parts, wire.pieces(payload.source, 0, payload.data_bytes), algorithm)
                 if found != row["sha256"]:
                     damaged.append(f"{row['device']}'s answer of round {row['round']} is damaged in the store")
     return damaged

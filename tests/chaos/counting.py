@@ -24,6 +24,7 @@ from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers
 from fleetdistill.methods.local import LocalTraining
 from fleetdistill.replacement import Replacement
 from fleetdistill.wire.codec import encode
+from fleetdistill.wire.digests import Algorithm, has_blake3
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
 
 NAME = "counting"
@@ -147,4 +148,5 @@ def register() -> None:
 
 def digest_of(parts: Mapping[str, Kind]) -> str:
     """What the upload of these parts is called on the wire, computed anew from what was read."""
-    return encode(parts, np.dtype(np.float32)).sha256.hex()
+    algorithm = Algorithm.BLAKE3 if has_blake3() else Algorithm.SHA256  # as device and front agree
+    return encode(parts, np.dtype(np.float32), algorithm).digest.hex()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fleetdistill.errors import FleetDistillError, RefusedError
 from fleetdistill.link.grpc_link import GrpcLink
+from fleetdistill.wire.digests import identity
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
 SENT = "sent"
@@ -145,7 +146,7 @@ class LoggedLink(GrpcLink):
         self, header: service_pb2.UploadHeader, chunks: Iterator[knowledge_pb2.TensorChunk]
     ) -> service_pb2.Receipt:
         name = header.name
-        sent = Record(SENT, name.round, name.step_number, name.attempt, header.payload.sha256.hex())
+        sent = Record(SENT, name.round, name.step_number, name.attempt, identity(header.payload).hex())
         self._log.add(replace(sent, first_byte=header.first_byte))
         try:
             receipt = super().upload(header, chunks)
