@@ -35,6 +35,7 @@ LOCAL: dict[str, Any] = {
 }
 """FedAvg's default settings of local training, which every method uses."""
 MODEL = "digits_cnn_large"
+MNIST_SIZE = 14
 ENCODINGS: tuple[KnowledgeType, ...] = ("float32", "float16", "uint8")
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -60,7 +61,7 @@ _SAME = Simulation(
 )
 FLEETS = {
     "digits": replace(_SAME, devices=5),
-    "mnist": replace(_SAME, dataset="mnist", image_size=14, devices=10, train_limit=2000, test_limit=1000),
+    "mnist": replace(_SAME, dataset="mnist", image_size=MNIST_SIZE, devices=10, train_limit=2000, test_limit=1000),
 }
 
 
@@ -83,7 +84,10 @@ class Goals:
 def simulation(fleet: Simulation, method: str) -> Simulation:
     """Returns the settings of a method's run on the fleet."""
     changes = METHODS[method]
-    return replace(fleet, **{**changes, "settings": LOCAL | changes.get("settings", {})})
+    settings = LOCAL | changes.get("settings", {})
+    if method == "dafkd" and fleet.image_size == MNIST_SIZE:
+        settings["generator"] = "digits_generator"  # the default one creates multiples of 4 pixels
+    return replace(fleet, **{**changes, "settings": settings})
 
 
 def encodings(wanted: Simulation) -> list[KnowledgeType]:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fleetdistill.methods import METHODS
+from fleetdistill.methods.dafkd.samples import make_generator
 from fleetdistill_server.simulation import Simulation, simulate
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -43,6 +45,13 @@ def test_every_method_is_compared(script: Any) -> None:
 )
 def test_a_method_runs_with_the_encodings_that_change_its_bytes(script: Any, method: str, types: list[str]) -> None:
     assert script.encodings(script.simulation(script.FLEETS["digits"], method)) == types
+
+
+@pytest.mark.parametrize(("fleet", "size"), [("digits", 8), ("mnist", 14)])
+def test_the_generator_fits_the_images(script: Any, fleet: str, size: int) -> None:
+    config = script.simulation(script.FLEETS[fleet], "dafkd").configuration()
+    image = (1, size, size)
+    assert make_generator(config.for_classes(10), image, 10)(torch.zeros(2, config.noise_dim)).shape == (2, *image)
 
 
 @pytest.mark.parametrize(
