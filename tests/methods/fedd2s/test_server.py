@@ -21,6 +21,7 @@ from support.fedd2s_fleet import (
     triplets_of,
     uploaded,
 )
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
 
@@ -28,6 +29,7 @@ from fleetdistill.errors import QuorumNotReached
 from fleetdistill.knowledge import RefinedKnowledge
 from fleetdistill.methods.base import Ask
 from fleetdistill.wire.codec import decode, encode
+from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.fedd2s.server import Triplets
 from fleetdistill_server.testing import FakeCohort
 
@@ -241,3 +243,22 @@ def test_features_beyond_float16_are_sent_in_a_float32_run() -> None:
         reply = server.reply(sent, 0.9, cohort)
         assert ([kind for kind, _, _ in cohort.events], "features" in reply) == (kinds, not kinds)
         encode(reply, knowledge_type)  # type: ignore[arg-type]
+
+
+def test_a_copy_does_not_depend_on_the_copies_that_are_trained_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are trained as answers arrive, in any order, so dropout must draw the same for a device."""
+    copies: list[dict[str, Any]] = []
+    for fleet in (make_fleet(2), {"d1": make_device(1)}):
+        server = make_server()
+        server.network[0] = nn.Sequential(server.network[0], nn.Dropout(0.5))
+        train = server.clients_to_server
+
+        def keep(sent: Triplets, p_bc: Tensor, cohort: Cohort, train: Any = train) -> nn.Module:
+            trained: nn.Module = train(sent, p_bc, cohort)
+            copies.append(trained.state_dict())
+            return trained
+
+        monkeypatch.setattr(server, "clients_to_server", keep)
+        run_round(server, fleet)
+    assert len(copies) == 3
+    assert all(torch.equal(value, copies[2][name]) for name, value in copies[1].items())

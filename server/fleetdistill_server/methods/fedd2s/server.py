@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +42,7 @@ from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
 from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.fedd2s.copies import Copies, Copy
 from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shallowest_layer
 from fleetdistill_server.methods.traffic import NOTHING, Exchange, Message, Sizes
 
@@ -60,27 +61,6 @@ class Triplets:
     first: Tensor
     at_layer: Tensor
     labels: Tensor
-
-
-@dataclass
-class Copies:
-    """The mean of the global network's copies, each trained on one device's triplets.
-
-    Attributes:
-        mean: Mean of the copies' weights.
-        by_samples: Whether a copy's weight is its device's row count; otherwise all weights are 1.
-        accuracies: Accuracy of p (the head applied to H_l), in [0, 1], of each device whose copy is in the mean.
-    """
-
-    mean: WeightedMean
-    by_samples: bool
-    accuracies: dict[str, float] = field(default_factory=dict)
-
-    def add(self, sent: Triplets, p_bc: Tensor, trained: nn.Module | None) -> None:
-        """Adds one copy; ignores None, which stands for a copy whose training failed."""
-        if trained is not None:
-            self.mean.add(sent.device, model_parameters(trained), len(sent.labels) if self.by_samples else 1)
-            self.accuracies[sent.device] = _accuracy(p_bc, sent.labels)
 
 
 class FedD2SServer(ServerMethod):
@@ -141,10 +121,7 @@ class FedD2SServer(ServerMethod):
         copies = Copies(WeightedMean(self.config.robust), by_samples=self.config.average == "samples")
         async for answer in self._ask_triplets(layers, cohort):
             answers[answer.device] = answer
-            triplets = self._triplets(answer, layers[answer.device])
-            p_bc = self.soft_labels(self.head(triplets.layer), triplets.at_layer)  # eq. (8)
-            trained = self.clients_to_server(triplets, p_bc, cohort)  # eqs. (9), (10)
-            copies.add(triplets, p_bc, trained)
+            copies.add(answer.prepared)
         if copies.accuracies:
             load_parameters(self.network, copies.mean.result(cohort))  # eq. (11)
 
@@ -161,7 +138,19 @@ class FedD2SServer(ServerMethod):
             lambda device: {"plan": self.plan(device, layers[device])},
             to=list(layers),
             columns=lambda device: self._columns(layers[device]),
+            prepare=lambda answer: self._copy(self._triplets(answer, layers[answer.device]), cohort),
         )
+
+    def _copy(self, sent: Triplets, cohort: Cohort) -> Copy | None:
+        """Trains the copy of one device, as soon as its answer arrives; None, with an event, if training fails."""
+        seed = cohort.generator(f"copy {sent.device}").initial_seed()
+        with torch.random.fork_rng(devices=()):  # dropout must not depend on the order in which answers arrive
+            torch.manual_seed(seed)
+            p_bc = self.soft_labels(self.head(sent.layer), sent.at_layer)  # eq. (8)
+            trained = self.clients_to_server(sent, p_bc, cohort)  # eqs. (9), (10)
+        if trained is None:
+            return None
+        return Copy(sent.device, len(sent.labels), _accuracy(p_bc, sent.labels), model_parameters(trained))
 
     def _layer(self, device: str) -> int:
         """Returns l by eq. (6). Z counts the device's completed rounds and this one; a failed round does not count."""
