@@ -36,6 +36,10 @@ OPERATORS = (
     "over_selection",
     "quorum",
     "deadline_seconds",
+    "buffer_answers",
+    "buffer_seconds",
+    "staleness_limit",
+    "staleness_exponent",
     "threads",
     "import",
 )
@@ -54,6 +58,10 @@ class RunSection(Section):
     over_selection: Annotated[float, Field(ge=1, le=10)] = 1.0
     quorum: Annotated[float, Field(gt=0, le=1)] = 2 / 3
     deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
+    buffer_answers: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    buffer_seconds: Annotated[float, Field(ge=0)] = 0.0
+    staleness_limit: Annotated[int, Field(ge=1, le=1000)] = 10
+    staleness_exponent: Annotated[float, Field(ge=0, le=10)] = 0.5
     threads: Annotated[int, Field(ge=1, lt=2**32)] = 1
     start_from: Annotated[str, Field(pattern=f"^({NAME})?$")] = ""
     modules: Annotated[list[str], Field(alias="import")] = []  # noqa: RUF012  (pydantic copies it)
@@ -63,6 +71,14 @@ class RunSection(Section):
     def _check_start(self) -> RunSection:
         if self.start_from == self.name:
             raise ValueError(f"start_from names run {self.name!r} itself; name another run of the store")
+        return self
+
+    @model_validator(mode="after")
+    def _check_buffer(self) -> RunSection:
+        if self.buffer_seconds and not self.buffer_answers:
+            raise ValueError("buffer_seconds needs buffer_answers, the number of answers that ends a round earlier")
+        if self.buffer_answers and self.devices_per_round:
+            raise ValueError("buffer_answers and devices_per_round both end a round; set one of them to 0")
         return self
 
 

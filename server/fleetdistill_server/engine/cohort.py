@@ -22,6 +22,7 @@ from fleetdistill.state import failpoints
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.engine.arrivals import MOST_ROWS, Arrivals
+from fleetdistill_server.engine.buffering import Buffer, BufferTerms
 from fleetdistill_server.engine.group import Answer, EndOfStep, Group
 from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.logs import about
@@ -36,6 +37,7 @@ from fleetdistill_server.methods.cohort import (
     sample_devices,
 )
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.states import STALENESS
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.cohort")
@@ -64,6 +66,7 @@ class RoundTerms:
         devices_per_round: Number of answers that complete a step; 0 waits for every device that is asked.
         knowledge_type: Element type in which knowledge is sent: float16, float32 or uint8.
         steps: For each step of the method, maps the names of an answer's parts to their kinds.
+        buffer: Settings of buffered rounds; None if rounds are not buffered.
     """
 
     run: str
@@ -73,6 +76,7 @@ class RoundTerms:
     devices_per_round: int
     knowledge_type: np.dtype
     steps: Mapping[str, Mapping[str, str]]
+    buffer: BufferTerms | None = None
 
 
 def with_columns(kinds: Mapping[str, str], columns: Sequence[str]) -> dict[str, str]:
@@ -132,6 +136,10 @@ class StoreCohort:
         """Sends a step's ask to the cohort and yields the answers in device-id order; see `Cohort.ask`."""
         asked = sorted(self._in_round if to is None else to)
         self._steps += 1
+        if self._terms.buffer is not None and quorum != 0:
+            async for one in self._ask_buffered(step, payload, asked, columns, prepare):
+                yield one
+            return
         await self._retry_until_written(step, partial(self._write_asks, step, self._steps, asked, payload, columns))
         self._waker.wake_other()
         # A step with quorum 0 delivers something that every device should receive.
@@ -150,12 +158,43 @@ class StoreCohort:
                 self._in_round.discard(row["device"])
                 continue
             answered += 1
-            self.used.append(row["id"])
-            if self.group is not None:  # all processes prepare the same answers in the same order
-                self.group.send(Answer(answer.device, answer.samples, answer.sha256))
-                answer.prepared = None if prepare is None else prepare(answer)
-            yield answer
-        needed = self.needed(min(len(asked), self._terms.devices_per_round or len(asked)), quorum)
+            yield self._passed_on(row, answer, prepare)
+        self._end_step(step, answered, self.needed(min(len(asked), enough or len(asked)), quorum))
+
+    async def _ask_buffered(
+        self,
+        step: str,
+        payload: PayloadFor,
+        asked: Sequence[str],
+        columns: ColumnsFor | None,
+        prepare: Prepare | None,
+    ) -> AsyncIterator[DeviceAnswer]:
+        """Asks the devices that have no open ask of an earlier round; yields the answers that fill the buffer."""
+        assert self._terms.buffer is not None
+        buffer = Buffer(self._store.asks, self._terms.run, self.round, step, self._terms.buffer)
+        free = [device for device in asked if device not in buffer.busy]
+        await self._retry_until_written(step, partial(self._write_asks, step, self._steps, free, payload, columns))
+        self._waker.wake_other()
+        arrivals = Arrivals(buffer.answered_after, self._accepted, prepare if self.group is None else None)
+        answered = 0
+        for row in await buffer.filled(lambda: arrivals.read_one(""), self._waker):
+            found = arrivals.take(row)
+            if found is not None:
+                answered += 1
+                self.report(STALENESS, {found.device: found.staleness})
+                self.report("staleness_weight", {found.device: found.decay})
+                yield self._passed_on(row, found, prepare)
+        self._end_step(step, answered, 1)
+
+    def _passed_on(self, row: Row, answer: DeviceAnswer, prepare: Prepare | None) -> DeviceAnswer:
+        """Notes that the method uses an answer, and passes it to the other processes."""
+        self.used.append(row["id"])
+        if self.group is not None:  # all processes prepare the same answers in the same order
+            self.group.send(Answer(answer.device, answer.samples, answer.sha256, answer.staleness, answer.decay))
+            answer.prepared = None if prepare is None else prepare(answer)
+        return answer
+
+    def _end_step(self, step: str, answered: int, needed: int) -> None:
         missed = (step, answered, needed) if answered < needed else None
         if self.group is not None:
             self.group.send(EndOfStep(self.remaining, missed))
@@ -329,6 +368,9 @@ class StoreCohort:
             return None
         self.verified.add(upload["receipt"])
         answer = DeviceAnswer(ask["device"], upload["samples"], payload)
+        if self._terms.buffer is not None:
+            answer.staleness = self.round - ask["round"]
+            answer.decay = self._terms.buffer.decay(answer.staleness)
         failpoints.hit("engine.answer.after-read")
         return answer
 

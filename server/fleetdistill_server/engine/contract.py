@@ -12,6 +12,7 @@ from fleetdistill.wire.payload import ELEMENT_TYPES
 from fleetdistill.wire.schema import PartSchema, TypedShape
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
+from fleetdistill_server.engine.buffering import check_buffered
 from fleetdistill_server.engine.proxy_set import register_proxy
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
@@ -24,7 +25,9 @@ from fleetdistill_server.training.trainer import Trainer
 def build_method(config: RunConfig) -> ServerMethod:
     """Builds the server half of a run, with models initialised from the run's seed."""
     settings = config.method_config()
-    return server_class(config.run.method, settings)(settings, method_context(config))
+    method = server_class(config.run.method, settings)(settings, method_context(config))
+    check_buffered(config.run, method)
+    return method
 
 
 def method_context(config: RunConfig) -> MethodContext:

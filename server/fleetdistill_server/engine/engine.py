@@ -23,6 +23,7 @@ from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData, evaluate
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
+from fleetdistill_server.engine.buffering import BufferTerms
 from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort, Waker
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.contract_files import check_proxy, check_readable
@@ -99,6 +100,7 @@ class Engine:
             devices_per_round=config.run.devices_per_round,
             knowledge_type=np.dtype(config.contract.knowledge_type),
             steps=self.method.answer_kinds(),
+            buffer=BufferTerms.of(config.run),
         )
 
     async def run(self) -> None:
@@ -343,7 +345,7 @@ class Engine:
             if short or self._training.is_shown():
                 self._store.runs.end(self._name, "running", "")  # clears the reason
             spent = self._store.runs.close_round(
-                self._name, cohort.round, self._checkpoint, cohort.used, cohort.figures
+                self._name, cohort.round, self._checkpoint, cohort.used, cohort.figures, self._settled(cohort)
             )
             failpoints.hit("engine.close.before-commit")
         failpoints.hit("engine.close.after-commit")
@@ -352,6 +354,12 @@ class Engine:
         of = f" of {self._config.run.rounds}" if not self._endless else ""
         done = cohort.completed + 1
         logger.info("round closed, %d%s completed", done, of, extra=about(run=self._name, round=cohort.round))
+
+    def _settled(self, cohort: StoreCohort) -> tuple[int, int] | None:
+        """Returns the rounds whose asks end with this round, or None for this round only."""
+        buffer = self._terms.buffer
+        ends = cohort.completed + 1 == self._config.run.rounds
+        return None if buffer is None else buffer.settled(cohort.round, ends=ends)
 
     def _score(self, cohort: StoreCohort) -> None:
         """Scores the global model on the operator's evaluation data if the run has both."""

@@ -62,6 +62,8 @@ class Answer:
     device: str
     samples: int
     sha256: bytes
+    staleness: int
+    decay: float
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ class FollowingCohort:
         """Yields the answers that the engine yields."""
         while isinstance(message := self._group.receive(), Answer):
             answer = DeviceAnswer(message.device, message.samples, self._store.blobs.open(message.sha256))
+            answer.staleness, answer.decay = message.staleness, message.decay
             answer.prepared = None if prepare is None else prepare(answer)
             yield answer
         self.remaining = list(message.remaining)

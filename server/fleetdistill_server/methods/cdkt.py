@@ -53,7 +53,7 @@ class CollectedKnowledge:
     def add(self, answer: DeviceAnswer) -> None:
         """Adds the outcomes L_n and embeddings H_n of message 2 that the device sent."""
         logits_pc, embeddings_pf = _received(answer)
-        weight = answer.samples if self._by_samples else 1.0
+        weight = answer.weight if self._by_samples else answer.decay
         if logits_pc is not None:
             self._outcomes.add(self._outcomes_of(logits_pc), weight)
         if embeddings_pf is not None:

@@ -27,12 +27,21 @@ class DeviceAnswer:
 
     Attributes:
         device: Id of the device.
-        samples: Number of local samples, the answer's weight in averages.
+        samples: Number of local samples.
         sha256: Digest of the payload.
+        staleness: Number of rounds since the ask; 0 unless rounds are buffered.
+        decay: Factor of the answer's weight because of its staleness, in (0, 1].
         prepared: Result of `prepare` of `Cohort.ask` for this answer; None without it.
     """
 
     prepared: Any = None
+    staleness: int = 0
+    decay: float = 1.0
+
+    @property
+    def weight(self) -> float:
+        """The answer's weight in averages: its samples, less with staleness."""
+        return self.samples * self.decay if self.staleness else self.samples
 
     def __init__(self, device: str, samples: int, payload: Payload) -> None:
         self.device = device

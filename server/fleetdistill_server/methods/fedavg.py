@@ -50,7 +50,7 @@ class FedAvgServer(ServerMethod):
         mean = WeightedMean(self.config.robust)
         asked = cohort.sample(self.config.participation_ratio)
         async for answer in cohort.ask("train", {"parameters": model_parameters(self.model)}, to=asked):
-            mean.add(answer.device, answer.part("parameters", ModelParameters), answer.samples)
+            mean.add(answer.device, answer.part("parameters", ModelParameters), answer.weight)
         load_parameters(self.model, mean.result(cohort))  # w <- sum n_k / n * w_k
 
     async def finish(self, cohort: Cohort) -> None:

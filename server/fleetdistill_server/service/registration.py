@@ -50,6 +50,8 @@ def register(store: Store, config: RunConfig) -> None:
         if changes:
             store.runs.change(name, settings, _with_settings(row["contract"], config))
             store.history.add_event(name, "settings-changed", describe_changes(changes))
+        if "run.buffer_answers" in changes and not config.run.buffer_answers:
+            store.runs.settle_closed(name, "rounds are no longer buffered")
         if row["status"] == "finished" and _has_rounds_left(row, config.run.rounds):
             store.runs.end(name, "running", "")
 

@@ -61,6 +61,38 @@ class Asks:
             *(run, number, step_number, device, most),
         )
 
+    def unsettled(
+        self, run: str, step: str, first: int, last: int, *, status: str = "", after: str = "", most: int = -1
+    ) -> list[Row]:
+        """Returns the asks of a step that are open, or whose answer is not used yet, ordered by device.
+
+        Args:
+            run: Name of the run.
+            step: Name of the step.
+            first, last: Numbers of the first and the last round.
+            status: `open` or `answered` for asks of this status only.
+            after: Only devices after this one.
+            most: Maximum number of asks; -1 for all.
+        """
+        limit = f" LIMIT {most}" if most >= 0 else ""
+        return self._db.rows(
+            f"SELECT a.* {_UNSETTLED} AND (? = '' OR a.status = ?) AND a.device > ? ORDER BY a.device{limit}",
+            *(run, first, last, step, status, status, after),
+        )
+
+    def count_unsettled(self, run: str, step: str, first: int, last: int) -> tuple[int, int]:
+        """Returns how many asks of `unsettled` are answered, and how many are open."""
+        rows = self._db.rows(
+            f"SELECT a.status AS status, count(*) AS count {_UNSETTLED} GROUP BY a.status", run, first, last, step
+        )
+        counts = {row["status"]: int(row["count"]) for row in rows}
+        return counts.get("answered", 0), counts.get("open", 0)
+
+    def first_unsettled(self, run: str, first: int, last: int) -> int | None:
+        """Returns the first round with an ask that is open or whose answer is not used yet; None if there is none."""
+        found = self._db.value(f"SELECT min(a.round) {_UNSETTLED_OF_ANY_STEP}", run, first, last)
+        return None if found is None else int(found)
+
     def next_open(self, run: str, device: str) -> Row | None:
         """Returns the oldest open ask of a device, or None."""
         return self._db.row(
@@ -217,6 +249,13 @@ _WHY_ABSENT = f"""
 SELECT CASE WHEN {REVOKED} THEN 'device revoked' ELSE 'device not present' END
 FROM devices WHERE run = ? AND device = ? AND (present = 0 OR {REVOKED})
 """
+
+_UNSETTLED_OF_ANY_STEP = (
+    "FROM asks a LEFT JOIN uploads u ON u.ask = a.id AND u.quarantined_at IS NULL AND u.status = 'acknowledged' "
+    "WHERE a.run = ? AND a.round >= ? AND a.round <= ? "
+    "AND (a.status = 'open' OR a.status = 'answered' AND u.ask IS NOT NULL)"
+)
+_UNSETTLED = f"{_UNSETTLED_OF_ANY_STEP} AND a.step = ?"
 
 _ANSWERED_ASK = """
 SELECT a.*, u.receipt, r.status AS round_status, coalesce(d.present, 1) AS present

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fleetdistill_server.store.database import Database
+from fleetdistill_server.store.history import History
+from fleetdistill_server.store.states import DEADLINE_PASSED
+
 _FROM = 2
 _DOUBLINGS = 6
 
@@ -34,3 +38,25 @@ def available(present: Mapping[str, bytes], left_out: Mapping[str, int], least: 
     lacking = least - (len(present) - len(back_first))
     out = set(back_first[max(lacking, 0) :])
     return {device: profile for device, profile in present.items() if device not in out}
+
+
+def update_back_off(db: Database, history: History, run: str, number: int) -> None:
+    """Applies the back-off to devices that missed a deadline in several consecutive rounds."""
+    rows = db.rows(
+        "SELECT a.device, max(CASE WHEN a.reason = ? THEN 1 ELSE 0 END) AS late, "
+        "max(CASE WHEN a.status = 'answered' THEN 1 ELSE 0 END) AS answered, d.late_rounds "
+        "FROM asks a JOIN devices d ON d.run = a.run AND d.device = a.device "
+        "WHERE a.run = ? AND a.round = ? GROUP BY a.device, d.late_rounds",
+        *(DEADLINE_PASSED, run, number),
+    )
+    for row in rows:
+        in_a_row = row["late_rounds"] + 1 if row["late"] else 0 if row["answered"] else row["late_rounds"]
+        rounds = rounds_left_out(in_a_row) if row["late"] else 0
+        db.write(
+            "UPDATE devices SET late_rounds = ?, left_out_until = ? WHERE run = ? AND device = ?",
+            *(in_a_row, number + rounds, run, row["device"]),
+        )
+        if rounds:
+            text = f"{row['device']} missed a deadline in {in_a_row} consecutive rounds; it is left out until round "
+            text += f"{number + rounds} has ended"
+            history.add_event(run, "left-out", text, number=number, device=row["device"])

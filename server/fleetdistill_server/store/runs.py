@@ -12,20 +12,23 @@ from typing import Any
 
 from fleetdistill.errors import RunError
 from fleetdistill_server.config.run_changes import changes_between, conflict_message
-from fleetdistill_server.store.back_off import rounds_left_out
+from fleetdistill_server.store.asks import Asks
+from fleetdistill_server.store.back_off import update_back_off
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.history import History
 from fleetdistill_server.store.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress, rounded
-from fleetdistill_server.store.states import DEADLINE_PASSED, OVER
+from fleetdistill_server.store.states import OVER
+from fleetdistill_server.store.unsettled import first_needed_round, report_late_answers, settle, settle_until
 from fleetdistill_server.texts import shortened
 
 
 class Runs:
     """Reads and writes the tables `runs`, `rounds` and `checkpoints`."""
 
-    def __init__(self, database: Database, history: History) -> None:
+    def __init__(self, database: Database, history: History, asks: Asks) -> None:
         self._db = database
         self._history = history
+        self._asks = asks
 
     def begin(self, name: str, config: Mapping[str, Any]) -> None:
         """Registers a run; does nothing if it exists with the same configuration.
@@ -134,9 +137,8 @@ class Runs:
             if number not in kept:
                 raise RunError(f"run {run!r} has no checkpoint of round {number}")
             self.own(run)
-            left = self.open_round(run)
-            if left is not None:
-                self.close_short_round(run, left["round"], why)
+            self._abandon_round(run, why)
+            report_late_answers(self._db, run, number, why)
             later = "run = ? AND round > ?"
             asked = f"(SELECT id FROM asks WHERE {later})"
             self._db.write(
@@ -166,9 +168,7 @@ class Runs:
             self._db.write(
                 "UPDATE runs SET status = 'cancelled', reason = ?, engine = NULL WHERE name = ?", *(reason, name)
             )
-            left = self.open_round(name)
-            if left is not None:
-                self.close_short_round(name, left["round"], "run cancelled")
+            self._abandon_round(name, "run cancelled")
         return True
 
     def open_round(self, run: str) -> Row | None:
@@ -195,7 +195,13 @@ class Runs:
         return number
 
     def close_round(
-        self, run: str, number: int, checkpoint: bytes, used: Sequence[int], figures: Mapping[str, Any]
+        self,
+        run: str,
+        number: int,
+        checkpoint: bytes,
+        used: Sequence[int],
+        figures: Mapping[str, Any],
+        settles: tuple[int, int] | None = None,
     ) -> set[bytes]:
         """Closes a completed round and stores its checkpoint, in one transaction.
 
@@ -205,6 +211,8 @@ class Runs:
             checkpoint: SHA-256 of the state after the round.
             used: Ids of the asks whose answers were used; the round's other acknowledged answers become `reported`.
             figures: JSON-serializable figures that the method reports for the round.
+            settles: First and last round whose open asks are closed and whose other answers become `reported`; None
+                for this round.
 
         Returns:
             Digests of the checkpoints that the run no longer keeps.
@@ -218,57 +226,38 @@ class Runs:
             self._db.write_many(
                 "UPDATE uploads SET status = 'used' WHERE ask = ? AND status = 'acknowledged'", [(a,) for a in used]
             )
-            self._end_round(run, number, "closed", None, "the round ended without using the answer", figures)
+            self._end_round(run, number, "closed", None, figures)
+            settle(self._db, run, *(settles or (number, number)), "the round ended without using the answer")
             self._db.write(_NOTE_CHECKPOINT, self._db.now(), run)
             return self._drop_old_checkpoints(run)
 
     def close_short_round(self, run: str, number: int, reason: str) -> None:
-        """Closes a short round: its uploads become `reported`, and it does not count as a completed round."""
+        """Closes a short round: all unused uploads become `reported`, and it does not count as a completed round."""
         with self._db.transaction():
             why = shortened(reason)
-            self._end_round(run, number, "short", why, shortened(f"round short: {why}"), {})
+            self._end_round(run, number, "short", why, {})
+            settle_until(self._db, run, number, shortened(f"round short: {why}"))
 
-    def _end_round(
-        self, run: str, number: int, status: str, reason: str | None, unused: str, figures: Mapping[str, Any]
-    ) -> None:
+    def _end_round(self, run: str, number: int, status: str, reason: str | None, figures: Mapping[str, Any]) -> None:
         self._db.write(
             "UPDATE rounds SET status = ?, reason = ?, figures = ?, ended_at = ?, data_versions = NULL "
             "WHERE run = ? AND round = ?",
             *(status, reason, json.dumps(figures), self._db.now(), run, number),
         )
-        self._db.write(
-            "UPDATE uploads SET status = 'reported', reason = ? WHERE status = 'acknowledged' "
-            "AND ask IN (SELECT id FROM asks WHERE run = ? AND round = ?)",
-            *(unused, run, number),
-        )
-        self._db.write(
-            "UPDATE asks SET status = 'out', reason = 'round closed' WHERE run = ? AND round = ? AND status = 'open'",
-            *(run, number),
-        )
-        self._update_back_off(run, number)
+        update_back_off(self._db, self._history, run, number)
 
-    def _update_back_off(self, run: str, number: int) -> None:
-        """Applies the back-off to devices that missed a deadline in several consecutive rounds."""
-        rows = self._db.rows(
-            "SELECT a.device, max(CASE WHEN a.reason = ? THEN 1 ELSE 0 END) AS late, "
-            "max(CASE WHEN a.status = 'answered' THEN 1 ELSE 0 END) AS answered, d.late_rounds "
-            "FROM asks a JOIN devices d ON d.run = a.run AND d.device = a.device "
-            "WHERE a.run = ? AND a.round = ? GROUP BY a.device, d.late_rounds",
-            *(DEADLINE_PASSED, run, number),
-        )
-        for row in rows:
-            in_a_row = row["late_rounds"] + 1 if row["late"] else 0 if row["answered"] else row["late_rounds"]
-            rounds = rounds_left_out(in_a_row) if row["late"] else 0
-            self._db.write(
-                "UPDATE devices SET late_rounds = ?, left_out_until = ? WHERE run = ? AND device = ?",
-                *(in_a_row, number + rounds, run, row["device"]),
-            )
-            if rounds:
-                text = (
-                    f"{row['device']} missed a deadline in {in_a_row} consecutive rounds; it is left out until round "
-                )
-                text += f"{number + rounds} has ended"
-                self._history.add_event(run, "left-out", text, number=number, device=row["device"])
+    def _abandon_round(self, run: str, why: str) -> None:
+        """Closes the open round as short, and settles the asks of earlier rounds."""
+        left = self.open_round(run)
+        if left is not None:
+            self.close_short_round(run, left["round"], why)
+        self.settle_closed(run, why)
+
+    def settle_closed(self, run: str, why: str) -> None:
+        """Settles the asks of all rounds before the open one."""
+        left = self.open_round(run)
+        started = int(self._db.value("SELECT next_round FROM runs WHERE name = ?", run)) - 1
+        settle_until(self._db, run, started if left is None else left["round"] - 1, why)
 
     def short_rounds_in_a_row(self, run: str) -> int:
         """Returns the number of short rounds since the last completed round."""
@@ -320,7 +309,7 @@ class Runs:
             run: Name of the run.
             keep_rounds: Number of closed rounds to keep; None for the run's setting.
         """
-        row = self._db.row("SELECT keep_rounds, kept_from FROM runs WHERE name = ?", run) or {}
+        row = self._db.row("SELECT name, keep_rounds, kept_from, config FROM runs WHERE name = ?", run) or {}
         wanted = row["keep_rounds"] if keep_rounds is None else keep_rounds
         closed = self._db.rows(
             "SELECT round FROM rounds WHERE run = ? AND status = 'closed' ORDER BY round DESC LIMIT ?",
@@ -330,7 +319,7 @@ class Runs:
             first = closed[0]["round"] + 1 if closed else 0
         else:
             first = closed[-1]["round"] if len(closed) == wanted else 0
-        return max(first, int(row["kept_from"]))
+        return first_needed_round(self._asks, row, max(first, int(row["kept_from"])))
 
     def prune_rounds(self, run: str, first_kept: int) -> tuple[int, int]:
         """Releases the payloads of all rounds before `first_kept` and deletes their events and figures.

@@ -62,9 +62,9 @@ class Store:
         self.database = database
         self.blobs = blobs
         self.history = History(database)
-        self.runs = Runs(database, self.history)
-        self.devices = Devices(database)
         self.asks = Asks(database, self.history)
+        self.runs = Runs(database, self.history, self.asks)
+        self.devices = Devices(database)
         self.credentials = Credentials(database)
         self.deletions = Deletions(database)
         try:

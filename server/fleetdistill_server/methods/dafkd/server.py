@@ -176,7 +176,7 @@ class DaFKDServer(ServerMethod):
         """
         models, generators = WeightedMean(self.config.robust), WeightedMean(self.config.robust)
         for answer in answers:
-            weight = answer.samples if self.config.aggregation == "samples" else 1
+            weight = answer.weight if self.config.aggregation == "samples" else answer.decay
             generators.add(answer.device, answer.part("generator", Generator).parameters, weight)
             if self.config.upload_model:
                 models.add(answer.device, answer.part("parameters", ModelParameters), weight)

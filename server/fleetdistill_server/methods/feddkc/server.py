@@ -51,6 +51,7 @@ class Upload:
         labels: `[N]` int64, on the server's torch device; the classes that the device predicts, if its labels stay on
             it.
         refined: The refined logits, if they are already computed.
+        decay: Factor of the number of rows that the predictor is trained on, in (0, 1].
     """
 
     device: str
@@ -59,6 +60,7 @@ class Upload:
     logits: Tensor
     labels: Tensor
     refined: Refined | None = None
+    decay: float = 1.0
 
     def part(self, rows: int, generator: torch.Generator) -> Upload:
         """Returns `rows` random rows of the upload, or the upload itself if it has no more."""
@@ -162,7 +164,7 @@ class FedDKCServer(ServerMethod):
         )
         where, features = self.context.torch_device, mapped_tensor(sent.features[CUT])
         logits = logits.to(where)
-        return Upload(answer.device, ids, features, logits, labels.to(where), self.refine(logits))
+        return Upload(answer.device, ids, features, logits, labels.to(where), self.refine(logits), answer.decay)
 
     def _without_outsized_uploads(self, uploads: list[Upload], notes: Notes) -> list[Upload]:
         """Guard: leaves out uploads whose features or logits exceed ten times the devices' median."""
@@ -186,12 +188,14 @@ class FedDKCServer(ServerMethod):
         return [upload for upload in uploads if upload.device not in too_large]
 
     def _with_capped_rows(self, uploads: list[Upload], notes: Notes) -> list[Upload]:
-        """Guard: caps each device's rows, which are this method's weights, with a new random sample in each round."""
-        if self.config.robust == OFF:
-            return uploads
-        most = capped([len(upload.labels) for upload in uploads])
+        """Guard: caps each device's rows, which are this method's weights, with a new random sample in each round.
+
+        Stale answers of buffered rounds also have fewer rows, at least one.
+        """
+        sizes = [float(len(upload.labels)) for upload in uploads]
+        most = sizes if self.config.robust == OFF else capped(sizes)
         return [
-            upload.part(int(rows), notes.generator(f"rows {upload.device}"))
+            upload.part(max(1, int(rows * upload.decay)), notes.generator(f"rows {upload.device}"))
             for upload, rows in zip(uploads, most, strict=True)
         ]
 
