@@ -1,14 +1,16 @@
-"""Reading ahead of the worker: nothing lost, in order, and never more than the bound."""
+"""A lane of messages: nothing lost, in order, and never more read ahead than the bound."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.processes import PATIENCE_SECONDS
 
-from fleetdistill_server.front.streams import BATCH, in_batches
+from fleetdistill_server.front.streams import AHEAD, Lane
 
 
 class Source:
@@ -40,69 +42,146 @@ def run(work: Awaitable[None]) -> None:
     asyncio.run(limited())
 
 
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as made:
+        yield made
+
+
+def setting(event: threading.Event) -> Callable[[int], None]:
+    """Work that sets an event."""
+    return lambda message: event.set()
+
+
+def ignore(message: int) -> None:
+    """Work that does nothing."""
+
+
 async def turns(count: int = 50) -> None:
     """Lets the others do what they can without new input."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("count", [0, 1, BATCH, 10 * BATCH + 1])
-def test_everything_comes_once_and_in_order(count: int) -> None:
+@pytest.mark.parametrize("count", [0, 1, AHEAD, 10 * AHEAD + 1])
+def test_everything_is_processed_once_and_in_order(pool: ThreadPoolExecutor, count: int) -> None:
+    found: list[int] = []
+
     async def work() -> None:
-        found: list[int] = []
-        async for batch in in_batches(Source(count).messages()):
-            assert 1 <= len(batch) <= BATCH + 1
-            found += batch
-        assert found == list(range(count))
+        await Lane(pool, found.append).process(Source(count).messages())
 
     run(work())
+    assert found == list(range(count))
 
 
-def test_it_reads_on_while_its_user_works_but_only_so_far() -> None:
+def test_it_reads_on_while_a_message_is_processed_but_only_so_far(pool: ThreadPoolExecutor) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    source = Source(100 * AHEAD)
+
+    def wait(message: int) -> None:
+        begun.set()
+        go_on.wait(PATIENCE_SECONDS)
+
     async def work() -> None:
-        source = Source(100 * BATCH)
-        async with contextlib.aclosing(in_batches(source.messages())) as batches:
-            first = await anext(batches)
-            await turns()
-            assert len(first) < source.given <= len(first) + BATCH + 1
-            second = await anext(batches)
-            assert len(second) == BATCH
+        task = asyncio.create_task(Lane(pool, wait).process(source.messages()))
+        while not begun.is_set():
+            await asyncio.sleep(0)
+        await turns()
+        assert 1 < source.given <= AHEAD + 2  # one in the thread, the waiting ones, one in the reader's hand
+        go_on.set()
+        await task
 
     run(work())
+    assert source.given == 100 * AHEAD
 
 
-def test_a_message_is_given_at_once_although_no_other_follows() -> None:
+def test_a_message_is_processed_at_once_although_no_other_follows(pool: ThreadPoolExecutor) -> None:
+    done = threading.Event()
+
     async def stalled() -> AsyncIterator[int]:
         yield 1
         await asyncio.Event().wait()
 
     async def work() -> None:
-        async with contextlib.aclosing(in_batches(stalled())) as batches:
-            assert await anext(batches) == [1]
+        task = asyncio.create_task(Lane(pool, setting(done)).process(stalled()))
+        while not done.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
 
     run(work())
 
 
-def test_what_came_before_an_error_is_given_first() -> None:
+def test_what_came_before_an_error_is_processed_first(pool: ThreadPoolExecutor) -> None:
     found: list[int] = []
 
     async def work() -> None:
-        async for batch in in_batches(Source(3, ConnectionError("gone")).messages()):
-            found.extend(batch)
+        await Lane(pool, found.append).process(Source(3, ConnectionError("gone")).messages())
 
     with pytest.raises(ConnectionError, match="gone"):
         run(work())
     assert found == [0, 1, 2]
 
 
-def test_who_stops_early_leaves_no_reader_behind() -> None:
+def test_an_error_of_the_work_ends_a_stream_that_stalls(pool: ThreadPoolExecutor) -> None:
+    seen: list[int] = []
+
+    async def stalled() -> AsyncIterator[int]:
+        yield 1
+        yield 2
+        await asyncio.Event().wait()
+
+    def fail(message: int) -> None:
+        seen.append(message)
+        raise ValueError("wrong")
+
     async def work() -> None:
-        source = Source(100 * BATCH)
-        async with contextlib.aclosing(in_batches(source.messages())) as batches:
-            await anext(batches)
+        await Lane(pool, fail).process(stalled())
+
+    with pytest.raises(ValueError, match="wrong"):
+        run(work())
+    assert seen == [1]
+
+
+def test_a_fast_stream_does_not_keep_the_only_thread(pool: ThreadPoolExecutor) -> None:
+    """The other stream's message is processed while the endless one goes on."""
+    other = threading.Event()
+
+    async def endless() -> AsyncIterator[int]:
+        while not other.is_set():
+            yield 0
+            await asyncio.sleep(0)
+
+    async def work() -> None:
+        first = asyncio.create_task(Lane(pool, ignore).process(endless()))
+        await turns()
+        await Lane(pool, setting(other)).process(Source(1).messages())
+        await first
+
+    run(work())
+
+
+def test_a_cancelled_stream_leaves_no_reader_and_no_work_behind(pool: ThreadPoolExecutor) -> None:
+    begun, go_on, found = threading.Event(), threading.Event(), list[int]()
+
+    def wait(message: int) -> None:
+        found.append(message)
+        begun.set()
+        go_on.wait(PATIENCE_SECONDS)
+
+    async def work() -> None:
+        source = Source(100 * AHEAD)
+        task = asyncio.create_task(Lane(pool, wait).process(source.messages()))
+        while not begun.is_set():
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
         given = source.given
         await turns()
         assert source.given == given
         assert len(asyncio.all_tasks()) == 2  # this one and the one of wait_for
+        go_on.set()
 
     run(work())
+    pool.shutdown()
+    assert found == [0]

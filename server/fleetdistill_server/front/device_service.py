@@ -12,15 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from fleetdistill.errors import RefusedError
+from fleetdistill.errors import FleetDistillError, RefusedError
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.framing import framed
 from fleetdistill.wire.payload import CHUNK_BYTES, Chunk
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
-from fleetdistill_server.front.errors import abort, ended, in_pool
-from fleetdistill_server.front.streams import BATCH, in_batches, with_progress_deadline
+from fleetdistill_server.front.errors import abort, ended, in_pool, refusing
+from fleetdistill_server.front.streams import AHEAD, Lane, with_progress_deadline
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.limiter import DeviceKey
 from fleetdistill_server.intake.upload_session import RepeatedUpload, UploadSession
@@ -133,12 +133,10 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         upload = _Upload(self._api)
         try:
             timely = with_progress_deadline(request_iterator, self._limits.stall_seconds, upload.held, CHUNK_BYTES)
-            async with contextlib.aclosing(in_batches(timely)) as batches:
-                async for batch in batches:
-                    await in_pool(self._uploads, context, partial(upload.take, batch))
+            await Lane(self._uploads, refusing(upload.take)).process(timely)
             return service_pb2.UploadResponse(receipt=await in_pool(self._uploads, context, upload.finish))
-        except RefusedError as refusal:  # errors of the stream; errors of the device API have already ended the call
-            await abort(context, refusal)
+        except FleetDistillError as error:
+            await abort(context, error)
         finally:
             # In the pool, because it may wait for an fsync. At shutdown neither the pool nor the session exists.
             with contextlib.suppress(RuntimeError):
@@ -225,11 +223,10 @@ class _Upload:
         self._lock = threading.Lock()
         self._session: UploadSession | RepeatedUpload | None = None
 
-    def take(self, requests: list[Chunk | service_pb2.UploadRequest]) -> None:
-        """Processes the next messages. Raises RefusedError."""
+    def take(self, request: Chunk | service_pb2.UploadRequest) -> None:
+        """Processes the next message. Raises RefusedError."""
         with self._lock:
-            for request in requests:
-                self._take(request)
+            self._take(request)
 
     def _take(self, request: Chunk | service_pb2.UploadRequest) -> None:
         if isinstance(request, Chunk) and self._session is not None:
@@ -257,4 +254,4 @@ class _Upload:
 
 
 def _next_responses(chunks: Iterator[Chunk]) -> list[bytes]:
-    return [framed(chunk) for chunk in itertools.islice(chunks, BATCH)]
+    return [framed(chunk) for chunk in itertools.islice(chunks, AHEAD)]

@@ -15,6 +15,7 @@ from fleetdistill.wire.codes import MEANINGS, Code
 from fleetdistill.wire.status import DETAILS, rich_status
 
 T = TypeVar("T")
+U = TypeVar("U")
 logger = logging.getLogger("fleetdistill.server.refusals")
 
 
@@ -30,8 +31,27 @@ async def ended(context: Any, work: Awaitable[T]) -> T:
     except FleetDistillError as error:
         await abort(context, error)
     except Exception:
-        logger.exception("a call failed")
-        await abort(context, RefusedError(Code.INTERNAL, "internal error; see the server's log"))
+        await abort(context, _internal())
+
+
+def refusing(work: Callable[[U], T]) -> Callable[[U], T]:
+    """Returns a function like `work` that raises only errors from the table."""
+
+    def checked(given: U) -> T:
+        try:
+            return work(given)
+        except FleetDistillError:
+            raise
+        except Exception:
+            raise _internal() from None
+
+    return checked
+
+
+def _internal() -> RefusedError:
+    """Logs the exception that is being handled; returns the error for the caller."""
+    logger.exception("a call failed")
+    return RefusedError(Code.INTERNAL, "internal error; see the server's log")
 
 
 async def abort(context: Any, error: FleetDistillError) -> NoReturn:

@@ -1,66 +1,128 @@
-"""Batches of stream messages, so that the event loop reads while the thread pool processes.
-
-Without batches, each chunk would have to be processed before the next chunk is read.
-"""
+"""Processes the messages of a stream in a thread pool, in order, while the event loop reads on."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import TypeVar
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
 
 T = TypeVar("T")
 
-BATCH = 4
-"""Largest number of messages of one stream that are processed together; as many may be queued."""
+AHEAD = 4
+"""Largest number of messages of one stream that wait for a thread."""
+_TURN = 16  # messages after which a thread serves another stream first
 
 
-async def in_batches(messages: AsyncIterator[T]) -> AsyncGenerator[list[T], None]:
-    """Yields lists of 1 to `BATCH` messages and reads ahead while the caller processes them.
+@dataclass(frozen=True)
+class _End:
+    """The end of a stream, and its error."""
 
-    Raises:
-        Exception: Any error of `messages`, after the messages that preceded it.
+    error: Exception | None
+
+
+class Lane(Generic[T]):
+    """Processes the messages of one stream.
+
+    A thread takes messages as long as there are any, so that a fast stream does not wait for the event loop between
+    them. A stream without messages occupies no thread.
+
+    Args:
+        pool: Threads that process messages.
+        work: Processes one message.
     """
-    waiting: asyncio.Queue[T | BaseException] = asyncio.Queue(BATCH)
-    reader = asyncio.create_task(_read(messages, waiting))
-    try:
-        while True:
-            batch, end = _taken(await waiting.get(), waiting)
-            if batch:
-                yield batch
-            if isinstance(end, StopAsyncIteration):
-                return
-            if end is not None:
-                raise end
-    finally:
-        reader.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await reader
 
+    def __init__(self, pool: ThreadPoolExecutor, work: Callable[[T], object]) -> None:
+        self._pool = pool
+        self._work = work
+        self._loop = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[None] = self._loop.create_future()
+        self._room = asyncio.Event()
+        self._lock = threading.Lock()
+        self._waiting: deque[T | _End] = deque()
+        self._busy = self._closed = False
 
-async def _read(messages: AsyncIterator[T], waiting: asyncio.Queue[T | BaseException]) -> None:
-    try:
-        async for message in messages:
-            await waiting.put(message)
-        await waiting.put(StopAsyncIteration())
-    except Exception as error:
-        await waiting.put(error)
+    async def process(self, messages: AsyncIterator[T]) -> None:
+        """Reads and processes all messages.
 
+        Raises:
+            Exception: An error of `work`, or of `messages` after the messages that preceded it.
+        """
+        reader = asyncio.create_task(self._read(messages))
+        try:
+            await self._outcome
+        finally:
+            self._closed = True
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
 
-def _taken(first: T | BaseException, waiting: asyncio.Queue[T | BaseException]) -> tuple[list[T], BaseException | None]:
-    """Returns the first message with all queued messages, and the error or end of the stream, if any."""
-    batch: list[T] = []
-    message = first
-    while not isinstance(message, BaseException):
-        batch.append(message)
-        if waiting.empty():
-            return batch, None
-        message = waiting.get_nowait()
-    return batch, message
+    async def _read(self, messages: AsyncIterator[T]) -> None:
+        try:
+            async for message in messages:
+                await self._put(message)
+            await self._put(_End(None))
+        except Exception as error:
+            await self._put(_End(error))
+
+    async def _put(self, item: T | _End) -> None:
+        while len(self._waiting) >= AHEAD:
+            self._room.clear()
+            if len(self._waiting) >= AHEAD:  # a thread may have made room before the event was cleared
+                await self._room.wait()
+        with self._lock:
+            self._waiting.append(item)
+            idle, self._busy = not self._busy, True
+        if idle:
+            self._pool.submit(self._take_turn)
+
+    def _take_turn(self) -> None:
+        """Processes messages in a thread of the pool until none is left, or others have waited long enough."""
+        try:
+            for _ in range(_TURN):
+                item = self._next()
+                if item is None:
+                    return
+                if isinstance(item, _End):
+                    self._finish(item.error)
+                    return
+                self._work(item)
+            self._pool.submit(self._take_turn)
+        except BaseException as error:
+            self._finish(error)
+
+    def _next(self) -> T | _End | None:
+        with self._lock:
+            if self._closed or not self._waiting:
+                self._busy = False
+                return None
+            was_full = len(self._waiting) >= AHEAD
+            item = self._waiting.popleft()
+        if was_full:
+            self._call(self._room.set)
+        return item
+
+    def _finish(self, error: BaseException | None) -> None:
+        self._call(self._set_outcome, error)
+
+    def _set_outcome(self, error: BaseException | None) -> None:
+        if self._outcome.done():  # the call was cancelled
+            return
+        if error is None:
+            self._outcome.set_result(None)
+        else:
+            self._outcome.set_exception(error)
+
+    def _call(self, function: Callable[..., object], *given: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed at shutdown
+            self._loop.call_soon_threadsafe(function, *given)
 
 
 async def with_progress_deadline(
