@@ -57,6 +57,18 @@ def test_the_accuracy_beside_a_file_is_the_files(method: str, settings: dict[str
     assert (report.delivered_accuracy_by_round == {}) == (method == "feddkc")
 
 
+@pytest.mark.parametrize("method", ["fedavg", "feddkc"])
+def test_devices_beyond_the_first_hundred_have_the_same_accuracy_without_a_file(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = run(tmp_path / "every", method)
+    monkeypatch.setattr("fleetdistill_server.simulation.spec.plan.MOST_EXPORTS", 1)
+    first = run(tmp_path / "first", method)
+    assert [one.onnx_file for one in first.devices] == ["onnx/device-0.onnx", None]
+    found, expected = ([one.accuracy_fleet for one in of.devices] for of in (first, every))
+    assert found == pytest.approx(expected, abs=1e-9)
+
+
 def test_feddkd_bn_is_scored_with_the_steps_in_every_round(tmp_path: Path) -> None:
     """Without steps and with three: the same local training in round 1, another product in each round."""
     reports = [run(tmp_path / str(j), "feddkd", settings={**BN, "dkd_steps": j}) for j in (0, 3)]

@@ -73,7 +73,7 @@ def show_comparison(report: FleetReport, out: Path) -> None:
     if len(report.comparison) > 1:
         console.print()
         console.print(comparison_table(report.comparison))
-    models = sum(1 + len(one.onnx_answers) for one in report.devices)
+    models = sum(bool(one.onnx_file) + len(one.onnx_answers) for one in report.devices)
     _print_line(console, f"{out}/: report.json, fleet.png, onnx/ ({models} models)")
 
 

@@ -22,7 +22,7 @@ from fleetdistill_server.simulation.report.device_plots import (
     plot_gains,
     plot_rounds,
 )
-from fleetdistill_server.simulation.report.plots import plot_comparison, plot_partition, save_report_figure
+from fleetdistill_server.simulation.report.plots import MOST_ROWS, plot_comparison, plot_partition, save_report_figure
 
 figure_module = pytest.importorskip("matplotlib.figure", reason="matplotlib draws the pictures")
 
@@ -83,6 +83,10 @@ class TestReportFigure:
         width, height = _png_size(_save(tmp_path / "report.png", devices=20))
         assert width == 1800
         assert height > 2284
+
+    def test_a_large_fleet_has_a_row_for_some_devices_only(self, tmp_path: Path) -> None:
+        sizes = {_png_size(_save(tmp_path / "report.png", devices=devices)) for devices in (MOST_ROWS, 3 * MOST_ROWS)}
+        assert len(sizes) == 1
 
     def test_a_file_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way")

@@ -17,8 +17,8 @@ from fleetdistill.training.local_training import evaluate
 from fleetdistill_server.engine import engine
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.report.comparison import bytes_by_round
-from fleetdistill_server.simulation.report.metrics import accuracy
-from fleetdistill_server.simulation.report.scores import fleet_figures, in_class_mix, late_figures
+from fleetdistill_server.simulation.report.metrics import accuracy, fleet_scores
+from fleetdistill_server.simulation.report.scores import SCORES, fleet_figures, in_class_mix, late_figures
 from fleetdistill_server.simulation.show import fedavg_lines, global_lines
 from fleetdistill_server.simulation.spec.score_log import START, after_rounds, append_scores, read_scores
 from fleetdistill_server.simulation.spec.settings import Simulation
@@ -42,6 +42,26 @@ def test_figures_by_hand() -> None:
     by_samples = (32 + 20) / 60
     expected = {"global": 0.6, "c_gen": 0.6, "c_spec": 0.9, "c_spec_samples": by_samples, "c_per": 0.75}
     assert figures == pytest.approx(expected)
+
+
+@given(
+    counts_kcc=hnp.arrays(np.int64, (3, 2, 2), elements=st.integers(0, 9)),
+    samples_jc=hnp.arrays(np.int64, (3, 2), elements=st.integers(0, 9)),
+)
+def test_figures_without_the_matrices_of_all_pairs_are_those_with_them(counts_kcc: Any, samples_jc: Any) -> None:
+    counts_kcc[1:] = counts_kcc[:1] * [
+        [[1], [2]]
+    ]  # all models are scored on one test set, so the same classes have rows
+    counts_kcc[2] = counts_kcc[2][:, ::-1]
+    pairs = [in_class_mix(counts_cc, samples_jc) for counts_cc in counts_kcc]
+    server = in_class_mix(counts_kcc[0], samples_jc)
+    figures = fleet_figures(list(counts_kcc), samples_jc, counts_kcc[0])
+    for name, score in SCORES.items():
+        expected = fleet_scores(pairs, server, score)
+        found = [figures[name][one] for one in ("global", "c_gen", "c_spec", "c_spec_samples", "c_per")]
+        known = [np.nan if one is None else one for one in found]
+        wanted = [expected.global_, expected.c_gen, expected.c_spec, expected.c_spec_samples, expected.c_per]
+        assert known == pytest.approx(wanted, nan_ok=True)
 
 
 def test_f1_by_hand() -> None:

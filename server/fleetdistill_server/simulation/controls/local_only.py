@@ -188,5 +188,10 @@ def score_initial_models(initial: ModelParameters | None, specs: list[DeviceSpec
         initial: Initial weights that the method distributes; None if it distributes none.
         specs: The devices; each one's score log gets a line.
     """
+    same = initial is not None and initial.scope == "model"  # then devices with one architecture start equal
+    known: dict[tuple[str, str], list[list[int]]] = {}
     for spec in specs:
-        append_scores(spec.scores_file, START, score_initial_model(spec, initial).confusion.tolist())
+        key = spec.model, "" if same else spec.name
+        if key not in known:
+            known = {key: score_initial_model(spec, initial).confusion.tolist()} | (known if same else {})
+        append_scores(spec.scores_file, START, known[key])

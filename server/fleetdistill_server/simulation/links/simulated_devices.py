@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from fleetdistill_server.store.store import Store
 
 MOST_OPEN = 256
 """Largest number of open devices. Opening one again takes milliseconds, so this exceeds a usual cohort."""
+_COLLECTED = 256
+"""Number of closed devices that are garbage-collected together; a collection takes tenths of a second."""
 
 
 def saved_state(store: Store, device: str) -> dict[str, bytes]:
@@ -86,7 +89,7 @@ class SimulatedDevices:
         self._specs = {spec.name: spec for spec in specs}
         self.names = tuple(self._specs)
         self._link_of, self._states, self._most_open, self._remote = link_of, states, most_open, remote
-        self._shared = Shared()
+        self._shared, self._closed = Shared(), 0
         self._open: OrderedDict[str, tuple[Device, MemoryStorage | None]] = OrderedDict()
 
     def step(self, name: str) -> Step:
@@ -127,6 +130,9 @@ class SimulatedDevices:
         name, (device, state) = self._open.popitem(last=False)
         self._save(name, state)
         device.close(leave=False)
+        self._closed += 1
+        if self._closed % _COLLECTED == 0:
+            gc.collect()  # a closed device is a cycle of references, and collections are rare during a simulation
 
     def _save(self, name: str, state: MemoryStorage | None) -> None:
         if self._states is not None and state is not None and state.changed:

@@ -6,8 +6,8 @@ This module does not import matplotlib at its top; callers pass the axes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ from fleetdistill.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Rate = TypeVar("Rate")
 
 FLEET = "#0b6fa4"  # colour-blind readers can distinguish these shades of blue, orange, green and purple
 ALONE = "#d9772b"
@@ -60,6 +62,17 @@ class DeviceCurves:
     alone: Mapping[str, float] = field(default_factory=dict)
     further: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     moment: str = "at the end"
+
+    def of_rows(self, rows: Sequence[int]) -> DeviceCurves:
+        """Returns the curves of some devices, given their numbers in order."""
+        devices = list(self.devices)
+        names = {devices[row] for row in rows}
+
+        def chosen(of: Mapping[str, Rate]) -> dict[str, Rate]:
+            return {name: one for name, one in of.items() if name in names}
+
+        further = {variant: chosen(of) for variant, of in self.further.items()}
+        return replace(self, devices=chosen(self.devices), alone=chosen(self.alone), further=further)
 
 
 def plot_rounds(ax: Axes, curves: DeviceCurves) -> None:

@@ -28,7 +28,7 @@ _BATCH = 1024
 
 
 def device_report(
-    done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: Sequence[Row], estimates: Mapping[str, Expected]
+    done: Outcome, spec: DeviceSpec, samples_1c: Ints, own_traffic: Sequence[Row], estimates: Mapping[str, Expected]
 ) -> DeviceReport:
     """Builds the report of one device and copies its exported models to the simulation's `out`.
 
@@ -36,7 +36,7 @@ def device_report(
         done: The simulation's data.
         spec: The device.
         samples_1c: `[1, C]`, the device's number of training samples of each class.
-        traffic: Traffic of the run's devices.
+        own_traffic: Traffic of the device.
         estimates: Leave-one-out estimates of the devices that have them, by id.
     """
     trained_cc = done.history.devices[spec.name][-1]
@@ -45,7 +45,6 @@ def device_report(
     fleet_cc = _confusion_in_use(done, spec.name, onnx_file)
     alone = done.controls.alone.get(spec.name)
     alone_cc = alone[-1].confusion if alone else None
-    own_traffic = [one for one in traffic if one["device"] == spec.name]
     return DeviceReport(
         name=spec.name,
         model=spec.model,

@@ -6,8 +6,9 @@ models, `j` test sets (set j belongs to device j), `cc` a confusion matrix. T is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,41 @@ from fleetdistill.errors import ConfigurationError
 Ints = npt.NDArray[np.int64]
 Cells = Ints | npt.NDArray[np.float64]
 """Cells of a confusion matrix: counts or weights."""
-Score = Callable[[Cells], float]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Margins:
+    """What the scores need of a confusion matrix, or of several: far smaller, for pairs of all models and test sets.
+
+    Attributes:
+        hits: `[..., C]`, rows of each class that are predicted correctly.
+        predicted: `[..., C]`, rows that are predicted to be of each class.
+        rows: `[..., C]`, rows of each class.
+    """
+
+    hits: Cells
+    predicted: Cells
+    rows: Cells
+
+    @classmethod
+    def of(cls, counts: Cells | Margins) -> Margins:
+        """Returns the margins of confusion matrices `[..., C, C]`."""
+        if isinstance(counts, Margins):
+            return counts
+        hits: Any = np.diagonal(counts, axis1=-2, axis2=-1)
+        return cls(hits, counts.sum(-2), counts.sum(-1))
+
+    def part(self, number: int) -> Margins:
+        """Returns the margins of one of several matrices."""
+        return Margins(self.hits[number], self.predicted[number], self.rows[number])
+
+    def total(self) -> Margins:
+        """Returns the margins of the sum of several matrices."""
+        return Margins(self.hits.sum(0), self.predicted.sum(0), self.rows.sum(0))
+
+
+Score = Callable[[Cells | Margins], float]
 """Maps a confusion matrix [C, C] to a rate in [0, 1]; NaN if the matrix is empty."""
 
 
@@ -33,39 +68,61 @@ def confusion(labels: npt.ArrayLike, predictions: npt.ArrayLike, classes: int) -
     return np.bincount(pairs, minlength=classes**2).reshape(classes, classes).astype(np.int64)
 
 
-def accuracy(counts_cc: Cells) -> float:
+def accuracy(counts_cc: Cells | Margins) -> float:
     """Returns the fraction of rows that are predicted correctly."""
-    rows = float(counts_cc.sum())
-    return float(np.trace(counts_cc)) / rows if rows else float("nan")
+    return float(_accuracies(Margins.of(counts_cc)))
 
 
-def f1_by_class(counts_cc: Cells) -> npt.NDArray[np.float64]:
-    """Returns F1 = 2 TP / (2 TP + FP + FN) of each class `[C]`; 0 for classes where this is 0 / 0."""
-    hits = np.diag(counts_cc).astype(np.float64)
-    either = counts_cc.sum(0) + counts_cc.sum(1)
-    scores: npt.NDArray[np.float64] = np.divide(2 * hits, either, out=np.zeros_like(hits), where=either > 0)
-    return scores
+def f1_by_class(counts_cc: Cells | Margins) -> Floats:
+    """Returns F1 = 2 TP / (2 TP + FP + FN) of each class `[..., C]`; 0 for classes where this is 0 / 0."""
+    found = Margins.of(counts_cc)
+    return _divided(2 * found.hits, found.predicted + found.rows, 0.0)
 
 
-def f1_weighted(counts_cc: Cells) -> float:
+def f1_weighted(counts_cc: Cells | Margins) -> float:
     """Returns the mean F1 of the classes, weighted by their numbers of samples, as CDKT-FL's code reports it."""
-    rows = counts_cc.sum(1)
-    return float((rows * f1_by_class(counts_cc)).sum() / rows.sum()) if rows.sum() else float("nan")
+    return float(_weighted_f1(Margins.of(counts_cc)))
 
 
-def f1_macro(counts_cc: Cells) -> float:
+def f1_macro(counts_cc: Cells | Margins) -> float:
     """Returns the mean F1 over the classes that are present or predicted."""
-    seen = (counts_cc.sum(0) + counts_cc.sum(1)) > 0
-    return float(f1_by_class(counts_cc)[seen].mean()) if seen.any() else float("nan")
+    return float(_macro_f1(Margins.of(counts_cc)))
 
 
-def mean_over_parts(counts_jcc: Cells, score: Score = accuracy) -> float:
+def _accuracies(of: Margins) -> Floats:
+    return _divided(of.hits.sum(-1), of.rows.sum(-1), np.nan)
+
+
+def _weighted_f1(of: Margins) -> Floats:
+    return _divided((of.rows * f1_by_class(of)).sum(-1), of.rows.sum(-1), np.nan)
+
+
+def _macro_f1(of: Margins) -> Floats:
+    return _divided(f1_by_class(of).sum(-1), ((of.predicted + of.rows) > 0).sum(-1), np.nan)
+
+
+def _divided(numbers: Cells, by: Cells, otherwise: float) -> Floats:
+    """Returns the quotients, or `otherwise` where the divisor is 0."""
+    filled = np.full(np.shape(numbers), otherwise)
+    return np.asarray(np.divide(numbers, by, out=filled, where=np.asarray(by) > 0), np.float64)
+
+
+_BY_PART: Mapping[Score, Callable[[Margins], Floats]] = {
+    accuracy: _accuracies,
+    f1_weighted: _weighted_f1,
+    f1_macro: _macro_f1,
+}
+"""For each score, the function that computes it for several matrices together, `[J]`."""
+
+
+def mean_over_parts(counts_jcc: Cells | Margins, score: Score = accuracy) -> float:
     """Returns the unweighted mean of a score over test sets `[J, C, C]`; empty test sets are left out."""
-    scores = [score(counts) for counts in counts_jcc if counts.sum()]
-    return float(np.mean(scores)) if scores else float("nan")
+    found = Margins.of(counts_jcc)
+    scores = _BY_PART[score](found)[found.rows.sum(-1) > 0]
+    return float(np.mean(scores)) if len(scores) else float("nan")
 
 
-def c_spec(own_kcc: Cells, score: Score = accuracy, average: str = "devices") -> float:
+def c_spec(own_kcc: Cells | Margins, score: Score = accuracy, average: str = "devices") -> float:
     """Returns C-Spec, the score of each device model on the device's own test set.
 
     With `devices` and accuracy, this equals FedD2S's average UA.
@@ -79,21 +136,26 @@ def c_spec(own_kcc: Cells, score: Score = accuracy, average: str = "devices") ->
         ConfigurationError: `average` is unknown.
     """
     _check_average(average)
-    return mean_over_parts(own_kcc, score) if average == "devices" else score(own_kcc.sum(0))
+    own = Margins.of(own_kcc)
+    return mean_over_parts(own, score) if average == "devices" else score(own.total())
 
 
-def c_gen(counts_kjcc: Cells, score: Score = accuracy) -> float:
+def c_gen(counts_kjcc: Iterable[Cells | Margins], score: Score = accuracy) -> float:
     """Returns C-Gen, the mean score of the device models on all devices' test data.
 
     Accuracy is computed on T; any other score is the mean over all pairs of a model and a test set.
 
     Args:
-        counts_kjcc: `[K, J, C, C]`, device model k on test set j.
+        counts_kjcc: For each device model, its matrices `[J, C, C]` on all test sets. The same sets are empty for all.
         score: The score.
     """
+    models = (Margins.of(one) for one in counts_kjcc)
     if score is accuracy:
-        return mean_over_parts(counts_kjcc.sum(1), accuracy)
-    return mean_over_parts(counts_kjcc.reshape(-1, *counts_kjcc.shape[2:]), score)
+        scores = [accuracy(one.total()) for one in models]
+    else:
+        scores = [mean_over_parts(one, score) for one in models]
+    known = [one for one in scores if not np.isnan(one)]
+    return float(np.mean(known)) if known else float("nan")
 
 
 def c_per(generic: float, specific: float) -> float:
@@ -123,12 +185,15 @@ class FleetScores:
 
 
 def fleet_scores(
-    counts_kjcc: Cells, server_jcc: Cells | None = None, score: Score = accuracy, average: str = "devices"
+    counts_kjcc: Sequence[Cells | Margins] | Cells,
+    server_jcc: Cells | Margins | None = None,
+    score: Score = accuracy,
+    average: str = "devices",
 ) -> FleetScores:
     """Returns Global, C-Gen, C-Spec and C-Per of one round.
 
     Args:
-        counts_kjcc: `[K, K, C, C]`, device model k on test set j.
+        counts_kjcc: For each device model, its matrices `[K, C, C]` on all test sets.
         server_jcc: `[K, C, C]`, the global model on test set j; None if there is no global model.
         score: `accuracy`, `f1_weighted` or `f1_macro`. The global model's accuracy is computed on T, its F1 as the
             mean over test sets.
@@ -137,17 +202,23 @@ def fleet_scores(
     Raises:
         ConfigurationError: `average` is unknown.
     """
-    own_kcc = np.stack([row_jcc[number] for number, row_jcc in enumerate(counts_kjcc)])
-    generic, specific = c_gen(counts_kjcc, score), c_spec(own_kcc, score, average)
-    server = np.zeros_like(own_kcc) if server_jcc is None else server_jcc
+    own = _joined([Margins.of(one).part(number) for number, one in enumerate(counts_kjcc)])
+    generic, specific = c_gen(counts_kjcc, score), c_spec(own, score, average)
+    nothing = np.zeros_like(own.hits)
+    server = Margins(nothing, nothing, nothing) if server_jcc is None else Margins.of(server_jcc)
     return FleetScores(
-        global_=accuracy(server.sum(0)) if score is accuracy else mean_over_parts(server, score),
+        global_=accuracy(server.total()) if score is accuracy else mean_over_parts(server, score),
         c_gen=generic,
         c_spec=specific,
-        c_spec_samples=c_spec(own_kcc, score, average="samples"),
+        c_spec_samples=c_spec(own, score, average="samples"),
         c_per=c_per(generic, specific),
-        empty_parts=int((own_kcc.sum((1, 2)) == 0).sum()),
+        empty_parts=int((own.rows.sum(-1) == 0).sum()),
     )
+
+
+def _joined(parts: Sequence[Margins]) -> Margins:
+    hits, predicted, rows = zip(*((one.hits, one.predicted, one.rows) for one in parts), strict=True)
+    return Margins(np.stack(hits), np.stack(predicted), np.stack(rows))
 
 
 def median_of_rounds(curve: Sequence[float], first: int, last: int) -> float:

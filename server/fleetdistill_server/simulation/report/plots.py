@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _COLOURS = {"FedAvg": FEDAVG, "class statistics": FURTHER}
 _STYLES = ("-", "--", "-.")
 _MARKERS = ("o", "D", "s")
+MOST_ROWS = 60
+"""Largest number of devices with a row in the figure, whose height PNG and readers limit."""
 
 
 def load_matplotlib() -> None:
@@ -95,6 +97,12 @@ def plot_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None = Non
     _dress_comparison(ax, curves, alone)
 
 
+def _rows_shown(devices: int) -> list[int]:
+    """Returns the devices that get a row, evenly spaced if there are too many for all."""
+    shown = min(devices, MOST_ROWS)
+    return [number * devices // shown for number in range(shown)]
+
+
 def save_report_figure(
     path: str | os.PathLike[str],
     *,
@@ -110,7 +118,7 @@ def save_report_figure(
     """Writes all plots of a report into one PNG, 1,800 pixels wide, and returns its path.
 
     From top to bottom: accuracy by bytes (`plot_comparison`), accuracy by round if there are several (`plot_rounds`),
-    and a row for each device with its data (`plot_partition`) and its gain (`plot_gains`).
+    and a row for each of at most `MOST_ROWS` devices with its data (`plot_partition`) and its gain (`plot_gains`).
 
     Args:
         path: Path of the PNG to write.
@@ -132,7 +140,8 @@ def save_report_figure(
     heights = {"compared": 4.2 + 0.12 * len(curves)}  # the legend has two columns
     if max(len(rates) for rates in by_device.devices.values()) > 1:
         heights["rounds"] = 3.9
-    heights["data"] = max(3.2, 1.5 + 0.3 * len(device_names))
+    shown = _rows_shown(len(device_names))
+    heights["data"] = max(3.2, 1.5 + 0.3 * len(shown))
     figure = Figure(figsize=(9, sum(heights.values())), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)  # without pyplot the figure is released when this function returns
     # Separate subfigures, so that long device names do not narrow the curves.
@@ -142,7 +151,11 @@ def save_report_figure(
     if "rounds" in parts:
         plot_rounds(parts["rounds"].subplots(), by_device)
     data, gains = parts["data"].subplots(1, 2, width_ratios=(2, 1))
-    plot_partition(data, counts_jc, class_names, device_names, partition)
+    if len(shown) < len(device_names):
+        partition = f"{partition}; {len(shown)} of {len(device_names)} devices"
+        by_device = by_device.of_rows(shown)
+    names = [device_names[row] for row in shown]
+    plot_partition(data, np.asarray(counts_jc)[shown], class_names, names, partition)
     plot_gains(gains, by_device)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")

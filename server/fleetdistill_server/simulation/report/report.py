@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -42,8 +43,12 @@ from fleetdistill_server.views.suspects import named
 def make_report(done: Outcome) -> FleetReport:
     """Builds the report of the completed rounds and writes it to the simulation's `out`."""
     shares = done.split.class_counts(done.data.train_labels.numpy(), len(done.data.classes))
-    traffic, estimates = done.store.history.traffic(done.run), expected(done.store, done.run)
-    devices = [device_report(done, spec, shares[[row]], traffic, estimates) for row, spec in enumerate(done.specs)]
+    estimates, traffic = expected(done.store, done.run), defaultdict[str, list[Row]](list)
+    for sent in done.store.history.traffic(done.run):
+        traffic[sent["device"]].append(sent)
+    devices = [
+        device_report(done, spec, shares[[row]], traffic[spec.name], estimates) for row, spec in enumerate(done.specs)
+    ]
     scores, cost = _scores(done.history, shares, done.controls), cost_of(done.store, done.run, len(devices))
     by_round = done.history.figures(shares)
     report = FleetReport(

@@ -23,14 +23,15 @@ class DeviceReport:
         parameters: Number of the model's parameters.
         samples: Number of training samples.
         accuracy_alone, own_accuracy_alone: Accuracy after local-only training; None without this control.
-        accuracy_fleet, own_accuracy_fleet: Accuracy of the model in `onnx_file`, measured with onnxruntime. Before
-            the run is over, accuracy of the model that the device would receive.
+        accuracy_fleet, own_accuracy_fleet: Accuracy of the model in `onnx_file`, measured with onnxruntime. Without
+            a file, accuracy of the model that the device would receive.
         accuracy_trained, own_accuracy_trained: Accuracy after the last local training; fedavg, feddkd and dafkd then
             replace the model by the fleet's. For FedDKD_BN, accuracy of the fleet's layers with the device's
             batch-norm.
         bytes_up, bytes_down: Bytes to and from the server, tensors and envelopes, uncompressed.
         sent_up, sent_down: Bytes to and from the server on the wire.
-        onnx_file: Path of the app's exported model, relative to `out`; None before the run is over.
+        onnx_file: Path of the app's exported model, relative to `out`; None before the run is over, and
+            for all devices but the first 100.
         onnx_max_difference: Largest absolute difference between onnxruntime's and PyTorch's logits over all exported
             files; None before the run is over.
         onnx_answers: For each variant, `general` first, the path of its file; empty for a single model.

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import overload
 
 import numpy as np
 
 from fleetdistill_server.simulation.report.metrics import (
     Cells,
+    Floats,
     Ints,
+    Margins,
     Score,
     accuracy,
     f1_macro,
@@ -44,9 +47,14 @@ def in_class_mix(counts_cc: Ints, samples_jc: Ints) -> Cells:
     Returns:
         `[J, C, C]` float64; matrix j sums to the number of device j's samples of classes in the global test set.
     """
+    return np.asarray(samples_jc[:, :, None] * _rates(counts_cc), dtype=np.float64)
+
+
+def _rates(counts_cc: Ints) -> Floats:
+    """Returns for each true class the fraction of each prediction, `[C, C]`; zeros for a class without rows."""
     rows_c = counts_cc.sum(axis=1, keepdims=True)
-    rates_cc = np.divide(counts_cc, rows_c, out=np.zeros(counts_cc.shape), where=rows_c > 0)
-    return np.asarray(samples_jc[:, :, None] * rates_cc, dtype=np.float64)
+    rates_cc: Floats = np.divide(counts_cc, rows_c, out=np.zeros(counts_cc.shape), where=rows_c > 0)
+    return rates_cc
 
 
 def fleet_figures(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None) -> FleetFigures:
@@ -66,13 +74,48 @@ def round_figures(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints 
     return _figures(*_on_all_parts(device_kcc, samples_jc, server_cc), accuracy)
 
 
-def _on_all_parts(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None) -> tuple[Cells, Cells | None]:
-    """Returns the device models' `[K, J, C, C]` and the global model's matrices `[J, C, C]` on all own test sets."""
-    counts_kjcc = np.stack([in_class_mix(counts_cc, samples_jc) for counts_cc in device_kcc], dtype=np.float64)
-    return counts_kjcc, None if server_cc is None else in_class_mix(server_cc, samples_jc)
+def _on_all_parts(
+    device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None
+) -> tuple[Sequence[Margins], Margins | None]:
+    """Returns the device models' and the global model's margins on all own test sets."""
+    return _InMixes(device_kcc, samples_jc), None if server_cc is None else margins_in_mix(server_cc, samples_jc)
 
 
-def _figures(counts_kjcc: Cells, server_jcc: Cells | None, score: Score) -> Figures:
+class _InMixes(Sequence[Margins]):
+    """The margins of each device model on all own test sets, computed when they are needed.
+
+    Those of all models together would have a number for each pair of devices. Equal models are computed once.
+    """
+
+    def __init__(self, device_kcc: Sequence[Ints], samples_jc: Ints) -> None:
+        self._device_kcc, self._samples_jc = device_kcc, samples_jc
+        self._last: tuple[bytes, Margins] | None = None
+
+    def __len__(self) -> int:
+        return len(self._device_kcc)
+
+    @overload
+    def __getitem__(self, number: int) -> Margins: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Margins]: ...
+    def __getitem__(self, number: int | slice) -> Margins | Sequence[Margins]:
+        if isinstance(number, slice):
+            return _InMixes(self._device_kcc[number], self._samples_jc)
+        counts_cc = self._device_kcc[number]
+        known = counts_cc.tobytes()
+        if self._last is None or self._last[0] != known:
+            self._last = known, margins_in_mix(counts_cc, self._samples_jc)
+        return self._last[1]
+
+
+def margins_in_mix(counts_cc: Ints, samples_jc: Ints) -> Margins:
+    """Returns the margins `[J, C]` of the matrices of `in_class_mix`, without the matrices."""
+    rates_cc = _rates(counts_cc)
+    rows_jc = samples_jc * (counts_cc.sum(axis=1) > 0)
+    return Margins(samples_jc * np.diag(rates_cc), samples_jc @ rates_cc, rows_jc.astype(np.float64))
+
+
+def _figures(counts_kjcc: Sequence[Margins], server_jcc: Margins | None, score: Score) -> Figures:
     found = fleet_scores(counts_kjcc, server_jcc, score)
     figures = {
         "global": found.global_,

@@ -59,6 +59,7 @@ class DeviceSpec:
         predictor: Name in `fleetdistill.models.PREDICTORS`, for methods that train a predictor on fixed features.
         attack: Attack of a hostile device, a name in `hostile.ATTACKS`; empty for an honest device.
         modules: Modules that the device's process imports to register methods.
+        exports: Whether the device exports its model at the end of the run.
     """
 
     name: str
@@ -73,6 +74,7 @@ class DeviceSpec:
     predictor: str = USUAL_PREDICTOR
     attack: str = ""
     modules: tuple[str, ...] = ()
+    exports: bool = True
 
     @property
     def rows(self) -> int:
@@ -151,7 +153,7 @@ def make_device(
         run=spec.run,
         device_id=spec.name,
         allow=COLUMNS,
-        export_onnx="finish",
+        export_onnx="finish" if spec.exports else "never",
         on_event=note,
         clock=clock,
         deployment=Deployment(keep_versions=1),  # nothing rolls a simulated device back
