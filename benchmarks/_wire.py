@@ -28,6 +28,7 @@ from fleetdistill.link.credentials import AUTHORITIES, Credentials, split
 from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, encode
+from fleetdistill.wire.digests import Algorithm
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc, tensor_pb2
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
@@ -250,7 +251,7 @@ def _check_in(link: GrpcLink) -> service_pb2.Identity:
     return identity
 
 
-def make_payload(size: int) -> Payload:
+def make_payload(size: int, algorithm: Algorithm = Algorithm.SHA256) -> Payload:
     """Knowledge of about `size` bytes of random features, so that nothing is zero pages."""
     rng, rows = np.random.default_rng(0), max(size // ROW_BYTES, 1)
     return encode(
@@ -261,7 +262,8 @@ def make_payload(size: int) -> Payload:
                 logits=rng.random((rows, 10), np.float32),
                 labels=np.zeros(rows, np.int32),
             )
-        }
+        },
+        algorithm=algorithm,
     )
 
 

@@ -6,7 +6,7 @@ that stream and a plain write + fsync of the same bytes on the same disk, which 
 by how much an upload of 2.5 GB moves the front's peak memory after one of 64 MB. In brackets stand the processor
 milliseconds of client and server for one megabyte.
 
-    python benchmarks/uploads.py [--sizes 16 64 256] [--pairs 15] [--tls] [--no-memory]
+    python benchmarks/uploads.py [--sizes 16 64 256] [--pairs 15] [--tls] [--digest sha256] [--no-memory]
     python benchmarks/uploads.py --sizes 1024 --pairs 3 --no-memory
 """
 
@@ -34,6 +34,7 @@ from _wire import (
 
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.digests import Algorithm
 from fleetdistill.wire.framing import framed
 from fleetdistill.wire.v1 import service_pb2
 
@@ -48,9 +49,9 @@ def write_and_fsync(path: Path, payload: Payload) -> None:
         os.fsync(file.fileno())
 
 
-def measure(front: Front, bare: Bare, size: int, pairs: int) -> None:
+def measure(front: Front, bare: Bare, size: int, pairs: int, algorithm: Algorithm) -> None:
     """Prints the figures of one size."""
-    payload = make_payload(size)
+    payload = make_payload(size, algorithm)
     messages = [service_pb2.UploadRequest.FromString(framed(one)) for one in wire.chunks(payload.source, payload.slots)]
     stream, ours, disk = in_turns(
         [
@@ -74,9 +75,9 @@ def measure(front: Front, bare: Bare, size: int, pairs: int) -> None:
 def measure_memory() -> None:
     """Prints by how much a large upload moves the front's peak memory."""
     with live_front() as front:
-        front.upload(make_payload(64 * MB))
+        front.upload(make_payload(64 * MB, Algorithm.BLAKE3))
         before = front.peak_memory()
-        front.upload(make_payload(LARGE_BYTES))
+        front.upload(make_payload(LARGE_BYTES, Algorithm.BLAKE3))
         grown = front.peak_memory() - before
     print(f"an upload of {LARGE_BYTES / MB:.0f} MB moves the front's peak memory of {before / MB:.0f} MB by "
           f"{grown / MB:.0f} MB")  # fmt: skip
@@ -89,10 +90,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--no-memory", action="store_true", help="leave out the 2.5 GB")
     parser.add_argument("--tls", action="store_true", help="TLS with certificates on both sides, against the same")
+    parser.add_argument("--digest", type=Algorithm, choices=list(Algorithm), default=Algorithm.BLAKE3)
     given = parser.parse_args()
     with secured(given.tls) as tls, bare_server(tls) as bare, live_front(tls=tls) as front:
         for size in given.sizes:
-            measure(front, bare, size * MB, given.pairs)
+            measure(front, bare, size * MB, given.pairs, given.digest)
     if not given.no_memory:
         measure_memory()
 
