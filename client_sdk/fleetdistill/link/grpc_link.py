@@ -19,7 +19,6 @@ from grpc_status import rpc_status
 from fleetdistill.errors import ConfigurationError, FleetDistillError, LinkError, RefusedError, WorkInterrupted
 from fleetdistill.interruption import check_may_continue
 from fleetdistill.link.credentials import Credentials
-from fleetdistill.link.read_ahead import read_ahead
 from fleetdistill.link.tls_probe import accepts_tls
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import offered
@@ -219,7 +218,7 @@ class GrpcLink:
 
     def _chunks(self, stream: Any) -> Iterator[AnyChunk]:
         with self._errors():
-            for message in read_ahead(stream, stream.cancel):
+            for message in stream:
                 if not isinstance(message, Chunk):
                     raise LinkError(f"server {self._server} sent a message without a chunk in a download")
                 yield message
