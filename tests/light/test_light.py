@@ -50,8 +50,8 @@ from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.service.supervisor import Supervisor
-from fleetdistill_server.simulation.links.links import device_processes
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.simulation.links.over_grpc import device_host
 from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.store.store import Store
 
@@ -240,9 +240,9 @@ def test_beside_devices_with_torch_it_ends_with_their_space_and_their_answers(
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     own = save(digits(0), tmp_path / "light")
     specs = [spec_of("twin", digits(0), tmp_path), spec_of("other", digits(1), tmp_path)]
-    with serving(tmp_path, min_devices=3) as port, device_processes(specs, port) as processes:
+    with serving(tmp_path, min_devices=3) as port, device_host(specs, port, 1) as host:
         light = start_light(own, port)
-        assert {process.wait(PATIENCE_SECONDS) for process in (light, *processes)} == {0}
+        assert {process.wait(PATIENCE_SECONDS) for process in (light, host)} == {0}
     assert not set(json.loads((own / "modules.json").read_text())) & {"torch", "onnx", "safetensors"}
     _, spaces, _ = unpack_variants((own / "state/state.safetensors").read_bytes())
     for spec in specs:

@@ -1,10 +1,9 @@
-"""kill -9 of engine, front or device in mid-round: the run ends as if nothing had happened, to the bit."""
+"""kill -9 of engine, front or devices in mid-round: the run ends as if nothing had happened, to the bit."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +13,7 @@ from support.fleets import Prepared, assert_no_upload_lost, outcome, prepare, ru
 from support.processes import PATIENCE_SECONDS, children, kill_in, wait_until
 
 from fleetdistill_server.service.supervisor import Supervisor
-from fleetdistill_server.simulation.links.links import device_processes
-from fleetdistill_server.simulation.spec.device import DeviceSpec
+from fleetdistill_server.simulation.links.over_grpc import device_host
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
@@ -23,7 +21,7 @@ from fleetdistill_server.store.store import Store
 pytestmark = pytest.mark.slow
 
 ENGINE, FRONT = "fleetdistill_server.engine", "fleetdistill_server.front"
-ROUNDS, DEVICES = 4, 3
+ROUNDS, DEVICES, PROCESSES = 4, 3, 2
 # So many local epochs that a round lasts long enough to be met in its middle.
 FLEET = Simulation(
     devices=DEVICES,
@@ -46,22 +44,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[t
 
 
 class Fleet:
-    """Supervisor and devices of a run, all processes of their own, to be killed by the test."""
+    """Supervisor of a run and its devices in two processes, to be killed by the test."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._config, self._specs, work = prepared
         self.supervisor = Supervisor(self._config, log=work / "server.log")
         self.store = self.supervisor.store
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stack = contextlib.ExitStack()
         self._serving = threading.Thread(target=self.supervisor.serve)
 
     def __enter__(self) -> Fleet:
         self._serving.start()
         try:
-            self.port = wait_until(lambda: self.supervisor.port or 0, "the front to listen")
-            for spec in self._specs:
-                self.start(spec)
+            port = wait_until(lambda: self.supervisor.port or 0, "the front to listen")
+            self.host = self._stack.enter_context(device_host(self._specs, port, PROCESSES))
         except BaseException:
             self.__exit__()
             raise
@@ -72,17 +68,16 @@ class Fleet:
         self.supervisor.stop()
         self._serving.join()
 
-    def start(self, spec: DeviceSpec) -> None:
-        """Starts a device's process, again on the same state directory if it ran before."""
-        (self._processes[spec.name],) = self._stack.enter_context(device_processes([spec], self.port))
+    def kill_devices(self, group: int) -> None:
+        """Kills a process of devices, the oldest, while one of them owes an answer; the host starts it again."""
+        names = {spec.name for spec in self._specs[group::PROCESSES]}
+        before = wait_until(self._device_processes, "all processes of devices")
+        self._kill(before[0], lambda: not names.isdisjoint(self.store.asks.devices_with_open(RUN)))
+        wait_until(lambda: self._device_processes() not in ([], before), "another process of devices")
 
-    def kill_device(self, number: int) -> None:
-        """Kills a device while it owes an answer, and starts it again."""
-        spec = self._specs[number]
-        process = self._processes[spec.name]
-        self._kill(process.pid, lambda: spec.name in self.store.asks.devices_with_open(RUN))
-        process.wait()
-        self.start(spec)
+    def _device_processes(self) -> list[int]:
+        found = children(self.host.pid)
+        return found if len(found) == PROCESSES else []
 
     def kill_child(self, module: str) -> None:
         """Kills front or engine while asks are open; the supervisor starts it again."""
@@ -101,8 +96,7 @@ class Fleet:
 
     def wait_for_the_end(self) -> None:
         self.wait_for_rounds(ROUNDS)
-        for name, process in self._processes.items():
-            assert process.wait(PATIENCE_SECONDS) == 0, name
+        assert self.host.wait(PATIENCE_SECONDS) == 0
 
 
 @contextlib.contextmanager
@@ -113,14 +107,14 @@ def running(directory: Path) -> Iterator[tuple[Fleet, Path]]:
 
 
 def test_killed_processes_change_nothing(tmp_path: Path, undisturbed: object) -> None:
-    """Engine, front and two devices in one run; every kill hits an open round."""
+    """Engine, front and both processes of devices in one run; every kill hits an open round."""
     with running(tmp_path) as (fleet, directory):
         for after, module in enumerate((ENGINE, FRONT)):
             fleet.wait_for_rounds(after)
             fleet.kill_child(module)
         fleet.wait_for_rounds(2)
-        for number in (1, 2):
-            fleet.kill_device(number)
+        for group in range(PROCESSES):
+            fleet.kill_devices(group)
         fleet.wait_for_the_end()
     store = Store.open(directory)
     assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * ROUNDS

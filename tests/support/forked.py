@@ -27,7 +27,8 @@ from fleetdistill.state import failpoints
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device, save_spec
+from fleetdistill_server.simulation.links.over_grpc import save_specs
+from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device
 from fleetdistill_server.store.store import Store
 
 if TYPE_CHECKING:
@@ -142,26 +143,25 @@ def _run_device(points: str, spec: DeviceSpec, store: str, pipe: Path) -> None:
             select.select([], [], [], 0.005)
 
 
-def forked_grpc_device(spec: DeviceSpec, port: int) -> Forked:
-    """A simulated device's own `main`, which calls a front."""
-    return Forked(_run_grpc_device, save_spec(spec), port)
+def forked_grpc_devices(specs: Sequence[DeviceSpec], port: int, *, keep_open: bool) -> Forked:
+    """A process of simulated devices, which call a front. They stay open, or are closed whenever they wait for work."""
+    return Forked(_run_grpc_devices, list(specs), port, 1 << 30 if keep_open else 0)
 
 
-def _run_grpc_device(points: str, spec: Path, port: int) -> None:
-    from fleetdistill_server.simulation.spec.device import main
+def _run_grpc_devices(points: str, specs: list[DeviceSpec], port: int, most_waiting_bytes: int) -> None:
+    from fleetdistill_server.simulation.links.multiplexer import run_devices
 
     failpoints.switch_on(points)
-    sys.argv = ["device", str(spec), "--server", f"127.0.0.1:{port}"]
-    sys.exit(main())
+    sys.exit(run_devices(specs, f"127.0.0.1:{port}", most_waiting_bytes))
 
 
-def forked_grpc_devices(specs: Sequence[DeviceSpec], port: int, hook: Path | None = None) -> ForkServerProcess:
-    """The process of several simulated devices. SIGTERM arrives in a hook of its first fork, which touches `hook`."""
-    return forked(_run_grpc_devices, [save_spec(spec) for spec in specs], port, hook)
+def forked_host(specs: Sequence[DeviceSpec], port: int, hook: Path | None = None) -> ForkServerProcess:
+    """The host of two processes of devices. SIGTERM arrives in a hook of its first fork, which touches `hook`."""
+    return forked(_run_host, save_specs(specs), port, hook)
 
 
-def _run_grpc_devices(specs: list[Path], port: int, hook: Path | None) -> None:
-    from fleetdistill_server.simulation.spec.device import main
+def _run_host(specs: Path, port: int, hook: Path | None) -> None:
+    from fleetdistill_server.simulation.links.device_host import main
 
     def terminate() -> None:
         assert hook is not None
@@ -170,7 +170,8 @@ def _run_grpc_devices(specs: list[Path], port: int, hook: Path | None) -> None:
 
     if hook is not None:
         os.register_at_fork(after_in_parent=terminate)
-    sys.argv = ["device", *map(str, specs), "--server", f"127.0.0.1:{port}", "--parent", str(os.getppid())]
+    address = f"127.0.0.1:{port}"
+    sys.argv = ["host", str(specs), "--server", address, "--processes", "2", "--parent", str(os.getppid())]
     sys.exit(main())
 
 

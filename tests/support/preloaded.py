@@ -10,6 +10,6 @@ from fleetdistill_server.cli import app  # noqa: F401
 from fleetdistill_server.engine import process  # noqa: F401
 from fleetdistill_server.front import process as front_process  # noqa: F401
 from fleetdistill_server.simulation import fleet  # noqa: F401
-from fleetdistill_server.simulation.spec.device import preload
+from fleetdistill_server.simulation.links.device_host import preload
 
 preload()

@@ -85,14 +85,12 @@ def simulate(
     context: typer.Context,
     method: Annotated[str, typer.Option(help="Name of the method.")] = "feddkc",
     import_: ImportOption = None,
-    link: Annotated[
-        str, typer.Option(help="Link to the devices: memory (a single process) or grpc (one process per device).")
-    ] = "memory",
+    link: Annotated[str, typer.Option(help="Link to the devices: memory (one process) or grpc.")] = "memory",
     durable: Annotated[
         bool, typer.Option("--durable", help="With --link memory, write and fsync all files as over gRPC.")
     ] = False,
     workers: Annotated[
-        int, typer.Option(help="Processes that compute the devices' work; 0 computes in the simulation's process.")
+        int, typer.Option(help="Processes that compute the devices' work; 0: with grpc one per core, otherwise none.")
     ] = 0,
     backend: Annotated[
         str, typer.Option(help="What computes the devices' work: local (--workers) or ray (a Ray cluster).")

@@ -2,7 +2,8 @@
 
 `simulate` partitions a data set over devices, runs a whole training over one of two links, and compares each device
 with local-only training. The link `memory` runs everything in this process, one step at a time. The link `grpc` runs
-front, engine and devices as separate processes on the loopback interface. Both give the same figures for one seed.
+front and engine as processes on the loopback interface, and the devices in a few more. Both give the same figures for
+one seed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from fleetdistill_server.simulation.controls.local_only import score_initial_mod
 from fleetdistill_server.simulation.data.datasets import Dataset, load_dataset
 from fleetdistill_server.simulation.data.own import limited
 from fleetdistill_server.simulation.folder import IfThere, check_folder, open_folder
-from fleetdistill_server.simulation.links.links import run_over_grpc, run_over_memory
+from fleetdistill_server.simulation.links.links import run_over_memory
+from fleetdistill_server.simulation.links.over_grpc import run_over_grpc
 from fleetdistill_server.simulation.progress import OnProgress, Progress, watcher
 from fleetdistill_server.simulation.report.controls import Controls
 from fleetdistill_server.simulation.report.history import read_history
@@ -132,7 +134,7 @@ def _run(wanted: Simulation, fleet: Fleet, on_progress: OnProgress, started: flo
                 make_backend=backend_of(wanted),
             )
         else:
-            store = run_over_grpc(fleet.config, fleet.specs, fleet.work, watch)
+            store = run_over_grpc(fleet.config, fleet.specs, fleet.work, watch, workers=wanted.workers)
         store.close()
         if wanted.with_alone:
             alone = _train_local_only(wanted, fleet, on_progress)

@@ -28,8 +28,9 @@ from fleetdistill_server.simulation.spec.settings import Simulation
         ({"backend": "cluster"}, "backend is 'cluster', must be local or ray"),
         ({"ray_address": "auto"}, "ray_address needs backend ray"),
         ({"backend": "ray", "ray_address": "auto", "workers": 2}, "ray_address needs backend ray, and workers 0"),
-        ({"workers": 2, "link": "grpc"}, "workers and backend ray need link memory"),
-        ({"backend": "ray", "durable": True}, "workers and backend ray need link memory, and not durable"),
+        ({"workers": 2, "durable": True}, "workers and backend ray do not work with durable"),
+        ({"backend": "ray", "durable": True}, "workers and backend ray do not work with durable"),
+        ({"backend": "ray", "link": "grpc"}, "backend ray needs link memory"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(settings: dict[str, Any], expected: str) -> None:

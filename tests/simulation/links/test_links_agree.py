@@ -18,7 +18,7 @@ from support.fleets import (
     record,
     run_in_memory,
 )
-from support.forked import ForkedEngine, forked_grpc_device
+from support.forked import ForkedEngine, forked_grpc_devices
 from support.live_front import live_front
 
 from fleetdistill.errors import ConfigurationError, DataError
@@ -41,13 +41,15 @@ SMALL = Simulation(
 
 
 def run_in_processes(prepared: Prepared) -> Store:
-    """As `run_over_grpc`: front, engine and every device a process of its own; engine and devices start quicker."""
+    """As `run_over_grpc`, with two processes of devices, one of which closes devices that wait for work."""
     config, specs, _ = prepared
     engine, store = ForkedEngine(prepared), Store.open(Path(config.server.store))
     # as the supervisor does, so that a device may be quicker than the engine
     store.runs.begin(RUN, config.fixed_part())
-    with live_front(Path(config.server.store), ends=Ends(engine.front_pipe.end, engine.pipe.end)) as front:
-        processes = [*(forked_grpc_device(spec, front.port) for spec in specs), engine]
+    ends, lease = Ends(engine.front_pipe.end, engine.pipe.end), config.server.lease_seconds
+    with live_front(Path(config.server.store), lease, ends) as front:
+        groups = [forked_grpc_devices(specs[first::2], front.port, keep_open=first == 0) for first in range(2)]
+        processes = [*groups, engine]
         for process in processes:
             process.start()
         try:

@@ -19,8 +19,10 @@ def check_backend(wanted: Simulation) -> None:
         raise ConfigurationError(
             "ray_address needs backend ray, and workers 0, because the cluster has its own number of workers"
         )
-    if wanted.has_workers and (wanted.link != "memory" or wanted.durable):
-        raise ConfigurationError("workers and backend ray need link memory, and not durable; leave one of them out")
+    if wanted.backend == "ray" and wanted.link != "memory":
+        raise ConfigurationError("backend ray needs link memory; leave one of them out")
+    if wanted.has_workers and wanted.durable:
+        raise ConfigurationError("workers and backend ray do not work with durable; leave one of them out")
     if wanted.backend == "ray":
         from fleetdistill_server.simulation.backends.ray_backend import load_ray
 

@@ -1,33 +1,25 @@
-"""Runs a simulated fleet over the in-memory link or over gRPC. Each function returns the run's store."""
+"""Runs a simulated fleet over the in-memory link; `over_grpc` runs one over gRPC."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-import os
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from fleetdistill.errors import RunError
 from fleetdistill.link.base import Link
 from fleetdistill.training.alone import without_app
 from fleetdistill.wire.compression import compression_of
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.service.processes import child_environment
-from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.simulation.backends.backend import MakeBackend
 from fleetdistill_server.simulation.backends.remote_work import RemoteWork
 from fleetdistill_server.simulation.links.drive import DriveFleet
 from fleetdistill_server.simulation.links.memory_link import SharedLink
 from fleetdistill_server.simulation.links.simulated_devices import MOST_OPEN, DeviceStates, SimulatedDevices
-from fleetdistill_server.simulation.spec.device import DeviceSpec, save_spec
+from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.simulation.timing.behaviour import FleetBehaviour
 from fleetdistill_server.simulation.timing.timing import Timing
 from fleetdistill_server.store.round_store import RoundStore
@@ -38,7 +30,6 @@ MakeLink = Callable[[DeviceApi, str], Link]
 """Makes the link of one device, from the server's side of the device API and the device's id."""
 MOST_SHORT_ROUNDS = 100
 """Number of consecutive short rounds after which a simulation fails, since no further devices will join."""
-_POLL_SECONDS = 0.1
 
 
 def memory_link(api: DeviceApi, device: str) -> Link:
@@ -150,88 +141,3 @@ def _closed_on_failure(store: Store) -> Iterator[None]:
     except BaseException:
         store.close()
         raise
-
-
-def run_over_grpc(config: RunConfig, specs: list[DeviceSpec], work: Path, watch: Watch) -> Store:
-    """Runs front, engine and devices as separate processes on the loopback interface; see `run_over_memory`.
-
-    Raises:
-        RunError: A device process failed, or the run was stopped.
-    """
-    supervisor = Supervisor(config, log=work / "server.log", most_short_rounds=MOST_SHORT_ROUNDS)
-    failure: list[Exception] = []
-    serving = threading.Thread(target=_serve, args=(supervisor, failure), name="supervisor")
-    finished = False
-    try:
-        serving.start()  # Ctrl-C may arrive here too, with the thread running
-        with device_processes(specs, _port(supervisor, failure)) as processes:
-            _watch_until_over(config.run.name, supervisor, processes, watch, failure)
-        finished = True
-    finally:
-        supervisor.stop(at_once=not finished)
-        if serving.is_alive():
-            serving.join()
-    return Store.open(Path(config.server.store))
-
-
-def _serve(supervisor: Supervisor, failure: list[Exception]) -> None:
-    try:
-        supervisor.serve()
-    except Exception as error:  # raised again in the thread that waits for the run
-        failure.append(error)
-
-
-def _port(supervisor: Supervisor, failure: list[Exception]) -> int:
-    while supervisor.port is None:
-        if failure:
-            raise failure[0]
-        time.sleep(_POLL_SECONDS)
-    return supervisor.port
-
-
-@contextlib.contextmanager
-def device_processes(specs: list[DeviceSpec], port: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Runs a process for each device and terminates the remaining ones at the end.
-
-    On Linux, the devices are forks of one process, so that torch is loaded once; that process is the only one yielded.
-    Elsewhere, forking a process that has loaded torch is unsafe or impossible.
-    """
-    command = [sys.executable, "-m", "fleetdistill_server.simulation.spec.device", "--server", f"127.0.0.1:{port}"]
-    command += ["--parent", str(os.getpid())]
-    files = [str(save_spec(spec)) for spec in specs]
-    groups = [files] if sys.platform == "linux" else [[file] for file in files]
-    environment = child_environment()
-    processes = [subprocess.Popen([*command, *group], start_new_session=True, env=environment) for group in groups]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait()
-
-
-def _watch_until_over(
-    run: str,
-    supervisor: Supervisor,
-    processes: list[subprocess.Popen[bytes]],
-    watch: Watch,
-    failure: list[Exception],
-) -> None:
-    while any(process.poll() is None for process in processes):
-        if failure:
-            raise failure[0]
-        _check_not_stopped(supervisor.store, run)  # raised first, because its error states the run's reason
-        failed = [process for process in processes if process.poll() not in (None, 0)]
-        if failed:
-            raise RunError("a device process failed; its error is printed above")
-        watch(supervisor.store)
-        time.sleep(_POLL_SECONDS)
-    _check_not_stopped(supervisor.store, run)
-    watch(supervisor.store)
-
-
-def _check_not_stopped(store: Store, run: str) -> None:
-    row = store.runs.get(run)
-    if row is not None and row["status"] == "stopped":
-        raise RunError(row["reason"])

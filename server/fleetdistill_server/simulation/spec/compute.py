@@ -23,7 +23,7 @@ _MOST_SCORES = 64
 
 
 class Shared:
-    """What the devices of one simulation share.
+    """What the devices of one process of a simulation share; several threads may use it.
 
     Attributes:
         scores: Scores of models on the test set, by architecture and weights; the newest ones.
@@ -47,7 +47,7 @@ class SimulatedCompute(TorchCompute):
 
     Args:
         contract: The run's contract.
-        shared: What all devices of the simulation share.
+        shared: What the devices of this process share.
         given: Arguments of `TorchCompute`.
     """
 
@@ -64,20 +64,22 @@ class SimulatedCompute(TorchCompute):
         if not self.method.shares_fleet_model or self._validation is not None:
             return super()._score_received(ask)
         key = self._model_name, ask.step, self._payload
-        if self._shared.received[0] != key:
-            self._shared.received = key, super()._score_received(ask)
-        return self._shared.received[1]
+        found = self._shared.received  # another thread may replace it
+        if found[0] != key:
+            found = self._shared.received = key, super()._score_received(ask)
+        return found[1]
 
     def _score_model(self, name: str, model: nn.Module) -> list[tuple[str, Counts]]:
         key = f"{self._model_name}/{name}", _digest(model)
         scores = self._shared.scores
         if self._validation is not None:  # the device's own data, so no other device has these scores
             return super()._score_model(name, model)
-        if key not in scores:
-            scores[key] = super()._score_model(name, model)
+        found = scores.get(key)
+        if found is None:
+            found = scores[key] = super()._score_model(name, model)
             while len(scores) > _MOST_SCORES:
                 scores.popitem(last=False)
-        return scores[key]
+        return found
 
 
 def _digest(model: nn.Module) -> bytes:

@@ -1,33 +1,21 @@
-"""Runs simulated devices, which are SDK `Device` objects with data from files, in this process or separate ones.
-
-python -m fleetdistill_server.simulation.spec.device SPEC.json... --server 127.0.0.1:PORT
-"""
+"""Describes simulated devices, which are SDK `Device` objects with data from files, and makes them."""
 
 from __future__ import annotations
 
-import argparse
-import gc
 import json
-import logging
-import os
-import signal
-import sys
-import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill import Device, Event, FleetDistillError
+from fleetdistill import Device, Event
 from fleetdistill.clock import Clock
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.knowledge import RECEIVED, RESULT
 from fleetdistill.link.base import Link
-from fleetdistill.methods.outside import import_modules
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state.directory import Storage
-from fleetdistill_server.service.processes import end_with_parent
 from fleetdistill_server.simulation.spec.arrays import load_arrays
 from fleetdistill_server.simulation.spec.score_log import append_scores
 
@@ -39,7 +27,6 @@ if TYPE_CHECKING:
 
 COLUMNS = ("features", "logits", "labels", "parameters", "gradients", "counts", "metrics")
 """Columns that simulated devices allow: all of them."""
-_WAITED_FOR = {signal.SIGTERM, getattr(signal, "SIGCHLD", signal.SIGTERM)}  # Windows has no SIGCHLD and no forks
 
 
 @dataclass(frozen=True)
@@ -108,12 +95,11 @@ class DeviceSpec:
 
 def build_device_model(spec: DeviceSpec, input_shape: tuple[int, ...]):  # type: ignore[no-untyped-def]  # a torch module
     """Builds the device's model with its initial weights, which are the same in every process."""
-    import torch
-
     from fleetdistill.models import build_model
+    from fleetdistill.training.randomness import own_randomness
 
-    torch.manual_seed(derive_seed(spec.seed, 0, "device model", spec.name))
-    return build_model(spec.model, input_shape=input_shape, classes=spec.classes)
+    with own_randomness(derive_seed(spec.seed, 0, "device model", spec.name)):  # several threads may build models
+        return build_model(spec.model, input_shape=input_shape, classes=spec.classes)
 
 
 def make_device(
@@ -203,110 +189,3 @@ def _hostile(spec: DeviceSpec, contract: contract_pb2.Contract, computes: Mappin
     inputs, labels = computes["data"]
     given = {**computes, "data": (inputs, flipped(spec.attack, labels, spec.classes)), "torch_device": "cpu"}
     return HostileCompute(contract, spec.attack, **given)
-
-
-def main() -> int:
-    """Runs one device in this process, or several in a fork each; returns the process's exit status."""
-    parser = argparse.ArgumentParser(description="Runs simulated devices.")
-    parser.add_argument("specs", type=Path, nargs="+")
-    parser.add_argument("--server", required=True)
-    parser.add_argument("--parent", type=int, help="exit when this process exits; default: the parent process")
-    given = parser.parse_args()
-    logging.getLogger("fleetdistill").addHandler(logging.NullHandler())  # nothing private leaves simulated devices
-    specs = [DeviceSpec(**json.loads(path.read_text())) for path in given.specs]
-    try:
-        import_modules(dict.fromkeys(name for spec in specs for name in spec.modules), "modules")
-    except FleetDistillError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if len(specs) == 1:
-        end_with_parent(given.parent)
-        return _run(specs[0], given.server)
-    return _run_forked(specs, given.server, given.parent)
-
-
-def _run(spec: DeviceSpec, server: str) -> int:
-    """Runs a device; SIGTERM ends it without leaving the run, so that the open round waits for its restart."""
-    device = make_device(spec, server)
-    try:
-        with device:
-            device.run()
-    except FleetDistillError as error:
-        print(f"{device.device_id}: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _run_forked(specs: Sequence[DeviceSpec], server: str, parent: int | None) -> int:
-    """Forks a process for each device, after loading torch once for all of them.
-
-    Returns when the last device ends, or kills the others and returns 1 when one fails.
-    """
-    preload()
-    children: set[int] = set()
-    # Blocked and waited for: Python discards an exception that a signal handler raises in a hook of os.fork.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
-    try:
-        for spec in specs:
-            children.add(_fork(spec, server))
-        end_with_parent(parent)  # starts a thread, so only after the last fork
-        return _wait_for(children)
-    finally:
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-
-
-def _wait_for(children: set[int]) -> int:
-    """Removes children that end; returns 1 at SIGTERM or after a failure, and 0 after the last child."""
-    while children:
-        if signal.sigwait(_WAITED_FOR) == signal.SIGTERM:
-            return 1
-        while children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            children.discard(ended[0])
-            if ended[1]:
-                return 1
-    return 0
-
-
-def preload() -> None:
-    """Imports the modules that devices need; a discarded ONNX export imports the 800 modules of torch's exporter.
-
-    The garbage collector then ignores their objects; otherwise a device's first full collection copies all their pages.
-    """
-    import onnxruntime  # noqa: F401
-    from torch import nn
-
-    from fleetdistill.device import torch_compute as worker  # noqa: F401
-    from fleetdistill.training.onnx_export import onnx_bytes
-
-    onnx_bytes(nn.Linear(1, 1), (1,))
-    gc.collect()
-    gc.freeze()
-
-
-def _fork(spec: DeviceSpec, server: str) -> int:
-    parent = os.getpid()
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
-        end_with_parent(parent)
-        status = _run(spec, server)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def save_spec(spec: DeviceSpec) -> Path:
-    """Writes a spec next to the device's state directory, in the format that `main` reads; returns the path."""
-    path = Path(f"{spec.state_dir}.json")
-    path.write_text(json.dumps(asdict(spec)))
-    return path
-
-
-if __name__ == "__main__":
-    sys.exit(main())

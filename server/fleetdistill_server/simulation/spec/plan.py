@@ -13,6 +13,7 @@ import numpy as np
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.models import PREDICTORS, build_model, path_of
 from fleetdistill.training.model import parameter_count
+from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.methods import modules_of, server_class
 from fleetdistill_server.methods.base import Needs
@@ -129,6 +130,7 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
                 **({} if wanted.behaviour else {"lease_seconds": NO_DEADLINE_SECONDS}),
                 "torch_device": wanted.torch_device,
             },
+            "limits": _limits(wanted.devices),
         }
     )
 
@@ -138,6 +140,13 @@ def _deadline(wanted: Simulation) -> dict[str, float]:
     if wanted.behaviour is None:
         return {"deadline_seconds": NO_DEADLINE_SECONDS}
     return {} if wanted.deadline_seconds is None else {"deadline_seconds": wanted.deadline_seconds}
+
+
+def _limits(devices: int) -> dict[str, int]:
+    """Returns the limits that would slow down a fleet on one machine: all devices check in within seconds."""
+    usual = Limits()
+    names = ("devices", "open_calls", "new_devices_per_minute", "new_devices_per_minute_per_address")
+    return {name: max(getattr(usual, name), 2 * devices) for name in names}
 
 
 def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) -> list[DeviceSpec]:

@@ -77,8 +77,8 @@ class Simulation:
         link: `memory` or `grpc`.
         durable: Whether server and devices write and fsync all their files over the memory link too; see
             `docs/how-to/simulate-large-fleets.md`. Over gRPC they always do.
-        workers: Number of processes that compute the devices' work; 0 for the simulation's own process. With any number
-            the results are the same to the bit. Needs the link `memory` without `durable`.
+        workers: Number of processes that compute the devices' work; 0 for the simulation's own process, or over gRPC
+            for one per processor. With any number the results are the same to the bit. Not with `durable`.
         backend: What computes the devices' work: `local` for `workers`, or `ray` for a Ray cluster.
         ray_address: Address of a Ray cluster, as in `ray.init`; empty for `workers` Ray workers on this machine.
         threads: Number of torch threads of the engine and of each device.
@@ -167,7 +167,7 @@ class Simulation:
 
     @property
     def has_workers(self) -> bool:
-        """Whether other processes compute the devices' work over the memory link."""
+        """Whether the settings ask for other processes to compute the devices' work."""
         return self.workers > 0 or self.backend != "local"
 
     @property

@@ -1,0 +1,128 @@
+"""Runs many devices in one process, with a few threads.
+
+A device that waits for work costs a call that is open at the server and a coroutine. Its model and its data are in
+memory only while the open devices of the process are small; otherwise its state is on the disk, as after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from fleetdistill import Device, FleetDistillError, Step
+from fleetdistill.errors import RunError
+from fleetdistill.link.grpc_link import Connection
+from fleetdistill_server.simulation.links.parking_link import ParkingLink
+from fleetdistill_server.simulation.spec.compute import Shared
+from fleetdistill_server.simulation.spec.device import DeviceSpec, make_compute, make_device
+
+DEVICES_PER_CONNECTION = 64
+"""Devices that share a connection; fewer than the server allows open calls on one ([limits])."""
+MOST_WAITING_BYTES = 256 << 20
+"""Largest size of the states of devices that wait for work and are open, in bytes; a device needs several times its
+state."""
+THREADS = 4
+"""Devices of a process that work at the same time. While one computes, others wait for the disk and the server."""
+
+
+def run_devices(specs: Sequence[DeviceSpec], server: str, most_waiting_bytes: int = MOST_WAITING_BYTES) -> int:
+    """Runs devices until the run is finished; returns the process's exit status and prints an error.
+
+    SIGTERM ends the devices without leaving the run, so that the open round waits for their restart.
+    """
+    try:
+        asyncio.run(Multiplexer(specs, server, most_waiting_bytes).run())
+    except FleetDistillError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+class Multiplexer:
+    """Runs the devices of one process.
+
+    Args:
+        specs: The devices.
+        server: `"host:port"` of the server.
+        most_waiting_bytes: Largest size of the states of devices that wait for work and are open.
+    """
+
+    def __init__(self, specs: Sequence[DeviceSpec], server: str, most_waiting_bytes: int) -> None:
+        connections = [Connection(server) for _ in range(0, len(specs), DEVICES_PER_CONNECTION)]
+        self._members = [
+            (spec, ParkingLink(server, connections[number % len(connections)])) for number, spec in enumerate(specs)
+        ]
+        self._waiting = WaitingDevices(most_waiting_bytes)
+        self._threads, self._shared = ThreadPoolExecutor(THREADS, "devices"), Shared()
+
+    async def run(self) -> None:
+        """Returns when every device has noticed the end of the run.
+
+        Raises:
+            RunError: A device failed; the text begins with its name.
+        """
+        await asyncio.gather(*(self._take_part(spec, link) for spec, link in self._members))
+
+    async def _take_part(self, spec: DeviceSpec, link: ParkingLink) -> None:
+        loop = asyncio.get_running_loop()
+        device: Device | None = None
+        while (device := await loop.run_in_executor(self._threads, self._turn, spec, link, device)) is not None:
+            if link.is_idle:
+                self._waiting.put(spec.name, device)
+                await link.wait_for_work()
+                device = self._waiting.take(spec.name)
+            if device is not None:
+                await asyncio.sleep(device.pause_seconds)
+
+    def _turn(self, spec: DeviceSpec, link: ParkingLink, device: Device | None) -> Device | None:
+        """Runs one turn of a device, which is opened first if it is None; returns None once the run is over.
+
+        Raises:
+            RunError: The device failed.
+        """
+        link.is_idle = False
+        try:
+            device = device or make_device(spec, link, compute=lambda run: make_compute(spec, run, self._shared))
+            if device.tick() is not Step.FINISHED:
+                return device
+            device.close()
+        except FleetDistillError as error:
+            raise RunError(f"{spec.name}: {error}") from error
+        return None
+
+
+class WaitingDevices:
+    """The devices of a process that wait for work. Those that have waited longest are closed when there are too many.
+
+    Args:
+        most_bytes: Largest size of the open devices' states.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._open: OrderedDict[str, tuple[Device, int]] = OrderedDict()
+
+    def put(self, name: str, device: Device) -> None:
+        """Adds a device, and closes others or it."""
+        size = _state_bytes(device.state_dir)
+        self._open[name] = device, size
+        self._bytes += size
+        while self._bytes > self._most_bytes:
+            _, (oldest, size) = self._open.popitem(last=False)
+            self._bytes -= size
+            oldest.close(leave=False)
+
+    def take(self, name: str) -> Device | None:
+        """Removes and returns a device, or None if it was closed."""
+        device, size = self._open.pop(name, (None, 0))
+        self._bytes -= size
+        return device
+
+
+def _state_bytes(state_dir: Path) -> int:
+    return sum(path.stat().st_size for path in state_dir.glob("*.safetensors"))

@@ -1,0 +1,51 @@
+"""The host of the processes of devices in a simulation over gRPC."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support.fleets import prepare
+from support.forked import forked_host
+from support.processes import PATIENCE_SECONDS, children, free_port, wait_until
+
+from fleetdistill_server.simulation.links.device_host import MOST_RESTARTS
+from fleetdistill_server.simulation.spec.settings import Simulation
+
+
+@pytest.mark.parametrize("during_fork", [True, False])
+def test_sigterm_ends_the_devices_whenever_it_arrives(tmp_path: Path, during_fork: bool) -> None:
+    """Python discards an exception in a hook of `os.fork`, and forking a process with torch takes a while."""
+    _, specs, _ = prepare(Simulation(devices=2, train_limit=40, test_limit=20), tmp_path / "work")
+    hook = tmp_path / "hook" if during_fork else None
+    group = forked_host(specs, free_port(), hook)  # no server is there: the devices try again for ever
+    assert group.pid is not None
+    if hook is None:
+        wait_until(lambda: len(children(group.pid or 0)) == 2, "both processes")
+        group.terminate()
+    group.join(PATIENCE_SECONDS)
+    assert group.exitcode == 1
+    assert hook is None or hook.exists()
+    assert children(group.pid) == []
+
+
+def differ(pid: int, before: list[int]) -> bool:
+    return children(pid) != before
+
+
+def test_a_process_that_is_killed_again_and_again_ends_the_simulation(tmp_path: Path) -> None:
+    _, specs, _ = prepare(Simulation(devices=2, train_limit=40, test_limit=20), tmp_path / "work")
+    host = forked_host(specs, free_port())  # no server is there: the devices try again for ever
+    pid = host.pid
+    assert pid is not None
+    for _ in range(MOST_RESTARTS + 1):
+        wait_until(lambda: len(children(pid)) == 2, "both processes")
+        before = children(pid)
+        os.kill(before[-1], signal.SIGKILL)
+        wait_until(partial(differ, pid, before), "the end of the killed process")
+    host.join(PATIENCE_SECONDS)
+    assert host.exitcode == 1
+    assert children(pid) == []
