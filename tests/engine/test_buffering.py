@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from fleetdistill_server.methods.cohort import DeviceAnswer
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.clock import Clock
+from fleetdistill_server.store.location import Location
 from fleetdistill_server.store.rollback import roll_back
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.training.trainer import Trainer
@@ -88,11 +90,21 @@ def config_of(rounds: int = 4, **run: Any) -> RunConfig:
     )
 
 
+@pytest.fixture
+def store(location: Location, tmp_path: Path) -> Iterator[Store]:
+    """In memory, or in PostgreSQL and an object store."""
+    made = Store.in_memory() if location == Location() else Store.open(tmp_path, location)
+    yield made
+    made.close()
+
+
 def used_of(store: Store, device: str) -> list[tuple[int, str]]:
     return [(row["round"], row["status"]) for row in store.asks.uploads(RUN) if row["device"] == device]
 
 
-def test_a_round_ends_at_k_answers_and_a_late_answer_counts_in_a_later_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_ends_at_k_answers_and_a_late_answer_counts_in_a_later_round(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained: list[int] = []  # rows that FedDKC's predictor is trained on, by round
     train = Trainer.train_steps
 
@@ -101,7 +113,7 @@ def test_a_round_ends_at_k_answers_and_a_late_answer_counts_in_a_later_round(mon
         return train(trainer, model, pools, **how)
 
     monkeypatch.setattr(Trainer, "train_steps", counted)
-    fleet = Fleet(Store.in_memory(), patience=5)
+    fleet = Fleet(store, patience=5)
     fleet.run(config_of())
     ages = fleet.figures("staleness")
     assert all(len(one) >= 2 for one in ages)
@@ -120,42 +132,42 @@ def test_a_round_ends_at_k_answers_and_a_late_answer_counts_in_a_later_round(mon
     assert fleet.store.asks.open_ids() == set()
 
 
-def test_a_round_ends_after_t_seconds_with_one_answer() -> None:
-    fleet = Fleet(Store.in_memory(), patience=1000)
+def test_a_round_ends_after_t_seconds_with_one_answer(store: Store) -> None:
+    fleet = Fleet(store, patience=1000)
     fleet.on_wait = partial(fleet.clock.advance, 1.0)
     fleet.run(config_of(rounds=2, buffer_answers=3, buffer_seconds=30.0))
     assert [sorted(one) for one in fleet.figures("staleness")] == [["d0", "d1"]] * 2
     assert fleet.clock.now() - 1000.0 >= 60.0
 
 
-def test_an_ask_ends_at_its_deadline_and_at_the_limit_of_staleness() -> None:
-    for settings in ({"staleness_limit": 2}, {"deadline_seconds": 5.0}):
-        fleet = Fleet(Store.in_memory(), patience=1000)
-        fleet.on_wait = partial(fleet.clock.advance, 1.0)
-        fleet.run(config_of(rounds=8, **settings))
-        asks = [fleet.store.asks.get(RUN, number, 1, "d2") for number in range(1, 9)]
-        assert len([ask for ask in asks if ask is not None]) > 1  # it is asked again
-        assert {ask["status"] for ask in asks if ask is not None} == {"out"}
+@pytest.mark.parametrize("settings", [{"staleness_limit": 2}, {"deadline_seconds": 5.0}])
+def test_an_ask_ends_at_its_deadline_and_at_the_limit_of_staleness(settings: dict[str, Any], store: Store) -> None:
+    fleet = Fleet(store, patience=1000)
+    fleet.on_wait = partial(fleet.clock.advance, 1.0)
+    fleet.run(config_of(rounds=8, **settings))
+    asks = [fleet.store.asks.get(RUN, number, 1, "d2") for number in range(1, 9)]
+    assert len([ask for ask in asks if ask is not None]) > 1  # it is asked again
+    assert {ask["status"] for ask in asks if ask is not None} == {"out"}
 
 
 @pytest.mark.parametrize(
     "moment", ["engine.asks.after-commit", "engine.answer.after-read", "engine.close.after-commit"]
 )
-def test_an_engine_that_dies_uses_every_answer_once(moment: str) -> None:
-    for number in range(1, 6):
-        fleet = Fleet(Store.in_memory(), patience=4)
-        with failpoints.switched_on(f"{moment}=error@{number}"), suppress(OSError, FailpointError):
-            fleet.run(config_of())
+@pytest.mark.parametrize("number", range(1, 6))
+def test_an_engine_that_dies_uses_every_answer_once(moment: str, number: int, store: Store) -> None:
+    fleet = Fleet(store, patience=4)
+    with failpoints.switched_on(f"{moment}=error@{number}"), suppress(OSError, FailpointError):
         fleet.run(config_of())
-        assert_no_upload_lost(fleet.store)
-        receipts = [row["receipt"] for row in fleet.store.asks.uploads(RUN)]
-        assert sorted(receipts) == sorted(receipt for one in fleet.devices for receipt in one.receipts)
-        used = sum(len(one) for one in fleet.figures("staleness"))
-        assert used == sum(row["status"] == "used" for row in fleet.store.asks.uploads(RUN))
+    fleet.run(config_of())
+    assert_no_upload_lost(fleet.store)
+    receipts = [row["receipt"] for row in fleet.store.asks.uploads(RUN)]
+    assert sorted(receipts) == sorted(receipt for one in fleet.devices for receipt in one.receipts)
+    used = sum(len(one) for one in fleet.figures("staleness"))
+    assert used == sum(row["status"] == "used" for row in fleet.store.asks.uploads(RUN))
 
 
-def test_a_rollback_reports_late_answers_of_undone_rounds_too() -> None:
-    fleet = Fleet(Store.in_memory(), patience=5)
+def test_a_rollback_reports_late_answers_of_undone_rounds_too(store: Store) -> None:
+    fleet = Fleet(store, patience=5)
     fleet.run(config_of(rounds=6))
     number, age = next(
         (number, one["d2"]) for number, one in enumerate(fleet.figures("staleness"), 1) if one.get("d2", 0) > 0
@@ -166,8 +178,8 @@ def test_a_rollback_reports_late_answers_of_undone_rounds_too() -> None:
     assert_no_upload_lost(fleet.store)
 
 
-def test_without_buffering_at_the_next_start_late_asks_are_settled() -> None:
-    fleet = Fleet(Store.in_memory(), patience=1000)
+def test_without_buffering_at_the_next_start_late_asks_are_settled(store: Store) -> None:
+    fleet = Fleet(store, patience=1000)
 
     def stop() -> None:
         if len(fleet.store.runs.rounds(RUN)) == 3:
