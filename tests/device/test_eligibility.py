@@ -290,7 +290,8 @@ def interrupted(flips: list[Flipping], **given: Any) -> Device:
         on_event(event)
 
     policy = Eligibility(probes={"mine": flip})
-    return Device(**given, on_event=note, eligibility=policy, clock=ManualClock())
+    given["clock"] = ManualClock()  # instead of the simulation's
+    return Device(**given, on_event=note, eligibility=policy)
 
 
 @pytest.mark.slow

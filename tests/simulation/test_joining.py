@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from support.fleets import assert_no_upload_lost, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.feddkd.device import FedDKDDevice
-from fleetdistill_server.engine.cohort import StoreCohort
+from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.simulation.data.hold_out import hold_out_validation
 from fleetdistill_server.simulation.fleet import simulate
@@ -126,9 +125,14 @@ def test_a_device_can_not_make_more_of_its_verdicts_than_they_are() -> None:
 
 
 def cohort_of(store: Store, number: int) -> StoreCohort:
-    knowledge_type: Any = np.dtype("float32")
-    terms: Any = SimpleNamespace(
-        run="r", seed=1, quorum=0.5, deadline_seconds=60.0, devices_per_round=0, knowledge_type=knowledge_type, steps={}
+    terms = RoundTerms(
+        run="r",
+        seed=1,
+        quorum=0.5,
+        deadline_seconds=60.0,
+        devices_per_round=0,
+        knowledge_type=np.dtype("float32"),
+        steps={},
     )
     return StoreCohort(store, terms, waker=Never(), number=number, completed=0, devices=["a", "b"])
 

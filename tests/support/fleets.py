@@ -184,13 +184,16 @@ def _name(row: Row) -> tuple[int, int, str, str]:
 def device_files(prepared: Prepared) -> dict[str, bytes]:
     """What the devices keep at the end of a run: their state, and the model for the app."""
     names = ("state.safetensors", "delivered.safetensors", "model.onnx")
+    return {f"{spec.name}/{name}": _device_file(prepared, spec, name) for spec in prepared[1] for name in names}
+
+
+def _device_file(prepared: Prepared, spec: DeviceSpec, name: str) -> bytes:
+    """A file of a device: from its directory, or from its state in the store if the device had no state directory."""
+    file = Path(spec.state_dir) / name
+    if file.exists():
+        return file.read_bytes()
     with closing(Store.open(Path(prepared[0].server.store))) as store:
-        in_memory = {spec.name: saved_state(store, spec.name) for spec in prepared[1]}
-    return {
-        f"{spec.name}/{name}": in_memory[spec.name].get(name) or (Path(spec.state_dir) / name).read_bytes()
-        for spec in prepared[1]
-        for name in names
-    }
+        return saved_state(store, spec.name)[name]
 
 
 def assert_no_upload_lost(store: Store, receipts: set[str] | None = None, run: str = RUN) -> None:

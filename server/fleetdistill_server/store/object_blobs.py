@@ -35,8 +35,8 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill_server.store.blobs import Held, disk_errors
 from fleetdistill_server.store.file_blobs import HELD_NAME, SUFFIX, FileBlobs
 
-for _name in ("botocore", "aiobotocore"):
-    logging.getLogger(_name).setLevel(logging.WARNING)  # at INFO they report where each client found its keys
+logging.getLogger("botocore").setLevel(logging.WARNING)  # at INFO it reports where each client found its keys
+logging.getLogger("aiobotocore").setLevel(logging.WARNING)
 _RENEW_SECONDS = 900.0
 """Age at which a payload that is stored again is uploaded again, so that sweeps keep it."""
 _KEPT_SECONDS, _IN_USE_SECONDS = 3600.0, 60.0

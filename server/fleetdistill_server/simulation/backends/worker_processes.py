@@ -17,7 +17,7 @@ from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.simulation.backends.backend import PackedPayload, Result, RunData, Task
 from fleetdistill_server.simulation.backends.worker import receive, send
 
-logger = logging.getLogger("fleetdistill.simulation")
+logger = logging.getLogger("fleetdistill.server.simulation")
 _MODULE = "fleetdistill_server.simulation.backends.worker"
 
 
