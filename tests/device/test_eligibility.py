@@ -290,8 +290,7 @@ def interrupted(flips: list[Flipping], **given: Any) -> Device:
         on_event(event)
 
     policy = Eligibility(probes={"mine": flip})
-    given["clock"] = ManualClock()  # instead of the simulation's
-    return Device(**given, on_event=note, eligibility=policy)
+    return Device(**{**given, "clock": ManualClock()}, on_event=note, eligibility=policy)
 
 
 @pytest.mark.slow
@@ -306,7 +305,7 @@ def test_a_run_of_interrupted_devices_is_the_same_to_the_bit(
     with closing(run_in_memory(plain)) as store:
         expected = record(store)
     monkeypatch.setattr(spec_device, "Device", partial(interrupted, flips))
-    with closing(run_in_memory(disturbed)) as store:
+    with closing(run_in_memory(disturbed, durable=True)) as store:
         assert record(store) == expected
     assert device_files(plain) == device_files(disturbed)
     assert sum(flip.times for flip in flips) >= 2

@@ -190,7 +190,7 @@ class StoreCohort:
         """Notes that the method uses an answer, and passes it to the other processes."""
         self.used.append(row["id"])
         if self.group is not None:  # all processes prepare the same answers in the same order
-            self.group.send(Answer(answer.device, answer.samples, answer.sha256, answer.staleness, answer.decay))
+            self.group.send(Answer(answer.device, answer.samples, answer.digest, answer.staleness, answer.decay))
             answer.prepared = None if prepare is None else prepare(answer)
         return answer
 

@@ -61,7 +61,7 @@ class Answer:
 
     device: str
     samples: int
-    sha256: bytes
+    digest: bytes
     staleness: int
     decay: float
 
@@ -152,7 +152,7 @@ class FollowingCohort:
     ) -> AsyncIterator[DeviceAnswer]:
         """Yields the answers that the engine yields."""
         while isinstance(message := self._group.receive(), Answer):
-            answer = DeviceAnswer(message.device, message.samples, self._store.blobs.open(message.sha256))
+            answer = DeviceAnswer(message.device, message.samples, self._store.blobs.open(message.digest))
             answer.staleness, answer.decay = message.staleness, message.decay
             answer.prepared = None if prepare is None else prepare(answer)
             yield answer

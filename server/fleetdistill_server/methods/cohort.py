@@ -28,7 +28,7 @@ class DeviceAnswer:
     Attributes:
         device: Id of the device.
         samples: Number of local samples.
-        sha256: Digest of the payload.
+        digest: Digest that identifies the payload.
         staleness: Number of rounds since the ask; 0 unless rounds are buffered.
         decay: Factor of the answer's weight because of its staleness, in (0, 1].
         prepared: Result of `prepare` of `Cohort.ask` for this answer; None without it.
@@ -46,7 +46,7 @@ class DeviceAnswer:
     def __init__(self, device: str, samples: int, payload: Payload) -> None:
         self.device = device
         self.samples = samples
-        self.sha256 = payload.sha256
+        self.digest = payload.digest
         self._payload = payload
         self._decoded: dict[str, Kind] = {}
 
