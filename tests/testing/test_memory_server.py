@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,16 @@ def test_a_device_runs_to_the_end(tmp_path: Path) -> None:
         assert len(server.store.asks.uploads("test")) == 3  # two rounds and the end result
     assert events.kinds().count("delivered") == 3
     assert events.of("finished").text == "finished: 2 rounds completed"
+
+
+def test_each_step_may_run_in_another_thread(tmp_path: Path) -> None:
+    steps = 0
+    with MemoryServer(SETTINGS) as server, device_of(server.link(), tmp_path) as device:
+        while server.status != "finished" and steps < 100:
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(device.step, 0.0).result()
+            steps += 1
+        assert server.status == "finished"
 
 
 @pytest.mark.parametrize(

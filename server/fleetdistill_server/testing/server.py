@@ -12,6 +12,7 @@ the link, and a manual clock.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
+from contextvars import copy_context
 from typing import Any
 
 from fleetdistill import Device, Step
@@ -57,6 +58,8 @@ class MemoryServer:
             self.store.asks.clock = StoreClock(clock.now, clock.now)
         self.api = DeviceApi(self.store, lease_seconds=self._config.server.lease_seconds)
         self._turns = Engine(self.store, self._config, _Turns(), _MOST_SHORT_ROUNDS).run()
+        # Like an asyncio task, the engine has its own context, whichever thread runs it.
+        self._context = copy_context()
         self._over = False
         self.turn()
 
@@ -80,7 +83,7 @@ class MemoryServer:
         if self._over:
             return
         try:
-            self._turns.send(None)
+            self._context.run(self._turns.send, None)
         except StopIteration:
             self._over = True
 
@@ -107,7 +110,7 @@ class MemoryServer:
 
     def close(self) -> None:
         """Stops the engine and closes the store."""
-        self._turns.close()
+        self._context.run(self._turns.close)
         self.store.close()
 
     def __enter__(self) -> MemoryServer:
