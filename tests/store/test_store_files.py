@@ -40,6 +40,7 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.blobs import stated
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.group_commit import CommitThread
+from fleetdistill_server.store.round_store import RoundStore
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
@@ -250,6 +251,31 @@ def test_a_database_that_another_process_switches_is_waited_for(
     connect = sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", lambda *args, **kwargs: connect(*args, factory=_Busy, **kwargs))
     Store.open(directory).close()
+
+
+def test_a_reader_opens_a_store_that_a_simulation_creates_at_the_same_moment(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader finds no tables and waits for the lock, which the simulation then holds until its first save."""
+    connect = sqlite3.connect
+    simulations: list[RoundStore] = []
+
+    class Late(sqlite3.Connection):
+        def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+            if sql == "BEGIN IMMEDIATE" and not simulations:
+                monkeypatch.setattr(sqlite3, "connect", connect)
+                simulations.append(RoundStore(directory))
+            return super().execute(sql, *values)
+
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda *args, **given: connect(*args, **{**given, "timeout": 0.01}, factory=Late)
+    )
+    reader = Store.open(directory)
+    simulations[0].runs.begin(RUN, {})
+    simulations[0].save()
+    assert reader.runs.get(RUN) is not None
+    for store in (reader, *simulations):
+        store.close()
 
 
 # --- blobs that others can read

@@ -69,9 +69,7 @@ class Store:
         self.deletions = Deletions(database)
         try:
             if not is_current(database):  # a reader need not wait for a process that is writing
-                with database.transaction():  # only one of several processes creates the tables
-                    check_schema(database, blobs)
-                    database.migrate()
+                _create_tables(database, blobs)
         except StoreError:
             database.close()
             raise
@@ -130,6 +128,20 @@ class Store:
         """
         if not self.blobs.has(checkpoint):
             self.blobs.put_state(state)
+
+
+def _create_tables(database: Database, blobs: Blobs) -> None:
+    """Creates or migrates the tables, unless another process does so while this one waits for the lock.
+
+    The other process may not release the lock: a simulation's transaction lasts for a round.
+    """
+    try:
+        with database.transaction():
+            check_schema(database, blobs)
+            database.migrate()
+    except StoreError:
+        if not is_current(database):
+            raise
 
 
 def _open_database(directory: Path, location: Location) -> Database:
