@@ -456,6 +456,18 @@ def test_figures_come_by_round_and_device_and_only_those_asked_for(store: Store)
     assert store.history.figures(RUN, "accuracy", "train") == []
 
 
+def test_figures_of_the_last_round_are_those_of_the_last_completed_one(store: Store) -> None:
+    assert store.history.figures_of_last_round(RUN, "accuracy", "test") == []
+    for number, device in ((1, "a"), (2, "b"), (2, "a"), (3, "a")):
+        store.history.add_figures(RUN, number, device, make_metrics())
+    for number in (1, 2):
+        assert store.runs.start_round(RUN, ["a", "b"]) == number
+        store.runs.close_round(RUN, number, b"c", [], {})
+    store.runs.start_round(RUN, ["a", "b"])
+    rows = store.history.figures_of_last_round(RUN, "accuracy", "test")
+    assert [(row["round"], row["device"]) for row in rows] == [(2, "a"), (2, "b")]
+
+
 def test_traffic_adds_up_by_round_device_and_direction(store: Store) -> None:
     for amount in (10, 20):
         store.history.add_traffic(RUN, 1, "a", "up", counted(sample_knowledge=amount), 1)

@@ -52,12 +52,5 @@ def watcher(phase: Phase, config: RunConfig, on_progress: OnProgress) -> Watch:
 
 
 def _latest_accuracy(store: Store) -> float | None:
-    closed = [row["round"] for row in store.runs.rounds(RUN) if row["status"] == "closed"]
-    if not closed:
-        return None
-    rates = [
-        row["sum"] / row["count"]
-        for row in store.history.figures(RUN, "accuracy", "test")
-        if row["round"] == closed[-1]
-    ]
-    return sum(rates) / len(rates) if rates else None
+    rows = store.history.figures_of_last_round(RUN, "accuracy", "test")
+    return sum(row["sum"] / row["count"] for row in rows) / len(rows) if rows else None

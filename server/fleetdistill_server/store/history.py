@@ -89,6 +89,14 @@ class History:
             "SELECT * FROM figures WHERE run = ? AND name = ? AND split = ? ORDER BY round, device", run, name, split
         )
 
+    def figures_of_last_round(self, run: str, name: str, split: str) -> list[Row]:
+        """Returns the values of one figure that devices reported in the last completed round, ordered by device."""
+        return self._db.rows(
+            "SELECT * FROM figures WHERE run = ?1 AND name = ?2 AND split = ?3 AND round = "
+            "(SELECT max(round) FROM rounds WHERE run = ?1 AND status = 'closed') ORDER BY device",
+            *(run, name, split),
+        )
+
     def newest_figures(self, run: str, name: str, split: str) -> list[Row]:
         """Returns each device's newest value of a figure and of its `VARIANT/NAME` forms, by name and device."""
         form = f"/{name}"

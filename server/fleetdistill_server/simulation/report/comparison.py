@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -162,16 +163,21 @@ def cost_of(store: Store, run: str, devices: int) -> Cost:
 
 def bytes_by_round(traffic: Sequence[Row], completed: Sequence[int], devices: int) -> list[dict[str, float]]:
     """Computes `FleetReport.bytes_by_round`; `completed` has the numbers of the completed rounds, ascending."""
-    found = []
-    for first, last in itertools.pairwise([-1, *completed]):
-        rows = [one for one in traffic if first < one["round"] <= last]
-        found.append({direction: total_bytes(rows, direction) / devices for direction in ("up", "down")})
-    return found
+    found = [{"up": 0, "down": 0} for _ in completed]
+    for one in traffic:
+        until = bisect_left(completed, one["round"])  # bytes of a short round count for the next completed one
+        if until < len(completed):
+            found[until][one["direction"]] += _bytes(one)
+    return [{direction: total / devices for direction, total in one.items()} for one in found]
 
 
 def total_bytes(traffic: Sequence[Row], direction: str) -> int:
     """Returns the bytes of tensors and envelopes in one direction."""
-    return sum(one["tensor_bytes"] + one["envelope_bytes"] for one in traffic if one["direction"] == direction)
+    return sum(_bytes(one) for one in traffic if one["direction"] == direction)
+
+
+def _bytes(row: Row) -> int:
+    return int(row["tensor_bytes"] + row["envelope_bytes"])
 
 
 def comparison_table(rows: Sequence[ComparisonRow]) -> Table:

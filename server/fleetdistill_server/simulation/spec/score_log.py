@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,4 +34,5 @@ def after_rounds(noted: Mapping[int, Ints], rounds: Sequence[int]) -> list[Ints]
         noted: Result of `read_scores` for a device, with the round `START`.
         rounds: Numbers of the rounds, ascending.
     """
-    return [noted[max(number for number in noted if number <= last)] for last in rounds]
+    numbers = sorted(noted)
+    return [noted[numbers[bisect(numbers, last) - 1]] for last in rounds]
