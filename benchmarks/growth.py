@@ -15,8 +15,8 @@ that first runs a small simulation, so that modules are loaded and caches filled
 process has then, in parts: private memory (sampled), and with it pages of mapped files, which the system can take back.
 With gRPC each process is measured from the device's check-in to the end of the run.
 
-The exponent of a column is the slope of a straight line through log(value) and log(figure): 1 is linear, 0 is flat. *Last*
-is the slope between the two largest values. Linux only.
+The exponent of a column is the slope of a straight line through log(value) and log(figure): 1 is linear, 0 is flat.
+*Last* is the slope between the two largest values. Linux only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Figures = dict[str, float]
 """Figures of one value, by column."""
 MB = 1e6
 SECONDS_BETWEEN_SAMPLES = 0.02
-MOST_CLASSES = 1000
+CLASSES, MOST_CLASSES = 10, 1000
 COMMON: dict[str, Any] = {"partition": "iid", "with_alone": False, "with_fedavg": False, "torch_device": "cpu"}
 FEATURES_OF_A_ROW = (64, 32, 32)
 ROW_BYTES = 4 * math.prod(FEATURES_OF_A_ROW)
@@ -122,7 +122,7 @@ def tiny(input_shape: Sequence[int], classes: int) -> Any:
     return split_sequential(nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), classes)), 1)
 
 
-def images(train: int, test: int = 500, classes: int = 10) -> dict[str, np.ndarray]:
+def images(train: int, test: int = 500, classes: int = CLASSES) -> dict[str, np.ndarray]:
     """Returns learnable classes of 8x8 images: a random picture for each class, with noise."""
     rng = np.random.default_rng(0)
     centres = rng.random((classes, 1, 8, 8), np.float32)
@@ -202,9 +202,12 @@ def predictor(feature_shape: Sequence[int], classes: int) -> Any:
 
 
 def device_model() -> Any:
+    from torch import nn
+
     from fleetdistill.training.model import split_sequential
 
-    return split_sequential({"stem": extractor((1,)), "head": predictor(FEATURES_OF_A_ROW, 10)}, "stem")
+    below = extractor((1,))
+    return split_sequential(nn.Sequential(*below, *predictor(FEATURES_OF_A_ROW, CLASSES)), len(below))
 
 
 def served(value: int) -> Figures:
@@ -260,7 +263,7 @@ def serving(folder: Path) -> Iterator[tuple[str, int, int]]:
 
     sections: dict[str, Any] = {
         "run": {"name": "bench", "method": "feddkc", "rounds": 2, "min_devices": 1, "deadline_seconds": 3600},
-        "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
+        "contract": {"classes": CLASSES, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
         "method": {"local_epochs": 1, "server_epochs": 1},
         "model": {"extractor": "growth:extractor", "server": "growth:predictor"},
         "server": {"store": str(folder / "store"), "listen": "127.0.0.1:0", "torch_device": "cpu"},
@@ -271,20 +274,22 @@ def serving(folder: Path) -> Iterator[tuple[str, int, int]]:
     try:
         while supervisor.port is None:
             time.sleep(0.1)
-        yield f"127.0.0.1:{supervisor.port}", child("fleetdistill_server.front"), child("fleetdistill_server.engine")
+        front, engine = (child(f"fleetdistill_server.{name}") for name in ("front", "engine"))
+        yield f"127.0.0.1:{supervisor.port}", front, engine
     finally:
         supervisor.stop()
         thread.join()
 
 
 def child(module: str) -> int:
-    """Returns the id of the child process that runs a module."""
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (path / "cmdline").read_bytes().split(b"\0")
-            if module.encode() in words and f"PPid:\t{os.getpid()}\n" in (path / "status").read_text():
-                return int(path.name)
-    raise RuntimeError(f"no child process runs {module}")
+    """Waits for the child process that runs a module, and returns its id."""
+    while True:
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # the process has ended
+                words = (path / "cmdline").read_bytes().split(b"\0")
+                if module.encode() in words and f"PPid:\t{os.getpid()}\n" in (path / "status").read_text():
+                    return int(path.name)
+        time.sleep(0.1)
 
 
 # --- the axes
