@@ -280,7 +280,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pfl", help="Python of an environment with pfl")
     parser.add_argument("--flower", help="Python of an environment with Flower")
-    parser.add_argument("--rounds", type=int, default=22, help="rounds of a process, of which the first two do not count")
+    parser.add_argument(
+        "--rounds", type=int, default=22, help="rounds of a process, of which the first two do not count"
+    )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--only", choices=FRAMEWORKS, help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +97,7 @@ def test_what_a_round_brings_counts_for_the_completed_round_before_it(tmp_path: 
         append_scores(spec.products_file, before, [[value]])
     history = read_history(store, RUN, [spec])
     assert [int(one[0, 0]) for one in history.products["a"]] == [30, 40, 50]
-    spec.products_file.write_text(json.dumps({"round": 0, "confusion": [[10]]}) + "\n")
+    spec.products_file.unlink()
+    append_scores(spec.products_file, 0, [[10]])
     assert [int(one[0, 0]) for one in read_history(store, RUN, [spec]).products["a"]] == [10, 10, 10]
     assert np.array_equal(history.devices["a"][-1], [[0]])

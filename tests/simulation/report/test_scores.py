@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fleetdistill.training.local_training import evaluate
 from fleetdistill_server.engine import engine
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.report.comparison import bytes_by_round
-from fleetdistill_server.simulation.report.metrics import accuracy, fleet_scores
+from fleetdistill_server.simulation.report.metrics import accuracy, confusion, fleet_scores
 from fleetdistill_server.simulation.report.scores import SCORES, fleet_figures, in_class_mix, late_figures
 from fleetdistill_server.simulation.show import fedavg_lines, global_lines
 from fleetdistill_server.simulation.spec.score_log import START, after_rounds, append_scores, read_scores
@@ -89,13 +90,24 @@ def test_every_figure_is_a_rate_or_absent(counts: Any, samples: Any) -> None:
 
 
 def test_the_last_line_of_a_round_counts(tmp_path: Path) -> None:
-    for number, confusion in ((START, SURE_OF_0), (2, SURE_OF_0), (2, SURE_OF_1)):
-        append_scores(tmp_path / "scores.jsonl", number, confusion.tolist())
+    for number, counts in ((START, SURE_OF_0), (2, SURE_OF_0), (2, SURE_OF_1)):
+        append_scores(tmp_path / "scores.jsonl", number, counts.tolist())
     noted = read_scores(tmp_path / "scores.jsonl")
     assert {number: counts.tolist() for number, counts in noted.items()} == {
         START: SURE_OF_0.tolist(),
         2: SURE_OF_1.tolist(),
     }
+
+
+@given(rows=st.integers(0, 20), classes=st.integers(1, 300), seed=st.integers(0, 2**32 - 1))
+def test_a_line_of_a_score_log_grows_with_the_test_rows_only(rows: int, classes: int, seed: int) -> None:
+    labels = np.random.default_rng(seed).integers(0, classes, (2, rows))
+    counts = confusion(labels[0], labels[1], classes)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "scores.jsonl"
+        append_scores(file, 1, counts)
+        assert np.array_equal(read_scores(file)[1], counts)
+        assert file.stat().st_size <= 60 + len("[299, 299, 20], ") * rows
 
 
 def test_a_device_that_a_round_did_not_take_has_the_model_of_before() -> None:

@@ -22,6 +22,7 @@ from fleetdistill.training.model import check_local_model
 from fleetdistill.training.parameters import load_parameters
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.simulation.report.history import FleetHistory
+from fleetdistill_server.simulation.report.metrics import Ints
 from fleetdistill_server.simulation.spec.arrays import load_arrays
 from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model
 from fleetdistill_server.simulation.spec.score_log import START, append_scores
@@ -189,9 +190,9 @@ def score_initial_models(initial: ModelParameters | None, specs: list[DeviceSpec
         specs: The devices; each one's score log gets a line.
     """
     same = initial is not None and initial.scope == "model"  # then devices with one architecture start equal
-    known: dict[tuple[str, str], list[list[int]]] = {}
+    known: dict[tuple[str, str], Ints] = {}
     for spec in specs:
         key = spec.model, "" if same else spec.name
         if key not in known:
-            known = {key: score_initial_model(spec, initial).confusion.tolist()} | (known if same else {})
+            known = {key: score_initial_model(spec, initial).confusion} | (known if same else {})
         append_scores(spec.scores_file, START, known[key])
