@@ -21,7 +21,8 @@
     ├── DeviceClosedError        the device was closed
     ├── StoreError               the server's store failed
     │   ├── DamagedError         stored data are missing or corrupt
-    │   └── NoSpaceError         the server's disk is full
+    │   ├── NoSpaceError         the server's disk is full
+    │   └── StoreUnavailableError the server's database or object store cannot be reached
     ├── RunError                 a run cannot start or continue
     └── QuorumNotReached         too few devices answered a step
 
@@ -58,6 +59,7 @@ __all__ = [
     "RunError",
     "StateError",
     "StoreError",
+    "StoreUnavailableError",
     "WireError",
     "WorkInterrupted",
 ]
@@ -223,6 +225,10 @@ class DamagedError(StoreError):
 
 class NoSpaceError(StoreError):
     """The server's disk is full, or has less free space than the operator's limit."""
+
+
+class StoreUnavailableError(StoreError):
+    """The server's database or object store, on another machine, cannot be reached at present."""
 
 
 class RunError(FleetDistillError):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import threading
 import time
 from collections.abc import Mapping
 from enum import StrEnum
@@ -64,6 +66,27 @@ def configure(process: str, log_format: str = LogFormat.TEXT, level: str = LogLe
     handler.setFormatter(JsonLines(process) if log_format == LogFormat.JSON else TextLines(process))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.captureWarnings(True)
+
+
+class Seldom:
+    """Limits how often a message is logged during an outage. Thread-safe.
+
+    Args:
+        seconds: Shortest time between two messages.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._last = -math.inf
+        self._lock = threading.Lock()
+
+    def is_due(self) -> bool:
+        """Returns whether to log the message now."""
+        with self._lock:
+            now = time.monotonic()
+            due = now - self._last >= self._seconds
+            self._last = now if due else self._last
+            return due
 
 
 def about(**fields: Any) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from support.device_api_fleet import Fleet
+from support.postgres import Postgres
 from support.wire_samples import data_of, make_payload
 
-from fleetdistill.errors import RefusedError, StoreError
+from fleetdistill.errors import RefusedError, StoreError, StoreUnavailableError
 from fleetdistill.state import failpoints
 from fleetdistill.wire.codes import Code
 from fleetdistill_server.store.location import Location
@@ -97,6 +98,30 @@ def test_a_sweep_ends_the_deletion_of_a_process_that_died(fleet: Fleet) -> None:
     assert fleet.store.deletions.announced()
     sweep_all(fleet)
     assert not fleet.store.deletions.announced()
+
+
+@pytest.mark.postgres
+@pytest.mark.s3
+@pytest.mark.parametrize("location", ["apart"], indirect=True)
+def test_a_deletion_that_loses_its_lock_deletes_nothing_more(
+    fleet: Fleet, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop = fleet.store.blobs.drop
+
+    def drop_and_lose_the_connection(sha256: bytes) -> None:
+        drop(sha256)
+        postgres.end_sessions()
+
+    for payload in (ANSWER, OTHER):
+        fleet.store.blobs.put(payload)
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.store.blobs, "drop", drop_and_lose_the_connection)
+        with pytest.raises(StoreUnavailableError):
+            sweep_all(fleet)
+    assert len(fleet.store.blobs.held()) == 1
+    assert fleet.store.deletions.announced()  # so a receipt looks for its payload
+    sweep_all(fleet)
+    assert not fleet.store.blobs.held()
 
 
 def test_a_deletion_within_a_transaction_needs_an_announcement_that_is_committed(fleet: Fleet) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from sqlite_utils import Migrations
 from support.postgres import Postgres
 from support.processes import PATIENCE_SECONDS, wait_until
 
-from fleetdistill.errors import ConfigurationError, StoreError
+from fleetdistill.errors import ConfigurationError, StoreError, StoreUnavailableError
 from fleetdistill_server.config.server_config import load_server_config
 from fleetdistill_server.front.revocations import open_revocations
 from fleetdistill_server.store import checks
@@ -76,7 +77,7 @@ def test_a_transaction_that_loses_the_server_leaves_nothing_behind(own_server: P
             with store.transaction():
                 store.history.add_event(RUN, "note", "before")
                 own_server.restart()
-                with pytest.raises(StoreError, match="database error"):
+                with pytest.raises(StoreUnavailableError, match="the database is not available"):
                     store.history.add_event(RUN, "note", "not in another transaction")
 
         with pytest.raises(StoreError):
@@ -85,6 +86,35 @@ def test_a_transaction_that_loses_the_server_leaves_nothing_behind(own_server: P
         store.history.add_event(RUN, "note", "later")
         assert texts(store) == ["later"]
         store.close()
+
+
+def test_calls_fail_soon_while_the_server_is_away_and_the_log_says_when_it_is_back(
+    own_server: Postgres, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with own_server.schema() as url:
+        store = Store.open(placed(tmp_path / "store", url))
+        store.runs.begin(RUN, {})
+        store.database.patience_seconds = 0.0
+        own_server.stop()
+        try:
+            for _ in range(3):
+                with pytest.raises(StoreUnavailableError, match="the database is not available"):
+                    store.runs.names()
+        finally:
+            own_server.start_again()
+        wait_until(lambda: _names(store) == [RUN], "the store to be connected again")
+        store.close()
+    lines = [one.getMessage() for one in caplog.records if one.name == "fleetdistill.server.store"]
+    assert [line.partition(";")[0].partition(" after")[0] for line in lines] == [
+        "the database is not available",
+        "the database is available again",
+    ]
+
+
+def _names(store: Store) -> list[str]:
+    with contextlib.suppress(StoreUnavailableError):
+        return store.runs.names()
+    return []
 
 
 def test_a_server_that_may_lose_commits_is_refused(own_server: Postgres, tmp_path: Path) -> None:

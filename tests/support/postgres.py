@@ -85,6 +85,10 @@ class Postgres:
         """URL of the server's own database."""
         return str(self._server.get_uri())
 
+    def end_sessions(self) -> None:
+        """Ends all connections of the product; the server stays up."""
+        self.run("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'fleetdistill'")
+
     def run(self, statement: str) -> None:
         """Runs a statement as the server's superuser."""
         import psycopg

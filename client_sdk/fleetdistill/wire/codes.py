@@ -76,7 +76,9 @@ def status_of(code: str) -> str:
 
 
 MEANINGS: dict[Code, Meaning] = {
-    Code.NOT_READY: Meaning("UNAVAILABLE", False, "the server is still preparing the run; retry later"),
+    Code.NOT_READY: Meaning(
+        "UNAVAILABLE", False, "the server is preparing the run, or its database is not available; retry later"
+    ),
     Code.UNKNOWN_RUN: Meaning("NOT_FOUND", True, "the server has no run of that name"),
     Code.BAD_IDENTITY: Meaning("UNAUTHENTICATED", True, "the device id is taken by another secret, or malformed"),
     Code.BAD_TOKEN: Meaning("UNAUTHENTICATED", True, "the enrolment token is unknown, used, revoked or expired"),

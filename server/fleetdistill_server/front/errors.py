@@ -10,13 +10,15 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from fleetdistill.errors import FleetDistillError, NoSpaceError, RefusedError
+from fleetdistill.errors import FleetDistillError, NoSpaceError, RefusedError, StoreUnavailableError
 from fleetdistill.wire.codes import MEANINGS, Code
 from fleetdistill.wire.status import DETAILS, rich_status
+from fleetdistill_server.logs import Seldom
 
 T = TypeVar("T")
 U = TypeVar("U")
 logger = logging.getLogger("fleetdistill.server.refusals")
+_unavailable = Seldom(10.0)
 
 
 async def in_pool(pool: ThreadPoolExecutor, context: Any, work: Callable[[], T]) -> T:
@@ -69,5 +71,9 @@ async def abort(context: Any, error: FleetDistillError) -> NoReturn:
 def _as_refusal(error: FleetDistillError) -> RefusedError:
     if isinstance(error, NoSpaceError):
         return RefusedError(Code.NO_SPACE, f"{error}; no receipt was issued, retry later")
+    if isinstance(error, StoreUnavailableError):
+        if _unavailable.is_due():
+            logger.warning("calls fail, and devices retry them: %s", error)
+        return RefusedError(Code.NOT_READY, "the server's database or object store is not available; retry later")
     logger.error("a call failed: %s", error)
     return RefusedError(Code.INTERNAL, "the server's store failed; see the server's log")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from fleetdistill.errors import StoreError
+from fleetdistill_server.logs import Seldom
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.front")
@@ -58,9 +59,10 @@ def open_revocations(store: Store) -> Iterator[Revocations]:
 
 
 def _refresh(snapshot: _Snapshot, ended: threading.Event) -> None:
+    failed = Seldom(10.0)
     while not ended.wait(_REFRESH_SECONDS):
         try:
             snapshot.refresh()
         except StoreError as error:
-            if not ended.is_set():
+            if not ended.is_set() and failed.is_due():
                 logger.warning("the revocations cannot be read; the last known ones apply: %s", error)

@@ -20,7 +20,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, StoreUnavailableError
 from fleetdistill.wire.compression import compression_of
 from fleetdistill.wire.v1 import enrolment_pb2, operations_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
@@ -32,6 +32,7 @@ from fleetdistill_server.front.interceptors import RawChunks, RefuseUndecodable
 from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES
 from fleetdistill_server.front.tls import Ports, add_services, listen_on
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.logs import Seldom
 from fleetdistill_server.service.heartbeat import BEAT_SECONDS, SILENT_SECONDS, HeartbeatMonitor
 from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN
 from fleetdistill_server.service.serve_lock import served_run
@@ -48,6 +49,9 @@ POOL_THREADS = 16
 # Uploads write, hash and read files. A separate pool prevents them from delaying heartbeats.
 UPLOAD_THREADS = 16
 
+PATIENCE_SECONDS = 5.0
+"""Time for which calls wait for a lost database before they are refused; less than the devices' timeouts."""
+
 _FILES = (service_pb2, enrolment_pb2, operations_pb2)
 SERVICES = tuple(one.full_name for file in _FILES for one in file.DESCRIPTOR.services_by_name.values())
 """Names of fleetdistill's services for health and reflection; the first is also served in plain text."""
@@ -55,6 +59,8 @@ SERVICES = tuple(one.full_name for file in _FILES for one in file.DESCRIPTOR.ser
 ENGINE = "fleetdistill.engine"
 """Name of the engine in the health service."""
 
+
+_unavailable = Seldom(10.0)
 
 OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -72,6 +78,8 @@ def open_api(
     """Opens a device API on the server's store, with one connection for reading and a commit thread for writing."""
     directory = Path(config.store)
     reader, writer = Store.open(directory), Store.open(directory)
+    for store in (reader, writer):
+        store.database.patience_seconds = PATIENCE_SECONDS
     commits = CommitThread(writer)
     try:
         wake = partial(commits.after_commit, wake_engine)
@@ -204,5 +212,8 @@ async def _sweep_forever(directory: Path, pool: ThreadPoolExecutor) -> None:
 async def _guarded(work: Awaitable[object]) -> None:
     try:
         await work
+    except StoreUnavailableError as error:
+        if _unavailable.is_due():
+            logger.warning("a background task failed; retrying: %s", error)
     except Exception:  # otherwise the task would end silently
         logger.exception("a background task failed; retrying")

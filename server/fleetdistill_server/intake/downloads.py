@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from fleetdistill.errors import DamagedError, RefusedError, StoreError
+from fleetdistill.errors import DamagedError, RefusedError, StoreError, StoreUnavailableError
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
@@ -75,7 +75,8 @@ class Downloads:
         try:
             payload = self._store.blobs.open(wanted)
         except StoreError as error:
-            if for_all or (ask is not None and ask["status"] == "open"):
+            away = isinstance(error, StoreUnavailableError)
+            if away or for_all or (ask is not None and ask["status"] == "open"):
                 if isinstance(error, DamagedError):
                     self._note_damage(run, ask, error)
                 raise

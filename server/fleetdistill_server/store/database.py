@@ -29,6 +29,7 @@ class Database(ABC):
 
     Attributes:
         name: Name of the database for messages.
+        patience_seconds: Longest time for which a call waits for a database on another machine, counted from its loss.
         is_remote: Whether a statement is a call over a network, which takes time and can fail.
         now: Returns the time that rows are stamped with, in seconds since 1970.
     """
@@ -38,6 +39,7 @@ class Database(ABC):
 
     def __init__(self) -> None:
         self.now: Callable[[], float] = time.time
+        self.patience_seconds = 60.0
         self._lock = threading.RLock()
         self._to_log: list[Row] = []  # events of the open transaction
 

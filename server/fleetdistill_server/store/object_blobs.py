@@ -29,7 +29,7 @@ from typing import Any
 import s3fs
 from botocore.exceptions import BotoCoreError
 
-from fleetdistill.errors import StoreError
+from fleetdistill.errors import StoreUnavailableError
 from fleetdistill.state.durable import rename_durably
 from fleetdistill.wire.codec import Payload
 from fleetdistill_server.store.blobs import Held, disk_errors
@@ -169,9 +169,13 @@ def _age(found: dict[str, Any]) -> float:
 
 @contextlib.contextmanager
 def object_errors(doing: str) -> Iterator[None]:
-    """Converts errors of the object store to StoreError. The message begins with `doing`."""
+    """Converts errors of the object store to StoreError. The message begins with `doing`.
+
+    Raises:
+        StoreUnavailableError: The object store cannot be reached.
+    """
     try:
         with disk_errors(doing):
             yield
     except BotoCoreError as error:
-        raise StoreError(f"{doing}: {error}") from error
+        raise StoreUnavailableError(f"{doing}: {error}") from error

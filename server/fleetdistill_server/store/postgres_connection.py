@@ -16,7 +16,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import DictRow, dict_row
 from psycopg.types.string import TextLoader
 
-from fleetdistill.errors import NoSpaceError, StoreError
+from fleetdistill.errors import NoSpaceError, StoreError, StoreUnavailableError
 from fleetdistill.printable import printable
 
 Connection = psycopg.Connection[DictRow]
@@ -78,11 +78,18 @@ def store_key(connection: Connection) -> int:
 
 @contextlib.contextmanager
 def postgres_errors() -> Iterator[None]:
-    """Converts psycopg's errors to StoreError, and to NoSpaceError if the server's disk is full."""
+    """Converts psycopg's errors to StoreError.
+
+    Raises:
+        NoSpaceError: The server's disk is full.
+        StoreUnavailableError: The server cannot be reached, or another process holds the write lock for too long.
+    """
     try:
         yield
     except psycopg.errors.DiskFull as error:
         raise NoSpaceError("cannot write the database: the disk of the PostgreSQL server is full") from error
+    except psycopg.OperationalError as error:
+        raise StoreUnavailableError(f"the database is not available: {first_line(error)}") from error
     except psycopg.Error as error:
         raise StoreError(f"database error: {first_line(error)}") from error
 

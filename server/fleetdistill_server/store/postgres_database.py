@@ -1,8 +1,9 @@
 """PostgreSQL as a store's database, for several fronts and an engine on other hosts.
 
 A commit is durable when it returns: `fsync` is verified on connecting, and `synchronous_commit` is on. If the
-connection is lost, the next statement or transaction opens another one; it waits for the server at most
-`PATIENCE_SECONDS`. A transaction that loses its connection fails, like a transaction of a process that is killed.
+connection is lost, the next statement or transaction opens another one; it waits for the server until
+`patience_seconds` after the loss. A transaction that loses its connection fails, like a transaction of a process that
+is killed.
 
 Only `store.py` imports this module, and only for a store in PostgreSQL, because it needs the extra `postgres`.
 """
@@ -10,7 +11,6 @@ Only `store.py` imports this module, and only for a store in PostgreSQL, because
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +24,7 @@ import sqlite_utils
 
 from fleetdistill.errors import StoreError
 from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.outage import Outage
 from fleetdistill_server.store.postgres_connection import (
     Connection,
     connect,
@@ -37,9 +38,6 @@ from fleetdistill_server.store.postgres_schema import MIGRATIONS, create_stateme
 from fleetdistill_server.store.schema import BASELINE, NAMES, migrations
 
 T = TypeVar("T")
-logger = logging.getLogger("fleetdistill.server.store")
-PATIENCE_SECONDS = 60.0
-"""Longest time in seconds for which a call waits until the database accepts connections again."""
 _RETRY_SECONDS = 0.1
 _SHUTDOWN = (psycopg.errors.AdminShutdown, psycopg.errors.CrashShutdown, psycopg.errors.CannotConnectNow)
 _PLACEHOLDER = re.compile(r"\?(\d*)")
@@ -66,6 +64,7 @@ class PostgresDatabase(Database):
         self._connection: Connection | None = None
         self._open: Connection | None = None  # the connection of the open transaction, even if lost
         self._closed = False
+        self._outage = Outage()
         with self._errors():
             self.name = self._retrying(lambda connection: f"{connection.info.dbname} on {connection.info.host}")
             self.key = self._retrying(store_key)
@@ -170,23 +169,30 @@ class PostgresDatabase(Database):
         """Runs work outside a transaction, on a new connection if the present one is lost."""
         if self._closed:
             raise StoreError("database error: Cannot operate on a closed database.")
-        until, refusals, logged = time.monotonic() + PATIENCE_SECONDS, 0, False
+        refusals = 0
         while True:
             try:
-                if self._connection is None:
-                    self._connection = connect(self._url)
-                return work(self._connection)
+                result = work(self._connected())
             except psycopg.OperationalError as error:
                 if self._connection is not None and not (self._connection.closed or isinstance(error, _SHUTDOWN)):
                     raise
                 refusals = refusals + 1 if self._connection is None and is_up(self._url) else 0
-                if refusals > 1 or time.monotonic() >= until:  # at the first one, the server may just have started
-                    raise
-                if not logged:
-                    logger.warning("the database is not available; retrying: %s", first_line(error))
-                logged = True
                 self._drop()
+                self._outage.note(first_line(error))
+                # at the first refusal, the server may just have started
+                if refusals > 1 or self._outage.seconds >= self.patience_seconds:
+                    raise
                 time.sleep(_RETRY_SECONDS)
+            else:
+                self._outage.end()
+                return result
+
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            if self._outage.reason and self._outage.seconds >= self.patience_seconds and not self._outage.may_try():
+                raise psycopg.OperationalError(self._outage.reason)  # many calls must not wait for a connection in turn
+            self._connection = connect(self._url)
+        return self._connection
 
     def _drop(self) -> None:
         if self._connection is not None:

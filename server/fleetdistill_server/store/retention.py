@@ -291,6 +291,7 @@ def _delete(store: Store, digests: Iterable[bytes], grace_seconds: float = 0.0) 
             kept = needed(store)
             for sha256 in group:
                 if sha256 not in kept and (not grace_seconds or store.blobs.age_seconds(sha256) >= grace_seconds):
+                    store.deletions.announced()  # raises if the connection, and with it the lock, is lost
                     failpoints.hit("engine.gc.before-drop")
                     store.blobs.drop(sha256)
                     failpoints.hit("engine.gc.after-drop")
