@@ -112,9 +112,25 @@ def test_only_an_old_payload_is_uploaded_again(
     assert uploads() == 2
 
 
-@pytest.mark.parametrize("url", ["s3://bucket", "s3:///prefix", "/shared/folder"])
-def test_a_wrong_blobs_setting_is_refused(url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("s3://bucket", r"\[server\]: blobs must be s3://bucket/prefix, or empty"),
+        ("s3:///prefix", r"\[server\]: blobs must be s3://bucket/prefix, or empty"),
+        ("/shared/folder", r"\[server\]: blobs must be s3://bucket/prefix, or empty"),
+        ("s3://key:secret@bucket/prefix", r"\[server\]: blobs must not contain keys; set AWS_ACCESS_KEY_ID"),
+        ("s3://bucket/prefix?secret=x", r"\[server\]: blobs must not contain keys; set AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_a_wrong_blobs_setting_is_refused_without_its_keys(url: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(f'[server]\nblobs = "{url}"\n')
-    with pytest.raises(ConfigurationError, match=r"\[server\] blobs is .*, must be s3://bucket/prefix, or empty"):
+    with pytest.raises(ConfigurationError, match=expected) as error:
         load_server_config(path)
+    assert "secret" not in str(error.value)
+
+
+def test_only_the_owner_can_read_where_a_store_is(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    set_location(tmp_path, Location("postgresql://me@host/db", "s3://bucket/prefix"))
+    assert (tmp_path / "location.toml").stat().st_mode & 0o777 == 0o600

@@ -242,6 +242,7 @@ def test_a_backup_names_the_tools_to_use(directory: Path, tmp_path: Path) -> Non
     [
         ("postgresql://me:secret@host/db", "[server]: database must not contain a password; set PGPASSWORD or use"),
         ("postgresql://host/db?password=secret", "[server]: database must not contain a password; set PGPASSWORD"),
+        ("postgresql://host/db?sslpassword=secret", "[server]: database must not contain a password; set PGPASSWORD"),
         ("mysql://me:secret@host/db", "[server]: database must be a URL such as postgresql://"),
     ],
 )

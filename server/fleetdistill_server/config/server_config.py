@@ -26,13 +26,6 @@ def _host_and_port(address: str) -> str:
     return address
 
 
-def _object_store(url: str) -> str:
-    parts = urlsplit(url)
-    if url and not (parts.scheme == "s3" and parts.netloc and parts.path.strip("/")):
-        raise ValueError("must be s3://bucket/prefix, or empty for files in the store's directory")
-    return url.rstrip("/")
-
-
 Address = Annotated[str, AfterValidator(_host_and_port)]
 """`host:port`; the system assigns a free port for 0."""
 
@@ -43,7 +36,7 @@ class ServerSection(Section):
     listen: Address = "127.0.0.1:50051"
     store: str = "fleetdistill-store"
     database: str = ""
-    blobs: Annotated[str, AfterValidator(_object_store)] = ""
+    blobs: Annotated[str, AfterValidator(lambda url: url.rstrip("/"))] = ""
     lease_seconds: Annotated[float, Field(gt=0)] = 60.0
     engine_timeout_seconds: Annotated[float, Field(ge=5)] = 60.0
     max_upload_bytes: Annotated[int, Field(ge=1)] = 4 << 30
@@ -58,12 +51,9 @@ class ServerSection(Section):
     keep_free_bytes: Annotated[int, Field(ge=0)] = 100 << 20
 
     @model_validator(mode="after")
-    def _check_database(self) -> ServerSection:  # of the section, whose errors do not show a value with a password
-        parts = urlsplit(self.database)
-        if self.database and parts.scheme not in ("postgresql", "postgres"):
-            raise ValueError("database must be a URL such as postgresql://user@host:5432/fleetdistill, or empty")
-        if parts.password or "password" in parse_qs(parts.query):
-            raise ValueError("database must not contain a password; set PGPASSWORD or use ~/.pgpass")
+    def _check_urls(self) -> ServerSection:  # of the section, whose errors do not show a value with a password
+        _check_database(self.database)
+        _check_blobs(self.blobs)
         return self
 
     def tls(self) -> Tls | None:
@@ -91,6 +81,22 @@ class ServerSection(Section):
 
 def _with_port(address: str, port: int) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _check_database(url: str) -> None:
+    parts = urlsplit(url)
+    if url and parts.scheme not in ("postgresql", "postgres"):
+        raise ValueError("database must be a URL such as postgresql://user@host:5432/fleetdistill, or empty")
+    if parts.password or {"password", "sslpassword"} & parse_qs(parts.query).keys():
+        raise ValueError("database must not contain a password; set PGPASSWORD or use ~/.pgpass")
+
+
+def _check_blobs(url: str) -> None:
+    parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query:
+        raise ValueError("blobs must not contain keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+    if url and not (parts.scheme == "s3" and parts.netloc and parts.path.strip("/")):
+        raise ValueError("blobs must be s3://bucket/prefix, or empty for files in the store's directory")
 
 
 class ServerConfig(BaseModel):

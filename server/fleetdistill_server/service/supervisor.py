@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fleetdistill.errors import RunError, StoreError
+from fleetdistill.link.credentials import write_private
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.event_kinds import ENGINE_FAILED
@@ -129,10 +130,10 @@ class Child:
 
 
 def _write_served(config: RunConfig) -> Path:
-    """Writes the configuration for front and engine, and returns its path. Raises StoreError."""
+    """Writes the configuration for front and engine, readable only by its owner. Raises StoreError."""
     path = Path(config.server.store) / _SERVED_FILE
     with disk_errors(f"writing {path}"):
-        path.write_text(as_toml(config), encoding="utf-8")
+        write_private(path, as_toml(config).encode())
     return path
 
 

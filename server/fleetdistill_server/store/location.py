@@ -1,7 +1,7 @@
 """Where a store keeps its rows and payloads: the file `location.toml` in its directory.
 
 A store without this file is a SQLite database and files in its directory. The file contains no secrets: PostgreSQL's
-password and the object store's keys come from the environment.
+password and the object store's keys come from the environment. Only its owner can read it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 import tomli_w
 
 from fleetdistill.errors import ConfigurationError, StoreError
-from fleetdistill.state.durable import make_directory, rename_durably
+from fleetdistill.link.credentials import write_private
+from fleetdistill.state.durable import make_directory
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.store.blobs import disk_errors
 
@@ -66,9 +67,7 @@ def set_location(directory: Path, location: Location) -> None:
         _check_kind(directory, location)
         with disk_errors(f"writing {directory / _FILE}"):
             make_directory(directory)
-            temporary = directory / f"{_FILE}.new"
-            temporary.write_text(tomli_w.dumps(asdict(location)), encoding="utf-8")
-            rename_durably(temporary, directory / _FILE)
+            write_private(directory / _FILE, tomli_w.dumps(asdict(location)).encode())
 
 
 def _check_kind(directory: Path, location: Location) -> None:
