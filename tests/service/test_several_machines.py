@@ -7,12 +7,13 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from support.answering import AnsweringFleet
 from support.fleets import assert_no_upload_lost
+from support.load_balancer import MISSING, load_balancer
 from support.processes import COMMAND, PATIENCE_SECONDS, wait_until
 from typer.testing import CliRunner
 
@@ -49,11 +50,11 @@ class Host:
         self._config.write_text(CONFIG.format(store=self.store, database=database, blobs=blobs))
 
     @contextlib.contextmanager
-    def serve(self, only: str) -> Iterator[None]:
+    def serve(self, only: str) -> Iterator[subprocess.Popen[bytes]]:
         with self._log.open("w") as log:
             process = subprocess.Popen([*COMMAND, "serve", "--only", only, str(self._config)], stdout=log, stderr=log)
         try:
-            yield
+            yield process
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(PATIENCE_SECONDS)
@@ -70,8 +71,9 @@ class Host:
 @pytest.mark.postgres
 @pytest.mark.s3
 def test_two_fronts_and_an_engine_on_three_machines_end_a_run(
-    database_url: str, blobs_url: str, tmp_path: Path
+    database_url: str, blobs_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("PGPASSWORD", "not-in-any-file-either")
     fronts = [Host(tmp_path / f"front-{number}", database_url, blobs_url) for number in range(2)]
     engine = Host(tmp_path / "engine", database_url, blobs_url)
     with contextlib.ExitStack() as stack:
@@ -85,9 +87,48 @@ def test_two_fronts_and_an_engine_on_three_machines_end_a_run(
         assert [row["used"] for row in store.runs.rounds(RUN)] == [2, 2]
         store.close()
         assert not list(tmp_path.glob("*/store/store.sqlite"))
-        assert os.environ["AWS_SECRET_ACCESS_KEY"] not in (fronts[0].store / "location.toml").read_text()
+        assert_private([*fronts, engine])
     listed = CliRunner().invoke(app, ["runs", "list", "--store", str(engine.store)])
     assert (listed.exit_code, "finished" in listed.stdout) == (0, True)
+    shown = CliRunner().invoke(app, ["runs", "show", RUN, "--json", "--store", str(engine.store)])
+    assert shown.exit_code == 0
+    assert not any(secret in shown.stdout for secret in secrets())
+
+
+@pytest.mark.slow
+@pytest.mark.postgres
+@pytest.mark.s3
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_run_behind_a_load_balancer_survives_the_loss_of_a_front(
+    database_url: str, blobs_url: str, tmp_path: Path
+) -> None:
+    fronts = [Host(tmp_path / f"front-{number}", database_url, blobs_url) for number in range(2)]
+    engine = Host(tmp_path / "engine", database_url, blobs_url)
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(host.serve("front")) for host in fronts]
+        stack.enter_context(engine.serve("engine"))
+        port = stack.enter_context(load_balancer(tmp_path, [host.port() for host in fronts]))
+        fleet = stack.enter_context(AnsweringFleet(port, RUN, 2))
+        wait_until(lambda: all(device.receipts for device in fleet.devices), "the first receipts")
+        servers[0].kill()  # its front ends with it
+        wait_until(lambda: all(device.finished for device in fleet.devices), "the devices to hear of the end")
+        store = Store.open(fronts[1].store)
+        assert (store.runs.get(RUN) or {})["status"] == "finished"
+        assert_no_upload_lost(store, {one for device in fleet.devices for one in device.receipts}, RUN)
+        store.close()
+
+
+def secrets() -> list[str]:
+    return [os.environ["PGPASSWORD"], os.environ["AWS_SECRET_ACCESS_KEY"]]
+
+
+def assert_private(hosts: Sequence[Host]) -> None:
+    """No secret of the environment is in a file or in a log, and only its owner reads where the store is."""
+    for host in hosts:
+        files = [path for path in host.store.parent.rglob("*") if path.is_file()]
+        assert not [path for path in files for secret in secrets() if secret.encode() in path.read_bytes()]
+        for name in ("location.toml", "served.toml"):
+            assert (host.store / name).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_part_alone_needs_what_the_machines_share(tmp_path: Path) -> None:
