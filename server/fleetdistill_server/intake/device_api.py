@@ -181,7 +181,7 @@ class DeviceApi:
             payload_bytes=row["payload_bytes"],
             seed=row["seed"],
             deadline_seconds=max(row["deadline_at"] - self.store.asks.clock.now(), 0.0),
-            completed_rounds=(self.store.runs.get(run) or {"completed_rounds": 0})["completed_rounds"],
+            completed_rounds=self.store.runs.completed_rounds(run),
             first_attempt=self.store.asks.last_lost_attempt(row["id"]) + 1,
         )
 

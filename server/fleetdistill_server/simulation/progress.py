@@ -42,8 +42,7 @@ def watcher(phase: Phase, config: RunConfig, on_progress: OnProgress) -> Watch:
 
     def watch(store: Store) -> None:
         nonlocal last
-        row = store.runs.get(RUN)
-        completed = int(row["completed_rounds"]) if row else 0
+        completed = store.runs.completed_rounds(RUN)
         if completed != last:
             last = completed
             on_progress(Progress(phase, completed, config.run.rounds, _latest_accuracy(store)))

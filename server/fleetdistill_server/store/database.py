@@ -10,10 +10,11 @@ reads what the previous one has written, and what it reads stays true until it e
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill_server.logs import log_event
@@ -152,8 +153,7 @@ class Database(ABC):
 
     def write(self, sql: str, *values: Any) -> int:
         """Runs a statement, in the open transaction or its own; returns the number of rows that it changed."""
-        with self._changing():
-            return self._execute(sql, values)[1]
+        return self._change(sql, values)[1]
 
     def write_many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
         """Runs a statement once per row of values, in the open transaction or its own."""
@@ -172,14 +172,16 @@ class Database(ABC):
         Returns:
             The columns of `RETURNING`; empty without it.
         """
-        names = ", ".join(row)
-        marks = ", ".join("?" for _ in row)
-        with self._changing():
-            found = self._execute(f"INSERT INTO {table} ({names}) VALUES ({marks}) {clause}", tuple(row.values()))[0]
+        found = self._change(_insert_statement(table, tuple(row), clause), tuple(row.values()))[0]
         return found[0] if found else {}
 
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
+    def insert_many(self, table: str, rows: Sequence[Mapping[str, Any]], clause: str = "") -> None:
+        """Inserts rows with equal columns; see `insert`."""
+        if rows:
+            statement = _insert_statement(table, tuple(rows[0]), clause)
+            self.write_many(statement, [tuple(row.values()) for row in rows])
+
+    def _change(self, sql: str, values: tuple[Any, ...]) -> tuple[list[Row], int]:
         """Runs one statement in the open transaction, or in a transaction if none is open.
 
         A single statement needs no savepoint: the transaction around it ends if it fails.
@@ -187,7 +189,12 @@ class Database(ABC):
         with self._lock:
             if not self._in_transaction():
                 with self.transaction():
-                    yield
-                return
+                    return self._execute(sql, values)
             with self._errors():
-                yield
+                return self._execute(sql, values)
+
+
+@functools.cache
+def _insert_statement(table: str, columns: tuple[str, ...], clause: str) -> str:
+    marks = ", ".join("?" for _ in columns)
+    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks}) {clause}"

@@ -72,16 +72,17 @@ class History:
 
     def add_figures(self, run: str, number: int, device: str, metrics: Metrics) -> None:
         """Stores the metrics that a device reported for a round; newer values replace older ones."""
+        rows = []
         for metric in metrics.metrics:
             by_class = {one.label: [one.sum, one.count] for one in metric.by_class}
             row = {"run": run, "round": number, "device": device, "name": metric.name, "split": metric.split}
-            row |= {"sum": metric.sum, "count": metric.count, "by_class": json.dumps(by_class)}
-            self._db.insert(
-                "figures",
-                row,
-                "ON CONFLICT (run, round, device, name, split) "
-                "DO UPDATE SET sum=excluded.sum, count=excluded.count, by_class=excluded.by_class",
-            )
+            rows.append({**row, "sum": metric.sum, "count": metric.count, "by_class": json.dumps(by_class)})
+        self._db.insert_many(
+            "figures",
+            rows,
+            "ON CONFLICT (run, round, device, name, split) "
+            "DO UPDATE SET sum=excluded.sum, count=excluded.count, by_class=excluded.by_class",
+        )
 
     def figures(self, run: str, name: str, split: str) -> list[Row]:
         """Returns all reported values of one figure of a run, ordered by round and device."""
@@ -114,23 +115,18 @@ class History:
     ) -> None:
         """Adds a payload, or the part of it that was sent, to the byte counts."""
         name = {"run": run, "round": number, "device": device, "direction": direction}
-        with self._db.transaction():
-            self._count_bytes({**name, "kind": ENVELOPE}, 1, 0, envelope_bytes, envelope_bytes)
-            for kind in sorted(counted.tensor.keys() | counted.sent.keys()):
-                self._count_bytes({**name, "kind": kind}, 0, counted.tensor[kind], 0, counted.sent[kind])
+        rows = [_bytes_row({**name, "kind": ENVELOPE}, 1, 0, envelope_bytes, envelope_bytes)]
+        for kind in sorted(counted.tensor.keys() | counted.sent.keys()):
+            rows.append(_bytes_row({**name, "kind": kind}, 0, counted.tensor[kind], 0, counted.sent[kind]))
+        self._db.insert_many("traffic", rows, _ADD_BYTES)
 
     def add_refused_traffic(self, ask: int, sent_bytes: int) -> None:
         """Adds the bytes received for an answer that was not accepted; its tensor bytes are not counted."""
         with self._db.transaction():
             name = self._db.row("SELECT run, round, device FROM asks WHERE id = ?", ask)
             if name is not None and sent_bytes:
-                self._count_bytes({**name, "direction": "up", "kind": REFUSED}, 0, 0, 0, sent_bytes)
-
-    def _count_bytes(self, name: Row, payloads: int, tensor: int, envelope: int, sent: int) -> None:
-        columns = {"payloads": payloads, "tensor_bytes": tensor, "envelope_bytes": envelope, "sent_bytes": sent}
-        added = ", ".join(f"{column} = traffic.{column} + excluded.{column}" for column in columns)
-        key = "run, round, device, direction, kind"
-        self._db.insert("traffic", {**name, **columns}, f"ON CONFLICT ({key}) DO UPDATE SET {added}")
+                row = _bytes_row({**name, "direction": "up", "kind": REFUSED}, 0, 0, 0, sent_bytes)
+                self._db.insert("traffic", row, _ADD_BYTES)
 
     def traffic(self, run: str) -> list[Row]:
         """Returns uncompressed tensor and header bytes, and bytes on the link, by round, device and direction."""
@@ -147,3 +143,14 @@ class History:
         The kind of headers is "envelope"; rows written by older versions have an empty kind.
         """
         return self._db.rows("SELECT * FROM traffic WHERE run = ? ORDER BY round, device, direction, kind", run)
+
+
+_COUNTS = ("payloads", "tensor_bytes", "envelope_bytes", "sent_bytes")
+_ADD_BYTES = "ON CONFLICT (run, round, device, direction, kind) DO UPDATE SET " + ", ".join(
+    f"{column} = traffic.{column} + excluded.{column}" for column in _COUNTS
+)
+
+
+def _bytes_row(name: Row, *counts: int) -> Row:
+    """Returns a row of `traffic` with counts in the order of `_COUNTS`."""
+    return {**name, **dict(zip(_COUNTS, counts, strict=True))}

@@ -7,9 +7,10 @@ Checkpoints are files, as in any store, so that other processes can read the sto
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import TracebackType
 
 from fleetdistill.errors import DamagedError, StoreError
 from fleetdistill.state.durable import make_directory
@@ -67,19 +68,24 @@ class _RoundDatabase(SqliteDatabase):
             self.tables.conn.execute("ROLLBACK")
 
     def _savepoint(self) -> AbstractContextManager[None]:
-        return self._plain_savepoint()
+        return _Savepoint(self.tables.conn.execute)
 
-    @contextmanager
-    def _plain_savepoint(self) -> Iterator[None]:
-        run = self.tables.conn.execute
-        run("SAVEPOINT part")
-        try:
-            yield
-        except BaseException:
-            run("ROLLBACK TO part")
-            raise
-        finally:
-            run("RELEASE part")
+
+class _Savepoint:
+    """Rolls a part of the round's transaction back if it fails; costs less than `sqlite_utils`' general one."""
+
+    def __init__(self, run: Callable[[str], object]) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._run("SAVEPOINT part")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._run("ROLLBACK TO part")
+        self._run("RELEASE part")
 
 
 class _RoundBlobs(MemoryBlobs):

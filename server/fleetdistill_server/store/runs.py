@@ -56,6 +56,10 @@ class Runs:
         """Returns the run's row, or None."""
         return self._db.row("SELECT * FROM runs WHERE name = ?", name)
 
+    def completed_rounds(self, name: str) -> int:
+        """Returns the number of completed rounds of a run; 0 for an unknown run."""
+        return int(self._db.value("SELECT completed_rounds FROM runs WHERE name = ?", name) or 0)
+
     def all(self) -> list[Row]:
         """Returns all runs, oldest first, with their numbers of devices and uploads."""
         return self._db.rows(
@@ -170,6 +174,11 @@ class Runs:
             )
             self._abandon_round(name, "run cancelled")
         return True
+
+    def open_number(self, run: str) -> int | None:
+        """Returns the number of the open round, or None."""
+        found = self._db.value("SELECT round FROM rounds WHERE run = ? AND status = 'open'", run)
+        return None if found is None else int(found)
 
     def open_round(self, run: str) -> Row | None:
         """Returns the open round with `cohort` as a list and `data_versions` as a dictionary, or None."""

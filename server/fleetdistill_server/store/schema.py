@@ -314,6 +314,13 @@ def m015_deletions(db: Database) -> None:
     db.execute("INSERT INTO deletions (count) VALUES (0)")
 
 
+@migrations()
+def m016_asks_in_progress(db: Database) -> None:
+    # Every answer looks for asks that are late or answered early; without these indexes it reads all asks of the run.
+    db.execute("CREATE INDEX open_asks ON asks (run, deadline_at) WHERE status = 'open'")
+    db.execute("CREATE INDEX answered_asks ON asks (run, round, step_number, device) WHERE status = 'answered'")
+
+
 NAMES = [one.name for one in migrations.pending(Database(memory=True))]
 """Names of all migrations, in order."""
 BASELINE = "m014_portable_view"

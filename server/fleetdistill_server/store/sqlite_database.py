@@ -11,6 +11,7 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import sqlite_utils
@@ -88,7 +89,7 @@ class SqliteDatabase(Database):
             self.tables.close()
 
     def _errors(self) -> contextlib.AbstractContextManager[None]:
-        return database_errors()
+        return _ERRORS
 
     def _in_transaction(self) -> bool:
         return bool(self.tables.conn.in_transaction)
@@ -134,15 +135,34 @@ def _use_wal(connection: sqlite3.Connection) -> None:
             time.sleep(0.01)
 
 
-@contextlib.contextmanager
-def database_errors() -> Iterator[None]:
-    """Converts SQLite's errors to StoreError, and to NoSpaceError if the disk is full."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorcode", 0)
-        if code == sqlite3.SQLITE_FULL:
-            raise NoSpaceError("cannot write the database: the disk is full") from error
-        if (code & 0xFF) in _DAMAGED:
-            raise StoreError(f"the database store.sqlite is damaged ({error}). {RECOVERY}") from error
-        raise StoreError(f"database error: {error}") from error
+class _Errors:
+    """Converts SQLite's errors to StoreError, and to NoSpaceError if the disk is full.
+
+    One object serves all statements: making a context manager for each takes longer than the shortest of them.
+    """
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, sqlite3.Error):
+            raise _store_error(error) from error
+
+
+_ERRORS = _Errors()
+
+
+def database_errors() -> contextlib.AbstractContextManager[None]:
+    """Converts SQLite's errors in a block to StoreError, and to NoSpaceError if the disk is full."""
+    return _ERRORS
+
+
+def _store_error(error: sqlite3.Error) -> StoreError:
+    code = getattr(error, "sqlite_errorcode", 0)
+    if code == sqlite3.SQLITE_FULL:
+        return NoSpaceError("cannot write the database: the disk is full")
+    if (code & 0xFF) in _DAMAGED:
+        return StoreError(f"the database store.sqlite is damaged ({error}). {RECOVERY}")
+    return StoreError(f"database error: {error}")

@@ -45,8 +45,7 @@ class DriveFleet:
 
     def _save_after_round(self) -> None:
         """Saves at the first wait after a round. The next round may be open then, but it has no answers yet."""
-        row = self._store.runs.open_round(self._run)
-        number = 0 if row is None else int(row["round"])
+        number = self._store.runs.open_number(self._run) or 0
         if number != self._round:
             self._round = number
             self.save()
