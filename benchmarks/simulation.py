@@ -318,7 +318,7 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     for name in given.case or cases():
-        profile = None if given.profile is None else cProfile.Profile()
+        profile = None if given.profile is None else cProfile.Profile(time.process_time)
         with tempfile.TemporaryDirectory() as folder:
             found = measure(cases()[name], given.rounds, Path(folder), profile)
         if profile is not None:

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import os
 import shutil
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from fleetdistill.errors import StateError
@@ -133,10 +133,12 @@ class Versions:
         failpoints.hit("device.deploy.after-record")
 
     def _save_in_use(self, version: Version) -> None:
-        with disk_errors(self._directory):
-            make_directory(self._directory / _FOLDER)
+        if self._files.has_directory:
+            with disk_errors(self._directory):
+                make_directory(self._directory / _FOLDER)
+        packed = _packed(version)
         for name in (_COPY, IN_USE):
-            self._files.save(name, _packed(version))
+            self._files.save(name, packed)
 
     # --- earlier versions
 
@@ -183,6 +185,8 @@ class Versions:
         shutil.rmtree(folder, ignore_errors=True)
 
     def _folders(self) -> list[Path]:
+        if not self._files.has_directory:
+            return []
         folder = self._directory / _FOLDER
         return [one for one in folder.iterdir() if one.name.isdigit()] if folder.is_dir() else []
 
@@ -223,7 +227,7 @@ class Versions:
 
 
 def _packed(version: Version) -> bytes:
-    return sealed_json(asdict(version))
+    return sealed_json(vars(version))  # `asdict` would copy each value
 
 
 @functools.lru_cache(maxsize=32)

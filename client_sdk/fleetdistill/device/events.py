@@ -82,7 +82,8 @@ class Events:
 
     def emit(self, kind: str, number: int, text: str, values: dict[str, Any] | None = None) -> None:
         """Emits an event; `number` is the round, or 0 for an event without a round."""
-        logger.info("%s: %s", self._device_id, printable(text))
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s: %s", self._device_id, printable(text))
         self._guard.emit(Event(kind, number, text, values or {}, self.rounds))
 
     def emit_progress(self, number: int, step: str, phase: str, fraction: float) -> None:

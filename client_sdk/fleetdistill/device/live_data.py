@@ -28,4 +28,4 @@ class RereadsData(Protocol):
 
 def is_empty(compute: object) -> bool:
     """Returns whether a compute backend has no training samples; False if it does not report their number."""
-    return isinstance(compute, RereadsData) and compute.sample_count == 0
+    return getattr(compute, "sample_count", None) == 0 and isinstance(compute, RereadsData)

@@ -328,7 +328,8 @@ class TorchCompute:
     def _take_delivery(self, in_use: str) -> None:
         """Copies the method's variants to the app's models, in place where the app may already have a reference."""
         models = self.method.variants()
-        self._delivered |= self._copies(models)
+        if not models.keys() <= self._delivered.keys():
+            self._delivered |= self._copies(models)
         for name, model in models.items():
             self._delivered[name].load_state_dict(model.state_dict())
         self._in_use = in_use

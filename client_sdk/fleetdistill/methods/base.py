@@ -167,10 +167,9 @@ class DeviceMethod:
 
     def handle(self, ask: Ask) -> Answer:
         """Calls the handler of the ask's step. Raises WireError if the step has no handler."""
-        for name in dir(type(self)):
-            handler = getattr(type(self), name)
-            if getattr(handler, "answers_step", None) == ask.step:
-                return handler(self, ask)  # type: ignore[no-any-return]
+        handler = _handlers(type(self)).get(ask.step)  # type: ignore[arg-type]  # mypy compares the hash of instances
+        if handler is not None:
+            return handler(self, ask)
         raise WireError(
             f"{type(self).__name__} has no handler for step {ask.step!r}; update the SDK if it is older than the server"
         )
@@ -209,6 +208,13 @@ class DeviceMethod:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `state_dict` returned."""
+
+
+@functools.cache
+def _handlers(method: type[DeviceMethod]) -> Mapping[str, Handler]:
+    """Returns the handlers of a device half by step; of several for one step, the first in alphabetical order."""
+    found = (getattr(method, name) for name in reversed(dir(method)))
+    return {one.answers_step: one for one in found if hasattr(one, "answers_step")}
 
 
 _BEYOND = 3.4e38

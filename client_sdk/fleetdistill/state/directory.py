@@ -60,9 +60,6 @@ class Storage(Files):
         StateError: Another process uses the directory, or it cannot be written.
     """
 
-    has_directory = True
-    """Whether the state is in files; a simulated device's is in memory."""
-
     def __init__(self, directory: Path, max_answer_bytes: int = MAX_SPOOL_BYTES) -> None:
         super().__init__(directory)
         with disk_errors(directory):

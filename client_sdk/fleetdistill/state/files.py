@@ -40,6 +40,9 @@ class Files:
         put_aside: Damaged files that were put aside and not reported to the app yet.
     """
 
+    has_directory = True
+    """Whether the state is in files; a simulated device's is in memory."""
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.put_aside: list[SetAside] = []

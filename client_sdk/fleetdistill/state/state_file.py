@@ -6,11 +6,17 @@ import json
 from typing import Any
 
 import torch
+from safetensors.numpy import save as save_arrays
 from safetensors.torch import load, save
 
 from fleetdistill.errors import StateError
 from fleetdistill.state.state_check import NO_CRC, matches_crc, with_crc
 
+_IN_NUMPY = {
+    *(torch.float64, torch.float32, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+}
+"""Types of tensors that NumPy has too."""
 _TensorKey = tuple[object, ...]
 """Memory address, device, type, shape and strides of a tensor; tensors with equal keys are identical."""
 
@@ -27,7 +33,16 @@ def pack_state(state: Any) -> bytes:
     outline = _outline(state, tensors)
     sealed = {"crc32c": NO_CRC, **(outline if isinstance(outline, dict) else {"value": outline})}
     # One metadata key: safetensors writes several in any order, but equal states must have equal bytes.
-    return with_crc(bytes(save(dict(tensors.values()), metadata={"outline": json.dumps(sealed)})))
+    return with_crc(_document(dict(tensors.values()), {"outline": json.dumps(sealed)}))
+
+
+def _document(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
+    """Returns contiguous tensors as a safetensors document; both ways give the same bytes."""
+    if all(one.dtype in _IN_NUMPY for one in tensors.values()):
+        return bytes(
+            save_arrays({name: one.numpy(force=True) for name, one in tensors.items()}, metadata)
+        )  # a quarter of the time
+    return bytes(save({name: one.clone() for name, one in tensors.items()}, metadata))  # rejects views of one tensor
 
 
 def unpack_state(data: bytes) -> Any:
@@ -50,7 +65,7 @@ def _outline(value: Any, tensors: dict[_TensorKey, tuple[str, torch.Tensor]]) ->
     if isinstance(value, torch.Tensor):
         tensor_key = (value.data_ptr(), value.device, value.dtype, value.shape, value.stride())
         if tensor_key not in tensors:
-            tensors[tensor_key] = (str(len(tensors)), value.detach().cpu().contiguous().clone())
+            tensors[tensor_key] = (str(len(tensors)), value.detach().cpu().contiguous())
         return {"tensor": tensors[tensor_key][0]}
     if isinstance(value, dict):
         for key in value:

@@ -299,12 +299,14 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
 def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
     """Context manager that sets train or eval mode; restores each submodule's mode afterwards."""
     before = [(part, part.training) for part in module.modules()]
-    module.train(training)
+    if any(was_training is not training for _, was_training in before):
+        module.train(training)
     try:
         yield
     finally:
         for part, was_training in before:
-            part.training = was_training
+            if part.training is not was_training:  # an assignment to a module takes a microsecond
+                part.training = was_training
 
 
 def evaluating(module: nn.Module) -> AbstractContextManager[None]:

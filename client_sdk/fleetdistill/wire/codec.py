@@ -15,7 +15,8 @@ from google.protobuf.message import Message
 
 from fleetdistill.errors import KnowledgeError, WireError
 from fleetdistill.wire.digests import Algorithm, digest
-from fleetdistill.wire.kind import Array, Kind, OwnForm, Parts, field_errors, kind_of
+from fleetdistill.wire.fields import Field, fields_of
+from fleetdistill.wire.kind import Array, Kind, OwnForm, Parts, field_error, kind_of
 from fleetdistill.wire.payload import ELEMENT_TYPES, DataSource, Slot, array_of, pieces, slots
 from fleetdistill.wire.quantize import LARGEST, quantize
 from fleetdistill.wire.schema import FLOAT32, float_type, is_quantized
@@ -157,34 +158,29 @@ class _Encoder:
         if isinstance(value, OwnForm):
             value.fill(message, path)
             return
-        fields: list[Any] = sorted(message.DESCRIPTOR.fields, key=lambda one: one.number)
-        for field in fields:
+        for field in fields_of(type(message)):  # type: ignore[arg-type]  # mypy compares the hash of instances
             item = getattr(value, field.name)
             if item is not None:
-                self._set(message, field, item, f"{path}/{field.name}")
+                self._set(message, field, item, path)
 
-    def _set(self, message: Message, field: Any, item: Any, path: str) -> None:
-        target = getattr(message, field.name)
-        kind = field.message_type.name if field.message_type else None
-        if kind == "Tensor" and field.name in self._kind.exact:
+    def _set(self, message: Message, field: Field, item: Any, path: str) -> None:
+        if field.message is None:
+            _set_scalar(message, field, item, path)
+            return
+        target, path = getattr(message, field.name), f"{path}/{field.name}"
+        if field.message == "Tensor" and field.name in self._kind.exact:
             self._add(target, np.asarray(item, np.float64))
-        elif kind == "Tensor":
+        elif field.message == "Tensor":
             self._describe(target, item, path)
-        elif kind == "NamedTensor":
+        elif field.message == "NamedTensor":
             for name, array in item.items():
                 self._describe(target.add(name=name).tensor, array, f"{path}/{name}", self._kind.quantized_features)
-        elif kind is not None and field.is_repeated:
+        elif field.is_repeated:
             for one in item:
                 self.fill(target.add(), one, path)
-        elif kind is not None:
+        else:
             target.SetInParent()
             self.fill(target, item, path)
-        elif field.is_repeated:
-            with field_errors(path, item):
-                target.extend(item)
-        else:
-            with field_errors(path, item):
-                setattr(message, field.name, item)
 
     def _describe(self, tensor: tensor_pb2.Tensor, array: Array, path: str, quantized: bool = False) -> None:
         array = np.asarray(array)
@@ -218,14 +214,14 @@ class _Decoder:
     def read(self, cls: type, message: Message, path: str) -> Any:
         if issubclass(cls, OwnForm):
             return cls.read(message)
-        fields = {
-            field.name: self._get(cls, message, field, f"{path}/{field.name}") for field in message.DESCRIPTOR.fields
-        }
-        return cls(**fields)
+        fields = fields_of(type(message))  # type: ignore[arg-type]
+        return cls(**{field.name: self._get(cls, message, field, path) for field in fields})
 
-    def _get(self, cls: type, message: Message, field: Any, path: str) -> Any:
-        value = getattr(message, field.name)
-        kind = field.message_type.name if field.message_type else None
+    def _get(self, cls: type, message: Message, field: Field, path: str) -> Any:
+        value, kind = getattr(message, field.name), field.message
+        if kind is None:
+            return list(value) if field.is_repeated else value
+        path = f"{path}/{field.name}"
         if kind == "Tensor":
             if message.HasField(field.name):
                 return array_of(self._by_path[path], self._source)
@@ -234,12 +230,20 @@ class _Decoder:
             return None
         if kind == "NamedTensor":
             return {one.name: array_of(self._by_path[f"{path}/{one.name}"], self._source) for one in value}
-        if kind is not None and field.is_repeated:
+        if field.is_repeated:
             (listed,) = get_args(_types_of(cls)[field.name])
             return [self.read(listed, one, path) for one in value]
+        return self.read(_types_of(cls)[field.name], value, path)
+
+
+def _set_scalar(message: Message, field: Field, item: Any, path: str) -> None:
+    try:
         if field.is_repeated:
-            return list(value)
-        return self.read(_types_of(cls)[field.name], value, path) if kind is not None else value
+            getattr(message, field.name).extend(item)
+        else:
+            setattr(message, field.name, item)
+    except (TypeError, ValueError) as error:
+        raise field_error(f"{path}/{field.name}", item, error) from error
 
 
 @functools.cache

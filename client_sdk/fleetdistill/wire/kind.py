@@ -130,4 +130,9 @@ def field_errors(path: str, value: object) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise WireError(f"{path}: {value!r} does not fit its field: {error}") from error
+        raise field_error(path, value, error) from error
+
+
+def field_error(path: str, value: object, error: Exception) -> WireError:
+    """Returns the error for a value that protobuf has rejected with `error`."""
+    return WireError(f"{path}: {value!r} does not fit its field: {error}")

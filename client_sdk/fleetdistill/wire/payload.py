@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 
 from fleetdistill.errors import WireError
 from fleetdistill.wire.compression import RAW, Packer, unpacked
+from fleetdistill.wire.fields import has_tensors
 from fleetdistill.wire.quantize import dequantize
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
 
@@ -215,6 +216,8 @@ def _tensors(parts: knowledge_pb2.Parts) -> Iterator[tuple[str, str, tensor_pb2.
 def _walk(message: Message, path: str) -> Iterator[tuple[str, tensor_pb2.Tensor]]:
     if isinstance(message, tensor_pb2.Tensor):
         yield path, message
+        return
+    if not has_tensors(type(message)):  # type: ignore[arg-type]
         return
     for field, value in message.ListFields():
         if field.message_type is None:
