@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support.answering import AnsweringFleet
 from support.processes import wait_until
@@ -21,27 +23,32 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def engines() -> list[str]:
-    """Command lines of all processes whose first module is the engine's, on this machine."""
-    lines = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            except OSError:
-                continue
-            lines += [" ".join(words)] * ("fleetdistill_server.engine" in words)
-    return lines
+def engines(directory: Path) -> list[psutil.Process]:
+    """The running processes of torchrun and of the engines that it has started for a server in a directory."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if "fleetdistill_server.engine" in words and str(directory) in " ".join(words):
+                found.append(process)
+    return found
+
+
+def open_addresses(processes: list[psutil.Process]) -> set[str]:
+    """The addresses on which processes listen."""
+    sockets = [one for process in processes for one in process.net_connections("inet")]
+    return {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.slow
 @pytest.mark.cold_start
 def test_two_processes_of_torchrun_serve_a_run_and_end_with_it(tmp_path: Path) -> None:
     with served(tmp_path, SETTINGS) as address, AnsweringFleet(int(address.rpartition(":")[2]), RUN, 2):
+        wait_until(lambda: len(open_addresses(engines(tmp_path))) and len(engines(tmp_path)) == 3, "all processes")
+        assert open_addresses(engines(tmp_path)) == {"127.0.0.1"}
         store = Store.open(tmp_path / "store")
         wait_until(lambda: (store.runs.get(RUN) or {})["status"] == "finished", "the run to finish")
         assert store.history.events(RUN) == []
         store.close()
     assert answers_in(tmp_path) == [(number, "train", device) for number in (1, 2) for device in ("d0", "d1")]
-    mine = str(tmp_path)
-    wait_until(lambda: not [line for line in engines() if mine in line], "the engine's processes to end")
+    wait_until(lambda: not engines(tmp_path), "the engine's processes to end")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.context import ForkServerProcess
@@ -15,7 +16,7 @@ import torch
 from support.driving import DriveDevices
 from support.fleets import Prepared
 from support.fork_server import forked
-from support.processes import PATIENCE_SECONDS, free_port
+from support.processes import PATIENCE_SECONDS
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,6 +25,7 @@ from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.group import Group, follow
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.service.torchrun import Torchrun
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device
 from fleetdistill_server.store.store import Store
@@ -79,11 +81,11 @@ def trained(name: str, ranks: Ranks = ALONE, *, fails: bool = False, **settings:
     return {"model": model.state_dict(), "loss": report.mean_loss, "draw": torch.rand(3)}
 
 
-def run_rank(points: str, rank: int, size: int, port: int, target: Callable[..., None], *args: Any) -> None:
+def run_rank(points: str, rank: int, size: int, rendezvous: str, target: Callable[..., None], *args: Any) -> None:
     """Joins the other processes and calls the target with the group."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= Torchrun(size, Path(rendezvous)).environment()
     group = Group()
     target(group, *args)
     group.leave()
@@ -99,8 +101,8 @@ def save_trained(group: Group, out: Path, cases: Sequence[tuple[str, int]]) -> N
 
 def start_ranks(size: int, target: Callable[..., None], *args: Any) -> list[ForkServerProcess]:
     """Starts processes that call the target with their group."""
-    port = free_port()
-    return [forked(run_rank, "", rank, size, port, target, *args) for rank in range(size)]
+    rendezvous = tempfile.mkdtemp()
+    return [forked(run_rank, "", rank, size, rendezvous, target, *args) for rank in range(size)]
 
 
 def join_all(processes: list[ForkServerProcess]) -> None:

@@ -12,6 +12,7 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from fleetdistill_server.methods.cohort import (
     round_generator,
     sample_devices,
 )
+from fleetdistill_server.service.torchrun import RENDEZVOUS
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.training.ranks import JoinedRanks
 
@@ -95,7 +97,12 @@ class Group:
                     f"{torch.cuda.device_count()}"
                 )
             torch.cuda.set_device(device)
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            init_method=(Path(os.environ[RENDEZVOUS]).absolute() / "ranks").as_uri(),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+        )
         self._messages: Any = distributed.new_group(backend="gloo", timeout=_NO_TIMEOUT)
         self.ranks = JoinedRanks()
 

@@ -35,6 +35,7 @@ from fleetdistill_server.service.processes import (
     front_environment,
 )
 from fleetdistill_server.service.registration import register
+from fleetdistill_server.service.torchrun import Torchrun
 from fleetdistill_server.service.wakeups import Ends, make_pair
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.location import Location, set_location
@@ -54,6 +55,7 @@ _START_SECONDS = 600.0
 """Seconds until an engine's first heartbeat is required; importing torch may take minutes."""
 NO_SPACE_SECONDS = 10.0
 _SERVED_FILE = "served.toml"
+_RENDEZVOUS = "rendezvous"
 
 
 class Child:
@@ -68,7 +70,7 @@ class Child:
         environment: Mapping[str, str],
         *,
         keep_output: bool = False,
-        processes: int = 1,
+        torchrun: Torchrun | None = None,
     ) -> None:
         self.arguments = arguments
         self._module = module
@@ -76,7 +78,7 @@ class Child:
         self._log = log
         self._environment = environment
         self._keep_output = keep_output
-        self._processes = processes
+        self._torchrun = torchrun
         self.failures = 0
         self.started = time.monotonic()
         self.process = self._start()
@@ -121,12 +123,10 @@ class Child:
 
     def _command(self) -> list[str]:
         """Returns the command; several processes are started by torchrun, which passes no pipes to them."""
-        python = [sys.executable, "-m"]
-        if self._processes == 1:
+        if self._torchrun is None:
             tied = ["--wakeups", str(self._ends), "--parent", str(os.getpid())]
-            return [*python, self._module, *self.arguments, *tied]
-        torchrun = [*python, "torch.distributed.run", "--standalone", f"--nproc-per-node={self._processes}", "-m"]
-        return [*torchrun, self._module, *self.arguments, "--supervisor", str(os.getpid())]
+            return [sys.executable, "-m", self._module, *self.arguments, *tied]
+        return [*self._torchrun.command(), self._module, *self.arguments, "--supervisor", str(os.getpid())]
 
 
 def _write_served(config: RunConfig) -> Path:
@@ -263,6 +263,14 @@ class Supervisor:
         self._front.restart()
         self._read_port(self._front)
 
+    def _start_engine(self, arguments: list[str]) -> Child:
+        count, module, environment = self._config.engine.processes, "fleetdistill_server.engine", child_environment()
+        if count == 1:
+            return Child(module, arguments, self._engine_ends, self._log, environment)
+        torchrun = Torchrun(count, Path(self._config.server.store) / _RENDEZVOUS)
+        environment |= torchrun.environment()
+        return Child(module, arguments, self._engine_ends, self._log, environment, torchrun=torchrun)
+
     def look_after_engine(self) -> None:
         if self.engine is None:
             # Only after the front listens: a second server of the same run fails to listen, before its engine
@@ -272,9 +280,7 @@ class Supervisor:
                 if self._most_short_rounds is not None:
                     given += ["--most-short-rounds", str(self._most_short_rounds)]
                 self.reset_heartbeat()
-                module, environment = "fleetdistill_server.engine", child_environment()
-                count = self._config.engine.processes
-                self.engine = Child(module, given, self._engine_ends, self._log, environment, processes=count)
+                self.engine = self._start_engine(given)
             return
         if self._status() == "cancelled":
             self.engine.stop()
