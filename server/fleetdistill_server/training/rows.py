@@ -43,8 +43,7 @@ class Pool:
     def __init__(self, parts: Sequence[Tensor], hardware: Hardware, reads_ahead: bool | None = None) -> None:
         self._device = hardware.device
         on_gpu = self._device.type == "cuda"
-        kept = hardware.keeps(sum(part.nbytes for part in parts))
-        self._resident = torch.cat(list(parts)).to(self._device) if kept else None
+        self._resident = _resident(parts, hardware)
         self._like = parts[0]
         self._arrays = [part.numpy() for part in parts]
         self._stops = np.cumsum([len(part) for part in parts])
@@ -61,7 +60,7 @@ class Pool:
             rows: Row numbers of each mini-batch, `[b]` int64, on the CPU.
         """
         if self._resident is not None:
-            yield from (self._resident.index_select(0, rows_b.to(self._device)) for rows_b in rows)
+            yield from (self._resident.index_select(0, rows_b) for rows_b in on_device(list(rows), self._device))
             return
         for moved, copied in ahead(self._copied, rows) if self._reads_ahead else map(self._copied, rows):
             if copied is not None:
@@ -88,6 +87,34 @@ class Pool:
         for at, (number, row) in enumerate(zip(numbers.tolist(), (rows - self._stops[numbers]).tolist(), strict=True)):
             target[at] = self._arrays[number][row]  # rows count from the end of their part, so they are negative
         return taken
+
+
+def _resident(parts: Sequence[Tensor], hardware: Hardware) -> Tensor | None:
+    """Returns all rows on the device, or None if they are not kept there.
+
+    On a CPU they are float32, so that no mini-batch has to be converted. A GPU receives part after part, so that the
+    host needs no memory for the whole; if its memory does not suffice, the rows are streamed.
+    """
+    on_gpu = hardware.device.type == "cuda"
+    dtype = parts[0].dtype if on_gpu or not parts[0].is_floating_point() else torch.float32
+    rows = sum(len(part) for part in parts)
+    if not hardware.keeps(dtype.itemsize * sum(part.numel() for part in parts)):
+        return None
+    try:
+        kept = torch.empty((rows, *parts[0].shape[1:]), dtype=dtype, device=hardware.device)
+    except torch.OutOfMemoryError:
+        return None
+    for part, target in zip(parts, kept.split([len(part) for part in parts]), strict=True):
+        target.copy_(part)
+    return kept
+
+
+def on_device(rows: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Returns row numbers on the device. They are copied together, because each copy waits for the device's steps."""
+    if device.type == "cpu" or not rows:
+        return rows
+    moved: Sequence[Tensor] = torch.cat(list(rows)).to(device).split([len(rows_b) for rows_b in rows])
+    return moved
 
 
 def ahead(make: Callable[[Tensor], T], items: Iterable[Tensor]) -> Iterator[T]:
