@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from fleetdistill.state.state_file import unpack_state
+from fleetdistill_server.config.engine_config import EngineSection
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
 
@@ -22,8 +23,14 @@ NAMES = ["feddkc", "fedd2s with heads", "cdkt", "dafkd distilling", "classstats 
 """Runs whose server half trains, each in another way."""
 
 
-def prepared(name: str, work: Path) -> Prepared:
-    return prepare(replace(RUNS[name], knowledge_type="float32"), work)
+SHARDED = ["feddkc", "fedd2s with heads"]
+"""Runs that are repeated with sharded weights; FedD2S trains some of a network's layers."""
+
+
+def prepared(name: str, work: Path, sharding: str = "none") -> Prepared:
+    config, specs, work = prepare(replace(RUNS[name], knowledge_type="float32"), work)
+    engine = EngineSection.model_validate({"processes": 2, "sharding": sharding})
+    return config.model_copy(update={"engine": engine}), specs, work
 
 
 def states(store: Store) -> Mapping[str, Any]:
@@ -35,9 +42,10 @@ def states(store: Store) -> Mapping[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def fleets(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Prepared]:
+def fleets(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str], Prepared]:
     work = tmp_path_factory.mktemp("together")
-    found = {name: prepared(name, work / name) for name in NAMES}
+    found = {(name, "none"): prepared(name, work / name) for name in NAMES}
+    found |= {(name, "full"): prepared(name, work / f"{name} sharded", "full") for name in SHARDED}
     join_all(start_ranks(2, run_fleets, list(found.values())))
     return found
 
@@ -57,10 +65,14 @@ def assert_near(expected: Any, found: Any) -> None:
             assert_near(one, other)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_run_of_two_processes_ends_as_that_of_one(name: str, fleets: Mapping[str, Prepared], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "sharding"), [*((name, "none") for name in NAMES), *((name, "full") for name in SHARDED)]
+)
+def test_a_run_of_two_processes_ends_as_that_of_one(
+    name: str, sharding: str, fleets: Mapping[tuple[str, str], Prepared], tmp_path: Path
+) -> None:
     alone = run_in_memory(prepared(name, tmp_path / "alone"))
-    together = Store.open(Path(fleets[name][0].server.store))
+    together = Store.open(Path(fleets[name, sharding][0].server.store))
     assert_near(states(alone), states(together))
     for store in (alone, together):
         store.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -83,14 +82,14 @@ class Fleet:
                 raise Killed
             return plain(server, *given)
 
-        save = ResumePoints.save_if_due
+        save = ResumePoints.save
 
-        def save_and_wait(points: ResumePoints, key: str, state: Callable[[], Any]) -> None:
+        def save_and_wait(points: ResumePoints, key: str, state: Any) -> None:
             save(points, key, state)
             points.wait()
 
         monkeypatch.setattr(FedDKCServer, "loss", loss)
-        monkeypatch.setattr(ResumePoints, "save_if_due", save_and_wait)
+        monkeypatch.setattr(ResumePoints, "save", save_and_wait)
 
     def run(self) -> None:
         asyncio.run(Engine(self.store, config_of(checkpoint_seconds=1e-9), self.drive, directory=self.directory).run())
@@ -179,7 +178,8 @@ def test_resume_points_have_their_distance() -> None:
     assert state is None
     for seconds in (59.0, 1.0, 59.0, 1.0):
         clock.advance(seconds)
-        points.save_if_due(key, lambda: {"position": len(saved)})
+        if points.is_due():
+            points.save(key, {"position": len(saved)})
         points.wait()
     assert saved == [(key, {"position": 0}), (key, {"position": 1})]
     points.origin = lambda: ["another round"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from fleetdistill_server.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 ROWS, CLASSES = 37, 3
+SHARDINGS: tuple[Literal["auto", "none", "full"], ...] = ("auto", "none", "full")
 
 
 def plain_network() -> nn.Module:
@@ -314,15 +315,19 @@ def test_only_a_long_training_is_compiled(left: int, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("reads_ahead", [False, True])
-def test_mapped_rows_are_read_without_a_copy_of_the_whole(reads_ahead: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("resident_bytes", "dtype"), [(239, torch.float16), (240, torch.float32)])
+def test_mapped_rows_are_read_from_their_file_or_kept_in_float32(
+    resident_bytes: int, dtype: torch.dtype, reads_ahead: bool, tmp_path: Path
+) -> None:
     array = np.arange(60, dtype=np.float16).reshape(20, 3)
     array.tofile(tmp_path / "rows")
     mapped = mapped_tensor(np.memmap(tmp_path / "rows", np.float16, "r", shape=(20, 3)))
-    hardware = Hardware(device=CPU, resident_bytes=1)
+    hardware = Hardware(device=CPU, resident_bytes=resident_bytes)
     pool = Pool([mapped[:7], mapped[7:8], mapped[8:]], hardware, reads_ahead=reads_ahead)
     wanted = [torch.tensor(rows) for rows in ([0, 19, 7], [6, 8], [3])]
     for rows, read in zip(wanted, pool.batches(wanted), strict=True):
-        assert torch.equal(read, torch.from_numpy(array)[rows])
+        assert read.dtype == dtype
+        assert torch.equal(read.half(), torch.from_numpy(array)[rows])
     assert len(pool) == 20
 
 
@@ -345,6 +350,18 @@ def test_what_fits_is_kept_on_the_device() -> None:
     assert Hardware(device=CPU).keeps(256 << 20)
     assert not Hardware(device=CPU).keeps((256 << 20) + 1)
     assert not Hardware(device=CPU, resident_bytes=100).keeps(101)
+
+
+def test_labels_are_kept_as_they_are() -> None:
+    labels = torch.arange(10)
+    read = list(Pool([labels[:4], labels[4:]], Hardware(device=CPU)).batches([torch.tensor([9, 0])]))
+    assert [one.tolist() for one in read] == [[9, 0]]
+    assert read[0].dtype == torch.int64
+
+
+def test_a_cpu_shards_only_on_request() -> None:
+    model = convolutions()
+    assert [Hardware(device=CPU, sharding=how).shards(model) for how in SHARDINGS] == [False, False, True]
 
 
 def test_models_of_a_caller_keep_their_mode() -> None:

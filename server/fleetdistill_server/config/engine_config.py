@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fleetdistill_server.config.section import Section
 
@@ -17,4 +17,11 @@ class EngineSection(Section):
     micro_batch: Annotated[int, Field(ge=0, lt=2**32)] = 0
     resident_bytes: Annotated[int, Field(ge=0)] = 0
     processes: Annotated[int, Field(ge=1, le=1024)] = 1
+    sharding: Literal["auto", "none", "full"] = "auto"
     checkpoint_seconds: Annotated[float, Field(ge=0)] = 60.0
+
+    @model_validator(mode="after")
+    def _check_sharding(self) -> EngineSection:
+        if self.sharding == "full" and self.processes == 1:
+            raise ValueError("sharding = 'full' needs several processes; set processes to at least 2")
+        return self

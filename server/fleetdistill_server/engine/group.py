@@ -35,7 +35,7 @@ from fleetdistill_server.methods.cohort import (
 )
 from fleetdistill_server.service.torchrun import RENDEZVOUS
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.training.ranks import JoinedRanks
+from fleetdistill_server.training.ranks import JoinedRanks, connected
 
 _NO_TIMEOUT = timedelta(days=3650)
 """The engine may wait for devices for months."""
@@ -108,12 +108,14 @@ class Group:
 
     def send(self, message: Any) -> None:
         """Sends a message to all followers."""
-        distributed.broadcast_object_list([message], src=0, group=self._messages, device=torch.device("cpu"))
+        with connected():
+            distributed.broadcast_object_list([message], src=0, group=self._messages, device=torch.device("cpu"))
 
     def receive(self) -> Any:
         """Waits for a message of the engine."""
         found = [None]
-        distributed.broadcast_object_list(found, src=0, group=self._messages, device=torch.device("cpu"))
+        with connected():
+            distributed.broadcast_object_list(found, src=0, group=self._messages, device=torch.device("cpu"))
         return found[0]
 
     def leave(self) -> None:

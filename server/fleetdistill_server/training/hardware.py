@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _CPU_RESIDENT_BYTES = 256 << 20
 _GPU_RESIDENT_SHARE = 0.5
+_TRAINING_COPIES = 5  # weights, gradients, their sums over processes, and two states of Adam
+_GPU_TRAINING_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,8 @@ class Hardware:
         micro_batch: Largest number of rows in one forward pass; 0 for the whole mini-batch.
         resident_bytes: Largest size of training data that are kept on the device; larger data are streamed. 0 for half
             of the GPU's free memory, or 256 MiB on a CPU.
+        sharding: Whether several processes shard weights, gradients and optimiser states: `full`, `none`, or `auto` if
+            they would take more than half of a GPU's memory.
     """
 
     device: torch.device
@@ -42,6 +46,7 @@ class Hardware:
     compile_backend: str | Callable[..., Any] = "inductor"
     micro_batch: int = 0
     resident_bytes: int = 0
+    sharding: Literal["auto", "none", "full"] = "auto"
 
     @classmethod
     def of(cls, device: torch.device, settings: EngineSection) -> Hardware:
@@ -53,6 +58,7 @@ class Hardware:
             compile="off" if settings.compile == "auto" and device.type != "cuda" else settings.compile,
             micro_batch=settings.micro_batch,
             resident_bytes=settings.resident_bytes,
+            sharding=settings.sharding,
         )
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -67,6 +73,13 @@ class Hardware:
         if not limit and self.device.type == "cuda":
             limit = int(_GPU_RESIDENT_SHARE * torch.cuda.mem_get_info(self.device)[0])
         return data_bytes <= (limit or _CPU_RESIDENT_BYTES)
+
+    def shards(self, model: nn.Module) -> bool:
+        """Returns whether several processes shard the training of a model."""
+        if self.sharding != "auto" or self.device.type != "cuda":
+            return self.sharding == "full"
+        needed = _TRAINING_COPIES * sum(parameter.nbytes for parameter in model.parameters())
+        return needed > _GPU_TRAINING_SHARE * torch.cuda.get_device_properties(self.device).total_memory
 
     @contextmanager
     def layout(self, model: nn.Module) -> Iterator[None]:

@@ -18,7 +18,8 @@ from fleetdistill_server.training.hardware import Hardware
 from fleetdistill_server.training.memory import Before, Memory
 from fleetdistill_server.training.ranks import Ranks
 from fleetdistill_server.training.resume import ResumePoints
-from fleetdistill_server.training.rows import Pool
+from fleetdistill_server.training.rows import Pool, on_device
+from fleetdistill_server.training.weights import Weights
 
 CHECKED_STEPS = 50
 """Steps between two checks of the losses on an accelerator, each of which waits for the device."""
@@ -61,6 +62,7 @@ class Loop:
         memory: Reacts to out-of-memory errors.
         compiling: Compiles the forward pass.
         ranks: The processes that train together.
+        weights: The weights of the plan's model and optimiser.
         points: Resume points; None for none.
     """
 
@@ -71,6 +73,7 @@ class Loop:
         memory: Memory,
         compiling: Compiling,
         ranks: Ranks,
+        weights: Weights,
         points: ResumePoints | None,
     ) -> None:
         self._plan = plan
@@ -79,25 +82,32 @@ class Loop:
         self._compiling = compiling
         self._ranks = ranks
         self._points = points
+        self._weights = weights
         self._before = Before(plan.model, hardware.device)
         self._meter = _Meter(hardware, plan.optimizer)
         self._epoch = self._batch = 0  # of the next mini-batch
 
     def run(self) -> TrainingReport:
-        plan, key = self._plan, self._resume()
+        key = self._resume()
+        with self._weights:
+            return self._train(key)
+
+    def _train(self, key: str) -> TrainingReport:
+        plan = self._plan
         while self._epoch < plan.epochs:
             self._drawn_from = plan.generator.get_state()
             rows = list(batches(plan.pools, plan.batch_size, plan.smallest, plan.generator))
             own = [self._ranks.own(rows_b, plan.is_mean) for rows_b in rows]
-            read = repeat(None) if plan.pool is None else plan.pool.batches(own[self._batch :])
-            for rows_b, own_b, data_b in zip(rows[self._batch :], own[self._batch :], read, strict=False):
+            left = own[self._batch :]
+            read = repeat(None) if plan.pool is None else plan.pool.batches(left)
+            moved = on_device(left, self._hardware.device)
+            for rows_b, own_b, data_b in zip(rows[self._batch :], moved, read, strict=False):
                 report_progress("training", (self._epoch + self._batch / len(rows)) / plan.epochs)
                 self._meter.where = f"epoch {self._epoch + 1} of {plan.epochs}"
-                self._take_steps(own_b.to(self._hardware.device), data_b, len(rows_b))
+                self._take_steps(own_b, data_b, len(rows_b))
                 self._batch += 1
                 self._compiling.count_batch((plan.epochs - self._epoch) * len(rows) - self._batch)
-                if self._points is not None:
-                    self._points.save_if_due(key, self._state)
+                self._save_if_due(key)
             self._epoch, self._batch = self._epoch + 1, 0
         return self._meter.report()
 
@@ -118,7 +128,7 @@ class Loop:
                     self._step(loss, whole)
                 return
             except torch.OutOfMemoryError as error:
-                if self._ranks.communicates_in_forward(self._plan.normalises):
+                if self._weights.sharded or self._ranks.communicates_in_forward(self._plan.normalises):
                     raise self._memory.exhausted(error) from error
                 self._memory.use_less(len(rows_b), self._splits, error)
             except Exception as error:
@@ -132,7 +142,7 @@ class Loop:
         return self._plan.is_mean and not self._plan.normalises
 
     def _step(self, loss: Tensor, rows: int) -> None:
-        loss = self._ranks.summed(loss, self._plan.optimizer)
+        loss = self._ranks.summed(loss, self._weights.gradients())
         self._meter.check(loss)
         try:
             self._plan.optimizer.step()
@@ -143,7 +153,7 @@ class Loop:
 
     def _gradients(self, rows_b: Tensor, data_b: Tensor | None, whole: int) -> Iterator[Tensor]:
         """Yields the loss of each step that is not taken yet, with the gradients computed."""
-        parts = self._memory.parts(len(rows_b), self._splits)
+        parts = self._memory.parts(len(rows_b), self._ranks.shares(whole, self._plan.is_mean), self._splits)
         series = [self._losses(rows_b[part], None if data_b is None else data_b[part]) for part in parts]
         shares = [self._ranks.share(len(rows_b[part]), whole, self._plan.is_mean) for part in parts]
         if self._before.failed:
@@ -185,12 +195,18 @@ class Loop:
             self._load(state)
         return key
 
+    def _save_if_due(self, key: str) -> None:
+        due = self._points is not None and self._points.is_due()
+        if self._weights.agreed(due):
+            state = self._state()
+            if self._points is not None:
+                self._points.save(key, state)
+
     def _state(self) -> dict[str, Any]:
         """Returns everything that the rest of the training depends on."""
-        plan, cuda = self._plan, self._hardware.device.type == "cuda"
+        cuda = self._hardware.device.type == "cuda"
         return {
-            "model": plan.model.state_dict(),
-            "optimizer": plan.optimizer.state_dict(),
+            **self._weights.state(),
             "drawn_from": self._drawn_from,
             "random": torch.get_rng_state(),
             "random_on_gpu": torch.cuda.get_rng_state(self._hardware.device) if cuda else None,

@@ -7,6 +7,8 @@ moved to the host's memory. Both settings are kept for later steps and reported 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -78,10 +80,18 @@ class Memory:
         self._micro = hardware.micro_batch
         self._offloads = False
 
-    def parts(self, rows: int, separable: bool) -> Sequence[slice]:
-        """Returns the micro-batches of a mini-batch; a single one unless the loss is a mean over independent rows."""
-        size = min(self._micro or rows, rows) if separable else rows
-        return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
+    def parts(self, rows: int, shares: tuple[int, int], separable: bool) -> Sequence[slice]:
+        """Returns the micro-batches of a mini-batch; a single one unless the loss is a mean over independent rows.
+
+        Args:
+            rows: Rows of this process.
+            shares: Smallest and largest number of rows of a process; all processes get equally many micro-batches.
+            separable: Whether the loss is a mean over independent rows.
+        """
+        smallest, largest = shares
+        count = min(math.ceil(largest / self._micro), smallest) if separable and self._micro else 1
+        stops = [rows * number // count for number in range(count + 1)]
+        return [slice(start, stop) for start, stop in itertools.pairwise(stops)]
 
     def saving(self) -> AbstractContextManager[object]:
         """Returns the context of forward and backward passes."""

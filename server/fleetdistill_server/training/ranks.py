@@ -10,15 +10,33 @@ of memory there could not repeat its step without the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server.training.batch_norm import over_all_ranks
+from fleetdistill_server.training.weights import Weights
+
+
+class ProcessLostError(Exception):
+    """Another process of the engine ended; the engine ends too, and the supervisor restarts all of them."""
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Raises ProcessLostError for an error of the communication in the block."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ProcessLostError(
+            "another process of the engine ended during a round; its own error is in the log. The engine restarts from "
+            f"the last checkpoint or resume point: {error}"
+        ) from error
 
 
 class Ranks:
@@ -43,7 +61,15 @@ class Ranks:
         """Returns the weight of the loss of `rows` rows of this process in that of a mini-batch of `whole` rows."""
         return rows / whole
 
-    def summed(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    def shares(self, whole: int, is_mean: bool) -> tuple[int, int]:
+        """Returns the smallest and the largest number of rows of one process in a mini-batch of `whole` rows."""
+        return whole, whole
+
+    def weights(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> Weights:
+        """Returns the weights of a training; they are sharded only if there are several processes."""
+        return Weights(model, optimizer)
+
+    def summed(self, loss: Tensor, gradients: Sequence[Tensor]) -> Tensor:
         """Replaces the gradients by their sums over all processes; returns the sum of the losses."""
         return loss
 
@@ -80,18 +106,32 @@ class JoinedRanks(Ranks):
     def _divides(self, whole: int, is_mean: bool) -> bool:
         return is_mean and whole >= self.size
 
-    def summed(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-        trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        values = [loss.reshape(1), *(one.grad for one in trained if one.grad is not None)]
+    def shares(self, whole: int, is_mean: bool) -> tuple[int, int]:
+        if not self._divides(whole, is_mean):
+            return whole, whole
+        return whole // self.size, -(-whole // self.size)
+
+    def weights(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool) -> Weights:
+        if not sharded:
+            return Weights(model, optimizer)
+        from fleetdistill_server.training.sharding import ShardedWeights  # FSDP takes a second to import
+
+        device = next(model.parameters()).device.type
+        return ShardedWeights(model, optimizer, init_device_mesh(device, (self.size,)))
+
+    def summed(self, loss: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+        values = [loss.reshape(1), *gradients]
         together = torch.cat([one.flatten() for one in values])
-        distributed.all_reduce(together)
+        with connected():
+            distributed.all_reduce(together)
         for one, total in zip(values, together.split([one.numel() for one in values]), strict=True):
             one.copy_(total.view_as(one))
         return loss
 
     def from_first(self, value: Any) -> Any:
         found = [value]
-        distributed.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+        with connected():
+            distributed.broadcast_object_list(found, src=0, device=torch.device("cpu"))
         return found[0]
 
     @contextmanager

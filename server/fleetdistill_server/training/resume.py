@@ -68,13 +68,15 @@ class ResumePoints:
         key, self._last = hashlib.sha256(described.encode()).hexdigest(), self._now()
         return key, self._storage.load(key) if self._saved else None
 
-    def save_if_due(self, key: str, state: Callable[[], Any]) -> None:
-        """Starts to write a resume point if the last one is old enough and is written."""
+    def is_due(self) -> bool:
+        """Returns whether the last resume point is old enough and is written."""
         busy = self._writing is not None and not self._writing.done()
-        if busy or self._now() - self._last < self._seconds:
-            return
+        return not busy and self._now() - self._last >= self._seconds
+
+    def save(self, key: str, state: Any) -> None:
+        """Starts to write a resume point; copies the state's tensors first."""
         self._last, self._saved = self._now(), True
-        self._writing = self._thread.submit(self._save, key, copied(state()))
+        self._writing = self._thread.submit(self._save, key, copied(state))
 
     def _save(self, key: str, state: Any) -> None:
         try:

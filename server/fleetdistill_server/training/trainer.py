@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -109,13 +110,15 @@ class Trainer:
             is_mean=separable,
             normalises=not frozen and smallest_batch(model) > 1,
         )
+        weights = self.ranks.weights(model, optimizer, sharded=self.hardware.shards(model))
+        hardware = replace(self.hardware, channels_last=False, compile="off") if weights.sharded else self.hardware
         with ExitStack() as stack:
             stack.enter_context(in_mode(model, training=True))
             stack.enter_context(frozen_batch_norm(model, frozen))
-            stack.enter_context(self.hardware.layout(model))
+            stack.enter_context(hardware.layout(model))
             stack.enter_context(self.ranks.training(model, generator.initial_seed()))
-            compiling = stack.enter_context(Compiling(model, self.hardware, self.notify))
-            return Loop(plan, self.hardware, self._memory, compiling, self.ranks, self.points).run()
+            compiling = stack.enter_context(Compiling(model, hardware, self.notify))
+            return Loop(plan, hardware, self._memory, compiling, self.ranks, weights, self.points).run()
 
     def extract(
         self,
