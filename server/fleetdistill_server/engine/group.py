@@ -99,7 +99,7 @@ class Group:
             torch.cuda.set_device(device)
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            init_method=(Path(os.environ[RENDEZVOUS]).absolute() / "ranks").as_uri(),
+            init_method=f"file://{Path(os.environ[RENDEZVOUS]).absolute() / 'ranks'}",  # PyTorch does not decode %20
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
         )
