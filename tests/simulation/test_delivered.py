@@ -15,7 +15,7 @@ from fleetdistill_server.simulation.report.history import read_history
 from fleetdistill_server.simulation.report.results import FleetReport
 from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.spec.score_log import START, append_scores
+from fleetdistill_server.simulation.spec.score_log import PRODUCT, START, append_scores
 from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 
@@ -92,12 +92,13 @@ def test_what_a_round_brings_counts_for_the_completed_round_before_it(tmp_path: 
         else:
             store.runs.close_round(RUN, number, b"", [], {"global_confusion": [[1]]})
     spec = DeviceSpec("a", "", 0, 2, "", "", str(tmp_path / "a"), RUN)
-    append_scores(spec.scores_file, START, [[0]])
+    append_scores(spec.scores_file, "a", START, [[0]])
     for before, value in ((0, 10), (1, 20), (2, 30), (3, 40), (4, 50)):
-        append_scores(spec.products_file, before, [[value]])
+        append_scores(spec.scores_file, "a", before, [[value]], PRODUCT)
     history = read_history(store, RUN, [spec])
     assert [int(one[0, 0]) for one in history.products["a"]] == [30, 40, 50]
-    spec.products_file.unlink()
-    append_scores(spec.products_file, 0, [[10]])
+    spec.scores_file.unlink()
+    append_scores(spec.scores_file, "a", START, [[0]])
+    append_scores(spec.scores_file, "a", 0, [[10]], PRODUCT)
     assert [int(one[0, 0]) for one in read_history(store, RUN, [spec]).products["a"]] == [10, 10, 10]
     assert np.array_equal(history.devices["a"][-1], [[0]])

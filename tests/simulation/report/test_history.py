@@ -41,7 +41,7 @@ def device_a(tmp_path: Path) -> DeviceSpec:
     """It noted a score in both rounds."""
     spec = DeviceSpec("a", "", 0, 2, "", "", str(tmp_path / "a"), RUN)
     for number, confusion in ((START, FIRST), (1, SECOND), (2, THIRD)):
-        append_scores(spec.scores_file, number, confusion.tolist())
+        append_scores(spec.scores_file, "a", number, confusion.tolist())
     return spec
 
 
@@ -74,7 +74,7 @@ def test_a_further_answer_counts_from_the_first_round_that_has_it_and_a_receipt(
     for receipt in (True, False, True, False):
         answered_round(store, [("learn", receipt)])
     for number in (2, 3, 4):
-        append_scores(spec.scores_file_of("personal"), number, np.full((2, 2), number).tolist())
+        append_scores(spec.scores_file, "a", number, np.full((2, 2), number).tolist(), "personal")
     found = read_history(store, RUN, [spec]).further["personal"]["a"]
     assert [one if one is None else one.tolist() for one in found] == [None, None, [[3, 3]] * 2, [[3, 3]] * 2]
 

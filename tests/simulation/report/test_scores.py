@@ -91,8 +91,8 @@ def test_every_figure_is_a_rate_or_absent(counts: Any, samples: Any) -> None:
 
 def test_the_last_line_of_a_round_counts(tmp_path: Path) -> None:
     for number, counts in ((START, SURE_OF_0), (2, SURE_OF_0), (2, SURE_OF_1)):
-        append_scores(tmp_path / "scores.jsonl", number, counts.tolist())
-    noted = read_scores(tmp_path / "scores.jsonl")
+        append_scores(tmp_path / "scores.jsonl", "a", number, counts.tolist())
+    noted = read_scores(tmp_path / "scores.jsonl")[""]["a"]
     assert {number: counts.tolist() for number, counts in noted.items()} == {
         START: SURE_OF_0.tolist(),
         2: SURE_OF_1.tolist(),
@@ -105,9 +105,9 @@ def test_a_line_of_a_score_log_grows_with_the_test_rows_only(rows: int, classes:
     counts = confusion(labels[0], labels[1], classes)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "scores.jsonl"
-        append_scores(file, 1, counts)
-        assert np.array_equal(read_scores(file)[1], counts)
-        assert file.stat().st_size <= 60 + len("[299, 299, 20], ") * rows
+        append_scores(file, "a", 1, counts)
+        assert np.array_equal(read_scores(file)[""]["a"][1], counts)
+        assert file.stat().st_size <= len('"device": "a", "variant": "", ') + 60 + len("[299, 299, 20], ") * rows
 
 
 def test_a_device_that_a_round_did_not_take_has_the_model_of_before() -> None:

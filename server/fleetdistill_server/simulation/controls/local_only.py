@@ -187,7 +187,7 @@ def score_initial_models(initial: ModelParameters | None, specs: list[DeviceSpec
 
     Args:
         initial: Initial weights that the method distributes; None if it distributes none.
-        specs: The devices; each one's score log gets a line.
+        specs: The devices; the score log gets a line for each.
     """
     same = initial is not None and initial.scope == "model"  # then devices with one architecture start equal
     known: dict[tuple[str, str], Ints] = {}
@@ -195,4 +195,4 @@ def score_initial_models(initial: ModelParameters | None, specs: list[DeviceSpec
         key = spec.model, "" if same else spec.name
         if key not in known:
             known = {key: score_initial_model(spec, initial).confusion} | (known if same else {})
-        append_scores(spec.scores_file, START, known[key])
+        append_scores(spec.scores_file, spec.name, START, known[key])

@@ -16,7 +16,7 @@ from fleetdistill_server.config.run_config import method_settings
 from fleetdistill_server.simulation.report.metrics import Ints
 from fleetdistill_server.simulation.report.scores import Figures, round_figures
 from fleetdistill_server.simulation.spec.device import DeviceSpec
-from fleetdistill_server.simulation.spec.score_log import START, after_rounds, read_scores
+from fleetdistill_server.simulation.spec.score_log import PRODUCT, START, after_rounds, read_scores
 from fleetdistill_server.store.store import Store
 
 
@@ -65,30 +65,32 @@ def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHi
     trained = _receipts(store, run)
     closed = [row for row in store.runs.rounds(run) if row["status"] == "closed"]
     numbers = [row["round"] for row in closed]
-    noted = {spec.name: _with_receipt(read_scores(spec.scores_file), trained[spec.name]) for spec in specs}
+    scores = read_scores(specs[0].scores_file)
+    noted = {spec.name: _with_receipt(scores[""][spec.name], trained[spec.name]) for spec in specs}
     figures = [json.loads(row["figures"] or "{}") for row in closed]
     server = [np.array(one["global_confusion"], np.int64) if "global_confusion" in one else None for one in figures]
-    products = _products(specs, noted, numbers)
-    after_training = {name: after_rounds(scores, numbers) for name, scores in noted.items()}
+    products = _products(scores.get(PRODUCT, {}), noted, numbers)
+    after_training = {name: after_rounds(of, numbers) for name, of in noted.items()}
     return FleetHistory(
         devices=products if products and all(one is None for one in server) else after_training,
-        took_part={name: [number in scores for number in numbers] for name, scores in noted.items()},
-        further=_further(specs, trained, numbers),
+        took_part={name: [number in of for number in numbers] for name, of in noted.items()},
+        further={
+            name: _further(of, trained, numbers) for name, of in sorted(scores.items()) if name not in ("", PRODUCT)
+        },
         server=server,
         products=products,
     )
 
 
 def _products(
-    specs: Sequence[DeviceSpec], noted: Mapping[str, Mapping[int, Ints]], rounds: Sequence[int]
+    found: Mapping[str, Mapping[int, Ints]], noted: Mapping[str, Mapping[int, Ints]], rounds: Sequence[int]
 ) -> dict[str, list[Ints]]:
-    """Reads the scores of the fleet's model; a model received in a round counts for the last completed round."""
-    found = {spec.name: read_scores(spec.products_file) for spec in specs}
-    if not any(found.values()):
+    """Returns the scores of the fleet's model; a model received in a round counts for the last completed round."""
+    if not found:
         return {}
     until = [*(number - 1 for number in rounds[1:]), *rounds[-1:]]  # the rounds in between fell short
     starts = {name: {START: of[START]} if START in of else {} for name, of in noted.items()}
-    return {name: after_rounds(starts[name] | of, until) for name, of in found.items()}
+    return {name: after_rounds(start | dict(found.get(name, {})), until) for name, start in starts.items()}
 
 
 def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
@@ -110,17 +112,16 @@ def _metrics_steps(config: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _further(
-    specs: Sequence[DeviceSpec], trained: Mapping[str, AbstractSet[int]], rounds: Sequence[int]
-) -> dict[str, dict[str, list[Ints | None]]]:
-    """Reads the scores of further variants in rounds that have a receipt."""
-    found = defaultdict[str, dict[str, list[Ints | None]]](dict)
-    for spec in specs:
-        for variant in spec.further_variants():
-            noted = _with_receipt(read_scores(spec.scores_file_of(variant)), trained[spec.name])
-            if noted:
-                before = sum(number < min(noted) for number in rounds)
-                found[variant][spec.name] = [*[None] * before, *after_rounds(noted, rounds[before:])]
-    return dict(found)
+    scores: Mapping[str, Mapping[int, Ints]], trained: Mapping[str, AbstractSet[int]], rounds: Sequence[int]
+) -> dict[str, list[Ints | None]]:
+    """Returns the devices' scores of a further variant in rounds that have a receipt."""
+    found: dict[str, list[Ints | None]] = {}
+    for device, of in scores.items():
+        noted = _with_receipt(of, trained[device])
+        if noted:
+            before = sum(number < min(noted) for number in rounds)
+            found[device] = [*[None] * before, *after_rounds(noted, rounds[before:])]
+    return found
 
 
 def _with_receipt(noted: Mapping[int, Ints], rounds: AbstractSet[int]) -> dict[int, Ints]:

@@ -17,7 +17,7 @@ from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state.directory import Storage
 from fleetdistill_server.simulation.spec.arrays import load_arrays
-from fleetdistill_server.simulation.spec.score_log import append_scores
+from fleetdistill_server.simulation.spec.score_log import PRODUCT, append_scores
 
 if TYPE_CHECKING:
     from fleetdistill.device.compute import MakeCompute
@@ -70,22 +70,8 @@ class DeviceSpec:
 
     @property
     def scores_file(self) -> Path:
-        """Path of the log of the model's scores on the test set, one line per round."""
-        return self.scores_file_of("")
-
-    def scores_file_of(self, variant: str) -> Path:
-        """Returns the path of the score log of a variant, such as `personal`; an empty name selects the general one."""
-        return Path(f"{self.state_dir}-scores{f'-{variant}' if variant else ''}.jsonl")
-
-    def further_variants(self) -> list[str]:
-        """Returns the names of the variants with a score log, except the general one."""
-        before = f"{Path(self.state_dir).name}-scores-"
-        return sorted(one.stem.removeprefix(before) for one in Path(self.state_dir).parent.glob(f"{before}*.jsonl"))
-
-    @property
-    def products_file(self) -> Path:
-        """Path of the log of the received fleet models' scores, by the last round that changed the model."""
-        return Path(f"{self.state_dir}-products.jsonl")
+        """Path of the simulation's score log, which its devices share."""
+        return Path(self.state_dir).parent / "scores.jsonl"
 
     @property
     def exported_file(self) -> Path:
@@ -128,9 +114,9 @@ def make_device(
             split, _, variant = event.values["split"].partition("/")
             if split == "test" and variant in (RECEIVED, RESULT):
                 completed = event.round - (variant == RECEIVED)  # a received model is the previous round's result
-                append_scores(spec.products_file, completed, event.values["confusion"])
+                append_scores(spec.scores_file, spec.name, completed, event.values["confusion"], PRODUCT)
             elif split == "test":
-                append_scores(spec.scores_file_of(variant), event.round, event.values["confusion"])
+                append_scores(spec.scores_file, spec.name, event.round, event.values["confusion"], variant)
 
     return Device(
         server=server,
