@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+import random
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -17,7 +21,7 @@ from support.wire_samples import make_payload
 
 from fleetdistill.errors import StoreError
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server.front.device_service import DeviceService
+from fleetdistill_server.front.device_service import WAKES_PER_SECOND, DeviceService
 from fleetdistill_server.front.server import _guarded
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.downloads import Downloads
@@ -177,3 +181,56 @@ def test_a_download_that_is_closed_at_its_header_is_counted() -> None:
 
     asyncio.run(close())
     assert counted == [Counted()]
+
+
+# --- waking devices
+
+
+def test_a_wake_up_of_few_devices_is_not_delayed_for_the_sake_of_those_that_wait_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices = 300
+    bounds: list[tuple[float, float]] = []
+    registered: list[object] = []
+
+    def uniform(low: float, high: float) -> float:
+        bounds.append((low, high))
+        return 0.0
+
+    def open_call(who: object) -> contextlib.AbstractContextManager[None]:
+        registered.append(who)
+        return contextlib.nullcontext()
+
+    api = SimpleNamespace(
+        next_ask=lambda identity: service_pb2.NextAskResponse() if bounds else None,
+        sessions=SimpleNamespace(run_name=lambda run: RUN, lease_seconds=math.inf),
+        limiter=SimpleNamespace(open_call=open_call),
+        store=SimpleNamespace(
+            runs=SimpleNamespace(get=lambda run: {"status": "running"}),
+            asks=SimpleNamespace(devices_with_open=lambda run: {"d1", "d2"}),
+        ),
+    )
+    monkeypatch.setattr(random, "uniform", uniform)
+
+    async def wake() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            service = DeviceService(cast(DeviceApi, api), pool)
+            names = [f"d{number}" for number in range(devices)]
+            requests = [
+                service_pb2.NextAskRequest(identity=service_pb2.Identity(device=name), wait_seconds=60)
+                for name in names
+            ]
+            calls = {
+                name: asyncio.create_task(service.NextAsk(request, None))
+                for name, request in zip(names, requests, strict=True)
+            }
+            while len(registered) < devices:
+                await asyncio.sleep(0.01)
+            await service.wake_waiting()
+            await asyncio.gather(calls["d1"], calls["d2"])
+            assert {name for name, call in calls.items() if call.done()} == {"d1", "d2"}
+            for call in calls.values():
+                call.cancel()
+
+    asyncio.run(asyncio.wait_for(wake(), PATIENCE_SECONDS))
+    assert bounds == [(0, 2 / WAKES_PER_SECOND)] * 2

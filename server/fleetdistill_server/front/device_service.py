@@ -31,7 +31,7 @@ from fleetdistill_server.store.traffic import Sending
 T = TypeVar("T")
 
 LONGEST_WAIT_SECONDS = 60.0
-# After a wake-up, devices return at random times within [0, waiting / WAKES_PER_SECOND] seconds.
+# After a wake-up, devices return at random times within [0, devices / WAKES_PER_SECOND] seconds.
 WAKES_PER_SECOND = 1000
 
 
@@ -60,7 +60,8 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         self._commits = commits
         self._limits = limits or Limits()
         # Keyed by call, not by device: a device may call again before its broken call is detected.
-        self._waiting: dict[asyncio.Event, DeviceKey] = {}
+        # The result is the number of devices that are woken together.
+        self._waiting: dict[asyncio.Future[int], DeviceKey] = {}
 
     async def CheckIn(self, request: service_pb2.CheckInRequest, context: Any) -> service_pb2.CheckInResponse:
         address = str(context.peer()).rpartition(":")[0]
@@ -84,10 +85,13 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         found, who = await self._call(context, lambda: self._next_ask(request.identity))
         if found is None:
             async with self._open_call(context, who):
-                await self._wait_for_work(who, request.wait_seconds)
-            found = await self._call(context, lambda: self._api.next_ask(request.identity))
+                woken = await self._wait_for_work(who, request.wait_seconds)
+            if woken:
+                found = await self._call(context, lambda: self._api.next_ask(request.identity))
         if found is None:
-            come_back = service_pb2.ComeBack(after_seconds=0.0, before_seconds=self._spread())
+            # With the wait before it, less than the lease.
+            spread = min(len(self._waiting) / WAKES_PER_SECOND, self._api.sessions.lease_seconds / 4)
+            come_back = service_pb2.ComeBack(after_seconds=0.0, before_seconds=spread)
             found = service_pb2.NextAskResponse(come_back=come_back)
         return found
 
@@ -95,22 +99,21 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         """Returns the next ask or None, and the device's key, with the run's name even if the request omits it."""
         return self._api.next_ask(identity), (self._api.sessions.run_name(identity.run), identity.device)
 
-    async def _wait_for_work(self, who: DeviceKey, wait_seconds: float) -> None:
-        """Waits for a wake-up of an authenticated device, at most `wait_seconds`."""
-        event = asyncio.Event()
-        self._waiting[event] = who
+    async def _wait_for_work(self, who: DeviceKey, wait_seconds: float) -> bool:
+        """Waits for a wake-up of an authenticated device, at most `wait_seconds`; returns whether it came."""
+        wake_up: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting[wake_up] = who
         # A waiting device is alive, so its lease must not expire. This order of arguments maps NaN to the longest wait.
         longest = min(LONGEST_WAIT_SECONDS, self._api.sessions.lease_seconds / 2)
         try:
-            await asyncio.wait_for(event.wait(), max(0.0, min(longest, wait_seconds)))
-            await asyncio.sleep(random.uniform(0, self._spread()))
+            async with asyncio.timeout(max(0.0, min(longest, wait_seconds))):
+                woken = await wake_up
+            await asyncio.sleep(random.uniform(0, woken / WAKES_PER_SECOND))
+            return True
         except TimeoutError:
-            pass
+            return False
         finally:
-            del self._waiting[event]
-
-    def _spread(self) -> float:
-        return len(self._waiting) / WAKES_PER_SECOND
+            del self._waiting[wake_up]
 
     async def wake_waiting(self) -> None:
         """Ends the long polls of devices that have an open ask or whose run has ended."""
@@ -118,9 +121,13 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         for run in runs:
             row, ready = await self._work_of(run)
             over = row is not None and row["status"] in AT_REST
-            for event, (its_run, device) in list(self._waiting.items()):
-                if its_run == run and (over or device in ready):
-                    event.set()
+            woken = [
+                wake_up
+                for wake_up, (its_run, device) in self._waiting.items()
+                if its_run == run and (over or device in ready) and not wake_up.done()
+            ]
+            for wake_up in woken:
+                wake_up.set_result(len(woken))
 
     async def _work_of(self, run: str) -> tuple[dict[str, Any] | None, set[str]]:
         store = self._api.store
