@@ -49,3 +49,16 @@ def test_a_process_that_is_killed_again_and_again_ends_the_simulation(tmp_path: 
     host.join(PATIENCE_SECONDS)
     assert host.exitcode == 1
     assert children(pid) == []
+
+
+def test_a_failed_device_ends_the_simulation_although_another_works_on(tmp_path: Path) -> None:
+    _, specs, _ = prepare(Simulation(devices=3, train_limit=60, test_limit=20), tmp_path / "work")
+    endless, failing = Path(specs[0].state_dir), Path(specs[2].state_dir)  # in one process; the other is in the second
+    endless.mkdir()
+    os.mkfifo(endless / "device.json")  # reading it takes for ever
+    failing.touch()
+    host = forked_host(specs, free_port())
+    host.join(PATIENCE_SECONDS)
+    assert host.exitcode == 1
+    assert host.pid is not None
+    assert children(host.pid) == []

@@ -95,11 +95,11 @@ def run_processes(groups: Sequence[Sequence[DeviceSpec]], server: str, parent: i
     Returns:
         0 when the last process has ended, or 1 when one has failed, this process receives SIGTERM, or its parent exits.
     """
+    if sys.platform == "linux":
+        preload()  # takes seconds; until its end SIGTERM ends this process, which has no children yet
     stopping: list[int] = []
     # A flag, because Python discards an exception that a signal handler raises in a hook of os.fork.
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
-    if sys.platform == "linux":
-        preload()
     running = []
     try:
         for group in groups:
@@ -121,7 +121,9 @@ def _run_group(specs: Sequence[DeviceSpec], server: str, host: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent(host)
     allow_open_files()
-    sys.exit(run_devices(specs, server))
+    status = run_devices(specs, server)
+    sys.stderr.flush()
+    os._exit(status)  # after a device's failure, without waiting for the training of others
 
 
 def preload() -> None:

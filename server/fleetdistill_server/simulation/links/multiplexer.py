@@ -1,13 +1,15 @@
 """Runs many devices in one process, with a few threads.
 
 A device that waits for work costs a call that is open at the server and a coroutine. Its model and its data are in
-memory only while the open devices of the process are small; otherwise its state is on the disk, as after a restart.
+memory only while the open devices of the process are few and small; otherwise its state is on the disk, as after a
+restart.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,7 @@ from pathlib import Path
 from fleetdistill import Device, FleetDistillError, Step
 from fleetdistill.errors import RunError
 from fleetdistill.link.grpc_link import Connection
+from fleetdistill_server.service.processes import open_files
 from fleetdistill_server.simulation.links.parking_link import ParkingLink
 from fleetdistill_server.simulation.spec.compute import Shared
 from fleetdistill_server.simulation.spec.device import DeviceSpec, make_compute, make_device
@@ -23,8 +26,9 @@ from fleetdistill_server.simulation.spec.device import DeviceSpec, make_compute,
 DEVICES_PER_CONNECTION = 64
 """Devices that share a connection; fewer than the server allows open calls on one ([limits])."""
 MOST_WAITING_BYTES = 256 << 20
-"""Largest size of the states of devices that wait for work and are open, in bytes; a device needs several times its
-state."""
+"""Largest size of the devices that wait for work and are open, in bytes: `DEVICE_BYTES` and the state of each one."""
+DEVICE_BYTES = 200_000
+"""Memory of an open device besides its model, in bytes."""
 THREADS = 4
 """Devices of a process that work at the same time. While one computes, others wait for the disk and the server."""
 
@@ -48,7 +52,7 @@ class Multiplexer:
     Args:
         specs: The devices.
         server: `"host:port"` of the server.
-        most_waiting_bytes: Largest size of the states of devices that wait for work and are open.
+        most_waiting_bytes: Largest size of the devices that wait for work and are open.
     """
 
     def __init__(self, specs: Sequence[DeviceSpec], server: str, most_waiting_bytes: int) -> None:
@@ -56,7 +60,7 @@ class Multiplexer:
         self._members = [
             (spec, ParkingLink(server, connections[number % len(connections)])) for number, spec in enumerate(specs)
         ]
-        self._waiting = WaitingDevices(most_waiting_bytes)
+        self._waiting = WaitingDevices(most_waiting_bytes, most_waiting())
         self._threads, self._shared = ThreadPoolExecutor(THREADS, "devices"), Shared()
 
     async def run(self) -> None:
@@ -69,59 +73,71 @@ class Multiplexer:
 
     async def _take_part(self, spec: DeviceSpec, link: ParkingLink) -> None:
         loop = asyncio.get_running_loop()
-        device: Device | None = None
-        while (device := await loop.run_in_executor(self._threads, self._turn, spec, link, device)) is not None:
-            if link.is_idle:
-                self._waiting.put(spec.name, device)
-                await link.wait_for_work()
-                device = self._waiting.take(spec.name)
-            if device is not None:
-                await asyncio.sleep(device.pause_seconds)
+        while (pause := await loop.run_in_executor(self._threads, self._turn, spec, link)) is not None:
+            await (link.wait_for_work() if link.is_idle else asyncio.sleep(pause))
 
-    def _turn(self, spec: DeviceSpec, link: ParkingLink, device: Device | None) -> Device | None:
-        """Runs one turn of a device, which is opened first if it is None; returns None once the run is over.
+    def _turn(self, spec: DeviceSpec, link: ParkingLink) -> float | None:
+        """Opens a device unless it is open, and runs it until it waits; one that is queued for a thread may be closed.
+
+        Returns:
+            Seconds until its next turn, unless it waits for work; None once the run is over.
 
         Raises:
             RunError: The device failed.
         """
         link.is_idle = False
         try:
-            device = device or make_device(spec, link, compute=lambda run: make_compute(spec, run, self._shared))
-            if device.tick() is not Step.FINISHED:
-                return device
-            device.close()
+            device = self._waiting.take(spec.name) or make_device(
+                spec, link, compute=lambda run: make_compute(spec, run, self._shared)
+            )
+            while (result := device.tick()) is Step.ANSWERED:
+                pass
+            if result is Step.FINISHED:
+                device.close()
+                return None
+            pause = device.pause_seconds
+            self._waiting.put(spec.name, device)
         except FleetDistillError as error:
             raise RunError(f"{spec.name}: {error}") from error
-        return None
+        return pause
 
 
 class WaitingDevices:
-    """The devices of a process that wait for work. Those that have waited longest are closed when there are too many.
+    """The open devices of a process that wait. Those that have waited longest are closed when there are too many.
 
     Args:
-        most_bytes: Largest size of the open devices' states.
+        most_bytes: Largest size of the open devices, in bytes.
+        most: Largest number of open devices.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, most_bytes: int, most: int) -> None:
+        self._most_bytes, self._most = most_bytes, most
         self._bytes = 0
         self._open: OrderedDict[str, tuple[Device, int]] = OrderedDict()
+        self._lock = threading.Lock()  # held while a device closes, so that it is not opened again before
 
     def put(self, name: str, device: Device) -> None:
         """Adds a device, and closes others or it."""
-        size = _state_bytes(device.state_dir)
-        self._open[name] = device, size
-        self._bytes += size
-        while self._bytes > self._most_bytes:
-            _, (oldest, size) = self._open.popitem(last=False)
-            self._bytes -= size
-            oldest.close(leave=False)
+        size = DEVICE_BYTES + _state_bytes(device.state_dir)
+        with self._lock:
+            self._open[name] = device, size
+            self._bytes += size
+            while self._bytes > self._most_bytes or len(self._open) > self._most:
+                _, (oldest, size) = self._open.popitem(last=False)
+                self._bytes -= size
+                oldest.close(leave=False)
 
     def take(self, name: str) -> Device | None:
-        """Removes and returns a device, or None if it was closed."""
-        device, size = self._open.pop(name, (None, 0))
-        self._bytes -= size
+        """Removes and returns a device, or None if it is not open."""
+        with self._lock:
+            device, size = self._open.pop(name, (None, 0))
+            self._bytes -= size
         return device
+
+
+def most_waiting() -> int:
+    """Returns how many devices of a process may be open while they wait, because each one has an open file."""
+    return open_files() // 2
 
 
 def _state_bytes(state_dir: Path) -> int:
