@@ -21,6 +21,7 @@ from support.fleets import (
     record,
 )
 from support.forked import ForkedEngine, forked_device
+from support.stores import runs_apart
 
 from fleetdistill import Device, Step
 from fleetdistill.methods import METHODS
@@ -33,8 +34,6 @@ from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
 every_method = pytest.mark.parametrize("name", sorted(METHODS))
-IN_POSTGRES = "fedavg"
-"""The method that is also killed over a store in PostgreSQL."""
 State = tuple[int, int, int]
 """(round, step number, answers to that step), what a store shows in mid-run."""
 
@@ -98,7 +97,19 @@ def assert_like(peaceful: Played, prepared: Prepared, store: Store) -> set[State
 def test_an_engine_killed_between_any_two_answers_changes_nothing(
     name: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
+    _kill_between_any_two_answers(name, undisturbed, prepare(RUNS[name], tmp_path / "work"))
+
+
+@runs_apart(RUNS, usual="fedavg")
+def test_an_engine_on_another_machine_killed_between_any_two_answers_changes_nothing(
+    name: str, undisturbed: Undisturbed, database_url: str, blobs_url: str, tmp_path: Path
+) -> None:
     prepared = prepare(RUNS[name], tmp_path / "work")
+    set_location(Path(prepared[0].server.store), Location(database_url, blobs_url))
+    _kill_between_any_two_answers(name, undisturbed, prepared)
+
+
+def _kill_between_any_two_answers(name: str, undisturbed: Undisturbed, prepared: Prepared) -> None:
     killed_in = set()
     with fleet_of(prepared) as fleet:
         while not fleet.is_over:
@@ -120,13 +131,13 @@ def test_an_engine_killed_at_each_of_its_failpoints_changes_nothing(
     _kill_at_each_failpoint(name, undisturbed, prepare(replace(RUNS[name], rounds=1), tmp_path / "work"))
 
 
-@pytest.mark.postgres
-def test_an_engine_over_postgres_is_killed_at_each_of_its_failpoints(
-    undisturbed: Undisturbed, database_url: str, tmp_path: Path
+@runs_apart(METHODS, usual="fedavg")
+def test_an_engine_on_another_machine_killed_at_each_of_its_failpoints_changes_nothing(
+    name: str, undisturbed: Undisturbed, database_url: str, blobs_url: str, tmp_path: Path
 ) -> None:
-    prepared = prepare(replace(RUNS[IN_POSTGRES], rounds=1), tmp_path / "work")
-    set_location(Path(prepared[0].server.store), Location(database=database_url))
-    _kill_at_each_failpoint(IN_POSTGRES, undisturbed, prepared)
+    prepared = prepare(replace(RUNS[name], rounds=1), tmp_path / "work")
+    set_location(Path(prepared[0].server.store), Location(database_url, blobs_url))
+    _kill_at_each_failpoint(name, undisturbed, prepared)
 
 
 def _kill_at_each_failpoint(name: str, undisturbed: Undisturbed, prepared: Prepared) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-import pytest
 from support.driving import DriveDevices
 from support.fleets import (
     HOSTILE,
@@ -20,6 +19,7 @@ from support.fleets import (
     record,
     run_in_memory,
 )
+from support.stores import runs_apart
 
 from fleetdistill import Device, Step
 from fleetdistill_server.engine.engine import Engine
@@ -82,14 +82,14 @@ def test_who_is_left_out_is_the_same_after_every_death(tmp_path: Path) -> None:
     assert record(disturbed) == record(undisturbed)
 
 
-@pytest.mark.postgres
-def test_a_run_in_postgres_is_the_same_as_one_in_memory(
-    undisturbed: Undisturbed, database_url: str, tmp_path: Path
+@runs_apart(RUNS, usual="fedavg")
+def test_a_run_in_postgres_and_an_object_store_is_the_same_as_one_in_memory(
+    name: str, undisturbed: Undisturbed, database_url: str, blobs_url: str, tmp_path: Path
 ) -> None:
-    prepared = prepare(RUNS["fedavg"], tmp_path / "disturbed")
-    set_location(tmp_path / "store", Location(database=database_url))
+    prepared = prepare(RUNS[name], tmp_path / "disturbed")
+    set_location(tmp_path / "store", Location(database_url, blobs_url))
     store = Store.open(tmp_path / "store")
     run_with_a_new_engine_after_every_wait(prepared, store)
-    assert record(store) == undisturbed("fedavg").record
+    assert record(store) == undisturbed(name).record
     assert_no_upload_lost(store)
     store.close()

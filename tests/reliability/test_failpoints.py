@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from support.small_run import DEVICES, FRAGILE, SmallRun, small_run, store_of
 
 from fleetdistill.state import failpoints
 from fleetdistill.state.failpoints import FAILPOINTS, VARIABLE, FailpointError
+from fleetdistill_server.store.location import Location
 
 ROOT = Path(__file__).parents[2]
 WHO = {
@@ -28,17 +29,17 @@ WHO = {
 """Which points a process hits in a run, in the order in which it comes by; those of others have tests of their own."""
 ELSEWHERE = ("engine.quarantine.", "engine.training.", "device.privacy.", "device.roll-back.", "device.forget.")
 """Points that a run never hits without damage, a long training, privacy, a roll-back or a device that erases itself."""
-POINTS = {
-    process: list(
-        dict.fromkeys(
-            point
-            for prefix in prefixes
-            for point in FAILPOINTS
-            if point.startswith(prefix) and not point.startswith(ELSEWHERE)
-        )
-    )
-    for process, prefixes in WHO.items()
-}
+_ENGINE = ("engine.contract.", "engine.start.", "blob.", "engine.asks.", "disk.before-", "engine.answer.")
+WITH_OBJECTS = {**WHO, "engine": (*_ENGINE, "engine.short.", "disk.", "engine.")}
+"""The same with an object store: files are renamed only where an object is first read, and read again once renamed."""
+
+
+def points_of(prefixes: Sequence[str]) -> list[str]:
+    found = (point for prefix in prefixes for point in FAILPOINTS if point.startswith(prefix))
+    return list(dict.fromkeys(point for point in found if not point.startswith(ELSEWHERE)))
+
+
+POINTS = {process: points_of(prefixes) for process, prefixes in WHO.items()}
 
 
 def outcome(run: SmallRun) -> dict[str, Any]:
@@ -64,10 +65,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("process", POINTS)
-def test_kills_at_every_point_change_nothing(process: str, undisturbed: dict[str, Any], tmp_path: Path) -> None:
+def test_kills_at_every_point_change_nothing(
+    process: str, location: Location, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
     """Each life ends at the next point of the table; so they stand there in the order in which a run comes by."""
-    points = POINTS[process]
-    with small_run(tmp_path / "run", {process: [f"{point}=kill" for point in points]}) as run:
+    points = points_of((WITH_OBJECTS if location.blobs else WHO)[process])
+    with small_run(tmp_path / "run", {process: [f"{point}=kill" for point in points]}, location) as run:
         run.finish()
         assert points[: run.kills(process)] == points, "a run does not come by the next point any more"
         assert outcome(run) == undisturbed

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from support.fork_server import forked
 from support.forked_popen import popen
 from support.processes import PATIENCE_SECONDS, wait_until
+from support.stores import object_store_environment
 
 from fleetdistill import Step
 from fleetdistill.state import failpoints
@@ -108,7 +109,9 @@ class ForkedEngine(Forked):
         (work / "run.toml").write_text(as_toml(config))
         self.pipe = Pipe(work / "engine.fifo")
         self.front_pipe = Pipe(work / "front.fifo")
-        super().__init__(_run_engine, work / "run.toml", self.pipe.path, self.front_pipe.path)
+        super().__init__(
+            _run_engine, work / "run.toml", self.pipe.path, self.front_pipe.path, object_store_environment()
+        )
 
     def wait_until_it_waits(self) -> None:
         """Returns once the engine has done everything that it can do without another answer, or has ended."""
@@ -116,7 +119,8 @@ class ForkedEngine(Forked):
         wait_until(lambda: self.pipe.is_empty or not self.is_alive, "the engine to wait")
 
 
-def _run_engine(points: str, config: Path, pipe: Path, front_pipe: Path) -> None:
+def _run_engine(points: str, config: Path, pipe: Path, front_pipe: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     from fleetdistill_server.engine.process import main
 
     ends = [os.open(path, os.O_RDWR | os.O_NONBLOCK) for path in (pipe, front_pipe)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest  # noqa: F401
 import sklearn.datasets  # noqa: F401
 import torch._dynamo  # noqa: F401  (torch imports it in a process's first training step, and that takes seconds)
@@ -13,3 +15,8 @@ from fleetdistill_server.simulation import fleet  # noqa: F401
 from fleetdistill_server.simulation.links.device_host import preload
 
 preload()
+with contextlib.suppress(ImportError):  # not on every platform
+    from fleetdistill_server.store import (
+        object_blobs,  # noqa: F401
+        postgres_database,  # noqa: F401
+    )

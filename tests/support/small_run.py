@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from support.forked import Forked, Pipe
 from support.processes import PATIENCE_SECONDS
+from support.stores import object_store_environment
 
 from fleetdistill import Device, Event
 from fleetdistill.device import contact
@@ -30,6 +31,7 @@ from fleetdistill.state import failpoints
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.simulation.spec.plan import RUN
+from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.store import Store
 
 DEVICES = ("d0", "d1")
@@ -131,6 +133,9 @@ class Place:
 
     work: Path
     port: int
+    location: Location = field(default_factory=Location)
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables of front and engine: where the object store is."""
 
     @property
     def config(self) -> Path:
@@ -155,6 +160,7 @@ class Place:
 def _front(points: str, place: Place) -> None:
     from fleetdistill_server.front.process import main
 
+    os.environ.update(place.environment)
     failpoints.switch_on(points)
     sys.argv = ["front", str(place.config), "--port", str(place.port), f"--wakeups={place.ends('front', 'engine')}"]
     sys.exit(main())
@@ -163,6 +169,7 @@ def _front(points: str, place: Place) -> None:
 def _engine(points: str, place: Place) -> None:
     from fleetdistill_server.engine.process import main
 
+    os.environ.update(place.environment)
     failpoints.switch_on(points)
     sys.argv = ["engine", str(place.config), f"--wakeups={place.ends('engine', 'front')}"]
     sys.exit(main())
@@ -230,11 +237,15 @@ class SmallRun:
 
 
 @contextmanager
-def small_run(work: Path, points: Mapping[str, Sequence[str]] | None = None) -> Iterator[SmallRun]:
+def small_run(
+    work: Path, points: Mapping[str, Sequence[str]] | None = None, location: Location | None = None
+) -> Iterator[SmallRun]:
     """Prepares a run in an empty folder; nothing of it lives on after the block."""
     work.mkdir()
-    place = Place(work, _free_port())
-    place.config.write_text(f"{_CONFIG}store = {json.dumps(str(place.store))}\n")
+    place = Place(work, _free_port(), location or Location(), tuple(object_store_environment().items()))
+    set_location(place.store, place.location)
+    server = {"store": str(place.store), **asdict(place.location)}
+    place.config.write_text(_CONFIG + "".join(f"{name} = {json.dumps(value)}\n" for name, value in server.items()))
     with store_of(place) as store:  # a device that calls before the run is there would be turned away for good
         store.runs.begin(RUN, load_run_config(place.config).fixed_part())
     pipes = [Pipe(place.pipe(name)) for name in ("front", "engine")]
