@@ -122,7 +122,10 @@ def main() -> int:
     seeds = range(given.seed, given.seed + given.runs)
     given.out.mkdir(parents=True, exist_ok=True)
     if given.beyond:
-        beyond = [run_beyond_one_machine(seed, given.out.resolve() / f"beyond-{seed}") for seed in seeds]
+        beyond = []
+        for seed in seeds:
+            beyond.append(run_beyond_one_machine(seed, given.out.resolve() / f"beyond-{seed}"))
+            _say(beyond[-1], len(beyond), len(seeds))
         print(summary(beyond), last_line(beyond), sep="\n")
         return 0 if all(is_good(row) for row in beyond) else 1
     rows = []

@@ -101,8 +101,8 @@ def beyond_one_machine(seed: int) -> Scenario:
         rounds=rounds,
         steps=steps,
         quorum=0.5,
-        deadline_seconds=5.0,
-        lease_seconds=5.0,
+        deadline_seconds=30.0,  # long, so that a busy machine completes the run
+        lease_seconds=15.0,
         large_share=0.2,
         twice=0.2,
         faulty=0.3,
