@@ -14,8 +14,8 @@ import mmap
 import random
 import shutil
 from collections.abc import Collection, Iterator
+from io import RawIOBase
 from pathlib import Path
-from typing import IO
 
 from google.protobuf.message import DecodeError
 
@@ -24,6 +24,7 @@ from fleetdistill.interruption import pause
 from fleetdistill.link.base import Link
 from fleetdistill.state.directory import MAX_SPOOL_BYTES
 from fleetdistill.state.disk import disk_errors, free_bytes
+from fleetdistill.state.durable import write_all
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import after_seconds, is_final
@@ -177,7 +178,7 @@ class _Part:
         """Appends the received chunks; returns the check of the complete payload."""
         self._check(header)
         running = Check(header)
-        with self.path.open("ab" if self._resumed else "wb") as file:
+        with self.path.open("ab" if self._resumed else "wb", buffering=0) as file:
             if self._resumed:
                 running.update(_mapped(self.path)[1])
             else:
@@ -185,7 +186,7 @@ class _Part:
             for chunk in chunks:
                 data = self._checked(chunk, header.data_bytes)
                 running.update(data)
-                file.write(data)
+                write_all(file, data)
                 self.length += len(data)
         if self.length < header.data_bytes:
             raise LinkError(f"a download ended after {self.length} of {header.data_bytes} bytes; a retry resumes there")
@@ -238,15 +239,15 @@ def adopt_proxy_set(state_dir: Path) -> None:
             header = knowledge_pb2.PayloadHeader.FromString((old / "header.bin").read_bytes())
             data = (old / "data.bin").read_bytes()
             (state_dir / DOWNLOADS).mkdir(exist_ok=True)
-            with (state_dir / DOWNLOADS / f"{header.sha256.hex()}.payload").open("wb") as file:
+            with (state_dir / DOWNLOADS / f"{header.sha256.hex()}.payload").open("wb", buffering=0) as file:
                 _write_header(file, header)
-                file.write(data)
+                write_all(file, data)
         shutil.rmtree(old)
 
 
-def _write_header(file: IO[bytes], header: knowledge_pb2.PayloadHeader) -> None:
+def _write_header(file: RawIOBase, header: knowledge_pb2.PayloadHeader) -> None:
     data = header.SerializeToString()
-    file.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+    write_all(file, len(data).to_bytes(_LENGTH_BYTES, "little") + data)
 
 
 def _mapped(path: Path) -> tuple[knowledge_pb2.PayloadHeader, memoryview]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from io import RawIOBase
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +23,16 @@ else:
 
 _UNSUPPORTED = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 """Errors of an fsync that the file system does not support for directories; EIO and ENOSPC are not among them."""
+
+
+def write_all(file: RawIOBase, data: bytes | memoryview) -> None:
+    """Writes data to a file that was opened with `buffering=0`, whose `write` may write only a part.
+
+    A buffered file would split every chunk of a stream into two writes.
+    """
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) or 0 :]
 
 
 def sync_file(file: IO[Any]) -> None:

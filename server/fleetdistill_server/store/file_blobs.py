@@ -31,7 +31,7 @@ from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import DamagedError, StoreError, WireError
 from fleetdistill.state import failpoints
-from fleetdistill.state.durable import make_directory, rename_durably, sync_directory
+from fleetdistill.state.durable import make_directory, rename_durably, sync_directory, write_all
 from fleetdistill.state.file_lock import lock_file
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
@@ -317,18 +317,16 @@ class _FileStaging:
         self._publish = publish
         self._header_bytes = len(header)
         fresh = not _starts_with(path, header)
-        self._file = path.open("w+b" if fresh else "r+b")
+        self._file = path.open("w+b" if fresh else "r+b", buffering=0)
         if fresh:
-            self._file.write(header)
-        self._file.seek(0, os.SEEK_END)
-        self.length = self._file.tell() - len(header)
+            write_all(self._file, header)
+        self.length = self._file.seek(0, os.SEEK_END) - len(header)
         self._handed_over = self.length
 
     def append(self, data: bytes | memoryview) -> None:
         with disk_errors("writing an upload"):
             failpoints.hit("blob.before-staged-write")
-            self._file.seek(self._header_bytes + self.length)
-            self._file.write(data)
+            write_all(self._file, data)
             failpoints.hit("blob.after-staged-write")
         self.length += len(data)
         if self.length - self._handed_over >= _WRITEBACK_BYTES:
@@ -346,9 +344,9 @@ class _FileStaging:
         self._handed_over = self.length
 
     def read(self, start: int, size: int) -> bytes:
-        with disk_errors("writing an upload"):  # reading flushes the write buffer
-            self._file.seek(self._header_bytes + start)
-            return self._file.read(size)
+        with disk_errors("reading an upload"), self._path.open("rb") as file:
+            file.seek(self._header_bytes + start)
+            return file.read(size)
 
     def commit(self, sha256: bytes) -> None:
         with disk_errors("making an upload durable"):
