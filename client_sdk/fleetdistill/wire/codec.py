@@ -51,10 +51,10 @@ class ArraySource:
         return b"".join(found)
 
     def view(self, start: int, size: int) -> memoryview | bytes:
-        """Returns the same bytes as `read`, read-only and without a copy if they are exactly one array."""
+        """Returns the same bytes as `read`, read-only and without a copy if they are in one array."""
         for number, slot in enumerate(self._slots):
-            if slot.start == start and slot.nbytes == size:
-                return self.views[number].toreadonly()
+            if slot.start <= start and start + size <= slot.stop:
+                return self.views[number][start - slot.start : start - slot.start + size].toreadonly()
         return self.read(start, size)
 
 
