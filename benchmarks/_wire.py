@@ -42,15 +42,17 @@ ROW_BYTES = 4 * 16**3
 RUN, DEVICE = "bench", "device"
 MOST_ASKS = 200
 MOST_ROWS = 1 << 30
+_DISTINCT = 64
 STREAM_OPTIONS = [("grpc.max_receive_message_length", 4 << 20), ("grpc.max_send_message_length", 4 << 20)]
 
 
 class BareService(service_pb2_grpc.DeviceServiceServicer):
-    """Reads an upload and throws it away; sends chunks that it made beforehand."""
+    """Reads an upload and throws it away; sends chunks that it made beforehand, more than a cache holds."""
 
     def __init__(self) -> None:
-        data = np.random.default_rng(0).bytes(wire.CHUNK_BYTES)
-        self._response = service_pb2.DownloadResponse(chunk=knowledge_pb2.TensorChunk(data=data))
+        random = np.random.default_rng(0)
+        chunks = [knowledge_pb2.TensorChunk(data=random.bytes(wire.CHUNK_BYTES)) for _ in range(_DISTINCT)]
+        self._responses = [service_pb2.DownloadResponse(chunk=chunk) for chunk in chunks]
 
     async def Upload(self, request_iterator: Any, context: Any) -> service_pb2.UploadResponse:
         """Reads to the end."""
@@ -60,8 +62,8 @@ class BareService(service_pb2_grpc.DeviceServiceServicer):
 
     async def Download(self, request: service_pb2.DownloadRequest, context: Any) -> Any:
         """Sends as many chunks as `first_byte` says."""
-        for _ in range(request.first_byte):
-            yield self._response
+        for number in range(request.first_byte):
+            yield self._responses[number % _DISTINCT]
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ class Bare:
 
 @contextlib.contextmanager
 def bare_server(tls: Secured | None = None) -> Iterator[Bare]:
-    """Runs a server that does nothing but stream, in another process."""
+    """Runs a server that does nothing but stream, in another process with the environment of a front."""
+    os.environ.update(front_environment())
     context = multiprocessing.get_context("spawn")
     ports = context.Queue()
     server = context.Process(target=_serve_bare, args=(ports, tls and tls.directory), daemon=True)
@@ -292,9 +295,8 @@ class Work:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far (Linux), in steps of the kernel's tick."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Processor time of a process so far (Linux)."""
+    return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid(3)
 
 
 def in_turns(works: list[Work], repeats: int, between: Callable[[], object] = lambda: None) -> list[list[Turn]]:
@@ -323,10 +325,15 @@ def elapsed(turns: list[Turn]) -> list[float]:
     return [turn.seconds for turn in turns]
 
 
+def processor(turns: list[Turn]) -> list[float]:
+    """The processor seconds of client and server."""
+    return [turn.client + turn.server for turn in turns]
+
+
 def rate(size: int, turns: list[Turn]) -> str:
-    """The median rate and the mean processor time in words."""
+    """The median rate and the median processor times in words."""
     per_mb = 1000 * MB / size
     client, server = (
-        per_mb * statistics.mean(column) for column in ([t.client for t in turns], [t.server for t in turns])
+        per_mb * statistics.median(column) for column in ([t.client for t in turns], [t.server for t in turns])
     )
     return f"{size / MB / statistics.median(elapsed(turns)):.0f} MB/s ({client:.2f} + {server:.2f} ms/MB)"

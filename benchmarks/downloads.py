@@ -21,6 +21,7 @@ from _wire import (
     in_turns,
     live_front,
     make_payload,
+    processor,
     rate,
     ratios_text,
     secured,
@@ -59,7 +60,9 @@ def measure(front: Front, bare: Bare, payload: Payload, pairs: int) -> None:
     size = payload.data_bytes
     print(
         f"{size / MB:5.0f} MB: stream {ratios_text(elapsed(chunks), elapsed(plain))} of a bare stream,"
-        f" device {ratios_text(elapsed(device), elapsed(plain))};"
+        f" device {ratios_text(elapsed(device), elapsed(plain))},"
+        f" by processor time {ratios_text(processor(chunks), processor(plain))}"
+        f" and {ratios_text(processor(device), processor(plain))};"
         f" here {rate(size, chunks)} and {rate(size, device)}, bare {rate(size, plain)}",
         flush=True,
     )

@@ -27,6 +27,7 @@ from _wire import (
     in_turns,
     live_front,
     make_payload,
+    processor,
     rate,
     ratios_text,
     secured,
@@ -65,7 +66,8 @@ def measure(front: Front, bare: Bare, size: int, pairs: int, algorithm: Algorith
     slower = [max(pair) for pair in zip(elapsed(stream), elapsed(disk), strict=True)]
     size = payload.data_bytes
     print(
-        f"{size / MB:5.0f} MB: {ratios_text(elapsed(ours), elapsed(stream))} of a bare stream;"
+        f"{size / MB:5.0f} MB: {ratios_text(elapsed(ours), elapsed(stream))} of a bare stream,"
+        f" by processor time {ratios_text(processor(ours), processor(stream))};"
         f" {ratios_text(elapsed(ours), slower)} of the slower of stream and disk;"
         f" here {rate(size, ours)}, bare {rate(size, stream)}, disk {rate(size, disk)}",
         flush=True,
