@@ -95,28 +95,6 @@ def test_it_reads_on_while_a_message_is_processed_but_only_so_far(pool: ThreadPo
     assert source.given == 100 * AHEAD
 
 
-def test_it_reads_on_once_half_of_the_waiting_messages_are_processed(pool: ThreadPoolExecutor) -> None:
-    permits = threading.Semaphore(0)
-    source = Source(100 * AHEAD)
-
-    async def given(count: int) -> None:
-        while source.given != count:
-            await asyncio.sleep(0.001)
-        await turns()
-        assert source.given == count
-
-    async def work() -> None:
-        lane = Lane(pool, lambda message: permits.acquire(timeout=PATIENCE_SECONDS))
-        task = asyncio.create_task(lane.process(source.messages()))
-        await given(AHEAD + 2)  # one in the thread, the waiting ones, one in the reader's hand
-        permits.release(AHEAD // 2)
-        await given(AHEAD + 2 + AHEAD // 2)
-        permits.release(source.given + 100 * AHEAD)
-        await task
-
-    run(work())
-
-
 def test_a_message_is_processed_at_once_although_no_other_follows(pool: ThreadPoolExecutor) -> None:
     done = threading.Event()
 

@@ -18,7 +18,6 @@ T = TypeVar("T")
 
 AHEAD = 4
 """Largest number of messages of one stream that wait for a thread."""
-_LOW = AHEAD // 2  # number at which the event loop resumes reading: waking it for each message is expensive
 _TURN = 16  # messages after which a thread serves another stream first
 
 
@@ -48,7 +47,7 @@ class Lane(Generic[T]):
         self._room = asyncio.Event()
         self._lock = threading.Lock()
         self._waiting: deque[T | _End] = deque()
-        self._busy = self._closed = self._paused = False
+        self._busy = self._closed = False
 
     async def process(self, messages: AsyncIterator[T]) -> None:
         """Reads and processes all messages.
@@ -76,10 +75,8 @@ class Lane(Generic[T]):
     async def _put(self, item: T | _End) -> None:
         while len(self._waiting) >= AHEAD:
             self._room.clear()
-            self._paused = True
             if len(self._waiting) >= AHEAD:  # a thread may have made room before the event was cleared
                 await self._room.wait()
-            self._paused = False
         with self._lock:
             self._waiting.append(item)
             idle, self._busy = not self._busy, True
@@ -106,9 +103,9 @@ class Lane(Generic[T]):
             if self._closed or not self._waiting:
                 self._busy = False
                 return None
+            was_full = len(self._waiting) >= AHEAD
             item = self._waiting.popleft()
-            resume = self._paused and len(self._waiting) <= _LOW
-        if resume:
+        if was_full:
             self._call(self._room.set)
         return item
 
