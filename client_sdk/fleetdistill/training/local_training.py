@@ -230,8 +230,12 @@ def extract(
     tensor = next(chain(module.parameters(), module.buffers()), None)
     device = inputs.device if tensor is None else tensor.device
     with in_mode(module, training=False), torch.no_grad():
-        starts = range(0, max(len(inputs), 1), batch_size)  # without rows, one empty batch gives the outputs' shape
-        return torch.cat([_batch(model_fn, inputs, at, batch_size, device).cpu() for at in starts])
+        first = _batch(model_fn, inputs, 0, batch_size, device).cpu()  # without rows, its shape is that of the outputs
+        outputs = first.new_empty((len(inputs), *first.shape[1:]))  # joining batches would hold all of them twice
+        outputs[: len(first)] = first
+        for at in range(batch_size, len(inputs), batch_size):
+            outputs[at : at + batch_size] = _batch(model_fn, inputs, at, batch_size, device)
+        return outputs
 
 
 def _batch(
