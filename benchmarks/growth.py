@@ -338,12 +338,15 @@ def exponent(values: Sequence[int], figures: Sequence[float]) -> str:
     return f"{np.polyfit(x, y, 1)[0]:.2f}, {(y[-1] - y[-2]) / (x[-1] - x[-2]):.2f}"
 
 
-def print_table(axis: str, what: str, found: Mapping[int, Figures]) -> None:
-    columns = list(next(iter(found.values())))
-    print(f"\n| {axis}, {what} | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
-    for value, figures in found.items():
-        print(f"| {value:,} | {' | '.join(f'{figures[one]:,.1f}' for one in columns)} |")
-    slopes = [exponent(list(found), [one[name] for one in found.values()]) for name in columns]
+def print_table(axis: str, what: str, values: Sequence[int]) -> None:
+    """Measures the values and prints each row as soon as it is known."""
+    found: dict[int, Figures] = {}
+    for value in values:
+        found[value] = figures = in_own_process(axis, what, value)
+        if len(found) == 1:
+            print(f"\n| {axis}, {what} | {' | '.join(figures)} |\n|{'---|' * (len(figures) + 1)}")
+        print(f"| {value:,} | {' | '.join(f'{one:,.1f}' for one in figures.values())} |", flush=True)
+    slopes = [exponent(values, [one[name] for one in found.values()]) for name in figures]
     print(f"| exponent, last | {' | '.join(slopes)} |", flush=True)
 
 
@@ -365,7 +368,7 @@ def main() -> int:
             if given.point:
                 print(json.dumps(axis.measures[what](given.point)))
             else:
-                print_table(name, what, {one: in_own_process(name, what, one) for one in given.values or axis.values})
+                print_table(name, what, given.values or axis.values)
     return 0
 
 

@@ -34,6 +34,7 @@ def address(due: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     head = {"node_ip_address": LOOPBACK, "num_cpus": 1, "include_dashboard": False}
+    head |= {"no_monitor": True, "include_log_monitor": False}  # of the autoscaler, and of the logs: not needed here
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         cluster.add_node(node_ip_address=LOOPBACK, num_cpus=1)

@@ -1,0 +1,120 @@
+"""Worker processes and Ray against a simulation's own process: processor time and wall time of a round.
+
+    python benchmarks/workers.py [--workers 0 1 2] [--ray 2] [--turns 3] [--epochs 20]
+
+FedAvg with 16 of 64 devices a round, 60 rows each, and a convolutional network with 20,490 parameters. `--epochs` sets
+how much of a round is training: with 1 a device trains for a few milliseconds, with 20 for a tenth of a second. Each
+number of workers runs in a process of its own, in turn; the figures are medians over the turns. The first round is not
+measured: it starts the workers and prepares the devices. The processor time is that of the process and all that it has
+started. All runs have the same results to the bit; the script compares them. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from peers import tree_seconds
+
+DEVICES, PER_ROUND, ROWS = 64, 16, 60
+Figures = dict[str, float]
+
+
+def cnn(input_shape: tuple[int, ...], classes: int) -> Any:
+    """Builds the network of `simulation.py`, which workers import by name."""
+    import simulation
+
+    return simulation.cnn(input_shape, classes)
+
+
+def measure(workers: int, backend: str, epochs: int, rounds: int) -> Figures:
+    """Runs a simulation in this process; returns seconds a round and the accuracy at the end."""
+    import numpy as np
+    import torch
+
+    from fleetdistill_server.simulation import Progress, Simulation, simulate
+
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(0)
+    labels = np.arange(DEVICES * ROWS + 500) % 10
+    inputs = (rng.random((10, 1, 28, 28))[labels] + rng.normal(0, 0.5, (len(labels), 1, 28, 28))).astype(np.float32)
+    data = {"train_inputs": inputs[:-500], "train_labels": labels[:-500]}
+    data |= {"test_inputs": inputs[-500:], "test_labels": labels[-500:]}
+    marks: list[tuple[float, float]] = []
+
+    def after_round(done: Progress) -> None:
+        if done.completed:
+            marks.append((time.perf_counter(), tree_seconds()))
+
+    with tempfile.TemporaryDirectory() as folder:
+        report = simulate(
+            Simulation(
+                method="fedavg",
+                settings={"local_epochs": epochs},
+                dataset=data,
+                devices=DEVICES,
+                devices_per_round=PER_ROUND,
+                rounds=rounds + 1,
+                partition="iid",
+                models=("workers:cnn",),
+                workers=workers,
+                backend=backend,  # type: ignore[arg-type]  # one of the choices below
+                with_alone=False,
+                with_fedavg=False,
+                torch_device="cpu",
+                out=Path(folder) / "out",
+            ),
+            after_round,
+        )
+    wall, cpu = ((marks[-1][one] - marks[0][one]) / rounds for one in (0, 1))
+    accuracy = report.curves[0].accuracy[-1]
+    assert accuracy is not None  # FedAvg is scored in every round
+    return {"wall": wall, "cpu": cpu, "accuracy": accuracy}
+
+
+def in_own_process(workers: int, backend: str, epochs: int, rounds: int) -> Figures:
+    """Measures in a new process, whose workers find this module."""
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    code = f"import json, workers; print(json.dumps(workers.measure({workers}, {backend!r}, {epochs}, {rounds})))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> int:
+    """Measures in turn and prints a table row for each number of workers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--ray", type=int, nargs="*", default=[], help="numbers of Ray workers, with the extra ray")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=3)
+    given = parser.parse_args()
+    kinds = [(one, "local") for one in given.workers] + [(one, "ray") for one in given.ray]
+    found: dict[tuple[int, str], list[Figures]] = {kind: [] for kind in kinds}
+    for _ in range(given.turns):
+        for (workers, backend), turns in found.items():
+            turns.append(in_own_process(workers, backend, given.epochs, given.rounds))
+    assert len({one["accuracy"] for turns in found.values() for one in turns}) == 1, "the results differ"
+    print("| workers | processor s a round | to the first | wall s a round | to the first |\n|---|---|---|---|---|")
+    first = found[kinds[0]]
+    for (workers, backend), turns in found.items():
+        cells = []
+        for name in ("cpu", "wall"):
+            ratios = [one[name] / other[name] for one, other in zip(turns, first, strict=True)]
+            cells.append(f"{statistics.median(one[name] for one in turns):.2f}")
+            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        print(f"| {workers}{' Ray' if backend == 'ray' else ''} | {' | '.join(cells)} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
