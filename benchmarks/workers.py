@@ -2,7 +2,7 @@
 
     python benchmarks/workers.py [--workers 0 1 2] [--ray 2] [--turns 3] [--epochs 20]
 
-FedAvg with 16 of 64 devices a round, 60 rows each, and a convolutional network with 20,490 parameters. `--epochs` sets
+FedAvg with 16 of 64 devices a round, 60 rows each, and a convolutional network with 20,338 parameters. `--epochs` sets
 how much of a round is training: with 1 a device trains for a few milliseconds, with 20 for a tenth of a second. Each
 number of workers runs in a process of its own, in turn; the figures are medians over the turns. The first round is not
 measured: it starts the workers and prepares the devices. The processor time is that of the process and all that it has
