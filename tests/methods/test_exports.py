@@ -69,7 +69,7 @@ def test_every_device_exports_the_model_that_its_app_uses(name: str, tmp_path: P
     """Where a method's answers are apart from the network that the app gave, that one is a file of its own."""
     prepared, config = prepare(RUNS[name], tmp_path / "work"), RUNS[name].configuration()
     own_file = "own.onnx" if device_class(RUNS[name].method, config).own_variant == OWN else "model.onnx"
-    run_in_memory(prepared).close()
+    run_in_memory(prepared, durable=True).close()  # with the files that an app's device has
     for spec in prepared[1]:
         state, (inputs, _) = Path(spec.state_dir), load_arrays(spec.test_file)
         model = build_device_model(spec, inputs.shape[1:])

@@ -167,9 +167,10 @@ class DeviceMethod:
 
     def handle(self, ask: Ask) -> Answer:
         """Calls the handler of the ask's step. Raises WireError if the step has no handler."""
-        handler = _handlers(type(self)).get(ask.step)  # type: ignore[arg-type]  # mypy compares the hash of instances
-        if handler is not None:
-            return handler(self, ask)
+        name = _handlers(type(self)).get(ask.step)  # type: ignore[arg-type]  # mypy compares the hash of instances
+        if name is not None:
+            answer: Answer = getattr(self, name)(ask)
+            return answer
         raise WireError(
             f"{type(self).__name__} has no handler for step {ask.step!r}; update the SDK if it is older than the server"
         )
@@ -211,10 +212,10 @@ class DeviceMethod:
 
 
 @functools.cache
-def _handlers(method: type[DeviceMethod]) -> Mapping[str, Handler]:
-    """Returns the handlers of a device half by step; of several for one step, the first in alphabetical order."""
-    found = (getattr(method, name) for name in reversed(dir(method)))
-    return {one.answers_step: one for one in found if hasattr(one, "answers_step")}
+def _handlers(method: type[DeviceMethod]) -> Mapping[str, str]:
+    """Returns the name of the handler for each step; of several for one step, the first in alphabetical order."""
+    found = ((name, getattr(method, name)) for name in reversed(dir(method)))
+    return {one.answers_step: name for name, one in found if hasattr(one, "answers_step")}
 
 
 _BEYOND = 3.4e38
