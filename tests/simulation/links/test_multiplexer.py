@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,28 @@ def test_the_device_that_has_waited_longest_is_closed_first(tmp_path: Path) -> N
     for device in [opened(spec) for spec in specs[:2]] + devices[2:]:  # the closed ones do not hold their directories
         device.close(leave=False)
     shared.close()
+
+
+def test_devices_that_were_closed_have_no_open_files(tmp_path: Path) -> None:
+    _, specs, _ = prepare(Simulation(devices=5, train_limit=80, test_limit=20), tmp_path / "work")
+    server = f"127.0.0.1:{free_port()}"
+    shared, waiting = Connection(server), WaitingDevices(most_bytes=1 << 30, most=1)
+    for spec in specs:
+        waiting.put(spec.name, make_device(spec, ParkingLink(server, shared)))
+    for spec in specs[:-1]:
+        assert files_in_use(spec.state_dir) == []
+    last = waiting.take(specs[-1].name)
+    assert last is not None
+    assert files_in_use(specs[-1].state_dir) != []
+    last.close(leave=False)
+    shared.close()
+
+
+def files_in_use(prefix: str) -> list[str]:
+    """Open files of this process whose paths begin so."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    paths = [os.readlink(link) for link in links if os.path.lexists(link)]
+    return [path for path in paths if path.startswith(prefix)]
 
 
 def test_only_the_devices_that_work_are_open_if_none_may_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

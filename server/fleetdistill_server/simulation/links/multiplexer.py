@@ -8,6 +8,7 @@ restart.
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
 from collections import OrderedDict
@@ -29,6 +30,8 @@ MOST_WAITING_BYTES = 256 << 20
 """Largest size of the devices that wait for work and are open, in bytes: `DEVICE_BYTES` and the state of each one."""
 DEVICE_BYTES = 200_000
 """Memory of an open device besides its model, in bytes."""
+MOST_UNCOLLECTED = 64
+"""Closed devices after which garbage is collected: they are reference cycles, whose data stay in memory and open."""
 THREADS = 4
 """Devices of a process that work at the same time. While one computes, others wait for the disk and the server."""
 
@@ -112,7 +115,7 @@ class WaitingDevices:
 
     def __init__(self, most_bytes: int, most: int) -> None:
         self._most_bytes, self._most = most_bytes, most
-        self._bytes = 0
+        self._bytes = self._closed = 0
         self._open: OrderedDict[str, tuple[Device, int]] = OrderedDict()
         self._lock = threading.Lock()  # held while a device closes, so that it is not opened again before
 
@@ -126,6 +129,14 @@ class WaitingDevices:
                 _, (oldest, size) = self._open.popitem(last=False)
                 self._bytes -= size
                 oldest.close(leave=False)
+                del oldest
+                self._note_closed()
+
+    def _note_closed(self) -> None:
+        self._closed += 1
+        if self._closed >= min(MOST_UNCOLLECTED, self._most):
+            self._closed = 0
+            gc.collect()
 
     def take(self, name: str) -> Device | None:
         """Removes and returns a device, or None if it is not open."""
@@ -137,7 +148,7 @@ class WaitingDevices:
 
 def most_waiting() -> int:
     """Returns how many devices of a process may be open while they wait: each has two or three open files."""
-    return open_files() // 4
+    return max(1, open_files() // 8)
 
 
 def _state_bytes(state_dir: Path) -> int:
