@@ -64,7 +64,7 @@ def no_split(min_size: int, reason: str) -> str:
     """Returns the error message for a partition that cannot give every device `min_size` rows."""
     return (
         f"cannot give every device {min_size} or more rows: {reason}; "
-        "use fewer devices, a larger alpha, a smaller min_size, more data or another seed"
+        "use fewer devices, more data, a larger alpha, another seed, or partition iid"
     )
 
 
