@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from support.object_store import ObjectStore
 from support.wire_samples import data_of, make_payload
 
 from fleetdistill.errors import ConfigurationError, DamagedError, StoreError
+from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.server_config import load_server_config
+from fleetdistill_server.service.registration import register
 from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.retention import sweep
 from fleetdistill_server.store.store import Store
@@ -43,6 +46,19 @@ def test_what_one_host_stores_another_reads(hosts: tuple[Store, Store], tmp_path
     assert data_of(hosts[1].blobs.open(payload.sha256, verify=True)) == data_of(payload)
     assert hosts[1].blobs.get_state(state) == b"state"
     assert copies(tmp_path / "host-1") == []  # only what is read is copied
+
+
+def test_a_bucket_that_does_not_exist_is_found_before_a_run_is_registered(
+    object_store: ObjectStore, blobs_url: str, tmp_path: Path
+) -> None:
+    set_location(tmp_path, Location(blobs="s3://no-bucket/store"))
+    config = RunConfig.model_validate({"run": {"name": "r"}, "contract": {"classes": 2, "input_shape": [1, 8, 8]}})
+    with closing(Store.open(tmp_path)) as store:
+        with pytest.raises(ConfigurationError, match=r"\[server\] blobs: there is no bucket 'no-bucket'"):
+            register(store, config)
+        assert store.runs.all() == []
+        object_store.make_bucket("no-bucket")
+        register(store, config)
 
 
 def test_an_upload_that_the_object_store_refused_is_committed_again(

@@ -28,8 +28,10 @@ def register(store: Store, config: RunConfig) -> None:
     A finished run continues if `rounds` was raised. Changes are recorded as an event of the run.
 
     Raises:
+        ConfigurationError: The place of the payloads does not exist.
         RunError: The run exists and cannot continue with this configuration.
     """
+    store.blobs.check()
     name, settings = config.run.name, json.loads(json.dumps(config.fixed_part()))
     with store.transaction():
         row = store.runs.get(name)

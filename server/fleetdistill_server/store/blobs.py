@@ -103,6 +103,9 @@ class Blobs(Protocol):
 
     space: Space | None
 
+    def check(self) -> None:
+        """Raises ConfigurationError if the configured place of the payloads does not exist."""
+
     def stage(self, key: str, parts: knowledge_pb2.Parts, digests: Digests = NO_DIGESTS) -> Staging:
         """Opens the staging area of an upload; keeps data staged earlier if parts and digests are equal."""
 

@@ -23,6 +23,9 @@ class MemoryBlobs:
         self._states: dict[bytes, bytes] = {}
         self._staging: dict[str, _MemoryStaging] = {}
 
+    def check(self) -> None:
+        return
+
     def stage(self, key: str, parts: knowledge_pb2.Parts, digests: Digests = NO_DIGESTS) -> _MemoryStaging:
         known = self._staging.get(key)
         if known is None or (known.parts, known.digests) != (parts, digests):

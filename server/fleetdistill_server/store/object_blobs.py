@@ -29,7 +29,7 @@ from typing import Any
 import s3fs
 from botocore.exceptions import BotoCoreError
 
-from fleetdistill.errors import StoreUnavailableError
+from fleetdistill.errors import ConfigurationError, StoreUnavailableError
 from fleetdistill.state.durable import rename_durably
 from fleetdistill.wire.codec import Payload
 from fleetdistill_server.store.blobs import Held, disk_errors
@@ -58,6 +58,17 @@ class ObjectBlobs(FileBlobs):
         self._objects = _object_store(os.getpid(), os.environ.get("AWS_ENDPOINT_URL", ""))
         self._root = url.removeprefix("s3://")
         self._lock = lock
+
+    def check(self) -> None:
+        """See `Blobs.check`; an object store that is away is not an error, because calls are repeated later."""
+        bucket = self._root.partition("/")[0]
+        try:
+            self._objects.call_s3("head_bucket", Bucket=bucket)
+        except FileNotFoundError:
+            text = f"[server] blobs: there is no bucket {bucket!r} in the object store; create it or correct the name"
+            raise ConfigurationError(text) from None
+        except (OSError, BotoCoreError):
+            return
 
     def open(self, sha256: bytes, *, verify: bool = False) -> Payload:
         self._fetch(sha256)
