@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from support.dying_models import DYING, deaths
-from support.fleets import device_files, prepare, record, run_in_memory
+from support.fleets import SMALL, device_files, prepare, record, run_in_memory
 from support.processes import module_path, wait_until
 
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.simulation import simulate
 from fleetdistill_server.simulation.backends.backend import RunData
 from fleetdistill_server.simulation.links.links import run_over_memory
 
@@ -80,3 +83,13 @@ def test_a_cluster_of_this_machine_listens_on_the_loopback_only_and_ends_with_th
     with closing(RayBackend("", 1, RunData(b"", {}))):
         assert listening() == {LOOPBACK}
     wait_until(lambda: not listening(), "Ray's processes to end")
+
+
+@pytest.mark.slow
+@pytest.mark.cold_start
+def test_an_address_without_a_cluster_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="the extra ray is not installed")
+    out = tmp_path / "out"
+    with pytest.raises(ConfigurationError, match="no Ray cluster at nowhere"):
+        simulate(replace(SMALL, backend="ray", ray_address="nowhere", out=out))
+    assert not out.exists()

@@ -24,7 +24,9 @@ from fleetdistill_server.simulation.spec.settings import Simulation
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"workers": -1}, "workers is -1, must be at least 0"),
+        ({"workers": -1}, "workers is -1, must be from 0 to devices (2)"),
+        ({"workers": 3}, "workers is 3, must be from 0 to devices (2)"),
+        ({"durable": True, "link": "grpc"}, "durable needs link memory"),
         ({"backend": "cluster"}, "backend is 'cluster', must be local or ray"),
         ({"ray_address": "auto"}, "ray_address needs backend ray"),
         ({"backend": "ray", "ray_address": "auto", "workers": 2}, "ray_address needs backend ray, and workers 0"),

@@ -11,8 +11,8 @@ from fleetdistill_server.simulation.spec.settings import Simulation
 
 def check_backend(wanted: Simulation) -> None:
     """Raises ConfigurationError unless the settings `workers`, `backend` and `ray_address` can be used."""
-    if wanted.workers < 0:
-        raise ConfigurationError(f"workers is {wanted.workers}, must be at least 0")
+    if not 0 <= wanted.workers <= wanted.devices:
+        raise ConfigurationError(f"workers is {wanted.workers}, must be from 0 to devices ({wanted.devices})")
     if wanted.backend not in ("local", "ray"):
         raise ConfigurationError(f"backend is {wanted.backend!r}, must be local or ray")
     if wanted.ray_address and (wanted.backend != "ray" or wanted.workers):
@@ -21,12 +21,14 @@ def check_backend(wanted: Simulation) -> None:
         )
     if wanted.backend == "ray" and wanted.link != "memory":
         raise ConfigurationError("backend ray needs link memory; leave one of them out")
+    if wanted.durable and wanted.link != "memory":
+        raise ConfigurationError("durable needs link memory; over gRPC all files are written and fsynced anyway")
     if wanted.has_workers and wanted.durable:
         raise ConfigurationError("workers and backend ray do not work with durable; leave one of them out")
     if wanted.backend == "ray":
-        from fleetdistill_server.simulation.backends.ray_backend import load_ray
+        from fleetdistill_server.simulation.backends.ray_backend import check_ray
 
-        load_ray()
+        check_ray(wanted.ray_address)
 
 
 def backend_of(wanted: Simulation) -> MakeBackend | None:

@@ -84,6 +84,14 @@ class RayBackend:
             self._ray.shutdown()
 
 
+def check_ray(address: str) -> None:
+    """Raises ConfigurationError unless Ray is installed and has a cluster at the address, if there is one."""
+    ray = load_ray()
+    if address and not ray.is_initialized():
+        _connect(ray, address, 0)
+        ray.shutdown()
+
+
 def _connect(ray: Any, address: str, workers: int) -> None:
     given: dict[str, Any] = {"address": address}
     if not address:
@@ -92,7 +100,7 @@ def _connect(ray: Any, address: str, workers: int) -> None:
     try:
         ray.init(logging_level=logging.WARNING, **given)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        text = str(error).strip().split("\n")[0]
+        text = str(error).strip().split("\n")[0].rstrip(".")
         raise ConfigurationError(
             f"no Ray cluster at {address or 'this machine'}: {text}; check --ray-address"
         ) from error
