@@ -58,6 +58,13 @@ def test_elsewhere_all_columns_and_whole_sentences_are_printed(
     assert any(re.search(r" s; the fleet is .* uploads acknowledged, \d+ used$", line) for line in lines)
 
 
+def test_a_large_fleet_has_rows_for_sixty_devices(report: FleetReport) -> None:
+    devices = [replace(one, name=f"{number}-{one.name}") for number in range(100) for one in report.devices]
+    table = report_table(replace(report, devices=devices))
+    assert table.caption == f"60 of {len(devices)} devices; report.json has all of them"
+    assert table.row_count == 60 + 1 + len(report.further)
+
+
 def test_a_wide_terminal_has_every_column(report: FleetReport) -> None:
     assert len(report_table(report, 200).columns) == len(report_table(report).columns) == 9
     assert [column.header for column in report_table(report, 1).columns] == [

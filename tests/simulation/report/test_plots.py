@@ -22,7 +22,8 @@ from fleetdistill_server.simulation.report.device_plots import (
     plot_gains,
     plot_rounds,
 )
-from fleetdistill_server.simulation.report.plots import MOST_ROWS, plot_comparison, plot_partition, save_report_figure
+from fleetdistill_server.simulation.report.plots import plot_comparison, plot_partition, save_report_figure
+from fleetdistill_server.simulation.report.shown import MOST_ROWS
 
 figure_module = pytest.importorskip("matplotlib.figure", reason="matplotlib draws the pictures")
 

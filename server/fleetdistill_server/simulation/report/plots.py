@@ -27,6 +27,7 @@ from fleetdistill_server.simulation.report.device_plots import (
     plot_gains,
     plot_rounds,
 )
+from fleetdistill_server.simulation.report.shown import rows_shown
 from fleetdistill_server.views.units import readable_bytes
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 _COLOURS = {"FedAvg": FEDAVG, "class statistics": FURTHER}
 _STYLES = ("-", "--", "-.")
 _MARKERS = ("o", "D", "s")
-MOST_ROWS = 60
-"""Largest number of devices with a row in the figure, whose height PNG and readers limit."""
 
 
 def load_matplotlib() -> None:
@@ -97,12 +96,6 @@ def plot_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None = Non
     _dress_comparison(ax, curves, alone)
 
 
-def _rows_shown(devices: int) -> list[int]:
-    """Returns the devices that get a row, evenly spaced if there are too many for all."""
-    shown = min(devices, MOST_ROWS)
-    return [number * devices // shown for number in range(shown)]
-
-
 def save_report_figure(
     path: str | os.PathLike[str],
     *,
@@ -118,7 +111,7 @@ def save_report_figure(
     """Writes all plots of a report into one PNG, 1,800 pixels wide, and returns its path.
 
     From top to bottom: accuracy by bytes (`plot_comparison`), accuracy by round if there are several (`plot_rounds`),
-    and a row for each of at most `MOST_ROWS` devices with its data (`plot_partition`) and its gain (`plot_gains`).
+    and a row for each of at most 60 devices with its data (`plot_partition`) and its gain (`plot_gains`).
 
     Args:
         path: Path of the PNG to write.
@@ -140,7 +133,7 @@ def save_report_figure(
     heights = {"compared": 4.2 + 0.12 * len(curves)}  # the legend has two columns
     if max(len(rates) for rates in by_device.devices.values()) > 1:
         heights["rounds"] = 3.9
-    shown = _rows_shown(len(device_names))
+    shown = rows_shown(len(device_names))
     heights["data"] = max(3.2, 1.5 + 0.3 * len(shown))
     figure = Figure(figsize=(9, sum(heights.values())), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)  # without pyplot the figure is released when this function returns

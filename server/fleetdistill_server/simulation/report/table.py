@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill_server.simulation.report.results import DeviceReport, FleetReport
+from fleetdistill_server.simulation.report.shown import rows_shown
 from fleetdistill_server.views.units import readable_bytes
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ _LEFT = ("device", "model")
 def report_table(report: FleetReport, width: int | None = None) -> Table:
     """Returns the table of a report's devices; `ONNX` is the largest difference to PyTorch's logits.
 
+    Of more than 60 devices, 60 are shown, evenly spaced.
+
     A device's row has the figures of its general variant; each further variant has a row below it.
 
     Args:
@@ -28,7 +31,7 @@ def report_table(report: FleetReport, width: int | None = None) -> Table:
     """
     from rich.console import Console
 
-    rows = [(_cells(one), one.further) for one in report.devices]
+    rows = [(_cells(report.devices[at]), report.devices[at].further) for at in rows_shown(len(report.devices))]
     mean = _mean_cells(report)
     for dropped in range(len(_LEAST_NEEDED) + 1):
         names = [name for name in rows[0][0] if name not in _LEAST_NEEDED[:dropped]]
@@ -76,7 +79,9 @@ def _table(report: FleetReport, names: Sequence[str], rows: Sequence[tuple[_Cell
     # With rows for further variants the table is harder to read, so all columns must fit into 100 characters.
     narrow: dict[str, Any] = {"padding": (0, 1, 0, 0), "show_edge": False, "pad_edge": False}
     layout = narrow if report.further else {"padding": (0, 1)}
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, **layout)
+    left_out = len(report.devices) - len(rows)
+    caption = f"{len(rows)} of {len(report.devices):,} devices; report.json has all of them" if left_out else None
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, **layout)
     for name in names:
         table.add_column(name, no_wrap=True, justify="left" if name in _LEFT else "right")
     for cells, further in rows:
