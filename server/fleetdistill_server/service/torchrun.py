@@ -47,4 +47,5 @@ class Torchrun:
         """Returns the variables of torchrun and the processes; interfaces that the operator has set take precedence."""
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         interfaces = {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-        return {**interfaces, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", RENDEZVOUS: str(self.rendezvous)}
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # torchrun's default, without its notice
+        return {**interfaces, **threads, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", RENDEZVOUS: str(self.rendezvous)}
