@@ -117,13 +117,15 @@ def test_an_engine_may_die_between_any_two_steps() -> None:
 
 
 def test_an_engine_may_die_again_and_again() -> None:
-    expected = checkpoint(run_with_crash(Fuse()))
+    undisturbed = Fuse()
+    expected = checkpoint(run_with_crash(undisturbed))
+    most = undisturbed.touched // 3  # a little more than a start with a replay needs
     store, config = Store.in_memory(), config_for()
     devices = answering(store)
     deaths = 0
     while (store.runs.get(RUN) or {}).get("status") != "finished":
         with contextlib.suppress(Crash):
-            run_engine(Fragile(store, Fuse(blows_at=70)), config, Drive(devices))
+            run_engine(Fragile(store, Fuse(blows_at=most)), config, Drive(devices))
         deaths += 1
         assert deaths < 100
     assert deaths > 2

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -43,8 +44,11 @@ def run_over_grpc(config: RunConfig, specs: list[DeviceSpec], work: Path, watch:
     finished = False
     try:
         serving.start()  # Ctrl-C may arrive here too, with the thread running
-        with device_host(specs, _port(supervisor, failure), workers or usable_processors()) as host:
-            _watch_until_over(config.run.name, supervisor, host, watch, failure)
+        with (
+            device_host(specs, _port(supervisor, failure), workers or usable_processors()) as host,
+            closing(Store.open(Path(config.server.store))) as store,  # the supervisor closes its own when it fails
+        ):
+            _watch_until_over(config.run.name, store, host, watch, failure)
         finished = True
     finally:
         supervisor.stop(at_once=not finished)
@@ -95,18 +99,18 @@ def save_specs(specs: Sequence[DeviceSpec]) -> Path:
 
 
 def _watch_until_over(
-    run: str, supervisor: Supervisor, host: subprocess.Popen[bytes], watch: Watch, failure: list[Exception]
+    run: str, store: Store, host: subprocess.Popen[bytes], watch: Watch, failure: list[Exception]
 ) -> None:
     while host.poll() is None:
         if failure:
             raise failure[0]
-        _check_not_stopped(supervisor.store, run)
-        watch(supervisor.store)
+        _check_not_stopped(store, run)
+        watch(store)
         time.sleep(_POLL_SECONDS)
-    _check_not_stopped(supervisor.store, run)  # raised first, because its error states the run's reason
+    _check_not_stopped(store, run)  # raised first, because its error states the run's reason
     if host.returncode:
         raise RunError("a device process failed; its error is printed above")
-    watch(supervisor.store)
+    watch(store)
 
 
 def _check_not_stopped(store: Store, run: str) -> None:
