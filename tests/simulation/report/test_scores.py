@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,19 @@ def test_late_figures_by_hand() -> None:
     many: Any = [{"c_gen": 0.0, "c_spec": 0.0, "c_per": 0.0}] * 11 + [{"c_gen": 1.0, "c_spec": 1.0, "c_per": 1.0}] * 9
     assert late_figures(many)["ua_mean"] == pytest.approx(0.9)
     assert late_figures(many)["c_per_median"] == 0
+
+
+def test_the_figures_of_a_fleet_take_memory_for_each_device_and_not_for_each_pair() -> None:
+    devices, classes, random = 1000, 10, np.random.default_rng(0)
+    device_kcc = list(random.integers(1, 9, (devices, classes, classes)))
+    samples_jc = random.integers(1, 9, (devices, classes))
+    tracemalloc.start()
+    try:
+        fleet_figures(device_kcc, samples_jc, None)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 10e6, "three numbers for each pair and class are 240 MB"
 
 
 def test_a_report_has_all_controls(tmp_path: Path) -> None:

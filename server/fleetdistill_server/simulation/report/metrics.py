@@ -44,8 +44,8 @@ class Margins:
         return cls(hits, counts.sum(-2), counts.sum(-1))
 
     def part(self, number: int) -> Margins:
-        """Returns the margins of one of several matrices."""
-        return Margins(self.hits[number], self.predicted[number], self.rows[number])
+        """Returns the margins of one of several matrices, copied: a view would keep those of all matrices in memory."""
+        return Margins(self.hits[number].copy(), self.predicted[number].copy(), self.rows[number].copy())
 
     def total(self) -> Margins:
         """Returns the margins of the sum of several matrices."""
