@@ -22,8 +22,8 @@ from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT, PERSON
 from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.cli.remote import OperatorClient
 from fleetdistill_server.front.operations_service import MOST_ROWS
+from fleetdistill_server.operations.client import OperatorClient
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.store.store import Store

@@ -26,10 +26,10 @@ from fleetdistill.errors import ConfigurationError, LinkError, RunError
 from fleetdistill.wire.payload import ELEMENT_TYPES
 from fleetdistill.wire.v1 import contract_pb2, operations_pb2_grpc, service_pb2, service_pb2_grpc
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.cli.remote import OperatorClient
 from fleetdistill_server.config.run_config import RunConfig, load_run_config, run_config
 from fleetdistill_server.engine.cancelling import cancel
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.operations.client import OperatorClient
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register

@@ -26,7 +26,6 @@ from fleetdistill_server.cli.options import (
     JsonOption,
     RunArgument,
     StoreOption,
-    open_store,
     report_errors,
     show,
 )
@@ -35,6 +34,7 @@ from fleetdistill_server.cli.runs import runs_app
 from fleetdistill_server.cli.serve import serve
 from fleetdistill_server.cli.store import backup, restore
 from fleetdistill_server.methods.traffic import Sizes
+from fleetdistill_server.operations.source import open_store
 from fleetdistill_server.start import INTERRUPTED, ctrl_c_interrupts
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from fleetdistill_server.cli.options import (
     RunArgument,
     ServerOption,
     StoreOption,
-    open_store,
     report_errors,
     show,
 )
 from fleetdistill_server.cli.pki import warn_without_server
-from fleetdistill_server.cli.remote import connect
+from fleetdistill_server.operations.client import connect
+from fleetdistill_server.operations.source import open_store
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.views import runs as views

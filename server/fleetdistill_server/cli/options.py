@@ -12,8 +12,6 @@ from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill.printable import printable
-from fleetdistill_server.store.location import has_store
-from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 
 P = ParamSpec("P")
@@ -63,15 +61,6 @@ def parse_duration(option: str, span: str) -> float:
 def counted(number: int, what: str) -> str:
     """Returns a number with its noun: `1 round`, `2 rounds`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def open_store(directory: Path) -> Store:
-    """Opens the store in a directory. Raises ConfigurationError if there is none."""
-    if not has_store(directory):
-        raise ConfigurationError(
-            f"there is no store in {directory}; set --store to the [server] store of your run.toml"
-        )
-    return Store.open(directory)
 
 
 def show(view: views.View, as_json: bool) -> None:

@@ -20,13 +20,13 @@ from fleetdistill_server.cli.options import (
     ServerOption,
     StoreOption,
     counted,
-    open_store,
     parse_duration,
     report_errors,
     show,
 )
-from fleetdistill_server.cli.remote import connect
 from fleetdistill_server.config.tls import ENROL_PORT
+from fleetdistill_server.operations.client import connect
+from fleetdistill_server.operations.source import open_store
 from fleetdistill_server.security.certificates import Role, check_hosts
 from fleetdistill_server.security.pki import (
     PERSON_DAYS,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,17 +15,13 @@ from fleetdistill_server.cli.options import (
     ServerOption,
     StoreOption,
     counted,
-    open_store,
     parse_duration,
     report_errors,
     show,
 )
-from fleetdistill_server.cli.remote import OperatorClient, connect
-from fleetdistill_server.service.heartbeat import served
+from fleetdistill_server.operations.client import connect
+from fleetdistill_server.operations.source import open_source, open_store
 from fleetdistill_server.service.serve_lock import served_run
-from fleetdistill_server.store.database import Row
-from fleetdistill_server.views import runs as views
-from fleetdistill_server.views.runs import View
 from fleetdistill_server.views.units import readable_bytes
 
 if TYPE_CHECKING:
@@ -37,34 +30,6 @@ from fleetdistill_server.store.run_names import no_such_run
 
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 runs_app = typer.Typer(help="Inspects and manages runs.", no_args_is_help=True)
-
-
-class _LocalStore:
-    """Reads runs from a local store, with the same interface as `OperatorClient`."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._store = directory, open_store(directory)
-
-    def runs(self) -> View:
-        return views.runs(self._store, served(self._directory))
-
-    def run(self, name: str) -> View:
-        return views.run(self._store, name, served(self._directory))
-
-    def follow(self, name: str) -> Iterator[list[Row]]:
-        from fleetdistill_server.views.watch import follow
-
-        return follow(self._store, name)
-
-
-@contextlib.contextmanager
-def reader(store: Path, server: str | None, identity: Path | None) -> Iterator[_LocalStore | OperatorClient]:
-    """Yields a source of runs: a server if one is given, else the store in a directory."""
-    if server is None:
-        yield _LocalStore(store)
-        return
-    with connect(server, identity) as remote:
-        yield remote
 
 
 @runs_app.command("list")
@@ -76,7 +41,7 @@ def runs_list(
     as_json: JsonOption = False,
 ) -> None:
     """Lists the runs of a store or a server. Example: fleetdistill runs list --json"""
-    with reader(store, server, identity) as source:
+    with open_source(store, server, identity) as source:
         show(source.runs(), as_json)
 
 
@@ -90,7 +55,7 @@ def runs_show(
     as_json: JsonOption = False,
 ) -> None:
     """Shows a run's rounds, figures and events. Example: fleetdistill runs show digits"""
-    with reader(store, server, identity) as source:
+    with open_source(store, server, identity) as source:
         show(source.run(run), as_json)
 
 
@@ -199,7 +164,7 @@ def runs_watch(
     """Follows a run until it ends; Ctrl-C stops following. Example: fleetdistill runs watch digits"""
     from fleetdistill_server.views.watch import show_changes
 
-    with reader(store, server, identity) as source:
+    with open_source(store, server, identity) as source:
         show_changes(source.follow(run), as_json=as_json, console=Console())
 
 
