@@ -20,6 +20,7 @@ from fleetdistill_server.cli import fleet_options
 from fleetdistill_server.cli.audit import audit
 from fleetdistill_server.cli.device import device_app
 from fleetdistill_server.cli.devices import devices_app
+from fleetdistill_server.cli.health import health
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     ImportOption,
@@ -77,6 +78,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 
 app.command("serve")(serve)
+app.command("health")(health)
 
 
 @app.command()

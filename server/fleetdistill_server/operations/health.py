@@ -1,0 +1,77 @@
+"""Asks a server for its health, as a container's health check or a monitor does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, in_words
+from fleetdistill.link.credentials import load_credentials
+from fleetdistill.link.grpc_link import errors_of
+from fleetdistill.wire.codes import Code
+
+HEALTH_SECONDS = 5.0
+"""Timeout of the call; shorter than the interval of every health check in deploy/."""
+_CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----")
+
+
+def check_health(server: str, *, ca: Path | None = None, identity: Path | None = None, service: str = "") -> str:
+    """Asks a server for its health and returns the answer in words.
+
+    Args:
+        server: host:port, in plain text unless `ca` or `identity` is given.
+        ca: File with the CA's certificates, for the enrolment port. No caller without a certificate may ask for the
+            health there, but the refusal shows that the server replies, and its certificate is verified.
+        identity: Directory of an operator or viewer, for the port of [server] listen.
+        service: Name in the health service, such as fleetdistill.engine; empty for the front.
+
+    Raises:
+        ConfigurationError: `ca` or `identity` cannot be read, or the arguments do not fit together.
+        LinkError: The server cannot be reached, is not the CA's, or does not serve.
+        RefusedError: The holder of the identity may not make the call.
+    """
+    if ca is not None and (identity is not None or service):
+        raise ConfigurationError("--ca cannot be combined with --identity or --service, which need the other port")
+    try:
+        with _channel(server, ca, identity) as channel, errors_of(server):
+            return _said(channel, server, service)
+    except RefusedError as refusal:
+        if ca is None or refusal.code != Code.NOT_ALLOWED:
+            raise
+        return "replies"
+
+
+def _said(channel: Any, server: str, service: str) -> str:
+    stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service=service)
+    try:
+        status = stub.Check(request, timeout=HEALTH_SECONDS).status
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.NOT_FOUND:
+            raise
+        raise LinkError(f"server {server} has no service {service!r}; try fleetdistill.engine") from error
+    if status != health_pb2.HealthCheckResponse.SERVING:
+        name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+        raise LinkError(f"{service or 'the front'} of server {server} is {name}; see its log and `runs show`")
+    return "serves"
+
+
+def _channel(server: str, ca: Path | None, identity: Path | None) -> Any:
+    if identity is not None:
+        return grpc.secure_channel(server, load_credentials(identity).channel())
+    if ca is not None:
+        return grpc.secure_channel(server, grpc.ssl_channel_credentials(_authorities(ca)))
+    return grpc.insecure_channel(server)
+
+
+def _authorities(path: Path) -> bytes:
+    try:
+        found = path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"--ca {path} cannot be read: {in_words(error)}") from error
+    if not _CERTIFICATE.search(found):
+        raise ConfigurationError(f"--ca {path} contains no certificate; name the ca.pem of the server's PKI")
+    return found

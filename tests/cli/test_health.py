@@ -1,0 +1,77 @@
+"""`fleetdistill health` against real fronts, in plain text and with TLS, and where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.live_front import live_front, prepare_store
+from support.processes import free_port
+from support.secured import SecuredFront, make_pki, person_credentials, secured_front
+from typer.testing import CliRunner
+
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.security.certificates import Role
+
+
+def health(*words: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["health", *map(str, words)])
+    return done.exit_code, done.output.strip()
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredFront]:
+    folder = tmp_path_factory.mktemp("health")
+    person_credentials(make_pki(folder / "pki"), Role.VIEWER, "vera")
+    prepare_store(folder / "store").close()
+    with secured_front(folder / "store", folder / "pki") as front:
+        yield front
+
+
+@pytest.mark.slow
+def test_a_plain_front_serves_and_its_engine_does_not(tmp_path: Path) -> None:
+    prepare_store(tmp_path).close()
+    with live_front(tmp_path) as front:
+        server = f"127.0.0.1:{front.port}"
+        assert health(server) == (0, f"{server} serves")
+        code, said = health(server, "--service", "fleetdistill.engine")
+        assert (code, "fleetdistill.engine of server" in said, "NOT_SERVING" in said) == (1, True, True)
+        code, said = health(server, "--service", "nobody")
+        assert (code, "has no service 'nobody'" in said) == (1, True)
+        front.kill()
+        code, said = health(server)
+        assert (code, said) == (1, f"error: server {server} cannot be reached")
+        front.start_again()
+
+
+@pytest.mark.slow
+def test_a_front_with_tls_replies_on_its_enrolment_port_without_an_identity(secured: SecuredFront) -> None:
+    server = f"localhost:{secured.enrol_port}"
+    assert health(server, "--ca", secured.pki / "ca.pem") == (0, f"{server} replies")
+
+
+@pytest.mark.slow
+def test_a_viewer_asks_the_main_port(secured: SecuredFront) -> None:
+    server = f"localhost:{secured.port}"
+    assert health(server, "--identity", secured.pki / "viewer-vera") == (0, f"{server} serves")
+
+
+@pytest.mark.slow
+def test_a_server_of_another_ca_is_not_healthy(secured: SecuredFront, tmp_path: Path) -> None:
+    make_pki(tmp_path / "pki")
+    code, said = health(f"localhost:{secured.enrol_port}", "--ca", tmp_path / "pki/ca.pem")
+    assert (code, "its certificate is not from a trusted CA" in said) == (1, True), said
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--ca", "nowhere.pem"), "--ca nowhere.pem cannot be read: No such file or directory"),
+        (("--ca", __file__), "contains no certificate; name the ca.pem of the server's PKI"),
+        (("--ca", __file__, "--service", "x"), "--ca cannot be combined with --identity or --service"),
+    ],
+)
+def test_wrong_options_are_told(words: tuple[str, ...], expected: str) -> None:
+    code, said = health(f"localhost:{free_port()}", *words)
+    assert (code, expected in said) == (1, True), said
