@@ -18,6 +18,7 @@ from fleetdistill.methods.outside import import_modules
 from fleetdistill.version import VERSION
 from fleetdistill_server.cli import fleet_options
 from fleetdistill_server.cli.audit import audit
+from fleetdistill_server.cli.dashboard import dashboard
 from fleetdistill_server.cli.device import device_app
 from fleetdistill_server.cli.devices import devices_app
 from fleetdistill_server.cli.health import health
@@ -79,6 +80,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 app.command("serve")(serve)
 app.command("health")(health)
+app.command("dashboard")(dashboard)
 
 
 @app.command()

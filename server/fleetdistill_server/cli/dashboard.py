@@ -1,0 +1,36 @@
+"""`fleetdistill dashboard`: shows the runs of a store or a server in a browser."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Annotated
+
+import typer
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.cli.options import DEFAULT_STORE, IdentityOption, ServerOption, StoreOption, report_errors
+from fleetdistill_server.dashboard.server import DEFAULT_PORT, run_dashboard
+
+
+@report_errors
+def dashboard(
+    store: StoreOption = DEFAULT_STORE,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
+    listen: Annotated[
+        str, typer.Option(help="Address to listen on; other than loopback only with --server.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for a free one.", min=0, max=65535)] = DEFAULT_PORT,
+    title: Annotated[str, typer.Option(help="Title of every page.")] = "fleetdistill",
+) -> None:
+    """Shows runs in a browser, without changing them. Example: fleetdistill dashboard --store fleetdistill-store
+
+    Ctrl-C stops it. It needs no access to the internet, and the server that it shows keeps running.
+    """
+    if importlib.util.find_spec("nicegui") is None:
+        raise ConfigurationError("`fleetdistill dashboard` needs NiceGUI; install fleetdistill[dashboard]")
+
+    def say(address: str) -> None:
+        typer.echo(f"the dashboard is at {address}; press Ctrl-C to stop")
+
+    run_dashboard(store, server, identity, host=listen, port=port, title=title, on_listening=say)

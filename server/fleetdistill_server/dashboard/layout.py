@@ -1,0 +1,92 @@
+"""The frame of every page: header, navigation, state of the connection to the source, and the main landmark."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import quote
+
+from nicegui import app, ui
+
+from fleetdistill_server.dashboard.board import Board
+from fleetdistill_server.dashboard.feed import Snapshot
+
+_DARK = "dark"
+
+
+def run_link(run: str) -> str:
+    """Returns the path of a run's page."""
+    return f"/runs/{quote(run, safe='')}"
+
+
+def device_link(run: str, device: str) -> str:
+    """Returns the path of a device's page."""
+    return f"{run_link(run)}/devices/{quote(device, safe='')}"
+
+
+@contextmanager
+def frame(board: Board, heading: str, trail: Sequence[tuple[str, str]] = ()) -> Iterator[None]:
+    """Draws the frame of a page; what is created within the block is the page's content.
+
+    Args:
+        board: What all pages share.
+        heading: Heading of the page.
+        trail: Name and path of the pages above this one.
+    """
+    ui.page_title(f"{heading} · {board.title}")
+    ui.add_head_html('<link rel="stylesheet" href="/static/dashboard.css">')
+    dark = ui.dark_mode(value=app.storage.user.get(_DARK))
+    with ui.element("header").classes("fd-header"):
+        ui.link(board.title, "/").classes("fd-brand")
+        with ui.element("nav").props('aria-label="Pages"').classes("fd-nav"):
+            ui.link("Runs", "/")
+            ui.link("Compare", "/compare")
+        ui.label(board.place).classes("fd-place").props('title="What this dashboard reads"')
+        _dark_switch(dark)
+    main = ui.element("main").classes("fd-main").props('id="main"')
+    ui.skip_link("Skip to the content", target=main)
+    with main:
+        _trail(trail)
+        ui.label(heading).props("role=heading aria-level=1").classes("fd-h1")
+        yield
+
+
+def _trail(trail: Sequence[tuple[str, str]]) -> None:
+    if not trail:
+        return
+    with ui.element("nav").props('aria-label="Breadcrumb"').classes("fd-trail"):
+        for name, path in trail:
+            ui.link(name, path)
+            ui.label("/").props("aria-hidden=true")
+
+
+def _dark_switch(dark: ui.dark_mode) -> None:
+    def switch(value: bool | None) -> None:
+        dark.value = app.storage.user[_DARK] = value
+
+    choices: dict[str, bool | None] = {"Auto": None, "Light": False, "Dark": True}
+    chosen = next(name for name, value in choices.items() if value is dark.value)
+    select = ui.select(list(choices), value=chosen, label="Theme", on_change=lambda event: switch(choices[event.value]))
+    select.props("dense outlined options-dense").classes("fd-theme")
+
+
+class Notice:
+    """A line that says whether the shown figures are current: loading, live, or why they are not."""
+
+    def __init__(self) -> None:
+        with ui.element("div").props("role=status aria-live=polite").classes("fd-notice") as self._box:
+            self._text = ui.label("Loading …")
+        self._shown = ""
+
+    def show(self, snapshot: Snapshot[Any]) -> None:
+        """Shows the state of a snapshot."""
+        if not snapshot.version:
+            return
+        since = f"; the figures below are from {time.strftime('%H:%M:%S', time.localtime(snapshot.read_at))}"
+        text = f"{snapshot.error}{since if snapshot.read_at else ''}" if snapshot.error else ""
+        if text != self._shown or self._text.text == "Loading …":
+            self._shown = self._text.text = text
+            self._box.set_visibility(bool(text))
+            self._box.classes(replace="fd-notice fd-error" if text else "fd-notice")

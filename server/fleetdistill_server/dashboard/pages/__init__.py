@@ -1,0 +1,1 @@
+"""The pages: each module has a function `show` that draws one and keeps it up to date."""

@@ -1,0 +1,94 @@
+"""Starts the dashboard's process: checks where it may listen, and serves the pages until it is stopped."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.dashboard.board import Board
+from fleetdistill_server.dashboard.feed import Feed
+from fleetdistill_server.operations.source import open_source
+
+DEFAULT_PORT = 8090
+
+
+def run_dashboard(
+    store: Path,
+    server: str | None,
+    identity: Path | None,
+    *,
+    host: str,
+    port: int,
+    title: str,
+    on_listening: Callable[[str], object],
+) -> None:
+    """Serves the pages until the process receives SIGINT or SIGTERM.
+
+    Args:
+        store: Directory of the store that is shown, unless `server` is given.
+        server: host:port of the server that is shown, or None.
+        identity: Directory with the identity for `server`.
+        host: Address to listen on; without a server with TLS, a loopback address.
+        port: Port to listen on; 0 for a free one.
+        title: Title of every page.
+        on_listening: Called with the address of the first page once it can be opened.
+
+    Raises:
+        ConfigurationError: There is no store in the directory, the identity cannot be read, or the dashboard cannot
+            listen on this address.
+    """
+    _check_host(host, server)
+    with open_source(store, server, identity) as source, bind(host, port) as bound:
+        feed = Feed(source)
+        board = Board(feed, title, server or str(store.resolve()), server or "")
+        feed.start()
+        try:
+            _serve(board, bound, on_listening)
+        finally:
+            feed.stop()
+
+
+def _check_host(host: str, server: str | None) -> None:
+    if server is None and not is_loopback(host):
+        raise ConfigurationError(
+            f"--listen is {host}, but a dashboard of a store may only listen on a loopback address such as 127.0.0.1, "
+            "because it cannot tell who calls; use --server with an identity, or forward the port with ssh"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether an address can only be reached from this machine."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound to an address. Raises ConfigurationError if it cannot be."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        text = f"the dashboard cannot listen on {host}:{port} ({error.strerror})"
+        raise ConfigurationError(f"{text}; choose another --port, or 0 for a free one") from error
+    return bound
+
+
+def _serve(board: Board, bound: socket.socket, on_listening: Callable[[str], object]) -> None:
+    with tempfile.TemporaryDirectory(prefix="fleetdistill-dashboard-") as own:
+        os.environ["NICEGUI_STORAGE_PATH"] = own  # read on import; by default it would write to the working directory
+        os.environ["MATPLOTLIB"] = "false"  # NiceGUI would import it
+        from fleetdistill_server.dashboard import site
+
+        host, port = bound.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        site.serve(board, bound, secrets.token_hex(32), lambda: on_listening(f"http://{shown}:{port}/"))

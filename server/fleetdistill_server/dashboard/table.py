@@ -1,0 +1,96 @@
+"""Tables of rows that change: sorted, filtered and scrolled in the browser, which is sent only the changed rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nicegui import ui
+
+Row = Mapping[str, Any]
+ID = "id"
+"""Column that identifies a row."""
+
+_LINK = """params => {
+  const link = document.createElement('a');
+  link.href = params.data.%s;
+  link.textContent = params.value;
+  return link;
+}"""
+_BYTES = """params => {
+  if (params.value === null || params.value === undefined) return '';
+  let value = params.value, unit = 'B';
+  for (const next of ['kB', 'MB', 'GB', 'TB']) { if (value < 1000) break; value /= 1000; unit = next; }
+  return (unit === 'B' ? value : value.toFixed(1)) + ' ' + unit;
+}"""
+_PERCENT = "params => params.value === null || params.value === undefined ? '' : (100 * params.value).toFixed(1) + ' %'"
+_NUMBER = "params => params.value === null || params.value === undefined ? '' : params.value.toLocaleString('en-US')"
+
+
+def text(field: str, heading: str, **more: Any) -> dict[str, Any]:
+    """Returns a column of text."""
+    return {"field": field, "headerName": heading, "filter": "agTextColumnFilter", **more}
+
+
+def link(field: str, heading: str, path: str, **more: Any) -> dict[str, Any]:
+    """Returns a column of links; the column `path` of the rows, which is not shown, has their addresses."""
+    return {**text(field, heading), ":cellRenderer": _LINK % path, **more}
+
+
+def number(field: str, heading: str, **more: Any) -> dict[str, Any]:
+    """Returns a column of numbers."""
+    shown = {"filter": "agNumberColumnFilter", "type": "rightAligned", ":valueFormatter": _NUMBER}
+    return {"field": field, "headerName": heading, **shown, **more}
+
+
+def size(field: str, heading: str, **more: Any) -> dict[str, Any]:
+    """Returns a column of numbers of bytes, shown in kB, MB or GB."""
+    return number(field, heading, **{":valueFormatter": _BYTES, **more})
+
+
+def rate(field: str, heading: str, **more: Any) -> dict[str, Any]:
+    """Returns a column of rates from 0 to 1, shown in percent."""
+    return number(field, heading, **{":valueFormatter": _PERCENT, **more})
+
+
+class LiveTable:
+    """A table whose rows are identified by their column `id`.
+
+    Args:
+        caption: What the table shows; read by screen readers.
+        columns: Its columns, from the functions above.
+        empty: Text shown while there are no rows.
+        height: Height as CSS; the rows beyond it are scrolled.
+    """
+
+    def __init__(self, caption: str, columns: Sequence[dict[str, Any]], empty: str, height: str = "24rem") -> None:
+        self._rows: dict[str, Row] = {}
+        options = {
+            "columnDefs": list(columns),
+            "defaultColDef": {"sortable": True, "resizable": True, "floatingFilter": False, "minWidth": 80},
+            "rowData": [],
+            ":getRowId": "params => String(params.data.id)",
+            "ensureDomOrder": True,  # screen readers read the rows as they are sorted
+            "enableCellTextSelection": True,
+            "overlayNoRowsTemplate": f"<span>{empty}</span>",
+            "animateRows": False,
+            ":onGridReady": f"params => params.api.setGridAriaProperty('label', {json.dumps(caption)})",
+        }
+        self.grid = ui.aggrid(options, auto_size_columns=False).classes("fd-table").style(f"height: {height}")
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """Shows rows; only the differences to the previous call are sent."""
+        new = {str(row[ID]): row for row in rows}
+        change = {
+            "add": [row for name, row in new.items() if name not in self._rows],
+            "update": [row for name, row in new.items() if name in self._rows and self._rows[name] != row],
+            "remove": [{ID: name} for name in self._rows if name not in new],
+        }
+        self._rows = new
+        if any(change.values()):
+            self.grid.run_grid_method("applyTransaction", change)
+
+    def filter(self, text: str) -> None:
+        """Shows only the rows that contain each word of a text."""
+        self.grid.run_grid_method("setGridOption", "quickFilterText", text)

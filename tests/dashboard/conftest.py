@@ -1,0 +1,38 @@
+"""A browser for the tests of this folder; without one they are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.dashboards import Watched, browser_arguments, chromium
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """One headless Chromium for all tests of the session."""
+    path = chromium()
+    if path is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome on PATH")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=path, args=browser_arguments())
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """An empty page of a browser without cookies, 1,400 pixels wide."""
+    context = browser.new_context(viewport={"width": 1400, "height": 900}, color_scheme="light")
+    page = context.new_page()
+    page.set_default_timeout(120_000)  # a machine may be busy
+    yield page
+    context.close()
+
+
+@pytest.fixture
+def watched(page: Any) -> Watched:
+    """What happens in `page`."""
+    return Watched(page)
