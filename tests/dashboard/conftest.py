@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.dashboards import Watched, browser_arguments, chromium
+from support.dashboards import TOKEN, Watched, browser_arguments, chromium
 
 
 @pytest.fixture(scope="session")
@@ -24,8 +24,12 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """An empty page of a browser without cookies, 1,400 pixels wide."""
-    context = browser.new_context(viewport={"width": 1400, "height": 900}, color_scheme="light")
+    """An empty page of a browser without cookies, 1,400 pixels wide, that may open the dashboards of the tests."""
+    context = browser.new_context(
+        viewport={"width": 1400, "height": 900},
+        color_scheme="light",
+        extra_http_headers={"Authorization": f"Bearer {TOKEN}"},
+    )
     page = context.new_page()
     page.set_default_timeout(120_000)  # a machine may be busy
     yield page

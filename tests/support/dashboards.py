@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from support.processes import COMMAND, PATIENCE_SECONDS, wait_until
 
 PICTURES = Path(__file__).parents[2] / "out" / "dashboard"
 """Where pictures of the pages are kept, to be looked at; git ignores them."""
+TOKEN = secrets.token_urlsafe(32)
+"""The token of every dashboard of this process; the fixture `page` sends it."""
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -31,26 +35,32 @@ def browser_arguments() -> list[str]:
 
 
 @contextlib.contextmanager
-def dashboard(work: Path, *options: str) -> Iterator[str]:
-    """Runs `fleetdistill dashboard` in a directory on a free port; yields its address without a slash at the end."""
+def dashboard(work: Path, *options: str, token: str | None = TOKEN) -> Iterator[str]:
+    """Runs `fleetdistill dashboard` in a directory on a free port; yields its address without a slash at the end.
+
+    Without `token` the command makes one and prints it to dashboard.log.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     log = work / "dashboard.log"
-    with log.open("w") as file:
-        process = REAL_POPEN(
-            [*COMMAND, "dashboard", "--port", "0", *options],
-            cwd=work,
-            env=environment,  # without NiceGUI's own behaviour in tests
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        wait_until(lambda: "the dashboard is at" in log.read_text() or process.poll() is not None, "the dashboard")
-        found = re.search(r"(https?://\S+)/;", log.read_text())
-        assert found, log.read_text()
-        yield found[1]
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(PATIENCE_SECONDS)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "token"
+        file.write_text(token or "")
+        with log.open("w") as output:
+            process = REAL_POPEN(
+                [*COMMAND, "dashboard", "--port", "0", *([f"--token-file={file}"] if token else []), *options],
+                cwd=work,
+                env=environment,  # without NiceGUI's own behaviour in tests
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            wait_until(lambda: "the dashboard is at" in log.read_text() or process.poll() is not None, "the dashboard")
+            found = re.search(r"(https?://[^/\s]+)/\S*;", log.read_text())
+            assert found, log.read_text()
+            yield found[1]
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(PATIENCE_SECONDS)
 
 
 class Watched:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,6 +23,13 @@ def dashboard(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for a free one.", min=0, max=65535)] = DEFAULT_PORT,
     title: Annotated[str, typer.Option(help="Title of every page.")] = "fleetdistill",
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token for opening the pages; by default a new one is printed.")
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="Host name under which browsers open the pages, if it is not --listen; repeatable."),
+    ] = None,
 ) -> None:
     """Shows runs in a browser, without changing them. Example: fleetdistill dashboard --store fleetdistill-store
 
@@ -33,4 +41,14 @@ def dashboard(
     def say(address: str) -> None:
         typer.echo(f"the dashboard is at {address}; press Ctrl-C to stop")
 
-    run_dashboard(store, server, identity, host=listen, port=port, title=title, on_listening=say)
+    run_dashboard(
+        store,
+        server,
+        identity,
+        host=listen,
+        port=port,
+        title=title,
+        token_file=token_file,
+        names=name or [],
+        on_listening=say,
+    )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import secrets
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError
@@ -26,6 +25,8 @@ def run_dashboard(
     host: str,
     port: int,
     title: str,
+    token_file: Path | None,
+    names: Sequence[str],
     on_listening: Callable[[str], object],
 ) -> None:
     """Serves the pages until the process receives SIGINT or SIGTERM.
@@ -37,11 +38,14 @@ def run_dashboard(
         host: Address to listen on; without a server with TLS, a loopback address.
         port: Port to listen on; 0 for a free one.
         title: Title of every page.
-        on_listening: Called with the address of the first page once it can be opened.
+        token_file: File with the token of whoever may open the pages; None for a new one.
+        names: Further host names under which browsers open the pages.
+        on_listening: Called with the address of the first page once it can be opened. The address contains the token
+            unless that is in a file.
 
     Raises:
-        ConfigurationError: There is no store in the directory, the identity cannot be read, or the dashboard cannot
-            listen on this address.
+        ConfigurationError: There is no store in the directory, the identity or the token cannot be read, or the
+            dashboard cannot listen on this address.
     """
     _check_host(host, server)
     with open_source(store, server, identity) as source, bind(host, port) as bound:
@@ -49,7 +53,7 @@ def run_dashboard(
         board = Board(feed, title, server or str(store.resolve()), server or "")
         feed.start()
         try:
-            _serve(board, bound, on_listening)
+            _serve(board, bound, token_file, names, on_listening)
         finally:
             feed.stop()
 
@@ -83,12 +87,21 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _serve(board: Board, bound: socket.socket, on_listening: Callable[[str], object]) -> None:
+def _serve(
+    board: Board,
+    bound: socket.socket,
+    token_file: Path | None,
+    names: Sequence[str],
+    on_listening: Callable[[str], object],
+) -> None:
     with tempfile.TemporaryDirectory(prefix="fleetdistill-dashboard-") as own:
         os.environ["NICEGUI_STORAGE_PATH"] = own  # read on import; by default it would write to the working directory
         os.environ["MATPLOTLIB"] = "false"  # NiceGUI would import it
-        from fleetdistill_server.dashboard import site
+        from fleetdistill_server.dashboard import session, site
 
         host, port = bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        site.serve(board, bound, secrets.token_hex(32), lambda: on_listening(f"http://{shown}:{port}/"))
+        token = session.new_token() if token_file is None else session.read_token(token_file)
+        address = f"http://{shown}:{port}/" + (f"?token={token}" if token_file is None else "")
+        access = session.Access(token, [shown, *names], port)
+        site.serve(board, bound, access, lambda: on_listening(address))

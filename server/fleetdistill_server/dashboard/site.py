@@ -13,23 +13,25 @@ from nicegui import ui
 
 from fleetdistill_server.dashboard.board import Board
 from fleetdistill_server.dashboard.pages import compare, device, run, runs
+from fleetdistill_server.dashboard.session import Access, protect
 
 _STATIC = Path(__file__).parent / "static"
 _CLOSE_SECONDS = 2
 """Seconds for browsers to disconnect when the dashboard is stopped."""
 
 
-def serve(board: Board, bound: socket.socket, secret: str, on_listening: Callable[[], object]) -> None:
+def serve(board: Board, bound: socket.socket, access: Access, on_listening: Callable[[], object]) -> None:
     """Serves the pages on a bound socket until SIGINT or SIGTERM.
 
     Args:
         board: What the pages show.
         bound: A bound socket.
-        secret: Signs the cookie of a browser's session.
+        access: Who may open the pages.
         on_listening: Called once the pages can be opened.
     """
     register(board)
     web = FastAPI(title=board.title, docs_url=None, redoc_url=None, openapi_url=None)
+    protect(web, access)
     ui.run_with(
         web,
         title=board.title,
@@ -37,7 +39,6 @@ def serve(board: Board, bound: socket.socket, secret: str, on_listening: Callabl
         dark=None,  # as the browser prefers, until the reader switches
         language="en-US",
         tailwind=False,
-        storage_secret=secret,
         show_welcome_message=False,
     )
     config = uvicorn.Config(

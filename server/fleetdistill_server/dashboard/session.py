@@ -1,0 +1,182 @@
+"""Who may open the pages: whoever knows the token, in a signed session, from the dashboard's own origin and name."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from fastapi import FastAPI
+from nicegui import core
+from starlette.middleware.sessions import SessionMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fleetdistill.errors import ConfigurationError, in_words
+
+LOGIN = "/login"
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
+_SIGNED_IN = "signed_in"
+_PUBLIC = ("/static/", "/favicon.ico")
+"""Paths of files that are the same for everybody and needed by the page for signing in."""
+_LEAST_CHARACTERS = 32
+_HEADERS = {
+    # NiceGUI's pages compile their templates in the browser, which needs unsafe-eval. Nothing else may be loaded.
+    "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; "
+    "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'none'",
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may open the pages of one dashboard.
+
+    Attributes:
+        token: Whoever knows it may sign in.
+        names: Host names and addresses under which browsers may open the pages; loopback names are always allowed.
+        port: Port of the dashboard; browsers send the cookies of all ports of a host.
+    """
+
+    token: str = field(repr=False)
+    names: Sequence[str]
+    port: int
+
+
+def read_token(file: Path) -> str:
+    """Returns the token in a file. Raises ConfigurationError if there is none, or if it could be guessed."""
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--token-file {file} cannot be read: {in_words(error)}") from error
+    if len(token) < _LEAST_CHARACTERS or not token.isascii() or len(token.split()) > 1:
+        text = f"must contain one word of at least {_LEAST_CHARACTERS} ASCII characters"
+        raise ConfigurationError(f"--token-file {file} {text}; create it with: openssl rand -hex 32")
+    return token
+
+
+def new_token() -> str:
+    """Returns a token that cannot be guessed."""
+    return secrets.token_urlsafe(32)
+
+
+def protect(web: FastAPI, access: Access) -> None:
+    """Lets only those use an application who know the token. Call it before NiceGUI is attached."""
+    web.add_middleware(_Gate, token=access.token)
+    web.add_middleware(
+        SessionMiddleware,
+        secret_key=secrets.token_hex(32),  # a session ends with the process, and is worth nothing elsewhere
+        session_cookie=f"fleetdistill-{access.port}",
+        max_age=None,
+        same_site="lax",
+    )
+    names = [*LOOPBACK_NAMES, *access.names]
+    web.add_middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)
+    core.sio.eio.cors_allowed_origins = None  # only its own; NiceGUI allows every origin
+
+
+class _Gate:
+    """Refuses what another origin asks for, and everything without a session but signing in."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        answer = await self._answer(HTTPConnection(scope), receive)
+        await (answer or self._app)(scope, receive, _with_headers(send))
+
+    async def _answer(self, asked: HTTPConnection, receive: Receive) -> Response | None:
+        """Returns the response if the request is not for the pages, else None."""
+        if _is_foreign(asked):
+            return PlainTextResponse("refused: another origin asked for this", 403)
+        path = asked.url.path
+        if path == LOGIN:
+            return await self._login(Request(asked.scope, receive))
+        if self._knows(asked.headers.get("authorization", "").removeprefix("Bearer ")):
+            _sign_in(asked)
+        if asked.session.get(_SIGNED_IN) or path.startswith(_PUBLIC):
+            return None
+        if asked.scope["type"] == "http" and self._knows(asked.query_params.get("token", "")):
+            _sign_in(asked)
+            return RedirectResponse(asked.url.remove_query_params("token").replace(scheme="", netloc=""), 303)
+        return _form(401)
+
+    async def _login(self, request: Request) -> Response:
+        if request.scope["type"] != "http" or request.method != "POST":
+            return _form(200)
+        async with request.form(max_files=0, max_fields=1) as sent:
+            known = self._knows(str(sent.get("token", "")).strip())
+        if not known:
+            return _form(403, "This is not the token of this dashboard.")
+        _sign_in(request)
+        return RedirectResponse("/", 303)
+
+    def _knows(self, token: str) -> bool:
+        return secrets.compare_digest(token.encode(), self._token.encode())
+
+
+def _is_foreign(asked: HTTPConnection) -> bool:
+    """Returns whether a page of another origin made a request, except that a person may follow a link from anywhere.
+
+    Other ports of the same host are other origins too, but browsers send them the same cookies.
+    """
+    own = f"{asked.url.scheme.replace('ws', 'http', 1)}://{asked.headers.get('host', '')}"
+    if asked.headers.get("origin", own).lower() != own.lower():
+        return True
+    follows = (asked.headers.get("sec-fetch-mode"), asked.headers.get("sec-fetch-dest")) == ("navigate", "document")
+    elsewhere = asked.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+    return elsewhere and not (follows and asked.scope.get("method") == "GET")
+
+
+def _sign_in(asked: HTTPConnection) -> None:
+    if not asked.session.get(_SIGNED_IN):
+        asked.session.clear()  # whoever planted a session before does not know this one
+        asked.session[_SIGNED_IN] = True
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            more = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+            message["headers"] = [*message.get("headers", []), *more]
+        await send(message)
+
+    return sending
+
+
+def _form(status: int, error: str = "") -> HTMLResponse:
+    said = f'<p role="alert" class="fd-notice fd-error">{escape(error)}</p>' if error else ""
+    return HTMLResponse(_FORM.replace("{error}", said), status, {"Cache-Control": "no-store"})
+
+
+_FORM = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Sign in · fleetdistill</title>
+<link rel="stylesheet" href="/static/dashboard.css">
+<body class="fd-login">
+<main class="fd-panel">
+<h1 class="fd-h1">Sign in</h1>
+<p>Open the address that <code>fleetdistill dashboard</code> printed, or enter the token in it.</p>
+{error}
+<form method="post" action="/login">
+<label for="token">Token</label>
+<input id="token" name="token" type="password" autocomplete="current-password" required autofocus>
+<button type="submit">Sign in</button>
+</form>
+</main>
+</body>
+</html>
+"""

@@ -1,0 +1,230 @@
+"""Who may open the pages: not without the token, not from another origin, not under another host name."""
+
+from __future__ import annotations
+
+import http.server
+import re
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.dashboards import TOKEN, dashboard
+from support.processes import PATIENCE_SECONDS
+from typer.testing import CliRunner
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.store.store import Store
+
+pytestmark = pytest.mark.slow
+SOCKET = "/_nicegui_ws/socket.io/?EIO=4&transport=websocket"
+POLLING = "/_nicegui_ws/socket.io/?EIO=4&transport=polling"
+RUN = "digits-of-the-north"
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a store with one run."""
+    folder = tmp_path_factory.mktemp("session")
+    store = Store.open(folder / "store")
+    store.runs.begin(RUN, {"run": {"name": RUN, "method": "fedavg", "rounds": 3}})
+    store.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(work: Path) -> Iterator[str]:
+    """A dashboard of that store."""
+    with dashboard(work, "--store", str(work / "store")) as address:
+        yield address
+
+
+def client(address: str, **more: Any) -> httpx.Client:
+    """A client that keeps cookies and follows no redirects."""
+    return httpx.Client(base_url=address, timeout=PATIENCE_SECONDS, **more)
+
+
+@pytest.fixture
+def signed_in(address: str) -> Iterator[httpx.Client]:
+    """A client with a session."""
+    with client(address) as opened:
+        assert opened.post("/login", data={"token": TOKEN}).status_code == 303
+        yield opened
+
+
+def cookie(signed_in: httpx.Client) -> tuple[str, str]:
+    """Name and value of the session's cookie."""
+    (found,) = signed_in.cookies.jar
+    assert found.value is not None
+    return found.name, found.value
+
+
+def websocket_status(address: str, **headers: str) -> int:
+    """The status with which the dashboard answers the opening of a websocket; 101 if it is open."""
+    try:
+        with connect(address.replace("http", "ws", 1) + SOCKET, additional_headers=headers, open_timeout=60):
+            return 101
+    except InvalidStatus as refused:
+        return refused.response.status_code
+
+
+@pytest.mark.parametrize("path", ["/", f"/runs/{RUN}", "/compare", POLLING, "/?token=guessed", "/login/../"])
+def test_a_request_without_a_session_is_refused(address: str, path: str) -> None:
+    answer = httpx.get(address + path, timeout=PATIENCE_SECONDS)
+    assert answer.status_code == 401
+    assert "Sign in" in answer.text
+    assert "set-cookie" not in answer.headers
+
+
+def test_a_wrong_token_opens_no_session(address: str) -> None:
+    with client(address) as opened:
+        refused = opened.post("/login", data={"token": TOKEN[:-1]})
+        assert (refused.status_code, "not the token" in refused.text) == (403, True)
+        assert opened.get("/").status_code == 401
+
+
+def test_the_token_opens_a_session_and_is_gone_from_the_address(address: str) -> None:
+    with client(address) as opened:
+        answer = opened.get("/compare", params={"runs": RUN, "token": TOKEN})
+        assert (answer.status_code, answer.headers["location"]) == (303, f"/compare?runs={RUN}")
+        assert {"httponly", "samesite=lax"} <= set(answer.headers["set-cookie"].replace(" ", "").lower().split(";"))
+        assert opened.get(answer.headers["location"]).status_code == 200
+
+
+def test_the_printed_address_signs_in_and_a_token_from_a_file_is_not_printed(work: Path, address: str) -> None:
+    assert TOKEN not in (work / "dashboard.log").read_text()
+    other = work / "other"
+    other.mkdir()
+    with dashboard(other, "--store", str(work / "store"), token=None):
+        printed = re.search(r"http://\S+(?=;)", (other / "dashboard.log").read_text())
+        assert printed
+        with httpx.Client(follow_redirects=True, timeout=PATIENCE_SECONDS) as opened:
+            assert opened.get(printed[0]).status_code == 200
+
+
+def test_a_session_of_one_dashboard_is_not_valid_at_another(work: Path, signed_in: httpx.Client) -> None:
+    other = work / "second"
+    other.mkdir()
+    with dashboard(other, "--store", str(work / "store")) as second, client(second) as own:
+        own.post("/login", data={"token": TOKEN})
+        name, value = cookie(own)
+        assert name != cookie(signed_in)[0]
+        tried = httpx.get(second, headers={"Cookie": f"{name}={cookie(signed_in)[1]}"}, timeout=PATIENCE_SECONDS)
+        assert tried.status_code == 401
+        accepted = httpx.get(second, headers={"Cookie": f"{name}={value}"}, timeout=PATIENCE_SECONDS)
+        assert accepted.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("attacker.example", 400), ("attacker.example:80", 400), ("localhost", 200), ("[::1]", 200)]
+)
+def test_only_the_dashboards_own_host_names_are_accepted(signed_in: httpx.Client, host: str, status: int) -> None:
+    assert signed_in.get("/", headers={"Host": host, "Cookie": "=".join(cookie(signed_in))}).status_code == status
+
+
+def test_a_websocket_needs_a_session_and_the_own_origin(address: str, signed_in: httpx.Client) -> None:
+    session = "=".join(cookie(signed_in))
+    assert websocket_status(address, Cookie=session, Origin=address) == 101
+    assert websocket_status(address, Origin=address) == 401
+    for origin in ("http://attacker.example", "http://127.0.0.1:1", "null"):
+        assert websocket_status(address, Cookie=session, Origin=origin) == 403
+
+
+@pytest.mark.parametrize(("site", "mode", "dest", "status"), [
+    ("same-origin", "cors", "empty", 200),
+    ("cross-site", "navigate", "document", 200),
+    ("cross-site", "navigate", "iframe", 403),
+    ("same-site", "no-cors", "script", 403),
+    ("same-site", "cors", "empty", 403),
+])  # fmt: skip
+def test_other_origins_may_only_link_to_pages(
+    signed_in: httpx.Client, site: str, mode: str, dest: str, status: int
+) -> None:
+    sent = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": dest}
+    assert signed_in.get("/", headers=sent).status_code == status
+
+
+@pytest.mark.parametrize("content", ["short", "two words" * 8, ""])
+def test_a_token_that_could_be_guessed_is_an_error(work: Path, tmp_path: Path, content: str) -> None:
+    (tmp_path / "token").write_text(content)
+    result = CliRunner().invoke(
+        app, ["dashboard", "--store", str(work / "store"), "--port", "0", "--token-file", str(tmp_path / "token")]
+    )
+    assert result.exit_code == 1
+    assert "openssl rand -hex 32" in result.stderr
+
+
+class _Attack(http.server.BaseHTTPRequestHandler):
+    """Serves an empty page of another origin."""
+
+    def do_GET(self) -> None:
+        body = b"<!doctype html><title>other</title><body>other"
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Prints nothing."""
+
+
+@pytest.fixture
+def other_origin() -> Iterator[str]:
+    """Address of another origin, which browsers send the same cookies: another port of 127.0.0.1."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Attack))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+READ = "url => fetch(url, {credentials: 'include'}).then(answer => answer.status, () => 'blocked')"
+SEND = """url => fetch(url, {credentials: 'include', mode: 'no-cors', method: 'POST', body: '40'})
+  .then(answer => answer.status, () => 'blocked')"""
+OPEN = """url => new Promise(done => {
+  const socket = new WebSocket(url);
+  socket.onopen = () => done('open');
+  socket.onerror = () => done('refused');
+})"""
+FRAME = """url => new Promise(done => {
+  const frame = document.createElement('iframe');
+  frame.onload = () => {
+    let text = 'unreadable';
+    try { text = frame.contentDocument.body.innerText; } catch {}
+    done(text);
+  };
+  frame.src = url;
+  document.body.append(frame);
+})"""
+
+
+def test_a_page_of_another_origin_in_the_same_browser_can_neither_read_nor_act(
+    browser: Any, address: str, other_origin: str
+) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    page.set_default_timeout(120_000)
+    page.goto(f"{address}/?token={TOKEN}")
+    page.get_by_text(RUN).wait_for()
+    socket = address.replace("http", "ws", 1) + SOCKET
+    assert page.evaluate(READ, f"{address}/") == 200
+    assert page.evaluate(OPEN, socket) == "open"
+
+    answers: list[tuple[str, int]] = []
+    page.goto(other_origin)
+    page.on("response", lambda answer: answers.append((answer.url, answer.status)))
+    assert page.evaluate(READ, f"{address}/") == "blocked"
+    assert page.evaluate(OPEN, socket) == "refused"
+    page.evaluate(SEND, address + POLLING)
+    assert page.evaluate(FRAME, f"{address}/") == "unreadable"
+    assert {status for url, status in answers if url.startswith(address)} <= {403}
+    assert all(RUN not in frame.content() for frame in page.frames if frame.url.startswith("http"))
+    context.close()
