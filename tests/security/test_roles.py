@@ -196,6 +196,7 @@ REQUESTS: dict[str, Callable[[World, service_pb2.Identity], Any]] = {
     ),
     f"{_operations}/ListRuns": lambda world, one: operations_pb2.ListRunsRequest(),
     f"{_operations}/ShowRun": lambda world, one: operations_pb2.ShowRunRequest(run=RUN),
+    f"{_operations}/Read": lambda world, one: operations_pb2.ReadRequest(view="run", run=RUN, most=1),
     f"{_operations}/WatchRun": lambda world, one: operations_pb2.WatchRunRequest(run=RUN),
     f"{_operations}/RevokeDevice": lambda world, one: operations_pb2.RevokeDeviceRequest(device="nobody-yet"),
     f"{_operations}/CancelRun": lambda world, one: operations_pb2.CancelRunRequest(run=TO_CANCEL),

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT
 from fleetdistill.replacement import REPLACED, SPLIT
-from fleetdistill.wire.v1 import operations_pb2
+from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.front.operations_service import MOST_ROWS
 from fleetdistill_server.operations.client import OperatorClient
@@ -175,7 +175,14 @@ def test_a_client_of_before_is_shown_rounds_and_events(shown: Shown) -> None:
 def test_a_server_of_before_is_shown_without_figures_that_it_does_not_know() -> None:
     """Nothing is shown as 0 or as empty that was not told."""
 
+    class Unimplemented(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNIMPLEMENTED
+
     class Old:
+        def Read(self, request: operations_pb2.ReadRequest, timeout: float) -> None:
+            raise Unimplemented
+
         def ShowRun(self, request: operations_pb2.ShowRunRequest, timeout: float) -> operations_pb2.ShowRunResponse:
             rounds = [operations_pb2.RoundSummary(round=1, status="closed", used=2)]
             return operations_pb2.ShowRunResponse(run=operations_pb2.RunSummary(run=request.run), rounds=rounds)
@@ -187,7 +194,8 @@ def test_a_server_of_before_is_shown_without_figures_that_it_does_not_know() -> 
     assert (row["used"], row["bytes_up"], row["bytes_down"], row["kept"]) == (2, None, None, None)
 
 
-def test_a_fleet_that_does_not_fit_is_shown_with_its_first_devices(shown: Shown) -> None:
+def test_a_fleet_that_does_not_fit_into_a_message_is_shown_whole(shown: Shown) -> None:
+    """Clients of before are shown its first devices."""
     devices = [f"{number:04d}{'x' * 60}" for number in range(MOST_ROWS + 500)]
     with shown.store.transaction():
         for device in devices:
@@ -196,5 +204,10 @@ def test_a_fleet_that_does_not_fit_is_shown_with_its_first_devices(shown: Shown)
             shown.store.history.add_traffic(RUN, 1, device, "up", Counted(Counter(plan=900), Counter(plan=400)), 100)
     run = json.loads(said("--json", *shown.there))
     for name in ("leave_one_out", "bytes", "test_accuracy_of_answers"):
-        assert [row["device"] for row in run[name]] == devices[:MOST_ROWS]
+        assert [row["device"] for row in run[name]] == devices
     assert run["leave_one_out_general"] == 0.1, "of all devices"
+    viewer = person_credentials(shown.authority, Role.VIEWER, "vince")
+    with grpc.secure_channel(f"127.0.0.1:{shown.port}", viewer.channel()) as channel:
+        stub = operations_pb2_grpc.OperationsServiceStub(channel)
+        answer = stub.ShowRun(operations_pb2.ShowRunRequest(run=RUN), timeout=CALL_SECONDS)
+    assert [row.device for row in answer.bytes] == devices[:MOST_ROWS]

@@ -26,10 +26,10 @@ from fleetdistill_server.store.guards import (
     Replacements,
     count_replacements,
     guard_events,
-    guards_by_round,
     replacement_rows,
 )
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.summaries import EVERY
 from fleetdistill_server.views import runs as views
 
 SMALL = Simulation(
@@ -173,7 +173,7 @@ def test_a_guard_that_fires_is_counted_once_and_shown_and_other_events_are_not()
     store.history.add_event("r", "refused", "a wrong label", number=2)
     kinds = [row["kind"] for row in guard_events(store, "r")]
     assert kinds == ["teacher-guard", "teacher-guard", "maturity-guard"]
-    assert guards_by_round(store, "r") == {1: 2, 2: 1}
+    assert store.summaries.guards("r", 0, EVERY) == {1: 2, 2: 1}
     shown = views.run(store, "r")
     assert shown.facts["guards_fired"] == 3
     assert [row["guards"] for row in shown.lists["rounds"]] == [2, 1]

@@ -18,10 +18,9 @@ from fleetdistill_server.cli.options import (
 )
 from fleetdistill_server.cli.pki import warn_without_server
 from fleetdistill_server.operations.client import connect
-from fleetdistill_server.operations.source import open_store
+from fleetdistill_server.operations.source import open_source, open_store
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.service.serve_lock import served_run
-from fleetdistill_server.views import runs as views
 
 devices_app = typer.Typer(invoke_without_command=True)
 
@@ -32,11 +31,14 @@ def devices(
     context: typer.Context,
     store: StoreOption = DEFAULT_STORE,
     run: Annotated[str | None, typer.Option(help="List only the devices of this run.")] = None,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Lists the devices that have checked in. Example: fleetdistill devices --run digits"""
     if context.invoked_subcommand is None:
-        show(views.devices(open_store(store), run), as_json)
+        with open_source(store, server, identity) as source:
+            show(source.devices(run), as_json)
 
 
 @devices_app.command("revoke")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,6 +20,7 @@ from fleetdistill.errors import ConfigurationError, RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server.front.errors import in_pool
+from fleetdistill_server.front.guard import holder_in
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device
@@ -30,6 +32,8 @@ from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
+from fleetdistill_server.views.reading import MOST_EVENTS, VIEWS, Query, read
+from fleetdistill_server.views.runs import View
 from fleetdistill_server.views.watch import changes, is_over
 
 T = TypeVar("T", bound=Message)
@@ -82,6 +86,16 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
                 return
             await asyncio.sleep(POLL_SECONDS)
 
+    async def Read(
+        self, request: operations_pb2.ReadRequest, context: Any
+    ) -> AsyncIterator[operations_pb2.ReadResponse]:
+        holder = holder_in(context)
+        caller = {} if holder is None else {"role": str(holder.role), "name": holder.name}
+        found = await in_pool(self._pool, context, partial(self._read, request))
+        parts = parts_of(View(found.lists, {**found.facts, **caller}) if request.view == "about" else found)
+        while (part := await in_pool(self._pool, context, partial(next, parts, None))) is not None:
+            yield part
+
     async def RevokeDevice(
         self, request: operations_pb2.RevokeDeviceRequest, context: Any
     ) -> operations_pb2.RevokeDeviceResponse:
@@ -119,6 +133,17 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             **{name: _first(_filled(kind, row) for row in view.lists.get(name, [])) for name, kind in _SHORT.items()},
         )
 
+    def _read(self, request: operations_pb2.ReadRequest) -> View:
+        if request.view not in VIEWS:
+            raise RefusedError(Code.BAD_MESSAGE, f"there is no view {request.view[:64]!r}; upgrade the server")
+        optional = {name: getattr(request, name) for name in ("round", "before") if request.HasField(name)}
+        if not 1 <= request.most <= MOST_EVENTS:
+            raise RefusedError(Code.BAD_MESSAGE, f"most is {request.most}, must be 1 to {MOST_EVENTS}")
+        names = ("view", "run", "device", "after", "kind", "text", "most")
+        query = Query(**{name: getattr(request, name) for name in names}, **optional)
+        with _unknown_run():
+            return read(self._store, self._directory, query)
+
     def _revoke(self, request: operations_pb2.RevokeDeviceRequest) -> operations_pb2.RevokeDeviceResponse:
         return operations_pb2.RevokeDeviceResponse(changed=self._commit(partial(_revoke_device, request)))
 
@@ -138,6 +163,21 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             return operations_pb2.CreateTokensResponse(tokens=self._commit(lambda store: create_tokens(store, *given)))
         except ConfigurationError as error:
             raise RefusedError(Code.BAD_MESSAGE, str(error)) from error
+
+
+def parts_of(view: View) -> Iterator[operations_pb2.ReadResponse]:
+    """Yields a view in messages of about a page."""
+    yield operations_pb2.ReadResponse(facts=json.dumps(view.facts))
+    for title, rows in view.lists.items():
+        page, size = operations_pb2.ReadResponse(list=title), 0
+        for row in rows:
+            text = json.dumps(row)
+            if page.rows and size + len(text) > PAGE_BYTES:
+                yield page
+                page, size = operations_pb2.ReadResponse(list=title), 0
+            page.rows.append(text)
+            size += len(text) + _FRAME_BYTES
+        yield page
 
 
 def pages(messages: Iterable[T], most_bytes: int, most: int = MOST_ROWS) -> Iterator[list[T]]:

@@ -87,6 +87,7 @@ def open_api(
         api = DeviceApi(reader, commits.commit, wake, config.lease_seconds, packed, limits)
         bounds = Bounds(config.disk_budget_bytes, config.keep_free_bytes)
         api.sessions.served_run = partial(served_run, directory)
+        api.note_times()
         api.uploads.space = DiskSpace(directory, reader.blobs, bounds, lambda: sweep_directory(directory))
         yield api, commits
     finally:
@@ -179,6 +180,8 @@ async def _sweep(api: DeviceApi, pool: ThreadPoolExecutor) -> None:
     while True:
         await asyncio.sleep(POLL_SECONDS)
         await _guarded(loop.run_in_executor(pool, api.sessions.end_leases))
+        if api.times is not None:
+            await _guarded(loop.run_in_executor(pool, api.times.write))
 
 
 async def _update_engine_health(status: health.aio.HealthServicer, directory: Path, api: DeviceApi, pool: Any) -> None:

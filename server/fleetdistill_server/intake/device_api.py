@@ -18,6 +18,7 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.event_kinds import LARGE_DEVICE
 from fleetdistill_server.intake.admission import check_profile
+from fleetdistill_server.intake.ask_times import SENT, AskTimes
 from fleetdistill_server.intake.commit import Commit, DirectCommit
 from fleetdistill_server.intake.downloads import Downloads
 from fleetdistill_server.intake.limiter import Limiter
@@ -55,6 +56,7 @@ class DeviceApi:
         sessions: Authenticates devices and tracks their leases.
         uploads: Receives answers.
         downloads: Serves payloads.
+        times: Notes when asks are sent, for people; None notes nothing.
     """
 
     def __init__(
@@ -77,7 +79,13 @@ class DeviceApi:
         self.sessions = Sessions(store, *to_engine, lease_seconds, self.limiter, self._refusals, clock)
         self.uploads = Uploads(store, self.commit, wake_engine, self.sessions, self.limiter, self._refusals)
         self.downloads = Downloads(store, self.commit, self.sessions, compression)
+        self.times: AskTimes | None = None
         self._sizes = FleetSizes(store)
+
+    def note_times(self) -> AskTimes:
+        """Starts noting when devices receive asks, download and upload; `AskTimes.write` must be called regularly."""
+        self.times = self.uploads.times = self.downloads.times = AskTimes(self.commit)
+        return self.times
 
     def check_in(self, request: service_pb2.CheckInRequest, address: str = "") -> service_pb2.CheckInResponse:
         """Registers a device whose profile fits the contract; without a profile, only returns the contract.
@@ -137,6 +145,8 @@ class DeviceApi:
         run, device = caller["run"], caller["device"]
         row = self.store.asks.next_open(run, device)
         if row is not None:
+            if self.times is not None:
+                self.times.note(row["id"], SENT)
             return service_pb2.NextAskResponse(ask=self._ask_message(run, row))
         status = self.store.runs.get(run)
         if status is not None and status["status"] in OVER:

@@ -11,6 +11,7 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import choose, offered
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
+from fleetdistill_server.intake.ask_times import DOWNLOAD, DOWNLOADED, AskTimes
 from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.sessions import Sessions
 from fleetdistill_server.store.database import Row
@@ -19,7 +20,11 @@ from fleetdistill_server.store.traffic import Counted, Sending, counted
 
 
 class Downloads:
-    """Opens the payloads that a device's asks or its contract refer to."""
+    """Opens the payloads that a device's asks or its contract refer to.
+
+    Attributes:
+        times: Notes when downloads begin and end; None notes nothing.
+    """
 
     def __init__(
         self,
@@ -32,6 +37,7 @@ class Downloads:
         self._commit = commit
         self._sessions = sessions
         self._compression = compression
+        self.times: AskTimes | None = None
         self._last = b"", Counted()  # counts of the payload that was handed over last: often all devices get it
         self._damaged: set[bytes] = set()  # digests with a recorded event
 
@@ -84,12 +90,18 @@ class Downloads:
             raise RefusedError(Code.NOT_FOUND, text) from error
         header_bytes = payload.header().ByteSize()
         number = ask["round"] if ask else 0
+        self._note_time(ask, DOWNLOAD)
 
         def count(sent: Counted) -> None:
+            self._note_time(ask, DOWNLOADED)
             with contextlib.suppress(StoreError):  # a failed count must not fail the download
                 self._commit(lambda store: store.history.add_traffic(run, number, device, "down", sent, header_bytes))
 
         return payload, count
+
+    def _note_time(self, ask: Row | None, what: str) -> None:
+        if self.times is not None and ask is not None:
+            self.times.note(ask["id"], what)
 
     def _note_damage(self, run: str, ask: Row | None, damage: DamagedError) -> None:
         """Records an event about a damaged payload, once per payload; the engine recreates the payload if it can."""

@@ -15,6 +15,7 @@ from fleetdistill.wire.codes import Code, is_final
 from fleetdistill.wire.compression import RAW
 from fleetdistill.wire.digests import identity
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill_server.intake.ask_times import UPLOAD, AskTimes
 from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.intake.limiter import Limiter
@@ -36,6 +37,7 @@ class Uploads:
 
     Attributes:
         space: Disk space budget for uploads; None accepts uploads until the disk is full.
+        times: Notes when uploads begin; None notes nothing.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Uploads:
         self._limiter = limiter
         self._refusals = refusals
         self.space: DiskSpace | None = None
+        self.times: AskTimes | None = None
         self.compression = RAW  # of the answers that `take` receives, for the byte counts
         self._no_space = False
         self._streams: dict[int, Stream] = {}  # by ask
@@ -74,6 +77,8 @@ class Uploads:
         ask = self._asked(run, device, header.name)
         stream = Stream(ask, _staging_key(ask, header.name.attempt))
         stream.reservations.enter_context(self._limiter.open_call((run, device)))
+        if self.times is not None:
+            self.times.note(ask["id"], UPLOAD)
         try:
             with stream.lock:
                 self._end_older(stream)

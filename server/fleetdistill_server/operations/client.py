@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,14 @@ from fleetdistill.errors import ConfigurationError, LinkError
 from fleetdistill.link.credentials import load_credentials
 from fleetdistill.link.grpc_link import CALL_SECONDS, errors_of
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
+from fleetdistill_server.operations.interface import Source
 from fleetdistill_server.security.tokens import MOST_TOKENS
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.views.reading import Query
 from fleetdistill_server.views.runs import View
 
+READ_SECONDS = 120.0
+"""Longest duration of a read in seconds; a view of a large fleet takes several."""
 _TOKENS_AT_ONCE = 1000
 _ALWAYS = ("rounds", "bytes", "bytes_by_kind", "reported_uploads", "events")
 """Lists of a run that are shown even if they are empty."""
@@ -25,15 +31,42 @@ _LISTS = ("rounds", "test_accuracy_of_answers", "leave_one_out", *_ALWAYS[1:])
 _OPTIONS = [("grpc.keepalive_time_ms", 20_000)]
 
 
-class OperatorClient:
+class EarlierReleaseError(LinkError):
+    """The server runs an earlier release, which does not have the method."""
+
+
+class OperatorClient(Source):
     """Client of `OperationsService`. Create it with `connect`."""
 
+    is_remote = True
+
     def __init__(self, server: str, stub: Any) -> None:
-        self._server = server
+        self.name = self._server = server
         self._stub = stub
 
+    def read(self, query: Query) -> View:
+        """Reads one view, in as many messages as it needs."""
+        request = operations_pb2.ReadRequest(
+            **{name: value for name, value in asdict(query).items() if value is not None}
+        )
+        with errors_of(self._server), self._earlier_release("Read"):
+            return joined(self._stub.Read(request, timeout=READ_SECONDS))
+
     def runs(self) -> View:
-        """Returns a view of all runs of the server."""
+        """Returns a view of all runs of the server; earlier servers need a call for each page."""
+        try:
+            return super().runs()
+        except EarlierReleaseError:
+            return self._runs_of_earlier()
+
+    def run(self, name: str) -> View:
+        """Returns a view of one run; earlier servers return only its newest rounds and events."""
+        try:
+            return super().run(name)
+        except EarlierReleaseError:
+            return self._run_of_earlier(name)
+
+    def _runs_of_earlier(self) -> View:
         rows: list[Row] = []
         more = True
         while more:
@@ -42,8 +75,8 @@ class OperatorClient:
             more = answer.more and bool(answer.runs)
         return View({"runs": rows})
 
-    def run(self, name: str) -> View:
-        """Returns a view of one run, like `views.runs.run`; older servers return only rounds and events."""
+    def _run_of_earlier(self, name: str) -> View:
+        """Returns a view like `views.runs.run`; the first release returned only rounds and events."""
         answer = self._call("ShowRun", operations_pb2.ShowRunRequest(run=name))
         lists = {one: [_READ.get(one, _row)(row) for row in getattr(answer, one)] for one in _LISTS}
         complete = answer.HasField("totals")
@@ -84,16 +117,32 @@ class OperatorClient:
         return made
 
     def _call(self, method: str, request: Any) -> Any:
-        with errors_of(self._server):
-            try:
-                return getattr(self._stub, method)(request, timeout=CALL_SECONDS)
-            except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                    raise
-                text = f"the server {self._server} runs an earlier release without {method}"
-                raise LinkError(
-                    f"{text}; upgrade the server, or run the command on its machine with --store"
-                ) from error
+        with errors_of(self._server), self._earlier_release(method):
+            return getattr(self._stub, method)(request, timeout=CALL_SECONDS)
+
+    @contextlib.contextmanager
+    def _earlier_release(self, method: str) -> Iterator[None]:
+        """Raises EarlierReleaseError if the server does not have the method."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            text = f"the server {self._server} runs an earlier release without {method}"
+            raise EarlierReleaseError(
+                f"{text}; upgrade the server, or run the command on its machine with --store"
+            ) from error
+
+
+def joined(pages: Iterable[operations_pb2.ReadResponse]) -> View:
+    """Returns the view whose facts and rows come in pages."""
+    facts: Row = {}
+    lists: dict[str, list[Row]] = {}
+    for page in pages:
+        facts |= json.loads(page.facts or "{}")
+        if page.list:
+            lists.setdefault(page.list, []).extend(map(json.loads, page.rows))
+    return View(lists, facts)
 
 
 @contextlib.contextmanager

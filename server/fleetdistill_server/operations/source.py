@@ -1,18 +1,25 @@
-"""Where people read runs from: the store on this machine, or a server from elsewhere, with the same interface."""
+"""Reads and changes the store on this machine, and chooses between it and a server from elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import getpass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.operations.client import OperatorClient, connect
-from fleetdistill_server.service.heartbeat import served
+from fleetdistill_server.config.tls import ENROL_PORT
+from fleetdistill_server.engine.cancelling import cancel
+from fleetdistill_server.operations.client import connect
+from fleetdistill_server.operations.interface import Source
+from fleetdistill_server.security.pki import Authority
+from fleetdistill_server.security.revocation import revoke_device
+from fleetdistill_server.security.tokens import create_tokens
+from fleetdistill_server.service.enrol_port import load_enrol_port
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views import runs as views
+from fleetdistill_server.views.reading import Query, read
 from fleetdistill_server.views.runs import View
 from fleetdistill_server.views.watch import follow
 
@@ -26,27 +33,60 @@ def open_store(directory: Path) -> Store:
     return Store.open(directory)
 
 
-class LocalStore:
-    """Reads runs from the store in a directory, with the same interface as `OperatorClient`."""
+class LocalStore(Source):
+    """Reads and changes the store in a directory.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._store = directory, open_store(directory)
+    Args:
+        directory: The store's directory.
+        pki: Directory of the PKI, only needed for `tokens`.
+    """
 
-    def runs(self) -> View:
-        """Returns a view of all runs of the store."""
-        return views.runs(self._store, served(self._directory))
+    is_remote = False
 
-    def run(self, name: str) -> View:
-        """Returns a view of one run."""
-        return views.run(self._store, name, served(self._directory))
+    def __init__(self, directory: Path, pki: Path | None = None) -> None:
+        self.name = str(directory)
+        self._directory, self._pki, self._store = directory, pki, open_store(directory)
 
-    def follow(self, name: str) -> Iterator[list[Row]]:
+    def read(self, query: Query) -> View:
+        """Reads one view."""
+        found = read(self._store, self._directory, query)
+        return View(found.lists, {**found.facts, **_caller()}) if query.view == "about" else found
+
+    def follow(self, run: str) -> Iterator[list[Row]]:
         """Yields the changes in a run until it ends."""
-        return follow(self._store, name)
+        return follow(self._store, run)
+
+    def revoke(self, device: str, reason: str) -> bool:
+        """Revokes a device permanently; returns False if it was already revoked."""
+        return revoke_device(self._store, device, reason)
+
+    def cancel(self, run: str) -> bool:
+        """Cancels a run permanently; returns False if it had already ended."""
+        return cancel(self._store, run)
+
+    def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
+        """Creates and returns enrolment tokens. Raises ConfigurationError without a PKI."""
+        if self._pki is None:
+            raise ConfigurationError("tokens need a PKI; create one with `fleetdistill pki init` and set --pki")
+        port = load_enrol_port(self._directory)
+        given = (ENROL_PORT if port is None else port, count, seconds, run, devices)
+        return create_tokens(self._store, Authority(self._pki), *given)
+
+
+def _caller() -> Row:
+    return {"role": "local", "name": local_user()}
+
+
+def local_user() -> str:
+    """Returns the name of the user who runs this process; `unknown` if the system has none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"
 
 
 @contextlib.contextmanager
-def open_source(store: Path, server: str | None, identity: Path | None) -> Iterator[LocalStore | OperatorClient]:
+def open_source(store: Path, server: str | None, identity: Path | None) -> Iterator[Source]:
     """Yields a source of runs: a server if one is given, else the store in a directory."""
     if server is None:
         yield LocalStore(store)

@@ -34,6 +34,7 @@ ALLOWED_CALLERS: dict[str, frozenset[Caller]] = {
     f"{_ENROLMENT}Renew": frozenset({Caller.DEVICE}),
     f"{_OPERATIONS}ListRuns": _PEOPLE,
     f"{_OPERATIONS}ShowRun": _PEOPLE,
+    f"{_OPERATIONS}Read": _PEOPLE,
     f"{_OPERATIONS}WatchRun": _PEOPLE,
     f"{_OPERATIONS}RevokeDevice": frozenset({Caller.OPERATOR}),
     f"{_OPERATIONS}CancelRun": frozenset({Caller.OPERATOR}),
@@ -45,9 +46,10 @@ ALLOWED_CALLERS: dict[str, frozenset[Caller]] = {
 """Maps every gRPC method to the callers that are allowed to use it."""
 LONG_LIVED = frozenset(
     {
+        f"{_OPERATIONS}Read",  # limited like the others, because a caller that does not read occupies memory
         f"{_OPERATIONS}WatchRun",
         "/grpc.health.v1.Health/Watch",
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     }
 )
-"""Streaming calls without a time limit, other than the calls of devices."""
+"""Streaming calls whose duration depends on the caller, other than the calls of devices."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fleetdistill_server.store.clock import PROCESS
 from fleetdistill_server.store.credentials import REVOKED
@@ -32,11 +32,16 @@ class Asks:
         An ask is inserted as `open`, or as `out` if its device is absent. Presence is read in the same transaction.
         If a device leaves or is revoked concurrently, the ask is therefore inserted as `out` or closed afterwards.
         """
+        now = self._db.now()
         with self._db.transaction():
             for row in rows:
                 gone = self._db.value(_WHY_ABSENT, row["run"], row["device"])
                 status = {"status": "out" if gone else "open", "reason": gone, "expects": json.dumps(row["expects"])}
-                self._db.insert("asks", {**row, **status}, "ON CONFLICT (run, round, step_number, device) DO NOTHING")
+                self._db.insert(
+                    "asks",
+                    {**row, **status, "asked_at": now},
+                    "ON CONFLICT (run, round, step_number, device) DO NOTHING",
+                )
 
     def of_step(self, run: str, number: int, step_number: int) -> list[Row]:
         """Returns the asks of one step ordered by device, each joined with its answer (NULL if there is none)."""
@@ -235,6 +240,12 @@ class Asks:
             }
             self._db.insert("uploads", row)
         return {**row, "reason": None, "quarantined_at": None}
+
+    def record_times(self, times: Mapping[tuple[int, str], float]) -> None:
+        """Stores when the steps of asks began: seconds since 1970 by (ask, column); the first time of each stays."""
+        with self._db.transaction():
+            for (ask, column), at in times.items():
+                self._db.write(f"UPDATE asks SET {column} = ? WHERE id = ? AND {column} IS NULL", at, ask)
 
     def uploads(self, run: str) -> list[Row]:
         """Returns all accepted answers of a run with their asks, oldest first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,11 +22,6 @@ class Replacements:
 def guard_events(store: Store, run: str) -> list[Row]:
     """Returns the events that the guards of the run's method wrote, oldest first."""
     return [row for row in store.history.events(run) if row["kind"].endswith(GUARD)]
-
-
-def guards_by_round(store: Store, run: str) -> Counter[int]:
-    """Returns how often guards fired in each round."""
-    return Counter(row["round"] for row in guard_events(store, run))
 
 
 def replacement_rows(store: Store, run: str) -> list[Row]:

@@ -321,6 +321,16 @@ def m016_asks_in_progress(db: Database) -> None:
     db.execute("CREATE INDEX answered_asks ON asks (run, round, step_number, device) WHERE status = 'answered'")
 
 
+@migrations()
+def m021_times_of_asks(db: Database) -> None:
+    # When the ask was written and sent to the device, when the download of its payload began and ended, and when the
+    # upload of its answer began; NULL if not known. The front writes them within seconds, see `intake/ask_times.py`.
+    for column in ("asked_at", "sent_at", "download_at", "downloaded_at", "upload_at"):
+        db.execute(f"ALTER TABLE asks ADD COLUMN {column} FLOAT")
+    # Counts of a device's asks and answers read only this index.
+    db.execute("CREATE INDEX asks_by_device ON asks (run, device, round, status)")
+
+
 NAMES = [one.name for one in migrations.pending(Database(memory=True))]
 """Names of all migrations, in order."""
 BASELINE = "m014_portable_view"

@@ -42,6 +42,7 @@ from fleetdistill_server.store.location import SQLITE, Location, read_location
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.runs import Runs
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
+from fleetdistill_server.store.summaries import Summaries
 
 
 class Store:
@@ -56,6 +57,7 @@ class Store:
         asks: Asks and accepted answers.
         credentials: Tokens, certificates and revocations.
         deletions: Count of deletions of payloads.
+        summaries: Sums over rounds and devices, for people.
     """
 
     def __init__(self, database: Database, blobs: Blobs) -> None:
@@ -67,6 +69,7 @@ class Store:
         self.devices = Devices(database)
         self.credentials = Credentials(database)
         self.deletions = Deletions(database)
+        self.summaries = Summaries(database)
         try:
             if not is_current(database):  # a reader need not wait for a process that is writing
                 _create_tables(database, blobs)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -21,11 +21,11 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.heartbeat import NOT_SERVED, Served
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.guards import count_replacements, guards_by_round, replacement_rows
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.summaries import EVERY
+from fleetdistill_server.views import figures
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
-from fleetdistill_server.views.suspects import suspects_by_round
 
 UNTIL_STOPPED = "until stopped"
 """Text shown for a run without a number of rounds."""
@@ -66,7 +66,7 @@ class View:
 
 def runs(store: Store, served: Served = NOT_SERVED) -> View:
     """Returns a view of all runs; `served` is the run that a server currently works on."""
-    return View({"runs": [_run_row(row, served) for row in store.runs.all()]})
+    return View({"runs": [run_row(row, served) for row in store.runs.all()]})
 
 
 def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
@@ -83,34 +83,23 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
     found = {row["name"]: row for row in store.runs.all()}
     if name not in found:
         raise ConfigurationError(no_such_run(name, list(found)))
-    reported = _Reported.by("round", store, name)
-    guards, expectations = guards_by_round(store, name), expected(store, name)
-    suspects = suspects_by_round(store, name)
-    traffic = store.history.traffic_by_kind(name)
-    sent = _grouped(traffic, "round")
+    expectations, replaced = expected(store, name), store.summaries.replacements(name, "round", 0, EVERY)
     lists = {
-        "rounds": [
-            {
-                **_round_row(row, guards[row["round"]], reported),
-                "suspects": ", ".join(suspects.get(row["round"], ())),
-                **_sent_cells(sent.get(row["round"], ())),
-            }
-            for row in store.runs.rounds(name)
-        ],
+        "rounds": figures.rounds(store, name),
         **_answers(store, name),
         **_leave_one_out(expectations),
-        "bytes": _bytes_by_device(traffic),
-        "bytes_by_kind": _bytes_by_kind(traffic),
-        "reported_uploads": [_reported_row(row) for row in store.asks.uploads(name) if row["status"] == "reported"],
-        "events": [_event_row(row) for row in store.history.newest_events(name, MOST_EVENTS)],
+        "bytes": figures.bytes_by_device(store, name),
+        "bytes_by_kind": figures.bytes_by_kind(store, name),
+        "reported_uploads": [_reported_row(row) for row in store.summaries.reported_uploads(name)],
+        "events": [event_row(row) for row in store.history.newest_events(name, MOST_EVENTS)],
     }
-    facts = {
+    totals = {
         "events_in_all": store.history.count_events(name),
-        "guards_fired": guards.total(),
-        **reported.totals(),
+        "guards_fired": sum(store.summaries.guards(name, 0, EVERY).values()),
+        **{f"models_{what}": sum(int(row[what]) for row in replaced) for what in ("replaced", "kept")},
         **_expected_of_the_fleet(expectations),
     }
-    return View(lists, {**_run_row(found[name], served), **facts, **_privacy(found[name])})
+    return View(lists, {**run_row(found[name], served), **totals, **_privacy(found[name])})
 
 
 def devices(store: Store, only: str | None) -> View:
@@ -118,18 +107,36 @@ def devices(store: Store, only: str | None) -> View:
     names = [row["name"] for row in store.runs.all() if only in (None, row["name"])]
     if only is not None and not names:
         raise ConfigurationError(no_such_run(only, store.runs.names()))
-    reported = {name: _Reported.by("device", store, name) for name in names}
-    expectations = {name: expected(store, name) for name in names}
+    return View({"devices": [row for name in names for row in device_rows(store, name)]})
+
+
+def device_rows(store: Store, run: str, only: str | None = None) -> list[Row]:
+    """Returns the rows of a run's devices, ordered by id; only of one device if `only` is given."""
+    replaced = {row["device"]: row for row in store.summaries.replacements(run, "device", 0, EVERY)}
+    newest = store.history.newest_figures(run, "accuracy", "test")
+    reported = _Reported(
+        replaced, {row["device"]: row for row in newest if row["name"] == "accuracy"}, expected(store, run)
+    )
     revoked = {row["subject"] for row in store.credentials.revocations()}
-    rows = [
-        _device_row(row, reported[name], expectations[name], revoked)
-        for name in names
-        for row in store.devices.all(name)
-    ]
-    return View({"devices": rows})
+    rows = [row for row in store.devices.all(run) if only in (None, row["device"])]
+    return [_device_row(row, reported, revoked) for row in rows]
 
 
-def _run_row(row: Row, served: Served) -> Row:
+def existing(store: Store, run: str) -> Row:
+    """Returns the row of a run. Raises ConfigurationError if it does not exist."""
+    row = store.runs.get(run)
+    if row is None:
+        raise ConfigurationError(no_such_run(run, store.runs.names()))
+    return row
+
+
+def contract_of(row: Row) -> contract_pb2.Contract:
+    """Returns a run's contract; an empty one until the engine has prepared the run."""
+    return contract_pb2.Contract.FromString(row["contract"] or b"")
+
+
+def run_row(row: Row, served: Served) -> Row:
+    """Returns the summary of a run."""
     config = json.loads(row["config"])
     engine = "no server" if row["name"] != served.run else "engine hangs" if served.hangs else ""
     idle = engine if row["status"] in ("preparing", "running") else ""
@@ -151,76 +158,25 @@ def _privacy(row: Row) -> Row:
     return {"privacy": Guarantee(**config["privacy"]).sentence} if "privacy" in config else {}
 
 
-Groups = Mapping[Any, list[Row]]
-
-
 @dataclass(frozen=True)
 class _Reported:
-    """Figures that the devices of a run reported, grouped by round or by device and read once."""
+    """What the devices of a run reported: model replacements, newest test accuracy, and leave-one-out, by device."""
 
-    replacements: Groups
-    train_loss: Groups
-    test_accuracy: Groups
-
-    @classmethod
-    def by(cls, column: str, store: Store, run: str) -> _Reported:
-        return cls(
-            replacements=_grouped(replacement_rows(store, run), column),
-            train_loss=_grouped(store.history.figures(run, "loss", "train"), column),
-            test_accuracy=_grouped(store.history.figures(run, "accuracy", "test"), column),
-        )
-
-    def totals(self) -> Row:
-        """Returns how many app models were replaced and kept in the whole run."""
-        counted = count_replacements([row for rows in self.replacements.values() for row in rows])
-        return {"models_replaced": counted.replaced, "models_kept": counted.kept}
+    replacements: Mapping[str, Row]
+    test_accuracy: Mapping[str, Row]
+    expected: Mapping[str, Expected]
 
 
-def _grouped(rows: Iterable[Row], column: str) -> Groups:
+def _grouped(rows: Iterable[Row], column: str) -> Mapping[Any, list[Row]]:
     groups = defaultdict[Any, list[Row]](list)
     for row in rows:
         groups[row[column]].append(row)
     return groups
 
 
-def _replacement_cells(rows: Sequence[Row] | None) -> Row:
-    """Returns how many app models one round or device kept and replaced.
-
-    Both numbers are None if no app has validation data.
-    """
-    return asdict(count_replacements(rows)) if rows else {"kept": None, "replaced": None}
-
-
-def _mean_figure(rows: Iterable[Row]) -> float | None:
-    """Returns the mean over devices of a reported figure; None if no device reported it."""
-    rates = [row["sum"] / row["count"] for row in rows if row["count"]]
-    return round(sum(rates) / len(rates), 4) if rates else None
-
-
-def _round_row(row: Row, guards: int, reported: _Reported) -> Row:
-    figures = json.loads(row["figures"] or "{}")
-    seconds = (row["ended_at"] - row["started_at"]) if row["ended_at"] else None
-    teacher = figures.get("teacher_accuracy", {})
-    number = row["round"]
-    return {
-        "round": number,
-        "status": row["status"] + (f": {row['reason']}" if row["reason"] else ""),
-        "cohort": len(json.loads(row["cohort"])),
-        "used": row["used"],
-        "reported": row["reported"],
-        "guards": guards,
-        **_replacement_cells(reported.replacements.get(number)),
-        "seconds": round(seconds, 2) if seconds is not None else None,
-        "train_loss": _mean_figure(reported.train_loss.get(number, ())),
-        "test_accuracy": _mean_figure(reported.test_accuracy.get(number, ())),
-        "server_accuracy": round(sum(teacher.values()) / len(teacher), 4) if teacher else None,
-        "cut_layers": ", ".join(f"{n} x {cut}" for cut, n in Counter(figures.get("cut_layer", {}).values()).items()),
-        "distillation_steps": figures.get("distillation_steps"),
-        "effective_devices": round(figures["effective_devices"], 2) if "effective_devices" in figures else None,
-        "strength": figures.get("strength"),
-        "global_accuracy": round(figures["global_accuracy"], 4) if "global_accuracy" in figures else None,
-        "refined": ", ".join(f"{count} {tag}" for tag, count in figures.get("refined_rows", {}).items()),
-    }
+def rate(row: Row | None) -> float | None:
+    """Returns the mean of a reported figure; None if the device did not report it."""
+    return round(row["sum"] / row["count"], 4) if row is not None and row["count"] else None
 
 
 def _answers(store: Store, run: str) -> dict[str, list[Row]]:
@@ -241,7 +197,7 @@ def _answers(store: Store, run: str) -> dict[str, list[Row]]:
     for answer, newest in answers.items():
         for one in newest:
             row = rows.setdefault(one["device"], {"device": one["device"], **dict.fromkeys(answers)})
-            row[answer] = _mean_figure([one])
+            row[answer] = rate(one)
     return {"test_accuracy_of_answers": [rows[device] for device in sorted(rows)]}
 
 
@@ -264,50 +220,19 @@ def _expected_of_the_fleet(expectations: Mapping[str, Expected]) -> Row:
     return {f"leave_one_out_{answer}": round(rate, 4) for answer, rate in rates.items()}
 
 
-def _bytes_by_device(traffic: Sequence[Row]) -> list[Row]:
-    """Returns per device: uncompressed bytes of tensors and headers, header bytes, and bytes on the link."""
-    rows: dict[str, Row] = {}
-    nothing = dict.fromkeys(("up", "down", "envelope_bytes", "up_sent", "down_sent"), 0)
-    for one in traffic:
-        row = rows.setdefault(one["device"], {"device": one["device"], **nothing})
-        row[one["direction"]] += one["tensor_bytes"] + one["envelope_bytes"]
-        row["envelope_bytes"] += one["envelope_bytes"]
-        row[f"{one['direction']}_sent"] += one["sent_bytes"]
-    return list(rows.values())
-
-
-def _bytes_by_kind(traffic: Sequence[Row]) -> list[Row]:
-    """Returns the byte counts by kind of part, over all devices and rounds."""
-    rows: dict[str, Row] = {}
-    for one in sorted(traffic, key=lambda row: str(row["kind"])):
-        kind = one["kind"] or "not recorded"
-        row = rows.setdefault(kind, {"kind": kind, **dict.fromkeys(("up", "down", "up_sent", "down_sent"), 0)})
-        row[one["direction"]] += one["tensor_bytes"] + one["envelope_bytes"]
-        row[f"{one['direction']}_sent"] += one["sent_bytes"]
-    return list(rows.values())
-
-
-def _sent_cells(traffic: Iterable[Row]) -> Row:
-    """Returns the bytes on the link in one round, over all devices."""
-    cells = {"bytes_up": 0, "bytes_down": 0}
-    for one in traffic:
-        cells[f"bytes_{one['direction']}"] += one["sent_bytes"]
-    return cells
-
-
 def _reported_row(row: Row) -> Row:
     return {name: row[name] for name in ("round", "step", "device", "receipt", "reason")}
 
 
-def _event_row(row: Row) -> Row:
+def event_row(row: Row) -> Row:
+    """Returns an event as a row."""
     names = ("round", "device", "kind", "code", "text")
     return {**{name: row[name] for name in names}, "at": when(row["at"])}
 
 
-def _device_row(row: Row, reported: _Reported, expectations: Mapping[str, Expected], revoked: set[str]) -> Row:
+def _device_row(row: Row, reported: _Reported, revoked: set[str]) -> Row:
     profile = contract_pb2.DeviceProfile.FromString(row["profile"])
-    expectation = expectations.get(row["device"])
-    scored = reported.test_accuracy.get(row["device"], [])
+    expectation = reported.expected.get(row["device"])
     return {
         "run": row["run"],
         "device": row["device"],
@@ -317,9 +242,9 @@ def _device_row(row: Row, reported: _Reported, expectations: Mapping[str, Expect
         "model": profile.model_name,
         "parameters": profile.parameters,
         "samples": profile.samples,
-        "test_accuracy": _mean_figure(scored[-1:]),
+        "test_accuracy": rate(reported.test_accuracy.get(row["device"])),
         "leave_one_out": round(expectation.rates["general"], 4) if expectation is not None else None,
-        **_replacement_cells(reported.replacements.get(row["device"])),
+        **figures.replacement_cells(reported.replacements.get(row["device"])),
         "sdk": profile.sdk_version,
         "last_seen": when(row["last_seen"]),
     }

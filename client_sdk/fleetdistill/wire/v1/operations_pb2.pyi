@@ -1148,3 +1148,96 @@ class CreateTokensResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateTokensResponse: _TypeAlias = CreateTokensResponse  # noqa: Y015
+
+@_typing.final
+class ReadRequest(_message.Message):
+    """Requests a view: facts and lists of rows, as `--json` prints them. Fields that a view does not use are ignored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VIEW_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    MOST_FIELD_NUMBER: _builtins.int
+    view: _builtins.str
+    """Name: about, runs, run, devices, overview, rounds, traffic, events, participants, device, classes, round or settings."""
+    run: _builtins.str
+    """Name of the run; empty for all, where the view has no run."""
+    device: _builtins.str
+    """Device id; empty for all."""
+    after: _builtins.int
+    """Only rounds after this one; -1 for all, including bytes from before the first round."""
+    round: _builtins.int
+    """Number of a round; absent for the open one, or the newest if none is open."""
+    before: _builtins.int
+    """Only events with a smaller id; absent for all."""
+    kind: _builtins.str
+    """Only events of this kind; empty for all."""
+    text: _builtins.str
+    """Only events whose text, code or device contains this, in any case; empty for all."""
+    most: _builtins.int
+    """Largest number of events, 1 to 1,000."""
+    def __init__(
+        self,
+        *,
+        view: _builtins.str = ...,
+        run: _builtins.str = ...,
+        device: _builtins.str = ...,
+        after: _builtins.int = ...,
+        round: _builtins.int | None = ...,
+        before: _builtins.int | None = ...,
+        kind: _builtins.str = ...,
+        text: _builtins.str = ...,
+        most: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_before", b"_before", "_round", b"_round", "before", b"before", "round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_before", b"_before", "_round", b"_round", "after", b"after", "before", b"before", "device", b"device", "kind", b"kind", "most", b"most", "round", b"round", "run", b"run", "text", b"text", "view", b"view"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__before: _TypeAlias = _typing.Literal["before"]  # noqa: Y015
+    _WhichOneofArgType__before: _TypeAlias = _typing.Literal["_before", b"_before"]  # noqa: Y015
+    _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
+    _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__before) -> _WhichOneofReturnType__before | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__round) -> _WhichOneofReturnType__round | None: ...
+
+Global___ReadRequest: _TypeAlias = ReadRequest  # noqa: Y015
+
+@_typing.final
+class ReadResponse(_message.Message):
+    """A part of a view, at most 1 MiB unless a single row is larger."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FACTS_FIELD_NUMBER: _builtins.int
+    LIST_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    facts: _builtins.str
+    """JSON object of facts; only in the first message."""
+    list: _builtins.str
+    """Title of the list that the rows belong to; empty in a message without rows."""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Rows, a JSON object each, in order; a list without rows has one message without rows."""
+
+    def __init__(
+        self,
+        *,
+        facts: _builtins.str = ...,
+        list: _builtins.str = ...,
+        rows: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "list", b"list", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadResponse: _TypeAlias = ReadResponse  # noqa: Y015

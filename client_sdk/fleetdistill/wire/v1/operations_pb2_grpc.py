@@ -45,6 +45,11 @@ class OperationsServiceStub(object):
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ShowRunRequest.SerializeToString,
                 response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ShowRunResponse.FromString,
                 _registered_method=True)
+        self.Read = channel.unary_stream(
+                '/fleetdistill.wire.v1.OperationsService/Read',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadResponse.FromString,
+                _registered_method=True)
         self.WatchRun = channel.unary_stream(
                 '/fleetdistill.wire.v1.OperationsService/WatchRun',
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.WatchRunRequest.SerializeToString,
@@ -80,6 +85,13 @@ class OperationsServiceServicer(object):
 
     def ShowRun(self, request, context):
         """Shows a run's rounds and events.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Read(self, request, context):
+        """Streams a view in parts. A view has the same content as on the server's machine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,6 +137,11 @@ def add_OperationsServiceServicer_to_server(servicer, server):
                     servicer.ShowRun,
                     request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ShowRunRequest.FromString,
                     response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ShowRunResponse.SerializeToString,
+            ),
+            'Read': grpc.unary_stream_rpc_method_handler(
+                    servicer.Read,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadResponse.SerializeToString,
             ),
             'WatchRun': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchRun,
@@ -202,6 +219,33 @@ class OperationsService(object):
             '/fleetdistill.wire.v1.OperationsService/ShowRun',
             fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ShowRunRequest.SerializeToString,
             fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ShowRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Read(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/fleetdistill.wire.v1.OperationsService/Read',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadResponse.FromString,
             options,
             channel_credentials,
             insecure,

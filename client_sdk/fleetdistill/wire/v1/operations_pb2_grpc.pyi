@@ -37,6 +37,8 @@ class OperationsServiceStub:
     """Lists the runs of the store."""
     ShowRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.ShowRunRequest, _operations_pb2.ShowRunResponse]
     """Shows a run's rounds and events."""
+    Read: _grpc.UnaryStreamMultiCallable[_operations_pb2.ReadRequest, _operations_pb2.ReadResponse]
+    """Streams a view in parts. A view has the same content as on the server's machine."""
     WatchRun: _grpc.UnaryStreamMultiCallable[_operations_pb2.WatchRunRequest, _operations_pb2.WatchRunResponse]
     """Streams the changes of a run until it is over or the caller disconnects."""
     RevokeDevice: _grpc.UnaryUnaryMultiCallable[_operations_pb2.RevokeDeviceRequest, _operations_pb2.RevokeDeviceResponse]
@@ -55,6 +57,8 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
     """Lists the runs of the store."""
     ShowRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.ShowRunRequest, _operations_pb2.ShowRunResponse]  # type: ignore[assignment]
     """Shows a run's rounds and events."""
+    Read: _aio.UnaryStreamMultiCallable[_operations_pb2.ReadRequest, _operations_pb2.ReadResponse]  # type: ignore[assignment]
+    """Streams a view in parts. A view has the same content as on the server's machine."""
     WatchRun: _aio.UnaryStreamMultiCallable[_operations_pb2.WatchRunRequest, _operations_pb2.WatchRunResponse]  # type: ignore[assignment]
     """Streams the changes of a run until it is over or the caller disconnects."""
     RevokeDevice: _aio.UnaryUnaryMultiCallable[_operations_pb2.RevokeDeviceRequest, _operations_pb2.RevokeDeviceResponse]  # type: ignore[assignment]
@@ -82,6 +86,14 @@ class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.ShowRunResponse, _abc.Awaitable[_operations_pb2.ShowRunResponse]]:
         """Shows a run's rounds and events."""
+
+    @_abc_1.abstractmethod
+    def Read(
+        self,
+        request: _operations_pb2.ReadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_operations_pb2.ReadResponse], _abc.AsyncIterator[_operations_pb2.ReadResponse]]:
+        """Streams a view in parts. A view has the same content as on the server's machine."""
 
     @_abc_1.abstractmethod
     def WatchRun(

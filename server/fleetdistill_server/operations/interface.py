@@ -1,0 +1,126 @@
+"""What people read of a server and do with it, through its store on this machine or the server from elsewhere."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.views.reading import Query
+from fleetdistill_server.views.runs import View
+
+
+class Source(ABC):
+    """Runs, devices and figures of a server, the same for a store on this machine and for a server from elsewhere.
+
+    A `View` has `lists`, rows of plain values by title, and `facts`, values by name. Both sources return equal views.
+    Times are in seconds since 1970 by the server's clock where their name ends in `_at`, and else ISO 8601 in UTC.
+
+    Every method can raise, in addition to what it documents:
+        ConfigurationError: The run does not exist in the store on this machine.
+        RefusedError: The run does not exist on the server, or the caller may not make the call.
+        LinkError: The server cannot be reached, or runs an earlier release.
+        StoreError: The store could not be read.
+
+    Attributes:
+        name: What is read: the store's directory, or host:port of the server.
+        is_remote: Whether a server is called, instead of a store read.
+    """
+
+    name: str
+    is_remote: bool
+
+    @abstractmethod
+    def read(self, query: Query) -> View:
+        """Reads one view; the methods below name the views."""
+
+    @abstractmethod
+    def follow(self, run: str) -> Iterator[list[Row]]:
+        """Yields the changes in a run until it ends, as dictionaries whose `kind` is run, round, step or event."""
+
+    @abstractmethod
+    def revoke(self, device: str, reason: str) -> bool:
+        """Revokes a device permanently; returns False if it was already revoked."""
+
+    @abstractmethod
+    def cancel(self, run: str) -> bool:
+        """Cancels a run permanently; returns False if it had already ended."""
+
+    @abstractmethod
+    def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
+        """Creates and returns enrolment tokens, which are valid for `seconds`, for one run or (empty) for all."""
+
+    def about(self) -> View:
+        """Returns facts: version, listen, tls, enrol_port, served_run, and the caller's role and name.
+
+        The role is `operator` or `viewer`; `local` for a store on this machine.
+        """
+        return self.read(Query("about"))
+
+    def runs(self) -> View:
+        """Returns the list `runs` of `fleetdistill runs list`, oldest first."""
+        return self.read(Query("runs"))
+
+    def run(self, name: str) -> View:
+        """Returns the lists and facts of `fleetdistill runs show`; of the events, the newest 1,000."""
+        return self.read(Query("run", name))
+
+    def devices(self, run: str | None = None) -> View:
+        """Returns the list `devices` of `fleetdistill devices`: of one run, or of all."""
+        return self.read(Query("devices", run or ""))
+
+    def overview(self) -> View:
+        """Returns the list `runs`: `runs` with present, round_seconds, seconds_left, last accuracies and bytes."""
+        return self.read(Query("overview"))
+
+    def rounds(self, run: str, after: int = -1) -> View:
+        """Returns the list `rounds` after a round: figures, losses in nats, accuracies in [0, 1], bytes, times."""
+        return self.read(Query("rounds", run, after=after))
+
+    def traffic(self, run: str, after: int = -1) -> View:
+        """Returns the list `bytes` by round and kind of part, after a round, uncompressed and on the link (`_sent`)."""
+        return self.read(Query("traffic", run, after=after))
+
+    def events(
+        self, run: str, *, before: int | None = None, kind: str = "", device: str = "", text: str = "", most: int = 200
+    ) -> View:
+        """Returns a page of events, newest first: list `events`, facts `more` and `kinds` (number of events by kind).
+
+        Args:
+            run: Name of the run.
+            before: Id of the last event of the previous page; None for the first page.
+            kind, device: Only events of this kind or about this device; empty for all.
+            text: Only events whose text, code or device contains this, in any case.
+            most: Largest number of events, 1 to 1,000.
+        """
+        return self.read(Query("events", run, device, before=before, kind=kind, text=text, most=most))
+
+    def participants(self, run: str) -> View:
+        """Returns the list `devices`: as `devices`, with numbers of rounds, answers and refusals, and certificate."""
+        return self.read(Query("participants", run))
+
+    def device(self, run: str, device: str) -> View:
+        """Returns one device: facts as in `participants`, lists `asks`, `figures`, `events` and `certificates`."""
+        return self.read(Query("device", run, device))
+
+    def classes(self, run: str) -> View:
+        """Returns the list `devices` with `counts` by class number and their `split`, and the fact `classes`, names.
+
+        Only devices whose apps allow `counts` are listed.
+        """
+        return self.read(Query("classes", run))
+
+    def round(self, run: str, number: int | None = None) -> View:
+        """Returns a round's list `asks`: each device's state and times; facts round, status, started_at, ended_at.
+
+        States: asked, downloading, training, uploading, acknowledged, late, declined, left, refused, out.
+
+        Args:
+            run: Name of the run.
+            number: Number of the round; None for the open one, or the newest if none is open.
+        """
+        return self.read(Query("round", run, round=number))
+
+    def settings(self, run: str) -> View:
+        """Returns facts: `settings`, by section, and `contract` with the names of the classes and the input shape."""
+        return self.read(Query("settings", run))

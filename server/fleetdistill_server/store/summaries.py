@@ -1,0 +1,186 @@
+"""Sums over the rounds and devices of a run, computed by the database.
+
+The tables have a row for each device in each round, which are millions with 1,000 devices in 1,000 rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fleetdistill.replacement import REPLACEMENT_METRICS, SPLIT
+from fleetdistill_server.event_kinds import GUARD
+from fleetdistill_server.store.database import Database, Row
+
+EVERY = 2**62
+"""A round after all rounds."""
+_SHOWN_FIGURES = "((name = 'loss' AND split = 'train') OR (name = 'accuracy' AND split = 'test'))"
+_BYTES = "sum(tensor_bytes + envelope_bytes) AS bytes, sum(envelope_bytes) AS envelope_bytes, sum(sent_bytes) AS sent"
+_REPLACEMENT_NAMES = ", ".join("?" for _ in REPLACEMENT_METRICS)
+
+
+class Summaries:
+    """Reads sums over the tables `asks`, `uploads`, `events`, `figures` and `traffic`.
+
+    `first` and `last` are the first and the last round of a range, both included.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def last_round(self, run: str) -> int:
+        """Returns the number of a run's newest round; 0 if it has none."""
+        return int(self._db.value("SELECT max(round) FROM rounds WHERE run = ?", run) or 0)
+
+    def times_of_rounds(self, run: str, after: int) -> list[Row]:
+        """Returns when the rounds after a round started and ended, in seconds since 1970."""
+        return self._db.rows("SELECT round, started_at, ended_at FROM rounds WHERE run = ? AND round > ?", run, after)
+
+    def rounds(self, run: str, first: int, last: int) -> list[Row]:
+        """Returns the rows of rounds, with the numbers of used and reported uploads, ordered by round."""
+        return self._db.rows(
+            "WITH answers AS (SELECT a.round, count(*) FILTER (WHERE u.status = 'used') AS used, "
+            "count(*) FILTER (WHERE u.status = 'reported') AS reported FROM asks a JOIN uploads u ON u.ask = a.id "
+            "WHERE a.run = ?1 AND a.round BETWEEN ?2 AND ?3 GROUP BY a.round) "
+            "SELECT r.*, coalesce(n.used, 0) AS used, coalesce(n.reported, 0) AS reported FROM rounds r "
+            "LEFT JOIN answers n USING (round) WHERE r.run = ?1 AND r.round BETWEEN ?2 AND ?3 ORDER BY r.round",
+            *(run, first, last),
+        )
+
+    def mean_figures(self, run: str, first: int, last: int) -> list[Row]:
+        """Returns the mean over devices of the training loss and the test accuracy, by round and name."""
+        return self._db.rows(
+            "SELECT round, name, avg(sum / count) AS mean FROM figures WHERE run = ? AND round BETWEEN ? AND ? "
+            f"AND count > 0 AND {_SHOWN_FIGURES} GROUP BY round, name",
+            *(run, first, last),
+        )
+
+    def replacements(self, run: str, column: str, first: int, last: int) -> list[Row]:
+        """Returns how many app models were replaced and kept, by `round` or `device`."""
+        return self._db.rows(
+            f"SELECT {column}, count(*) FILTER (WHERE sum > 0) AS replaced, count(*) FILTER (WHERE sum <= 0) AS kept "
+            f"FROM figures WHERE run = ? AND round BETWEEN ? AND ? AND split = ? AND name IN ({_REPLACEMENT_NAMES}) "
+            f"GROUP BY {column}",
+            *(run, first, last, SPLIT, *REPLACEMENT_METRICS),
+        )
+
+    def guards(self, run: str, first: int, last: int) -> dict[int, int]:
+        """Returns how often guards of the method fired, by round."""
+        rows = self._db.rows(
+            f"SELECT round, count(*) AS fired FROM events WHERE run = ? AND kind LIKE '%{GUARD}' "
+            "AND round BETWEEN ? AND ? GROUP BY round",
+            *(run, first, last),
+        )
+        return {row["round"]: int(row["fired"]) for row in rows}
+
+    def bytes(self, run: str, columns: Sequence[str], first: int, last: int) -> list[Row]:
+        """Returns byte counts by direction and by further columns, of `round`, `device` and `kind`, in their order."""
+        names = ", ".join(columns)
+        rows = self._db.rows(
+            f"SELECT {names}, direction, {_BYTES} FROM traffic WHERE run = ? AND round BETWEEN ? AND ? "
+            f"GROUP BY {names}, direction ORDER BY {names}, direction",
+            *(run, first, last),
+        )
+        return [{**row, **{name: int(row[name]) for name in ("bytes", "envelope_bytes", "sent")}} for row in rows]
+
+    def reported_uploads(self, run: str) -> list[Row]:
+        """Returns the accepted answers that are not in a result, with their asks, oldest first."""
+        return self._db.rows(
+            "SELECT a.round, a.step, a.device, u.receipt, u.reason FROM uploads u JOIN asks a ON u.ask = a.id "
+            "WHERE a.run = ? AND u.status = 'reported' ORDER BY u.received_at",
+            run,
+        )
+
+    def participation(self, run: str, device: str | None = None) -> list[Row]:
+        """Returns by device: rounds, asks, answers, asks without an answer, and the round of the last answer (or None).
+
+        Args:
+            run: Name of the run.
+            device: Only this device; None for all.
+        """
+        return self._db.rows(
+            "SELECT device, count(DISTINCT round) AS rounds, count(*) AS asks, "
+            "count(*) FILTER (WHERE status = 'answered') AS answers, count(*) FILTER (WHERE status = 'out') AS out, "
+            "max(round) FILTER (WHERE status = 'answered') AS last_answer FROM asks "
+            f"WHERE run = ? {'' if device is None else 'AND device = ?'} GROUP BY device ORDER BY device",
+            *((run,) if device is None else (run, device)),
+        )
+
+    def counted_events(self, run: str, kinds: Sequence[str]) -> list[Row]:
+        """Returns the number of events of some kinds, by kind and device."""
+        marks = ", ".join("?" for _ in kinds)
+        return self._db.rows(
+            f"SELECT kind, device, count(*) AS count FROM events WHERE run = ? AND kind IN ({marks}) "
+            "GROUP BY kind, device",
+            *(run, *kinds),
+        )
+
+    def events(
+        self, run: str, *, before: int | None, kind: str = "", device: str = "", text: str = "", most: int
+    ) -> list[Row]:
+        """Returns events, newest first.
+
+        Args:
+            run: Name of the run.
+            before: Only events with a smaller id; None for all.
+            kind: Only events of this kind; empty for all.
+            device: Only events about this device; empty for all.
+            text: Only events whose text, code or device contains this, in any case; empty for all.
+            most: Largest number of events.
+        """
+        wanted = {"kind": kind, "device": device}
+        conditions = [f"{name} = ?" for name, value in wanted.items() if value]
+        values: list[object] = [value for value in wanted.values() if value]
+        if before is not None:
+            conditions.append("id < ?")
+            values.append(before)
+        if text:
+            columns = ("text", "code", "device")
+            conditions.append("(" + " OR ".join(f"lower({name}) LIKE ? ESCAPE '!'" for name in columns) + ")")
+            values += [_containing(text)] * len(columns)
+        where = " AND ".join(["run = ?", *conditions])
+        return self._db.rows(f"SELECT * FROM events WHERE {where} ORDER BY id DESC LIMIT ?", run, *values, most)
+
+    def event_kinds(self, run: str) -> list[Row]:
+        """Returns the number of events by kind, ordered by kind."""
+        return self._db.rows(
+            "SELECT kind, count(*) AS count FROM events WHERE run = ? GROUP BY kind ORDER BY kind", run
+        )
+
+    def asks_of_round(self, run: str, number: int) -> list[Row]:
+        """Returns the asks of a round and all open asks of the run, each with its answer, by step and device."""
+        return self._db.rows(
+            "SELECT a.*, u.received_at, u.status AS upload_status FROM asks a "
+            "LEFT JOIN uploads u ON u.ask = a.id AND u.quarantined_at IS NULL "
+            "WHERE a.run = ?1 AND a.round = ?2 UNION ALL "
+            "SELECT a.*, NULL AS received_at, NULL AS upload_status FROM asks a "
+            "WHERE a.run = ?1 AND a.status = 'open' AND a.round <> ?2 ORDER BY round, step_number, device",
+            *(run, number),
+        )
+
+    def asks_of_device(self, run: str, device: str, most: int) -> list[Row]:
+        """Returns a device's newest asks, each with its answer, oldest first."""
+        return self._db.rows(
+            "SELECT a.*, u.received_at, u.status AS upload_status, u.data_bytes, u.reason AS upload_reason FROM asks a "
+            "LEFT JOIN uploads u ON u.ask = a.id AND u.quarantined_at IS NULL "
+            "WHERE a.run = ? AND a.device = ? ORDER BY a.round DESC, a.step_number DESC LIMIT ?",
+            *(run, device, most),
+        )[::-1]
+
+    def figures_of(self, run: str, number: int, device: str) -> list[Row]:
+        """Returns the figures that a device reported in a round."""
+        return self._db.rows(
+            "SELECT * FROM figures WHERE run = ? AND round = ? AND device = ? ORDER BY name, split",
+            *(run, number, device),
+        )
+
+    def certificate_ends(self) -> dict[str, float]:
+        """Returns when the newest certificate of each device expires, in seconds since 1970."""
+        rows = self._db.rows("SELECT device, max(expires_at) AS ends FROM certificates GROUP BY device")
+        return {row["device"]: float(row["ends"]) for row in rows}
+
+
+def _containing(text: str) -> str:
+    """Returns a LIKE pattern for texts that contain `text`."""
+    for special in "!%_":
+        text = text.replace(special, f"!{special}")
+    return f"%{text.lower()}%"

@@ -1,0 +1,105 @@
+"""A run's figures by round: losses, accuracies, answers and bytes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.summaries import EVERY
+from fleetdistill_server.views.suspects import suspects_by_round
+
+
+def rounds(store: Store, run: str, first: int = 0, last: int = EVERY) -> list[Row]:
+    """Returns one row for each round from `first` to `last`, ordered by round."""
+    span = (run, first, last)
+    guards = store.summaries.guards(*span)
+    means = {(row["round"], row["name"]): round(row["mean"], 4) for row in store.summaries.mean_figures(*span)}
+    replaced = {row["round"]: row for row in store.summaries.replacements(run, "round", *span[1:])}
+    suspects = suspects_by_round(store, run)
+    sent: defaultdict[int, Row] = defaultdict(lambda: dict.fromkeys(("bytes_up", "bytes_down"), 0))
+    for row in store.summaries.bytes(run, ("round",), *span[1:]):
+        sent[row["round"]][f"bytes_{row['direction']}"] = row["sent"]
+    found = []
+    for row in store.summaries.rounds(*span):
+        number = row["round"]
+        cells = {
+            "guards": guards.get(number, 0),
+            **replacement_cells(replaced.get(number)),
+            "seconds": _seconds(row),
+            "train_loss": means.get((number, "loss")),
+            "test_accuracy": means.get((number, "accuracy")),
+        }
+        last_cells = {"suspects": ", ".join(suspects.get(number, ())), **sent[number]}
+        found.append({**_head(row), **cells, **_method_cells(row), **last_cells})
+    return found
+
+
+def replacement_cells(row: Row | None) -> Row:
+    """Returns how many app models were kept and replaced; both are None if no app has validation data."""
+    return {name: None if row is None else int(row[name]) for name in ("kept", "replaced")}
+
+
+def _head(row: Row) -> Row:
+    return {
+        "round": row["round"],
+        "status": row["status"] + (f": {row['reason']}" if row["reason"] else ""),
+        "cohort": len(json.loads(row["cohort"])),
+        "used": row["used"],
+        "reported": row["reported"],
+    }
+
+
+def _seconds(row: Row) -> float | None:
+    return round(row["ended_at"] - row["started_at"], 2) if row["ended_at"] else None
+
+
+def _method_cells(row: Row) -> Row:
+    """Returns the figures that the server half of the method reported."""
+    figures = json.loads(row["figures"] or "{}")
+    teacher = figures.get("teacher_accuracy", {})
+    return {
+        "server_accuracy": round(sum(teacher.values()) / len(teacher), 4) if teacher else None,
+        "cut_layers": ", ".join(f"{n} x {cut}" for cut, n in Counter(figures.get("cut_layer", {}).values()).items()),
+        "distillation_steps": figures.get("distillation_steps"),
+        "effective_devices": round(figures["effective_devices"], 2) if "effective_devices" in figures else None,
+        "strength": figures.get("strength"),
+        "global_accuracy": round(figures["global_accuracy"], 4) if "global_accuracy" in figures else None,
+        "refined": ", ".join(f"{count} {tag}" for tag, count in figures.get("refined_rows", {}).items()),
+    }
+
+
+def bytes_by_device(store: Store, run: str) -> list[Row]:
+    """Returns per device: uncompressed bytes of tensors and headers, header bytes, and bytes on the link."""
+    rows: dict[str, Row] = {}
+    nothing = dict.fromkeys(("up", "down", "envelope_bytes", "up_sent", "down_sent"), 0)
+    for one in store.summaries.bytes(run, ("device",), 0, EVERY):
+        row = rows.setdefault(one["device"], {"device": one["device"], **nothing})
+        row[one["direction"]] += one["bytes"]
+        row["envelope_bytes"] += one["envelope_bytes"]
+        row[f"{one['direction']}_sent"] += one["sent"]
+    return list(rows.values())
+
+
+def bytes_by_kind(store: Store, run: str) -> list[Row]:
+    """Returns the byte counts by kind of part, over all devices and rounds."""
+    found = _by_kind(store.summaries.bytes(run, ("kind",), 0, EVERY), ())
+    return sorted(found, key=lambda row: str(row["kind"]))
+
+
+def bytes_by_round_and_kind(store: Store, run: str, first: int, last: int) -> list[Row]:
+    """Returns the byte counts of rounds by kind of part, over all devices; round 0 is before the first round."""
+    return _by_kind(store.summaries.bytes(run, ("round", "kind"), first, last), ("round",))
+
+
+def _by_kind(counted: Iterable[Mapping[str, object]], columns: tuple[str, ...]) -> list[Row]:
+    rows: dict[tuple[object, ...], Row] = {}
+    for one in counted:
+        name = {**{column: one[column] for column in columns}, "kind": one["kind"] or "not recorded"}
+        nothing = dict.fromkeys(("up", "down", "up_sent", "down_sent"), 0)
+        row = rows.setdefault(tuple(name.values()), {**name, **nothing})
+        row[str(one["direction"])] += one["bytes"]
+        row[f"{one['direction']}_sent"] += one["sent"]
+    return list(rows.values())

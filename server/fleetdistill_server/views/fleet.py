@@ -1,0 +1,120 @@
+"""Devices of a run for people: their part in it, one device in detail, and their classes."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.views.progress import state_of
+from fleetdistill_server.views.runs import View, contract_of, device_rows, event_row, existing, rate, when
+
+_COUNTED = {"refused": "refusals", "late": "late", "declined": "declined"}
+"""Kinds of events that are counted by device, and the names of the columns."""
+MOST_ASKS = 5_000
+"""Largest number of a device's asks that are shown; the newest are shown."""
+MOST_DEVICE_EVENTS = 1_000
+_SPLITS = ("train", "test")
+
+
+def participants(store: Store, run: str, only: str | None = None) -> View:
+    """Returns the devices of a run with their rounds, answers, refusals and certificates, ordered by id.
+
+    Raises:
+        ConfigurationError: The run does not exist.
+    """
+    existing(store, run)
+    part = {row["device"]: row for row in store.summaries.participation(run, only)}
+    events: defaultdict[str, Row] = defaultdict(lambda: dict.fromkeys(_COUNTED.values(), 0))
+    for row in store.summaries.counted_events(run, list(_COUNTED)):
+        events[row["device"]][_COUNTED[row["kind"]]] = row["count"]
+    ends = store.summaries.certificate_ends()
+    names = ("rounds", "asks", "answers", "out", "last_answer")
+    return View(
+        {
+            "devices": [
+                {
+                    **row,
+                    **{name: part.get(row["device"], {}).get(name, None if name == names[-1] else 0) for name in names},
+                    **events[row["device"]],
+                    "certificate_expires": when(ends[row["device"]]) if row["device"] in ends else None,
+                }
+                for row in device_rows(store, run, only)
+            ]
+        }
+    )
+
+
+def device(store: Store, run: str, name: str) -> View:
+    """Returns one device in detail: its asks with their answers, its figures by round, its events and certificates.
+
+    Raises:
+        ConfigurationError: The run does not exist, or the device is not one of its devices.
+    """
+    found = participants(store, run, name).lists["devices"]
+    if not found:
+        raise ConfigurationError(f"run {run!r} has no device {name[:64]!r}; `fleetdistill devices` lists them")
+    asks = store.summaries.asks_of_device(run, name, MOST_ASKS)
+    events = store.summaries.events(run, before=None, device=name, most=MOST_DEVICE_EVENTS)[::-1]
+    certificates = store.credentials.certificates(name)
+    return View(
+        {
+            "asks": [_ask_row(row) for row in asks],
+            "figures": [_figure_row(row) for number in _rounds_of(asks) for row in _figures(store, run, number, name)],
+            "events": [event_row(row) for row in events],
+            "certificates": [_certificate_row(row) for row in certificates],
+        },
+        found[0],
+    )
+
+
+def classes(store: Store, run: str) -> View:
+    """Returns the number of samples by class of each device whose app allows `counts`, from its last answered round.
+
+    The counts are those of the training data if the device reported them, else those of its test data.
+
+    Raises:
+        ConfigurationError: The run does not exist.
+    """
+    labels = list(contract_of(existing(store, run)).classes)
+    rows = []
+    for part in store.summaries.participation(run):
+        counted = _counts(store, run, part)
+        if counted is not None:
+            rows.append({"device": part["device"], **counted})
+    return View({"devices": rows}, {"run": run, "classes": labels})
+
+
+def _counts(store: Store, run: str, part: Row) -> Row | None:
+    if part["last_answer"] is None:
+        return None
+    found = {row["split"]: row for row in _figures(store, run, part["last_answer"], part["device"], "accuracy")}
+    for split in _SPLITS:
+        counts = json.loads(found[split]["by_class"] or "{}") if split in found else {}
+        if counts:
+            return {"split": split, "counts": {label: count for label, (_, count) in counts.items()}}
+    return None
+
+
+def _figures(store: Store, run: str, number: int, device: str, name: str = "") -> list[Row]:
+    return [row for row in store.summaries.figures_of(run, number, device) if name in ("", row["name"])]
+
+
+def _rounds_of(asks: list[Row]) -> list[int]:
+    return sorted({row["round"] for row in asks if row["status"] == "answered"})
+
+
+def _figure_row(row: Row) -> Row:
+    return {"round": row["round"], "name": row["name"], "split": row["split"], "mean": rate(row), "count": row["count"]}
+
+
+def _ask_row(row: Row) -> Row:
+    used = {"upload": row["upload_status"], "bytes": row["data_bytes"], "not_used_because": row["upload_reason"] or ""}
+    return {**state_of(row), **used}
+
+
+def _certificate_row(row: Row) -> Row:
+    times = {"issued": when(row["issued_at"]) if row["issued_at"] else None, "expires": when(row["expires_at"])}
+    return {"serial": row["serial"], "run": row["run"] or "", **times}

@@ -1,0 +1,77 @@
+"""A store's runs at a glance, a run's settings, and pages of its events."""
+
+from __future__ import annotations
+
+import json
+
+from fleetdistill_server.service.heartbeat import NOT_SERVED, Served
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.summaries import EVERY
+from fleetdistill_server.views import figures
+from fleetdistill_server.views.runs import View, contract_of, event_row, existing, run_row
+
+_RECENT = 5
+"""Number of the newest closed rounds whose mean duration is used for the time left."""
+
+
+def overview(store: Store, served: Served = NOT_SERVED) -> View:
+    """Returns all runs with present devices, last accuracy, bytes on the link, and the time left, oldest first."""
+    return View({"runs": [{**run_row(row, served), **_glance(store, row)} for row in store.runs.all()]})
+
+
+def _glance(store: Store, row: Row) -> Row:
+    run, wanted = row["name"], json.loads(row["config"]).get("run", {}).get("rounds") or None
+    newest = figures.rounds(store, run, max(store.summaries.last_round(run) - 4 * _RECENT, 0))
+    lasting = [one["seconds"] for one in newest if one["status"] == "closed"][-_RECENT:]
+    mean = sum(lasting) / len(lasting) if lasting else None
+    left = None if mean is None or wanted is None else mean * max(wanted - row["completed_rounds"], 0)
+    sent = {one["direction"]: one["sent"] for one in store.summaries.bytes(run, ("run",), 0, EVERY)}
+    return {
+        "present": len(store.devices.present(run)),
+        "round_seconds": None if mean is None else round(mean, 2),
+        "seconds_left": None if left is None else round(left, 1),
+        **{name: _last(newest, name) for name in ("test_accuracy", "server_accuracy", "global_accuracy")},
+        "bytes_up": sent.get("up", 0),
+        "bytes_down": sent.get("down", 0),
+    }
+
+
+def _last(rounds: list[Row], name: str) -> float | None:
+    known = [row[name] for row in rounds if row[name] is not None]
+    return known[-1] if known else None
+
+
+def round_figures(store: Store, run: str, after: int) -> View:
+    """Returns the figures of the rounds after a round, with their times in seconds since 1970."""
+    existing(store, run)
+    times = {row["round"]: row for row in store.summaries.times_of_rounds(run, after)}
+    rows = figures.rounds(store, run, after + 1)
+    return View({"rounds": [{**row, **_times(times[row["round"]])} for row in rows if row["round"] in times]})
+
+
+def _times(row: Row) -> Row:
+    return {name: row[name] for name in ("started_at", "ended_at")}
+
+
+def traffic(store: Store, run: str, after: int) -> View:
+    """Returns the bytes by round and kind of part of the rounds after a round; round 0 is before the first round."""
+    existing(store, run)
+    return View({"bytes": figures.bytes_by_round_and_kind(store, run, after + 1, EVERY)})
+
+
+def events(store: Store, run: str, *, before: int | None, kind: str, device: str, text: str, most: int) -> View:
+    """Returns a page of events, newest first, and the numbers of all events of the run by kind."""
+    existing(store, run)
+    found = store.summaries.events(run, before=before, kind=kind, device=device, text=text, most=most + 1)
+    rows = [{"id": row["id"], **event_row(row)} for row in found[:most]]
+    kinds = {row["kind"]: row["count"] for row in store.summaries.event_kinds(run)}
+    return View({"events": rows}, {"more": len(found) > most, "kinds": kinds})
+
+
+def settings(store: Store, run: str) -> View:
+    """Returns a run's settings by section, and what its contract requires of devices."""
+    row = existing(store, run)
+    contract = contract_of(row)
+    needs = {"classes": list(contract.classes), "input_shape": list(contract.input_shape)}
+    return View({}, {"run": run, "settings": json.loads(row["config"]), "contract": needs})

@@ -1,0 +1,98 @@
+"""Everything that people can read of a store, by name, for the command line, the dashboard and the front."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.version import VERSION
+from fleetdistill_server.service.enrol_port import load_enrol_port
+from fleetdistill_server.service.heartbeat import served
+from fleetdistill_server.service.serve_lock import served_run
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.views import fleet, overview, progress, runs
+from fleetdistill_server.views.runs import View
+
+MOST_EVENTS = 1000
+"""Largest number of events in a page."""
+_SERVED_FILE = "served.toml"
+
+
+@dataclass(frozen=True)
+class Query:
+    """What to read. Fields that a view does not use are ignored.
+
+    Attributes:
+        view: Name of the view, a key of `VIEWS`.
+        run: Name of the run; empty for all, where the view has no run.
+        device: Id of a device; empty for all.
+        after: Only rounds after this one.
+        round: Number of a round; None for the open one, or the newest.
+        before: Only events whose id is smaller than this; None for all.
+        kind: Only events of this kind; empty for all.
+        text: Only events whose text, code or device contains this, in any case.
+        most: Largest number of events, 1 to 1,000.
+    """
+
+    view: str
+    run: str = ""
+    device: str = ""
+    after: int = -1
+    round: int | None = None
+    before: int | None = None
+    kind: str = ""
+    text: str = ""
+    most: int = 200
+
+
+def read(store: Store, directory: Path, query: Query) -> View:
+    """Reads a view of the store in a directory.
+
+    Raises:
+        ConfigurationError: The view, the run or the device does not exist, or `most` is out of range.
+        StoreError: The store could not be read.
+    """
+    if query.view not in VIEWS:
+        raise ConfigurationError(f"there is no view {query.view[:64]!r}; there are: {', '.join(VIEWS)}")
+    if not 1 <= query.most <= MOST_EVENTS:
+        raise ConfigurationError(f"most is {query.most}, must be 1 to {MOST_EVENTS}")
+    return VIEWS[query.view](store, directory, query)
+
+
+def _about(store: Store, directory: Path, query: Query) -> View:
+    try:
+        server = tomllib.loads((directory / _SERVED_FILE).read_text(encoding="utf-8")).get("server", {})
+    except (OSError, ValueError):
+        server = {}  # no server has started with this store
+    facts = {
+        "listen": server.get("listen", ""),
+        "tls": bool(server.get("pki")),
+        "enrol_port": load_enrol_port(directory),
+    }
+    return View({}, {"version": VERSION, **facts, "served_run": served_run(directory)})
+
+
+def _events(store: Store, directory: Path, query: Query) -> View:
+    wanted = {"kind": query.kind, "device": query.device, "text": query.text, "most": query.most}
+    return overview.events(store, query.run, before=query.before, **wanted)  # type: ignore[arg-type]
+
+
+VIEWS: Mapping[str, Callable[[Store, Path, Query], View]] = {
+    "about": _about,
+    "runs": lambda store, directory, query: runs.runs(store, served(directory)),
+    "run": lambda store, directory, query: runs.run(store, query.run, served(directory)),
+    "devices": lambda store, directory, query: runs.devices(store, query.run or None),
+    "overview": lambda store, directory, query: overview.overview(store, served(directory)),
+    "rounds": lambda store, directory, query: overview.round_figures(store, query.run, query.after),
+    "traffic": lambda store, directory, query: overview.traffic(store, query.run, query.after),
+    "events": _events,
+    "participants": lambda store, directory, query: fleet.participants(store, query.run),
+    "device": lambda store, directory, query: fleet.device(store, query.run, query.device),
+    "classes": lambda store, directory, query: fleet.classes(store, query.run),
+    "round": lambda store, directory, query: progress.round_progress(store, query.run, query.round),
+    "settings": lambda store, directory, query: overview.settings(store, query.run),
+}
+"""Functions that read the views, by name."""
