@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 
 from fleetdistill.errors import FleetDistillError
-from fleetdistill_server.operations.client import OperatorClient
-from fleetdistill_server.operations.source import LocalStore
+from fleetdistill_server.operations.interface import Source
 
 T = TypeVar("T")
-Source = LocalStore | OperatorClient
+Source = Source
 EVERY_SECONDS = 1.0
 """Seconds between two reads of the same subject."""
 _SHARE = 0.25
