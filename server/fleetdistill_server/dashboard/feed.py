@@ -12,7 +12,6 @@ from fleetdistill.errors import FleetDistillError
 from fleetdistill_server.operations.interface import Source
 
 T = TypeVar("T")
-Source = Source
 EVERY_SECONDS = 1.0
 """Seconds between two reads of the same subject."""
 _SHARE = 0.25
