@@ -151,8 +151,14 @@ def free_ports(number: int) -> list[str]:
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
-    ports = free_ports(2)
-    replaced = {"50051": ports[0], "50052": ports[1], "fleet.example.org": "127.0.0.1", "0.0.0.0": "127.0.0.1"}
+    ports = free_ports(3)
+    replaced = {
+        "50051": ports[0],
+        "50052": ports[1],
+        "9464": ports[2],
+        "fleet.example.org": "127.0.0.1",
+        "0.0.0.0": "127.0.0.1",
+    }
     one = Reader(tmp_path, replaced)
     (tmp_path / "examples").mkdir()
     for example in (ROOT / "examples").glob("*.*"):

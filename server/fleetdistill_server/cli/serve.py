@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +19,7 @@ from fleetdistill_server.logs import LogFormat, LogLevel, configure
 
 if TYPE_CHECKING:
     from fleetdistill_server.config.run_config import RunConfig
+    from fleetdistill_server.config.server_config import ServerSection
     from fleetdistill_server.service.supervisor import Supervisor
 
 logger = logging.getLogger("fleetdistill.server.serve")
@@ -91,11 +94,28 @@ def _serve(
         )
         if only == Part.ENGINE:
             typer.echo(f"the engine of run {config.run.name!r} runs; press Ctrl-C to stop")
-        over = supervisor.serve(
-            until_finished=until_finished,
-            on_over=lambda status: typer.echo(f"run {config.run.name!r} is {status}; notifying its devices"),
-        )
+        with _metrics(config.server, supervisor, with_runs=only != Part.FRONT):
+            over = supervisor.serve(
+                until_finished=until_finished,
+                on_over=lambda status: typer.echo(f"run {config.run.name!r} is {status}; notifying its devices"),
+            )
     typer.echo("stopped; the run has ended" if over else f"stopped; `fleetdistill serve {path}` continues the run")
+
+
+@contextlib.contextmanager
+def _metrics(config: ServerSection, supervisor: Supervisor, *, with_runs: bool) -> Iterator[None]:
+    """Opens the endpoint of `[server] metrics` in the block, if it is set."""
+    if not config.metrics:
+        yield
+        return
+    from fleetdistill_server.metrics.endpoint import Endpoint
+
+    endpoint = Endpoint(config, supervisor.processes, with_runs)
+    typer.echo(f"metrics on http://{config.metrics.rpartition(':')[0]}:{endpoint.port}/metrics")
+    try:
+        yield
+    finally:
+        endpoint.close()
 
 
 def _check_until_finished(config: RunConfig, until_finished: bool) -> None:

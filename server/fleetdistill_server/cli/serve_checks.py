@@ -144,6 +144,7 @@ def _check_ports(config: RunConfig) -> None:
         return  # the run's own server uses the ports
     tls = config.server.tls()
     addresses = {"listen": config.server.listen, **({"enrol_listen": tls.enrol_listen} if tls is not None else {})}
+    addresses |= {"metrics": config.server.metrics} if config.server.metrics else {}
     for setting, address in addresses.items():
         host, _, port = address.rpartition(":")
         try:

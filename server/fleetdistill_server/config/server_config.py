@@ -49,6 +49,7 @@ class ServerSection(Section):
     keep_checkpoints: Annotated[int, Field(ge=1, lt=2**32)] = 3
     disk_budget_bytes: Annotated[int, Field(ge=0)] = 0
     keep_free_bytes: Annotated[int, Field(ge=0)] = 100 << 20
+    metrics: Annotated[str, AfterValidator(lambda given: given and _host_and_port(given))] = ""
 
     @model_validator(mode="after")
     def _check_urls(self) -> ServerSection:  # of the section, whose errors do not show a value with a password

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import random
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,6 +26,7 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.limiter import DeviceKey
 from fleetdistill_server.intake.upload_session import RepeatedUpload, UploadSession
 from fleetdistill_server.store.group_commit import CommitThread
+from fleetdistill_server.store.meter import Meter
 from fleetdistill_server.store.states import AT_REST
 from fleetdistill_server.store.traffic import Sending
 
@@ -44,6 +46,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         commits: Thread for calls that only check and commit; None uses `pool`.
         limits: Limits, such as the longest stall of a stream.
         uploads: Threads for uploads; None uses `pool`.
+        meter: Takes the time to each receipt.
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         commits: CommitThread | None = None,
         limits: Limits | None = None,
         uploads: ThreadPoolExecutor | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._api = api
+        self._meter = meter or Meter()
         self._pool = pool
         self._uploads = uploads or pool
         self._commits = commits
@@ -141,7 +146,10 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         try:
             timely = with_progress_deadline(request_iterator, self._limits.stall_seconds, upload.held, CHUNK_BYTES)
             await Lane(self._uploads, refusing(upload.take)).process(timely)
-            return service_pb2.UploadResponse(receipt=await in_pool(self._uploads, context, upload.finish))
+            arrived = time.monotonic()
+            receipt = await in_pool(self._uploads, context, upload.finish)
+            self._meter.receipt_took(time.monotonic() - arrived)
+            return service_pb2.UploadResponse(receipt=receipt)
         except FleetDistillError as error:
             await abort(context, error)
         finally:

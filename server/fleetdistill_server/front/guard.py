@@ -36,7 +36,8 @@ _ENROLMENT_PORT = ". This is the enrolment port; use the port of [server] listen
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no annotations
     """Checks every call against `ALLOWED_CALLERS`, the certificate's expiry and the revocations.
 
-    `Guard` must be the server's first interceptor. `receiving.Receiver` reads the request after these checks.
+    Of the server's interceptors only `measuring.MeasuredCalls` may precede `Guard`. `receiving.Receiver` reads the
+    request after these checks.
 
     Args:
         revocations: Revocations, asked in the event loop for each call and message, so a lookup must not wait.

@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from fleetdistill.errors import ConfigurationError, StoreUnavailableError
+from fleetdistill.errors import ConfigurationError, StoreUnavailableError, in_words
 from fleetdistill.wire.compression import compression_of
 from fleetdistill.wire.v1 import enrolment_pb2, operations_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
@@ -39,9 +39,13 @@ from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.service.wakeups import POLL_SECONDS, Ends, Wakeups
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.group_commit import CommitThread
+from fleetdistill_server.store.meter import Meter
 from fleetdistill_server.store.retention import SWEEP_SECONDS, sweep_directory
 from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
+
+if TYPE_CHECKING:
+    from fleetdistill_server.metrics.front import FrontMeter
 
 logger = logging.getLogger("fleetdistill.server.front")
 
@@ -73,13 +77,14 @@ OPTIONS = [
 
 @contextlib.contextmanager
 def open_api(
-    config: ServerSection, limits: Limits, wake_engine: Callable[[], None]
+    config: ServerSection, limits: Limits, wake_engine: Callable[[], None], meter: Meter | None = None
 ) -> Iterator[tuple[DeviceApi, CommitThread]]:
     """Opens a device API on the server's store, with one connection for reading and a commit thread for writing."""
     directory = Path(config.store)
     reader, writer = Store.open(directory), Store.open(directory)
     for store in (reader, writer):
         store.database.patience_seconds = PATIENCE_SECONDS
+    writer.database.meter = meter or Meter()
     commits = CommitThread(writer)
     try:
         wake = partial(commits.after_commit, wake_engine)
@@ -107,15 +112,17 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
     def wake_engine() -> None:
         loop.call_soon_threadsafe(lambda: wakeups.wake_other())
 
-    opened = open_api(config, limits, wake_engine)
+    meter = _open_meter(config)
+    opened = open_api(config, limits, wake_engine, meter)
     guarding = open_guard(directory, tls is not None, limits)
     pools = ThreadPoolExecutor(POOL_THREADS), ThreadPoolExecutor(UPLOAD_THREADS)
     with opened as (api, commits), guarding as guard, pools[0] as pool, pools[1] as uploads:
         wakeups = Wakeups(ends, api.store.database)
         api.sessions.adopt_present_devices()
-        service = DeviceService(api, pool, commits, limits, uploads)
+        service = DeviceService(api, pool, commits, limits, uploads, meter)
         status = health.aio.HealthServicer()
-        server, enrolment = await _make_server(service, guard, limits, status), _limited_enrolment_server(guard, limits)
+        server = await _make_server(service, guard, limits, status, meter)
+        enrolment = _limited_enrolment_server(guard, limits, meter)
         try:
             ports = listen_on(server, enrolment, config.listen, tls)
         except RuntimeError:
@@ -134,6 +141,8 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
         tasks = [asyncio.create_task(_pass_wakeups(wakeups, service)), asyncio.create_task(_sweep(api, pool))]
         tasks.append(asyncio.create_task(_sweep_forever(directory, pool)))
         tasks.append(asyncio.create_task(_update_engine_health(status, directory, api, pool)))
+        if meter is not None:
+            tasks.append(asyncio.create_task(meter.watch_loop()))
         await stop.wait()
         for task in tasks:
             task.cancel()
@@ -142,11 +151,35 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
     return 0
 
 
-async def _make_server(service: DeviceService, guard: Guard, limits: Limits, status: health.aio.HealthServicer) -> Any:
+def _open_meter(config: ServerSection) -> FrontMeter | None:
+    """Returns the front's metrics, or None without `[server] metrics` or without space for them."""
+    if not config.metrics:
+        return None
+    from fleetdistill_server.metrics.front import FrontMeter
+
+    try:
+        return FrontMeter(Path(config.store))
+    except OSError as error:
+        logger.warning("this front measures nothing until it is restarted: %s", in_words(error))
+        return None
+
+
+def _measured(meter: FrontMeter | None) -> list[Any]:
+    """Returns the interceptors that measure calls, which must come first; none without metrics."""
+    if meter is None:
+        return []
+    from fleetdistill_server.front.measuring import MeasuredCalls
+
+    return [MeasuredCalls(meter)]
+
+
+async def _make_server(
+    service: DeviceService, guard: Guard, limits: Limits, status: health.aio.HealthServicer, meter: FrontMeter | None
+) -> Any:
     """Returns a server with the services that are also offered in plain text."""
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), *OPTIONS, *channel_options(limits)]
     server = grpc.aio.server(
-        interceptors=[guard, RefuseUndecodable(), RawChunks()],
+        interceptors=[*_measured(meter), guard, RefuseUndecodable(), RawChunks()],
         options=options,
         maximum_concurrent_rpcs=2 * limits.open_calls,
     )
@@ -160,13 +193,13 @@ async def _make_server(service: DeviceService, guard: Guard, limits: Limits, sta
     return server
 
 
-def _limited_enrolment_server(guard: Guard, limits: Limits) -> Any:
+def _limited_enrolment_server(guard: Guard, limits: Limits, meter: FrontMeter | None) -> Any:
     """Returns a server for the enrolment port.
 
     Callers are unauthenticated, so the size and number of messages are limited.
     """
     options = [("grpc.max_receive_message_length", ENROLMENT_BYTES), *OPTIONS, *enrolment_options(limits)]
-    return grpc.aio.server(interceptors=[guard, RefuseUndecodable()], options=options)
+    return grpc.aio.server(interceptors=[*_measured(meter), guard, RefuseUndecodable()], options=options)
 
 
 async def _pass_wakeups(wakeups: Wakeups, service: DeviceService) -> None:

@@ -38,6 +38,7 @@ def record(
     row = store.asks.accept_upload(ask["id"], header.name.attempt, digest, payload.data_bytes, header.samples)
     if row is not None and first:
         store.history.add_traffic(run, ask["round"], device, "up", counted, payload.ByteSize())
+        store.database.after_commit(store.database.meter.acknowledged)
         for part in payload.parts.parts:
             if part.WhichOneof("kind") == "metrics":
                 store.history.add_figures(run, ask["round"], device, _metrics(part))

@@ -26,6 +26,7 @@ from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.logs import about
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.heartbeat import HeartbeatMonitor, clear_heartbeat
+from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessState
 from fleetdistill_server.service.processes import (
     EXIT_CANNOT_LISTEN,
     EXIT_CONFIGURATION,
@@ -43,8 +44,6 @@ from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
-FRONT, ENGINE = "front", "engine"
-"""Values of `Supervisor(only=...)`."""
 MAX_RESTARTS = 5
 """Restarts of a failing engine, without a completed round or `STEADY_SECONDS` in between, before the run is stopped."""
 STEADY_SECONDS = 3600.0
@@ -80,6 +79,7 @@ class Child:
         self._keep_output = keep_output
         self._torchrun = torchrun
         self.failures = 0
+        self.restarts = 0
         self.started = time.monotonic()
         self.process = self._start()
 
@@ -91,8 +91,13 @@ class Child:
 
     def start_again(self) -> None:
         """Restarts a process that has exited, without a delay."""
+        self.restarts += 1
         self.started = time.monotonic()
         self.process = self._start()
+
+    def state(self, name: str, run: str = "") -> ProcessState:
+        """Returns what metrics say of the process."""
+        return ProcessState(name, run, self.process.pid if self.process.poll() is None else None, self.restarts)
 
     def stop(self, at_once: bool = False) -> None:
         """Terminates the process, and kills it after `_STOP_SECONDS` or if `at_once`."""
@@ -195,6 +200,14 @@ class Supervisor:
         """
         self._at_once = at_once
         self._stopped.set()
+
+    def processes(self) -> list[ProcessState]:
+        """Returns the state of each process that this supervisor has started; for any thread."""
+        front, engine = self._front, self.engine
+        return [
+            *([] if front is None else [front.state(FRONT)]),
+            *([] if engine is None else [engine.state(ENGINE, self._config.run.name)]),
+        ]
 
     def serve(self, *, until_finished: bool = False, on_over: Callable[[str], None] = lambda status: None) -> bool:
         """Serves until `stop` is called.

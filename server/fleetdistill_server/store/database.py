@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill_server.logs import log_event
+from fleetdistill_server.store.meter import Meter
 
 if TYPE_CHECKING:
     from fleetdistill_server.store.postgres_notices import Notices
@@ -33,6 +34,7 @@ class Database(ABC):
         patience_seconds: Longest time for which a call waits for a database on another machine, counted from its loss.
         is_remote: Whether a statement is a call over a network, which takes time and can fail.
         now: Returns the time that rows are stamped with, in seconds since 1970.
+        meter: Counts what this connection commits, for a front's metrics.
     """
 
     name: str
@@ -42,7 +44,8 @@ class Database(ABC):
         self.now: Callable[[], float] = time.time
         self.patience_seconds = 60.0
         self._lock = threading.RLock()
-        self._to_log: list[Row] = []  # events of the open transaction
+        self.meter = Meter()
+        self._after_commit: list[Callable[[], None]] = []  # of the open transaction
 
     @abstractmethod
     def applied_migrations(self) -> list[str]:
@@ -109,19 +112,19 @@ class Database(ABC):
             StoreError: The database could not be written, for example because the disk is full.
         """
         with self._lock, self._errors():
-            before = len(self._to_log)
+            before = len(self._after_commit)
             nested = self._in_transaction()
             try:
                 with self._savepoint() if nested else self._outermost():
                     yield
             except BaseException:
-                del self._to_log[before:]
+                del self._after_commit[before:]
                 raise
             if nested:
                 return
-            committed, self._to_log = self._to_log, []
-        for row in committed:
-            log_event(row)
+            committed, self._after_commit = self._after_commit, []
+        for action in committed:
+            action()
 
     def in_transaction(self) -> bool:
         """Returns whether the calling thread is inside a transaction."""
@@ -130,7 +133,11 @@ class Database(ABC):
 
     def log(self, row: Row) -> None:
         """Logs an event after the open transaction has been committed."""
-        self._to_log.append(row)
+        self.after_commit(functools.partial(log_event, row))
+
+    def after_commit(self, action: Callable[[], None]) -> None:
+        """Runs an action after the open transaction has been committed; not if it is rolled back."""
+        self._after_commit.append(action)
 
     def rows(self, sql: str, *values: Any) -> list[Row]:
         """Runs a query and returns its rows."""

@@ -154,7 +154,7 @@ class DiskSpace:
             return ""
         if time.monotonic() - self.looked >= _LOOK_SECONDS:
             self.looked, self._since = time.monotonic(), 0
-            self._used = _bytes_under(self._directory) - begun
+            self._used = bytes_under(self._directory) - begun
         total = self._used + self._since + under_way + missing
         if total <= budget:
             return ""
@@ -174,7 +174,8 @@ class DiskSpace:
         return f"storing {missing} more bytes would leave {free} free on the disk; [server] keep_free_bytes is {floor}"
 
 
-def _bytes_under(directory: Path) -> int:
+def bytes_under(directory: Path) -> int:
+    """Returns the size of all files in a directory. Raises StoreError."""
     with disk_errors("measuring the size of the store"):
         return sum(_size(Path(folder) / name) for folder, _, names in os.walk(directory) for name in names)
 

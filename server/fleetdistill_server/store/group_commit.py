@@ -99,6 +99,7 @@ class CommitThread:
         group = self._group()
         jobs = [one for one in group if one is not None]
         self._run(jobs)
+        self._store.database.meter.grouped(len(jobs))
         while self._after_commit:
             _run_action(self._after_commit.pop())
         return len(jobs) == len(group)

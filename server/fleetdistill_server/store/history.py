@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 from fleetdistill.knowledge import Metrics
 from fleetdistill_server.store.database import Database, Row
@@ -118,7 +119,11 @@ class History:
         rows = [_bytes_row({**name, "kind": ENVELOPE}, 1, 0, envelope_bytes, envelope_bytes)]
         for kind in sorted(counted.tensor.keys() | counted.sent.keys()):
             rows.append(_bytes_row({**name, "kind": kind}, 0, counted.tensor[kind], 0, counted.sent[kind]))
-        self._db.insert_many("traffic", rows, _ADD_BYTES)
+        with self._db.transaction():
+            for row in rows:
+                self._db.insert("traffic", row, _ADD_BYTES)
+            kinds = {row["kind"]: row["sent_bytes"] for row in rows}
+            self._db.after_commit(partial(self._db.meter.sent, direction, kinds))
 
     def add_refused_traffic(self, ask: int, sent_bytes: int) -> None:
         """Adds the bytes received for an answer that was not accepted; its tensor bytes are not counted."""
@@ -127,6 +132,7 @@ class History:
             if name is not None and sent_bytes:
                 row = _bytes_row({**name, "direction": "up", "kind": REFUSED}, 0, 0, 0, sent_bytes)
                 self._db.insert("traffic", row, _ADD_BYTES)
+                self._db.after_commit(partial(self._db.meter.sent, "up", {REFUSED: sent_bytes}))
 
     def traffic(self, run: str) -> list[Row]:
         """Returns uncompressed tensor and header bytes, and bytes on the link, by round, device and direction."""

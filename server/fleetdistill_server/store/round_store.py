@@ -14,7 +14,6 @@ from types import TracebackType
 
 from fleetdistill.errors import DamagedError, StoreError
 from fleetdistill.state.durable import make_directory
-from fleetdistill_server.logs import log_event
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
@@ -59,9 +58,9 @@ class _RoundDatabase(SqliteDatabase):
     def commit(self) -> None:
         with self._errors():
             self.tables.conn.execute("COMMIT")
-        committed, self._to_log = self._to_log, []
-        for row in committed:
-            log_event(row)
+        committed, self._after_commit = self._after_commit, []
+        for action in committed:
+            action()
 
     def roll_back(self) -> None:
         if self._in_transaction():

@@ -1,0 +1,102 @@
+"""The interceptor that counts calls, for metrics; part of a front only if `[server] metrics` is set."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from fleetdistill.wire.status import DETAILS
+
+if TYPE_CHECKING:
+    from fleetdistill_server.metrics.front import FrontMeter
+
+_OK, _BROKEN = "ok", "broken"
+_UPLOAD = "/fleetdistill.wire.v1.DeviceService/Upload"
+
+
+class MeasuredCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no annotations
+    """Counts the calls of every method that the server has. It must be the first interceptor.
+
+    Args:
+        meter: Counts calls and uploads.
+    """
+
+    def __init__(self, meter: FrontMeter) -> None:
+        self._meter = meter
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call_details: Any) -> Any:
+        """Wraps a method's handler; methods that do not exist are not counted, because callers name them."""
+        handler = await continuation(call_details)
+        return None if handler is None else self._wrapped(handler, call_details.method)
+
+    def _wrapped(self, handler: Any, method: str) -> Any:
+        name = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
+        work = getattr(handler, name)
+        make = self._stream if inspect.isasyncgenfunction(work) else self._call
+        return handler._replace(**{name: make(work, method)})
+
+    def _call(self, work: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Any]:
+        async def call(requests: Any, context: Any) -> Any:
+            measured = self._begin(context, method)
+            try:
+                answer = await work(requests, measured)
+                measured.code = measured.code or _OK
+                return answer
+            finally:
+                self._end(method, measured.code or _BROKEN)
+
+        return call
+
+    def _stream(self, work: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., Any]:
+        async def call(requests: Any, context: Any) -> AsyncIterator[Any]:
+            measured = self._begin(context, method)
+            try:
+                async for answer in work(requests, measured):
+                    yield answer
+                measured.code = measured.code or _OK
+            finally:
+                self._end(method, measured.code or _BROKEN)
+
+        return call
+
+    def _begin(self, context: Any, method: str) -> _Context:
+        if method == _UPLOAD:
+            self._meter.upload_begun()
+        return _Context(context)
+
+    def _end(self, method: str, code: str) -> None:
+        self._meter.call_ended(method.rpartition("/")[2], code)
+        if method == _UPLOAD and code not in (_OK, _BROKEN):
+            self._meter.upload_refused(code)
+
+
+class _Context:
+    """A call's context that keeps the code with which the call was refused; empty for none."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self.code = ""
+
+    async def abort(self, code: Any, details: str = "", trailing_metadata: Any = ()) -> None:
+        self.code = _reason(trailing_metadata) or code.name.lower()
+        await self._context.abort(code, details, trailing_metadata)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+def _reason(metadata: Any) -> str:
+    """Returns the server's error code in the metadata of a refusal; empty for gRPC's own statuses."""
+    packed = dict(metadata).get(DETAILS)
+    info = error_details_pb2.ErrorInfo()
+    if packed is None or not status_pb2.Status.FromString(packed).details[0].Unpack(info):
+        return ""
+    return str(info.reason)
+
+
+def _arity(streaming: bool) -> str:
+    return "stream" if streaming else "unary"

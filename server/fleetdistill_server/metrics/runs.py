@@ -1,0 +1,108 @@
+"""Figures of runs, read from the store at a scrape.
+
+Only the newest runs have figures of their own, so that a store with years of runs makes no more time series than a
+graph can show: the runs that have not ended, and the newest that have.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+
+from fleetdistill.errors import FleetDistillError
+from fleetdistill_server.logs import Seldom
+from fleetdistill_server.metrics import catalogue
+from fleetdistill_server.metrics.samples import Samples
+from fleetdistill_server.store.run_figures import RunFigures, run_counts, run_figures
+from fleetdistill_server.store.store import Store
+
+logger = logging.getLogger("fleetdistill.server.metrics")
+MOST_RUNS = 50
+"""Runs with figures of their own."""
+KEPT_SECONDS = 2.0
+"""Time for which a reading answers further scrapes."""
+_PATIENCE_SECONDS = 3.0
+STATUSES = ("preparing", "running", "finished", "stopped", "cancelled")
+
+
+class RunsCollector:
+    """Reads the figures of runs from the store in a directory.
+
+    Args:
+        store: The store's directory.
+        clock: A monotonic clock in seconds.
+    """
+
+    def __init__(self, store: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory = store
+        self._clock = clock
+        self._store: Store | None = None
+        self._lock = threading.Lock()
+        self._read: tuple[float, list[Metric]] | None = None
+        self._failed = Seldom(60.0)
+
+    def collect(self) -> Iterable[Metric]:
+        """Returns the metrics; only `fleetdistill_store_up` while the store cannot be read."""
+        with self._lock:
+            if self._read is None or self._clock() - self._read[0] >= KEPT_SECONDS:
+                self._read = self._clock(), self._look()
+            return self._read[1]
+
+    def close(self) -> None:
+        """Closes the connection to the store."""
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
+                self._store = None
+
+    def _look(self) -> list[Metric]:
+        samples = Samples()
+        try:
+            found, counts = self._figures()
+        except FleetDistillError as error:
+            if self._failed.is_due():
+                logger.warning("the metrics lack the runs: %s", error)
+            return Samples().add(catalogue.STORE_UP, 0).metrics()
+        samples.add(catalogue.STORE_UP, 1)
+        for status in sorted({*STATUSES, *counts}):
+            samples.add(catalogue.RUNS, counts.get(status, 0), status)
+        for one in found:
+            _add(samples, one)
+        return samples.metrics()
+
+    def _figures(self) -> tuple[list[RunFigures], dict[str, int]]:
+        if self._store is None:
+            self._store = Store.open(self._directory)
+            self._store.database.patience_seconds = _PATIENCE_SECONDS
+        return run_figures(self._store.database, MOST_RUNS), run_counts(self._store.database)
+
+
+def _add(samples: Samples, run: RunFigures) -> None:
+    name, settings = run.name, json.loads(run.config).get("run", {})
+    samples.add(catalogue.RUN_INFO, 1, name, str(settings.get("method", "")), run.status)
+    samples.add(catalogue.PRESENT, run.present, name)
+    for state, count in run.asks.items():
+        samples.add(catalogue.ASKS, count, name, state)
+    samples.add(catalogue.COMPLETED, run.completed_rounds, name)
+    samples.add(catalogue.SHORT, run.short_rounds, name)
+    for metric, value in _optional(run, settings):
+        if value is not None:
+            samples.add(metric, value, name)
+    for (figure, split), value in run.reported.items():
+        samples.add(catalogue.ACCURACY if figure == "accuracy" else catalogue.LOSS, value, name, split)
+
+
+def _optional(run: RunFigures, settings: dict[str, Any]) -> Iterator[tuple[catalogue.Description, float | None]]:
+    yield catalogue.WANTED, settings.get("rounds")
+    yield catalogue.DEADLINE, settings.get("deadline_seconds")
+    yield catalogue.UNFINISHED, run.unfinished_since
+    yield catalogue.LAST_COMPLETED, run.last_ended_at
+    yield catalogue.ROUND_SECONDS, run.last_seconds
+    yield catalogue.SERVER_ACCURACY, run.server_accuracy

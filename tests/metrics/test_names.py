@@ -1,0 +1,66 @@
+"""One table of metrics: the code's, the page's, the alerts' and the dashboard's are the same."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fleetdistill_server.metrics.catalogue import CATALOGUE
+
+ROOT = Path(__file__).parents[2]
+ALERTS, DASHBOARD = ROOT / "deploy/prometheus/alerts.yml", ROOT / "deploy/grafana/fleetdistill.json"
+PAGE = ROOT / "docs/how-to/monitor-a-server.md"
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian's package prometheus)")
+
+
+def names_in(text: str) -> set[str]:
+    """Names of metrics in expressions."""
+    return set(re.findall(r"\bfleetdistill_\w+", text))
+
+
+def promtool(*words: str, stdin: str | None = None) -> None:
+    """Runs promtool in deploy/prometheus; fails with what it says."""
+    done = subprocess.run(
+        [str(PROMTOOL), *words], cwd=ALERTS.parent, input=stdin, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_page_lists_every_metric_as_the_code_defines_it() -> None:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.read_text().splitlines()]
+    page = [row for row in rows if row[0].startswith("`fleetdistill_")]
+    code = [[f"`{m.name}`", m.type, ", ".join(f"`{one}`" for one in m.labels), m.help] for m in CATALOGUE]
+    assert page == code
+
+
+def test_names_have_the_units_of_prometheus() -> None:
+    for metric in CATALOGUE:
+        assert metric.name.endswith("_total") == (metric.type == "counter"), metric.name
+        assert not re.search(r"_(ms|milliseconds|kb|mb|percent)(_|$)", metric.name), metric.name
+
+
+def test_no_metric_has_a_label_whose_values_grow_with_the_fleet() -> None:
+    known = {"version", "status", "run", "method", "state", "split", "code", "direction", "kind", "phase", "process"}
+    assert {label for metric in CATALOGUE for label in metric.labels} == known | {"certificate"}
+
+
+def test_alerts_use_metrics_that_exist() -> None:
+    expressions = "\n".join(line for line in ALERTS.read_text().splitlines() if "runbook" not in line)
+    assert names_in(expressions) <= {name for metric in CATALOGUE for name in metric.samples}
+
+
+def test_every_alert_has_a_section_of_the_runbook() -> None:
+    alerts = re.findall(r"- alert: (\w+)", ALERTS.read_text())
+    runbooks = re.findall(r"runbook: (\S+)", ALERTS.read_text())
+    assert runbooks == [f"docs/operations.md#{name.lower()}" for name in alerts]
+
+
+@needs_promtool
+def test_promtool_finds_no_fault_in_rules_and_configuration() -> None:
+    promtool("check", "rules", "alerts.yml")
+    promtool("check", "config", "prometheus.yml")

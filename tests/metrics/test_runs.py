@@ -1,0 +1,55 @@
+"""Figures of runs: bounded in number, exact, and absent while the store is away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prometheus_client.metrics_core import Metric
+
+from fleetdistill_server.metrics.runs import MOST_RUNS, RunsCollector
+from fleetdistill_server.store.store import Store
+
+
+def values(collector: RunsCollector, name: str) -> dict[str, float]:
+    """Values of a metric by its run."""
+    found: list[Metric] = [one for one in collector.collect() if one.samples[0].name == name]
+    return {sample.labels.get("run", ""): sample.value for one in found for sample in one.samples}
+
+
+def test_only_the_newest_runs_have_figures_of_their_own(tmp_path: Path) -> None:
+    store, clock = Store.open(tmp_path), [0.0]
+    store.database.now = lambda: clock[0]
+    for number in range(MOST_RUNS + 5):
+        clock[0] = float(number)
+        store.runs.begin(f"run-{number}", {})
+        if number != 0:
+            store.runs.end(f"run-{number}", "finished", "")
+    collector = RunsCollector(tmp_path)
+    present = values(collector, "fleetdistill_devices_present")
+    assert set(present) == {"run-0", *(f"run-{number}" for number in range(6, MOST_RUNS + 5))}, "the oldest still runs"
+    collector.close()
+    store.close()
+
+
+def test_a_run_that_tries_in_vain_says_since_when(tmp_path: Path) -> None:
+    store, clock = Store.open(tmp_path), [100.0]
+    store.database.now = lambda: clock[0]
+    collector = RunsCollector(tmp_path, clock=lambda: clock[0])
+    store.runs.begin("digits", {"run": {"method": "fedavg", "rounds": 3, "deadline_seconds": 60.0}})
+    name = "fleetdistill_run_unfinished_since_timestamp_seconds"
+    assert values(collector, name) == {}
+    for at in (200.0, 300.0):
+        clock[0] = at
+        store.runs.close_short_round("digits", store.runs.start_round("digits", ["d0"]), "nobody answered")
+    clock[0] = 400.0
+    assert values(collector, name) == {"digits": 200.0}
+    clock[0] = 500.0
+    assert values(collector, "fleetdistill_run_short_rounds") == {"digits": 2.0}
+    collector.close()
+    store.close()
+
+
+def test_a_store_that_cannot_be_read_says_so_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("no directory")
+    found = list(RunsCollector(tmp_path / "store").collect())
+    assert [(one.name, [sample.value for sample in one.samples]) for one in found] == [("fleetdistill_store_up", [0])]
