@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 
 from fleetdistill.errors import FleetDistillError
+from fleetdistill_server.dashboard.readers import Subject
 from fleetdistill_server.operations.interface import Source
 
 T = TypeVar("T")
@@ -40,6 +42,7 @@ class Snapshot(Generic[T]):
 @dataclass
 class _Watched:
     read: Callable[[Source], Any]
+    every_seconds: float
     snapshot: Snapshot[Any] = field(default_factory=Snapshot)
     asked_at: float = 0.0
     due_at: float = 0.0
@@ -51,6 +54,9 @@ class Feed:
     Args:
         source: Where runs are read from; used by one thread.
         every_seconds: Seconds between two reads of the same subject.
+
+    Attributes:
+        source: As given.
     """
 
     def __init__(self, source: Source, every_seconds: float = EVERY_SECONDS) -> None:
@@ -72,17 +78,13 @@ class Feed:
             self._changed.notify()
         self._thread.join()
 
-    def look(self, subject: Hashable, reader: Callable[[], Callable[[Source], T]]) -> Snapshot[T]:
-        """Returns the newest snapshot of a subject, and has it read for as long as this is called regularly.
-
-        Args:
-            subject: Name of the subject, such as `("run", "digits")`.
-            reader: Returns the function that reads it; called once, so that the function can keep what it has read.
-        """
+    def look(self, subject: Subject[T]) -> Snapshot[T]:
+        """Returns the newest snapshot of a subject, and has it read for as long as this is called regularly."""
         with self._changed:
-            watched = self._watched.get(subject)
+            watched = self._watched.get(subject.name)
             if watched is None:
-                watched = self._watched[subject] = _Watched(reader())
+                watched = _Watched(subject.reader(), subject.every_seconds or self._every)
+                self._watched[subject.name] = watched
                 self._changed.notify()
             watched.asked_at = time.monotonic()
             return cast(Snapshot[T], watched.snapshot)
@@ -101,7 +103,8 @@ class Feed:
             took = time.monotonic() - began
             with self._changed:
                 watched.snapshot = snapshot
-                watched.due_at = began + max(self._every, took / _SHARE)
+                if watched.due_at == math.inf:  # else `refresh` wants it at once
+                    watched.due_at = began + max(watched.every_seconds, took / _SHARE)
 
     def _next(self) -> _Watched | None:
         """Waits for the subject that is due next; returns None once the feed is stopped."""
@@ -113,6 +116,7 @@ class Feed:
                 }
                 first = min(self._watched.values(), key=lambda one: one.due_at, default=None)
                 if first is not None and first.due_at <= now:
+                    first.due_at = math.inf  # until it has been read
                     return first
                 self._changed.wait(None if first is None else first.due_at - now)
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
@@ -13,6 +13,8 @@ from nicegui import app, ui
 from fleetdistill_server.dashboard.board import Board
 from fleetdistill_server.dashboard.feed import Snapshot
 
+LOOK_SECONDS = 0.5
+"""Seconds between two looks of a page at the feed, which reads less often."""
 _DARK = "dark"
 
 
@@ -45,6 +47,7 @@ def frame(board: Board, heading: str, trail: Sequence[tuple[str, str]] = ()) -> 
             ui.link("Compare", "/compare")
         ui.label(board.place).classes("fd-place").props('title="What this dashboard reads"')
         _dark_switch(dark)
+    ui.colors(primary="var(--fd-accent)")
     main = ui.element("main").classes("fd-main").props('id="main"')
     ui.skip_link("Skip to the content", target=main)
     with main:
@@ -59,7 +62,7 @@ def _trail(trail: Sequence[tuple[str, str]]) -> None:
     with ui.element("nav").props('aria-label="Breadcrumb"').classes("fd-trail"):
         for name, path in trail:
             ui.link(name, path)
-            ui.label("/").props("aria-hidden=true")
+            ui.label("›").props("aria-hidden=true")
 
 
 def _dark_switch(dark: ui.dark_mode) -> None:
@@ -78,15 +81,48 @@ class Notice:
     def __init__(self) -> None:
         with ui.element("div").props("role=status aria-live=polite").classes("fd-notice") as self._box:
             self._text = ui.label("Loading …")
-        self._shown = ""
 
     def show(self, snapshot: Snapshot[Any]) -> None:
         """Shows the state of a snapshot."""
-        if not snapshot.version:
-            return
-        since = f"; the figures below are from {time.strftime('%H:%M:%S', time.localtime(snapshot.read_at))}"
-        text = f"{snapshot.error}{since if snapshot.read_at else ''}" if snapshot.error else ""
-        if text != self._shown or self._text.text == "Loading …":
-            self._shown = self._text.text = text
-            self._box.set_visibility(bool(text))
-            self._box.classes(replace="fd-notice fd-error" if text else "fd-notice")
+        if snapshot.version:
+            at = time.strftime("%H:%M:%S", time.localtime(snapshot.read_at))
+            since = f" The figures below are from {at}." if snapshot.read_at else ""
+            self.fail(f"{snapshot.error}.{since}" if snapshot.error else "")
+
+    def fail(self, text: str) -> None:
+        """Shows why figures are missing or old; an empty text hides the line."""
+        if text != self._text.text:
+            self._text.text = text
+            self._box.classes(replace="fd-notice fd-error").set_visibility(bool(text))
+
+
+def live(update: Callable[[], object]) -> None:
+    """Calls a function regularly for as long as the page is open; it shows what has changed."""
+    ui.timer(LOOK_SECONDS, update)
+
+
+@contextmanager
+def panel(heading: str) -> Iterator[None]:
+    """Draws a section with a heading; what is created within the block is its content."""
+    with ui.element("section").classes("fd-panel").props(f'aria-label="{heading}"'):
+        ui.label(heading).props("role=heading aria-level=2").classes("fd-h2")
+        yield
+
+
+class Tiles:
+    """Figures of a page, each with its name and unit."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._values: dict[str, ui.label] = {}
+        with ui.element("dl").classes("fd-tiles"):
+            for name in names:
+                with ui.element("div").classes("fd-tile"):
+                    with ui.element("dt"):
+                        ui.label(name)
+                    with ui.element("dd"):
+                        self._values[name] = ui.label("–")
+
+    def show(self, values: Mapping[str, str]) -> None:
+        """Shows values by name; those that are not given stay."""
+        for name, value in values.items():
+            self._values[name].text = value

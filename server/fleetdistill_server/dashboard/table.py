@@ -19,10 +19,17 @@ _LINK = """params => {
   return link;
 }"""
 _BYTES = """params => {
-  if (params.value === null || params.value === undefined) return '';
-  let value = params.value, unit = 'B';
-  for (const next of ['kB', 'MB', 'GB', 'TB']) { if (value < 1000) break; value /= 1000; unit = next; }
-  return (unit === 'B' ? value : value.toFixed(1)) + ' ' + unit;
+  const value = params.value;
+  if (value === null || value === undefined) return '';
+  if (value >= 1e9) return (value / 1e9).toFixed(2) + ' GB';
+  return value >= 1e6 ? (value / 1e6).toFixed(2) + ' MB' : (value / 1e3).toFixed(1) + ' kB';
+}"""
+_DURATION = """params => {
+  const value = params.value;
+  if (value === null || value === undefined) return '';
+  if (value < 60) return value.toFixed(0) + ' s';
+  if (value < 3600) return Math.round(value / 60) + ' min';
+  return value < 172800 ? (value / 3600).toFixed(1) + ' h' : (value / 86400).toFixed(1) + ' d';
 }"""
 _PERCENT = "params => params.value === null || params.value === undefined ? '' : (100 * params.value).toFixed(1) + ' %'"
 _NUMBER = "params => params.value === null || params.value === undefined ? '' : params.value.toLocaleString('en-US')"
@@ -47,6 +54,11 @@ def number(field: str, heading: str, **more: Any) -> dict[str, Any]:
 def size(field: str, heading: str, **more: Any) -> dict[str, Any]:
     """Returns a column of numbers of bytes, shown in kB, MB or GB."""
     return number(field, heading, **{":valueFormatter": _BYTES, **more})
+
+
+def seconds(field: str, heading: str, **more: Any) -> dict[str, Any]:
+    """Returns a column of numbers of seconds, shown in s, min, h or d."""
+    return number(field, heading, **{":valueFormatter": _DURATION, **more})
 
 
 def rate(field: str, heading: str, **more: Any) -> dict[str, Any]:

@@ -122,5 +122,8 @@ class Source(ABC):
         return self.read(Query("round", run, round=number))
 
     def settings(self, run: str) -> View:
-        """Returns facts: `settings`, by section, and `contract` with the names of the classes and the input shape."""
+        """Returns facts: `settings`, by section, and `contract`.
+
+        The contract has the names of the `classes`, the `input_shape`, and the `columns` that the method needs.
+        """
         return self.read(Query("settings", run))

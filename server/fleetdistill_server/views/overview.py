@@ -73,5 +73,9 @@ def settings(store: Store, run: str) -> View:
     """Returns a run's settings by section, and what its contract requires of devices."""
     row = existing(store, run)
     contract = contract_of(row)
-    needs = {"classes": list(contract.classes), "input_shape": list(contract.input_shape)}
+    needs = {
+        "classes": list(contract.classes),
+        "input_shape": list(contract.input_shape),
+        "columns": list(contract.requirements.columns),
+    }
     return View({}, {"run": run, "settings": json.loads(row["config"]), "contract": needs})

@@ -1,11 +1,46 @@
-"""One run: its progress, curves, devices and events."""
+"""One run: its progress at the top, and its parts in tabs, of which only the chosen one is read and drawn."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from nicegui import ui
 
 from fleetdistill_server.dashboard.board import Board
-from fleetdistill_server.dashboard.layout import Notice, frame
+from fleetdistill_server.dashboard.layout import Notice, Tiles, frame, live
+from fleetdistill_server.dashboard.panels.classes import ClassesPanel
+from fleetdistill_server.dashboard.panels.curves import CurvesPanel
+from fleetdistill_server.dashboard.panels.devices import DevicesPanel
+from fleetdistill_server.dashboard.panels.embed import EmbedPanel
+from fleetdistill_server.dashboard.panels.events import EventsPanel
+from fleetdistill_server.dashboard.panels.round import RoundPanel
+from fleetdistill_server.dashboard.panels.rounds import RoundsPanel
+from fleetdistill_server.dashboard.panels.settings import SettingsPanel
+from fleetdistill_server.dashboard.panels.traffic import TrafficPanel
+from fleetdistill_server.dashboard.readers import RUNS
+from fleetdistill_server.dashboard.units import UNKNOWN, duration, percent, size
+from fleetdistill_server.store.database import Row
+
+
+class Panel(Protocol):
+    """A part of the page."""
+
+    def update(self) -> None:
+        """Shows what has changed."""
+
+
+TABS: dict[str, Sequence[Callable[[Board, str], Panel]]] = {
+    "Overview": (CurvesPanel, RoundPanel),
+    "Devices": (DevicesPanel,),
+    "Rounds": (RoundsPanel,),
+    "Events": (EventsPanel,),
+    "Data and bytes": (TrafficPanel, ClassesPanel),
+    "Settings": (SettingsPanel,),
+    "Add a device": (EmbedPanel,),
+}
+_STATUS, _PROGRESS, _LEFT, _ROUND = "Status", "Progress", "Time left", "Duration of a round"
+_ACCURACY, _DEVICES, _UP, _DOWN = "Last accuracy", "Devices present", "Received from devices", "Sent to devices"
 
 
 def show(board: Board, run: str) -> None:
@@ -16,13 +51,91 @@ def show(board: Board, run: str) -> None:
         run: Name of the run.
     """
     with frame(board, run, [("Runs", "/")]):
-        notice = Notice()
-        status = ui.label()
+        notice, head = Notice(), Head()
+        tabs = Tabs(board, run)
 
         def update() -> None:
-            snapshot = board.feed.look(("run", run), lambda: lambda source: source.run(run))
+            snapshot = board.feed.look(RUNS)
             notice.show(snapshot)
-            if snapshot.value is not None:
-                status.text = snapshot.value.facts["status"]
+            if snapshot.value is None:
+                return
+            row = next((one for one in snapshot.value.lists["runs"] if one["run"] == run), None)
+            if row is None:
+                notice.fail(f"There is no run {run!r}: it was deleted, or never existed.")
+                return
+            head.show(row)
+            tabs.update()
 
-        ui.timer(0.5, update)
+        live(update)
+
+
+class Head:
+    """The progress of a run as figures and a bar."""
+
+    def __init__(self) -> None:
+        names = (_STATUS, _PROGRESS, _LEFT, _ROUND, _ACCURACY, _DEVICES, _UP, _DOWN)
+        self._reason = ui.label().classes("fd-muted")
+        self._tiles = Tiles(names)
+        self._bar = ui.linear_progress(0, show_value=False).props('aria-label="Rounds completed" rounded size=8px')
+
+    def show(self, row: Row) -> None:
+        """Shows a row of the overview."""
+        done, wanted = row["completed_rounds"], row["wanted_rounds"]
+        self._reason.text = row["reason"]
+        self._reason.set_visibility(bool(row["reason"]))
+        self._bar.set_visibility(bool(wanted))
+        self._bar.value = done / wanted if wanted else 0.0
+        self._tiles.show(
+            {
+                _STATUS: row["status"],
+                _PROGRESS: f"{done} of {wanted} rounds" if wanted else f"{done} rounds",
+                _LEFT: time_left(row),
+                _ROUND: duration(row["round_seconds"]),
+                _ACCURACY: last_accuracy(row),
+                _DEVICES: f"{row['present']:,} of {row['devices']:,}",
+                _UP: size(row["bytes_up"]),
+                _DOWN: size(row["bytes_down"]),
+            }
+        )
+
+
+def time_left(row: Row) -> str:
+    """Returns the estimated time until a run is finished."""
+    if not row["status"].startswith(("running", "preparing")) or row["seconds_left"] is None:
+        return UNKNOWN
+    return f"about {duration(row['seconds_left'])}"
+
+
+def last_accuracy(row: Row) -> str:
+    """Returns the newest accuracy and whose it is: the fleet's, else that of a model of the server."""
+    known = {"fleet": "test_accuracy", "server's model": "server_accuracy", "global model": "global_accuracy"}
+    found = ((name, row[column]) for name, column in known.items() if row[column] is not None)
+    name, rate = next(found, ("", None))
+    return f"{percent(rate)} ({name})" if name else UNKNOWN
+
+
+class Tabs:
+    """The tabs of a run's page and the panels of the chosen one."""
+
+    def __init__(self, board: Board, run: str) -> None:
+        self._board, self._run = board, run
+        self._panels: list[Panel] = []
+        tabs = ui.tabs(on_change=lambda event: self._open(str(event.value))).props("no-caps align=left dense")
+        tabs.classes("fd-tabs").props('aria-label="Parts of the run"')
+        with tabs:
+            for name in TABS:
+                ui.tab(name)
+        self._box = ui.element("div").classes("fd-main-part").props("role=tabpanel tabindex=-1")
+        tabs.value = next(iter(TABS))
+
+    def update(self) -> None:
+        """Shows what has changed in the chosen tab."""
+        for one in self._panels:
+            one.update()
+
+    def _open(self, name: str) -> None:
+        self._box.clear()
+        self._box.props(f'aria-label="{name}"')
+        with self._box:
+            self._panels = [make(self._board, self._run) for make in TABS[name]]
+        self.update()

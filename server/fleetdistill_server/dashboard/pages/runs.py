@@ -8,11 +8,11 @@ from nicegui import ui
 
 from fleetdistill_server.dashboard import table
 from fleetdistill_server.dashboard.board import Board
-from fleetdistill_server.dashboard.layout import Notice, frame, run_link
+from fleetdistill_server.dashboard.layout import Notice, frame, live, run_link
+from fleetdistill_server.dashboard.readers import RUNS
 from fleetdistill_server.dashboard.table import LiveTable
-from fleetdistill_server.views.runs import View
-
-SUBJECT = "runs"
+from fleetdistill_server.dashboard.units import percent
+from fleetdistill_server.store.database import Row
 
 
 def show(board: Board) -> None:
@@ -20,29 +20,41 @@ def show(board: Board) -> None:
     with frame(board, "Runs"):
         notice = Notice()
         search = ui.input("Filter runs", placeholder="name, method or status").props("dense outlined clearable")
-        shown = LiveTable("Runs", _COLUMNS, "There are no runs yet. Start one with: fleetdistill serve run.toml")
+        search.classes("fd-filter")
+        shown = LiveTable("Runs", _COLUMNS, "There are no runs yet. Start one: fleetdistill serve run.toml", "36rem")
         search.on_value_change(lambda event: shown.filter(event.value or ""))
 
         def update() -> None:
-            snapshot = board.feed.look(SUBJECT, lambda: lambda source: source.runs())
+            snapshot = board.feed.look(RUNS)
             notice.show(snapshot)
             if snapshot.value is not None:
-                shown.show(rows(snapshot.value))
+                shown.show([_cells(row) for row in snapshot.value.lists["runs"]])
 
-        ui.timer(0.5, update)
+        live(update)
 
 
 _COLUMNS = [
-    table.link("run", "Run", "link", flex=2),
-    table.text("method", "Method"),
-    table.text("status", "Status", flex=2),
-    table.number("completed_rounds", "Rounds completed"),
-    table.number("wanted_rounds", "Rounds wanted"),
-    table.number("devices", "Devices"),
-    table.text("started", "Created (UTC)", flex=1),
+    table.link("run", "Run", "link", flex=2, minWidth=150, pinned="left"),
+    table.text("status", "Status", flex=2, minWidth=130),
+    table.text("method", "Method", width=115),
+    table.text("progress", "Rounds completed", width=165),
+    table.seconds("seconds_left", "Time left", width=120),
+    table.rate("accuracy", "Last accuracy", width=140),
+    table.number("present", "Devices present", width=150),
+    table.number("devices", "Devices", width=110),
+    table.size("bytes_up", "Received", width=120),
+    table.size("bytes_down", "Sent", width=120),
+    table.text("started", "Created (UTC)", width=190),
 ]
 
 
-def rows(view: View) -> list[dict[str, Any]]:
-    """Returns the rows of the table."""
-    return [{**row, "id": row["run"], "link": run_link(row["run"])} for row in view.lists["runs"]]
+def accuracy(row: Row) -> float | None:
+    """Returns a run's newest accuracy: the fleet's, else that of a model of the server."""
+    known = (row[name] for name in ("test_accuracy", "server_accuracy", "global_accuracy"))
+    return next((rate for rate in known if rate is not None), None)
+
+
+def _cells(row: Row) -> dict[str, Any]:
+    done, wanted = row["completed_rounds"], row["wanted_rounds"]
+    progress = f"{done} of {wanted} ({percent(done / wanted)})" if wanted else f"{done}, until stopped"
+    return {**row, "id": row["run"], "link": run_link(row["run"]), "progress": progress, "accuracy": accuracy(row)}

@@ -1,0 +1,67 @@
+"""The devices of a run, with their state in the round under way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nicegui import ui
+
+from fleetdistill_server.dashboard import table
+from fleetdistill_server.dashboard.board import Board
+from fleetdistill_server.dashboard.layout import device_link, panel
+from fleetdistill_server.dashboard.panels.round import newest_asks
+from fleetdistill_server.dashboard.readers import participants, round_under_way
+from fleetdistill_server.dashboard.table import LiveTable
+from fleetdistill_server.store.database import Row
+
+_COLUMNS = [
+    table.link("device", "Device", "link", flex=2, minWidth=160, pinned="left"),
+    table.text("presence", "Presence", width=120),
+    table.text("state", "In this round", width=140),
+    table.rate("test_accuracy", "Accuracy", width=120),
+    table.number("samples", "Samples", width=110),
+    table.number("rounds", "Rounds", width=105),
+    table.number("answers", "Answers", width=110),
+    table.number("late", "Late", width=90),
+    table.number("declined", "Declined", width=110),
+    table.number("refusals", "Refused", width=110),
+    table.text("model", "Model", flex=1, minWidth=130),
+    table.text("sdk", "SDK", width=90),
+    table.text("last_seen", "Last seen (UTC)", width=180),
+    table.text("certificate_expires", "Certificate until (UTC)", width=190),
+]
+
+
+class DevicesPanel:
+    """A table of all devices."""
+
+    def __init__(self, board: Board, run: str) -> None:
+        self._board, self._run = board, run
+        with panel("Devices"):
+            search = ui.input("Filter devices", placeholder="id, state or model").props("dense outlined clearable")
+            search.classes("fd-filter")
+            empty = "No device has checked in yet. The tab Add a device has the lines for an app."
+            self._table = LiveTable("Devices of the run", _COLUMNS, empty, "34rem")
+            search.on_value_change(lambda event: self._table.filter(event.value or ""))
+
+    def update(self) -> None:
+        """Shows the newest rows."""
+        view = self._board.feed.look(participants(self._run)).value
+        asked = self._board.feed.look(round_under_way(self._run)).value
+        if view is not None and asked is not None:
+            states = {ask["device"]: ask["state"] for ask in newest_asks(asked.lists["asks"])}
+            self._table.show([_cells(self._run, row, states.get(row["device"], "")) for row in view.lists["devices"]])
+
+
+def presence(row: Row) -> str:
+    """Returns whether a device is there, in a word."""
+    if row["revoked"]:
+        return "revoked"
+    if row["forgotten"]:
+        return "forgotten" if row["forgotten"] != "asked" else "to be forgotten"
+    return "present" if row["present"] else "away"
+
+
+def _cells(run: str, row: Row, state: str) -> dict[str, Any]:
+    more = {"id": row["device"], "link": device_link(run, row["device"]), "presence": presence(row), "state": state}
+    return {**row, **more}

@@ -1,0 +1,30 @@
+"""Figures as people read them, each with its unit."""
+
+from __future__ import annotations
+
+from fleetdistill_server.views.units import readable_bytes
+
+UNKNOWN = "–"
+"""Shown for a figure that is not known."""
+
+
+def percent(rate: float | None) -> str:
+    """Returns a rate from 0 to 1 in percent."""
+    return UNKNOWN if rate is None else f"{100 * rate:.1f} %"
+
+
+def size(number: int | None) -> str:
+    """Returns a number of bytes in B, kB, MB or GB."""
+    return UNKNOWN if number is None else readable_bytes(number)
+
+
+def duration(seconds: float | None) -> str:
+    """Returns a duration in its two largest units, such as `4 min 10 s`."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, hours = round(seconds) // 60, round(seconds) // 3600
+    if hours < 1:
+        return f"{minutes} min {round(seconds) % 60} s"
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"

@@ -1,0 +1,167 @@
+"""What the pages compute: series that are thinned, axes, timelines, sums and texts with units."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetdistill_server.dashboard import units
+from fleetdistill_server.dashboard.chart import MOST_POINTS, thinned
+from fleetdistill_server.dashboard.panels.classes import bubbles, note, spread
+from fleetdistill_server.dashboard.panels.curves import axis
+from fleetdistill_server.dashboard.panels.embed import address, embedding
+from fleetdistill_server.dashboard.panels.round import (
+    MOST_DEVICES,
+    bars,
+    furthest_behind,
+    latest_time,
+    newest_asks,
+    phases,
+    sentence,
+)
+from fleetdistill_server.dashboard.panels.traffic import by_kind
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5000))
+def test_a_thinned_series_keeps_its_peaks_its_order_and_its_end(values: list[float]) -> None:
+    points = [(float(x), y) for x, y in enumerate(values)]
+    kept = thinned(points)
+    assert len(kept) <= MOST_POINTS
+    assert kept == sorted(kept)
+    assert set(kept) <= set(points)
+    assert kept[-1] == points[-1]
+    assert (max(y for _, y in kept), min(y for _, y in kept)) == (max(values), min(values))
+
+
+ROUNDS = [
+    {"round": 1, "bytes_up": 1_000_000, "bytes_down": 500_000, "started_at": 100.0, "ended_at": 160.0},
+    {"round": 2, "bytes_up": 1_000_000, "bytes_down": 0, "started_at": 160.0, "ended_at": 280.0},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "xs"),
+    [("Rounds", "", [1, 2]), ("Bytes", "MB", [1.5, 2.5]), ("Time", "minutes", [1.0, 3.0])],
+)
+def test_rounds_are_drawn_against_rounds_bytes_or_time(name: str, unit: str, xs: list[float]) -> None:
+    assert axis(name, ROUNDS)[1:] == (unit, xs)
+
+
+@pytest.mark.parametrize("name", ["Rounds", "Bytes", "Time"])
+def test_an_axis_without_rounds_has_no_points(name: str) -> None:
+    assert axis(name, [])[2] == []
+
+
+def ask(device: str, state: str = "training", **times: float) -> dict[str, Any]:
+    """A row of a round's asks."""
+    names = ("asked_at", "sent_at", "download_at", "downloaded_at", "upload_at", "acknowledged_at", "deadline_at")
+    return {"device": device, "state": state, **dict.fromkeys(names), **times}
+
+
+def test_the_states_of_an_ask_follow_each_other_without_gaps() -> None:
+    one = ask("a", "acknowledged", asked_at=10, download_at=12, downloaded_at=13, upload_at=20, acknowledged_at=21)
+    assert phases(one, now=30) == {
+        "asked": (10, 12),
+        "downloading": (12, 13),
+        "training": (13, 20),
+        "uploading": (20, 21),
+    }
+
+
+def test_an_open_ask_lasts_until_now_and_a_late_one_until_its_deadline() -> None:
+    assert phases(ask("a", asked_at=10, download_at=12, downloaded_at=13), now=30)["training"] == (13, 30)
+    late = ask("a", "late", asked_at=10, download_at=12, deadline_at=20)
+    assert phases(late, now=30) == {"asked": (10, 12), "downloading": (12, 20)}
+
+
+def test_bars_begin_when_the_device_was_asked() -> None:
+    offset, asked, *_, uploading = bars([ask("a", "asked", asked_at=104.0)], start=100.0, now=110.0)
+    assert (offset["data"], asked["data"]) == ([4.0], [6.0])
+    assert uploading["data"][0]["state"] == "asked"
+
+
+def test_a_method_that_asks_twice_shows_the_newest_ask() -> None:
+    assert newest_asks([ask("a", "acknowledged"), ask("b", "asked"), ask("a", "training")]) == [
+        ask("a", "training"),
+        ask("b", "asked"),
+    ]
+
+
+def test_the_timeline_of_a_large_fleet_has_the_devices_that_are_furthest_behind() -> None:
+    done = [ask(f"done-{number:04}", "acknowledged", acknowledged_at=float(number)) for number in range(1000)]
+    shown = furthest_behind([*done, ask("slow", "uploading")])
+    assert len(shown) == MOST_DEVICES
+    assert {row["device"] for row in shown} == {"slow", *(f"done-{number:04}" for number in range(961, 1000))}
+
+
+def test_a_round_is_described_with_its_deadline() -> None:
+    asks = [ask("a", "acknowledged", acknowledged_at=108.0, deadline_at=160.0), ask("b", deadline_at=160.0)]
+    open_ = {"round": 3, "status": "open", "started_at": 100.0, "ended_at": None}
+    said = sentence(asks, open_, now=110.0)
+    assert said == "Round 3 is open: 1 of 2 devices acknowledged, 10 s since its beginning, deadline in 50 s."
+    assert "No round has begun" in sentence([], {**open_, "round": None}, now=0.0)
+
+
+def test_a_round_that_has_ended_is_drawn_to_its_end() -> None:
+    closed = {"round": 3, "status": "closed", "started_at": 100.0, "ended_at": 120.0}
+    assert latest_time([ask("a", "acknowledged", acknowledged_at=119.0)], closed) == 120.0
+
+
+def test_bytes_are_summed_by_kind() -> None:
+    row = {"kind": "a", "up": 10, "down": 0, "up_sent": 6, "down_sent": 0}
+    other = {"kind": "b", "up": 0, "down": 20, "up_sent": 0, "down_sent": 18}
+    found = {one["kind"]: one for one in by_kind([row, other, row])}
+    assert (found["a"]["up"], found["a"]["up_sent"], found["a"]["share"]) == (20, 12, 0.4)
+    assert math.isclose(sum(one["share"] for one in found.values()), 1.0)
+
+
+def test_bubbles_are_classes_with_samples() -> None:
+    assert bubbles([{"counts": {"0": 3, "2": 1}}, {"counts": {"1": 2}}], ["x", "y", "z"]) == [
+        (0, 0, 3),
+        (2, 0, 1),
+        (1, 1, 2),
+    ]
+
+
+def test_the_picture_of_a_large_fleet_says_how_many_devices_it_shows() -> None:
+    rows = [{"device": str(number), "split": "train", "counts": {}} for number in range(1000)]
+    shown = spread(rows, 60)
+    assert (len(shown), shown[0], shown[-1]["device"]) == (60, rows[0], "983")
+    assert "60 of 1,000 devices" in note(shown, 1000)
+    assert "Not known" in note([], 0)
+
+
+@pytest.mark.parametrize(
+    ("server", "listen", "found"),
+    [("fleet.example.org:50051", "0.0.0.0:50051", "fleet.example.org:50051"), ("", "10.0.0.5:6000", "10.0.0.5:6000")],
+)
+def test_a_device_is_told_the_address_that_it_can_reach(server: str, listen: str, found: str) -> None:
+    assert address(server, listen) == found
+
+
+def test_the_lines_for_an_app_are_python_that_names_server_run_and_columns() -> None:
+    needs = {"contract": {"classes": ["a", "b"], "input_shape": [1, 8, 8], "columns": ["features", "labels"]}}
+    lines = embedding("h:1", 'odd"name', {"tls": True}, needs)
+    compile(lines, "app.py", "exec")
+    for part in ('server="h:1"', 'run="odd\\"name"', '"features", "labels"', "enrolment=token", "[N, 1, 8, 8]"):
+        assert part in lines
+    assert "enrolment" not in embedding("h:1", "r", {"tls": False}, needs)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (None, "–"),
+        (0.25, "0.2 s"),
+        (59.7, "60 s"),
+        (61, "1 min 1 s"),
+        (3600, "1 h 0 min"),
+        (172_800, "2 d 0 h"),
+    ],
+)
+def test_durations_have_their_units(seconds: float | None, shown: str) -> None:
+    assert units.duration(seconds) == shown
