@@ -27,6 +27,7 @@ from fleetdistill.methods import config_class
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.report.results import FleetReport
 from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.tracking.targets import Tracking, read_targets
 
 
 @dataclass(frozen=True)
@@ -262,11 +263,18 @@ def measure(given: argparse.Namespace, known: dict[Key, dict[str, Any]]) -> None
             continue
         wanted = simulation_of(given, key)
         row = {"comparison": given.comparison, **dict(zip(("setting", "run", "seed"), key, strict=True))}
-        report = simulate(wanted, if_there="overwrite")
+        report = simulate(wanted, if_there="overwrite", tracking=_tracking(given, key))
         known[key] = row | {"digest": digest(wanted)} | figures(report)
         with given.results.open("a") as file:
             file.write(json.dumps(known[key]) + "\n")
         print(f"{row}: {report.mean_accuracy_trained:.4f}, {report.seconds:.0f} s", flush=True)
+
+
+def _tracking(given: argparse.Namespace, key: Key) -> Tracking:
+    """An MLflow experiment for each comparison, in it a run for each simulation."""
+    setting, name, seed = key
+    title = ", ".join(word for word in (setting, name, f"seed {seed}") if word)
+    return Tracking(read_targets(given.track), given.comparison, title)
 
 
 def figures(report: FleetReport) -> dict[str, Any]:
@@ -315,6 +323,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path("out/experiments/compare.jsonl"))
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--any-settings", action="store_true", help="take results whatever settings they are of")
+    parser.add_argument("--track", action="append", default=[], help="mlflow:URI or tensorboard:DIR, as for simulate")
     return parser.parse_args(words)
 
 

@@ -148,6 +148,8 @@ def _pipe(text: bool) -> tuple[IO[Any], int]:
 
 
 def _number(file: Any, default: int) -> int:
+    if file == subprocess.DEVNULL:
+        return os.open(os.devnull, os.O_WRONLY)
     if file is None or file == subprocess.STDOUT:
         return default
     return int(file if isinstance(file, int) else file.fileno())

@@ -28,6 +28,7 @@ from fleetdistill_server.cli.options import (
     JsonOption,
     RunArgument,
     StoreOption,
+    TrackOption,
     report_errors,
     show,
 )
@@ -187,6 +188,7 @@ def simulate(
         bool, typer.Option("--resume", help="Continue the simulation in --out with its settings.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the simulation in --out.")] = False,
+    track: TrackOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Simulates a fleet. Example: fleetdistill simulate --link grpc --rounds 10 --set refinement=kkr
@@ -241,23 +243,29 @@ def simulate(
             with_fedavg=controls,
             out=out,
         )
-        _simulate(context, wanted, "resume" if resume else "overwrite" if overwrite else "refuse", as_json)
+        _simulate(context, wanted, "resume" if resume else "overwrite" if overwrite else "refuse", as_json, track)
     except KeyboardInterrupt:  # while torch is being imported
         typer.echo(not_begun(out), err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
 def _simulate(
-    context: typer.Context, wanted: Simulation, if_there: Literal["refuse", "overwrite", "resume"], as_json: bool
+    context: typer.Context,
+    wanted: Simulation,
+    if_there: Literal["refuse", "overwrite", "resume"],
+    as_json: bool,
+    track: list[str] | None,
 ) -> None:
     from fleetdistill_server.simulation.fleet import Interrupted
     from fleetdistill_server.simulation.folder import saved_simulation
     from fleetdistill_server.simulation.show import interrupted_line, simulate_and_show
+    from fleetdistill_server.tracking.targets import Tracking, read_targets
 
+    tracking = Tracking(read_targets(track or ()))
     if if_there == "resume":
         wanted = _with_given(context, saved_simulation(wanted.out), wanted)
     try:
-        simulate_and_show(wanted, if_there=if_there, as_json=as_json)
+        simulate_and_show(wanted, if_there=if_there, as_json=as_json, tracking=tracking)
     except Interrupted as interrupted:
         typer.echo(interrupted_line(interrupted, wanted.out), err=True)
         raise typer.Exit(INTERRUPTED) from None

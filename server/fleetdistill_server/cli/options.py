@@ -31,6 +31,14 @@ ImportOption = Annotated[
     list[str] | None,
     typer.Option("--import", help="Module that registers your own methods, such as package.module; repeatable."),
 ]
+TrackOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--track",
+        metavar="mlflow:URI|tensorboard:DIR",
+        help="Copy each round's figures to an MLflow server or to event files for TensorBoard; repeatable.",
+    ),
+]
 DEFAULT_STORE = Path("fleetdistill-store")
 _PIPED_WIDTH = 240
 _UNITS = {"d": 86_400.0, "h": 3600.0, "m": 60.0}

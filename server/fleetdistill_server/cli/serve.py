@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.cli.options import report_errors
+from fleetdistill_server.cli.options import TrackOption, report_errors
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def serve(
         Part | None,
         typer.Option("--only", help="Run only the front, or only the engine; needs [server] database and blobs."),
     ] = None,
+    track: TrackOption = None,
     check: Annotated[
         bool, typer.Option("--check", help="Only check the settings, models, data, ports and store; store nothing.")
     ] = False,
@@ -61,8 +62,12 @@ def serve(
             signal.signal(number, lambda signum, frame: stopped.set())
     from fleetdistill_server.cli.serve_checks import check_new_run, check_security
     from fleetdistill_server.config.run_config import load_run_config
+    from fleetdistill_server.tracking.follower import Followed
+    from fleetdistill_server.tracking.process import tracked
+    from fleetdistill_server.tracking.targets import Tracking, read_targets
 
     loaded = load_run_config(config)
+    targets = read_targets(track or ())
     _check_until_finished(loaded, until_finished)
     _check_only(loaded, only)
     if check:
@@ -75,7 +80,9 @@ def serve(
     if only != Part.FRONT:
         check_new_run(config, loaded, stopped)
     log_options = ["--log-format", log_format, "--log-level", log_level]
-    _serve(config, loaded, stopped, until_finished, log_options, only or "")
+    followed = Followed(str(Path(loaded.server.store).resolve()), loaded.run.name)
+    with tracked(followed, Tracking(targets), log_options):
+        _serve(config, loaded, stopped, until_finished, log_options, only or "")
 
 
 def _serve(

@@ -20,7 +20,7 @@ from fleetdistill_server.simulation.controls.fedavg import run_fedavg_control
 from fleetdistill_server.simulation.controls.local_only import score_initial_models, train_fleet_local_only
 from fleetdistill_server.simulation.data.datasets import Dataset, load_dataset
 from fleetdistill_server.simulation.data.own import limited
-from fleetdistill_server.simulation.folder import IfThere, check_folder, open_folder
+from fleetdistill_server.simulation.folder import IfThere, check_folder, open_folder, saved_settings
 from fleetdistill_server.simulation.links.links import run_over_memory
 from fleetdistill_server.simulation.links.over_grpc import run_over_grpc
 from fleetdistill_server.simulation.progress import OnProgress, Progress, watcher
@@ -42,6 +42,10 @@ from fleetdistill_server.simulation.spec.plan import (
     proxy_per_class,
 )
 from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.tracking.follower import Followed
+from fleetdistill_server.tracking.process import tracked
+from fleetdistill_server.tracking.run_figures import settings_of
+from fleetdistill_server.tracking.targets import NOT_TRACKED, Tracking
 
 
 class Interrupted(KeyboardInterrupt):
@@ -59,7 +63,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 def simulate(
-    wanted: Simulation, on_progress: OnProgress = lambda progress: None, *, if_there: IfThere = "refuse"
+    wanted: Simulation,
+    on_progress: OnProgress = lambda progress: None,
+    *,
+    if_there: IfThere = "refuse",
+    tracking: Tracking = NOT_TRACKED,
 ) -> FleetReport:
     """Runs a simulation and writes report.json, fleet.png and the exported models to `out`.
 
@@ -70,6 +78,7 @@ def simulate(
         wanted: Settings of the simulation.
         on_progress: Called after every round of the fleet and of the controls.
         if_there: How to handle an earlier simulation in `out`; see `open_folder`.
+        tracking: Trackers that the figures are copied to, of the controls too.
 
     Returns:
         The report, as written to report.json.
@@ -88,7 +97,7 @@ def simulate(
         data = _load(wanted)
         check_plan(wanted, data)
         load_matplotlib()
-        with open_folder(wanted, if_there) as work:
+        with open_folder(wanted, if_there) as work, tracked(_followed(wanted, work, tracking), tracking):
             begun = True
             settled = replace(wanted, proxy_per_class=proxy_per_class(wanted, data))
             return _run(settled, _prepare(settled, data, work), on_progress, started)
@@ -96,6 +105,20 @@ def simulate(
         raise
     except KeyboardInterrupt as interrupt:
         raise Interrupted(None, begun=begun) from interrupt
+
+
+def _followed(wanted: Simulation, work: Path, tracking: Tracking) -> Followed:
+    """Returns what a tracker follows: the run of the simulation, and its report."""
+    saved, began = saved_settings(wanted.out)
+    data = saved["dataset"]["name"] if isinstance(saved["dataset"], dict) else saved["dataset"]
+    return Followed(
+        store=str(work / "store"),
+        run=RUN,
+        title=tracking.title or f"{wanted.method} on {data}, seed {wanted.seed}",
+        began=began,
+        settings=settings_of(saved, "simulation."),
+        results=str(wanted.out.resolve()),
+    )
 
 
 def _load(wanted: Simulation) -> Dataset:

@@ -88,6 +88,13 @@ def _save_settings(wanted: Simulation) -> None:
     new.replace(file)
 
 
+def saved_settings(out: Path) -> tuple[dict[str, Any], float]:
+    """Returns the settings that `open_folder` saved, and the Unix time at which the simulation began."""
+    file = out / "work" / _SETTINGS
+    values: dict[str, Any] = json.loads(file.read_text())
+    return values, file.stat().st_mtime
+
+
 def saved_simulation(out: Path) -> Simulation:
     """Loads the settings of the simulation in a folder.
 

@@ -26,6 +26,7 @@ from fleetdistill_server.simulation.report.results import FleetReport
 from fleetdistill_server.simulation.report.simulated_time import time_lines
 from fleetdistill_server.simulation.report.table import report_table
 from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.tracking.targets import NOT_TRACKED, Tracking
 from fleetdistill_server.views.units import readable_bytes
 
 _PIPED_WIDTH = 118
@@ -33,13 +34,15 @@ _SPEED_SECONDS = 3600.0
 """Seconds of past rounds from which the remaining time is estimated; one round may take minutes."""
 
 
-def simulate_and_show(wanted: Simulation, *, if_there: IfThere = "refuse", as_json: bool = False) -> FleetReport:
+def simulate_and_show(
+    wanted: Simulation, *, if_there: IfThere = "refuse", as_json: bool = False, tracking: Tracking = NOT_TRACKED
+) -> FleetReport:
     """Runs a simulation with progress bars and prints its tables, or its report as JSON.
 
     Raises:
         Interrupted: See `simulate`.
     """
-    report = simulate_with_progress(wanted, if_there)
+    report = simulate_with_progress(wanted, if_there, tracking)
     if as_json:
         print(json.dumps(asdict(report), indent=1))
         return report
@@ -82,10 +85,12 @@ def _print_line(console: Console, line: str) -> None:
     console.print(line, soft_wrap=not console.is_terminal)
 
 
-def simulate_with_progress(wanted: Simulation, if_there: IfThere = "refuse") -> FleetReport:
+def simulate_with_progress(
+    wanted: Simulation, if_there: IfThere = "refuse", tracking: Tracking = NOT_TRACKED
+) -> FleetReport:
     """Runs a simulation with progress bars on stderr."""
     with _Bars(wanted, Console(stderr=True)) as bars:
-        return simulate(wanted, bars.show, if_there=if_there)
+        return simulate(wanted, bars.show, if_there=if_there, tracking=tracking)
 
 
 def interrupted_line(interrupted: Interrupted, out: Path) -> str:

@@ -31,6 +31,11 @@ class Summaries:
         """Returns the number of a run's newest round; 0 if it has none."""
         return int(self._db.value("SELECT max(round) FROM rounds WHERE run = ?", run) or 0)
 
+    def last_ended_round(self, run: str) -> int:
+        """Returns the number of the newest round that has ended, completed or short; 0 if there is none."""
+        ended = "SELECT max(round) FROM rounds WHERE run = ? AND status IN ('closed', 'short')"
+        return int(self._db.value(ended, run) or 0)
+
     def times_of_rounds(self, run: str, after: int) -> list[Row]:
         """Returns when the rounds after a round started and ended, in seconds since 1970."""
         return self._db.rows("SELECT round, started_at, ended_at FROM rounds WHERE run = ? AND round > ?", run, after)
@@ -51,6 +56,14 @@ class Summaries:
         return self._db.rows(
             "SELECT round, name, avg(sum / count) AS mean FROM figures WHERE run = ? AND round BETWEEN ? AND ? "
             f"AND count > 0 AND {_SHOWN_FIGURES} GROUP BY round, name",
+            *(run, first, last),
+        )
+
+    def mean_figures_by_split(self, run: str, first: int, last: int) -> list[Row]:
+        """Returns the mean over devices of every reported figure: round, name, split, mean, and number of devices."""
+        return self._db.rows(
+            "SELECT round, name, split, avg(sum / count) AS mean, count(*) AS devices FROM figures WHERE run = ? AND "
+            "round BETWEEN ? AND ? AND count > 0 GROUP BY round, name, split ORDER BY round, name, split",
             *(run, first, last),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
@@ -59,16 +60,34 @@ def _seconds(row: Row) -> float | None:
 def _method_cells(row: Row) -> Row:
     """Returns the figures that the server half of the method reported."""
     figures = json.loads(row["figures"] or "{}")
-    teacher = figures.get("teacher_accuracy", {})
+    numbers = {name: round(value, _DIGITS[name]) for name, value in server_figures(figures).items() if name in _DIGITS}
     return {
-        "server_accuracy": round(sum(teacher.values()) / len(teacher), 4) if teacher else None,
+        "server_accuracy": numbers.get("server_accuracy"),
         "cut_layers": ", ".join(f"{n} x {cut}" for cut, n in Counter(figures.get("cut_layer", {}).values()).items()),
         "distillation_steps": figures.get("distillation_steps"),
-        "effective_devices": round(figures["effective_devices"], 2) if "effective_devices" in figures else None,
+        "effective_devices": numbers.get("effective_devices"),
         "strength": figures.get("strength"),
-        "global_accuracy": round(figures["global_accuracy"], 4) if "global_accuracy" in figures else None,
+        "global_accuracy": numbers.get("global_accuracy"),
         "refined": ", ".join(f"{count} {tag}" for tag, count in figures.get("refined_rows", {}).items()),
     }
+
+
+_DIGITS = {"server_accuracy": 4, "global_accuracy": 4, "effective_devices": 2}
+
+
+def server_figures(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers among the figures that the method reported for a round, where the method has them.
+
+    Args:
+        figures: The round's figures, as in the store.
+
+    Returns:
+        `server_accuracy` and `global_accuracy` in [0, 1], `distillation_steps`, `effective_devices` and `strength`.
+    """
+    teacher = figures.get("teacher_accuracy", {})
+    found = {"server_accuracy": sum(teacher.values()) / len(teacher)} if teacher else {}
+    names = ("global_accuracy", "distillation_steps", "effective_devices", "strength")
+    return found | {name: figures[name] for name in names if figures.get(name) is not None}
 
 
 def bytes_by_device(store: Store, run: str) -> list[Row]:

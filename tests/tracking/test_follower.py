@@ -1,0 +1,295 @@
+"""What a follower copies from a store, to a real MLflow server and to event files, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.event_files import events_in, steps_in
+from support.mlflow_server import MlflowServer, mlflow_server
+
+from fleetdistill.knowledge import Metric, Metrics
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.tracking.follower import Followed, Follower
+from fleetdistill_server.tracking.mlflow_tracker import MlflowTracker
+from fleetdistill_server.tracking.run_figures import points_since, settings_of
+from fleetdistill_server.tracking.tensorboard_tracker import TensorBoardTracker
+from fleetdistill_server.tracking.tracker import Tracker
+
+RUN = "digits"
+CONFIG = {"run": {"name": RUN, "method": "feddkc", "rounds": 9}, "method": {"server_beta": 1.5, "layers": [1, 2]}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        with mlflow_server(tmp_path_factory.mktemp("mlflow")) as running:
+            yield running
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store.open(tmp_path / "store")
+    opened.runs.begin(RUN, CONFIG)
+    for device in ("a", "b"):
+        opened.devices.register(RUN, device, b"", contract_pb2.DeviceProfile().SerializeToString())
+    yield opened
+    opened.close()
+
+
+def add_rounds(store: Store, count: int) -> None:
+    """Completes rounds: in round n, device a has accuracy n / 100 and device b three times that."""
+    for _ in range(count):
+        number = store.runs.start_round(RUN, ["a", "b"])
+        for factor, device in ((1, "a"), (3, "b")):
+            scores = Metric(name="accuracy", split="test", sum=number * factor, count=100)
+            store.history.add_figures(RUN, number, device, Metrics(metrics=[scores]))
+        store.runs.close_round(RUN, number, b"", [], {"global_accuracy": number / 10})
+
+
+def follower(tmp_path: Path, connect: Callable[[], Tracker], **changes: Any) -> Follower:
+    return Follower(Followed(str(tmp_path / "store"), **changes), "the tracker", connect)
+
+
+def to_mlflow(tmp_path: Path, server: MlflowServer, **changes: Any) -> Follower:
+    """Every test has an experiment of its own."""
+    return follower(tmp_path, partial(MlflowTracker, server.uri, tmp_path.name), **changes)
+
+
+def to_events(tmp_path: Path, **changes: Any) -> Follower:
+    return follower(tmp_path, partial(TensorBoardTracker, tmp_path / "events"), **changes)
+
+
+def directory_of(tmp_path: Path) -> Path:
+    (found,) = (tmp_path / "events").iterdir()
+    return found
+
+
+# --- figures of the store
+
+
+def test_a_round_has_means_over_devices_and_what_the_method_reports(store: Store) -> None:
+    add_rounds(store, 2)
+    first, second = points_since(store, RUN, 0)
+    assert (first.step, second.step) == (1, 2)
+    assert second.values["accuracy/test"] == pytest.approx((0.02 + 0.06) / 2)
+    assert second.values["accuracy/global"] == pytest.approx(0.2)
+    assert second.values["round/devices"] == 2
+    assert second.values["round/completed"] == 1
+    assert "loss/train" not in second.values
+    assert points_since(store, RUN, 1) == [second]
+
+
+def test_a_short_round_has_figures_and_an_open_or_undone_one_has_none(store: Store) -> None:
+    store.runs.set_keep_checkpoints(RUN, 2)
+    add_rounds(store, 2)
+    store.runs.close_short_round(RUN, store.runs.start_round(RUN, ["a"]), "too few answers")
+    store.runs.start_round(RUN, ["a"])
+    assert [(one.step, one.values["round/completed"]) for one in points_since(store, RUN, 0)] == [
+        (1, 1),
+        (2, 1),
+        (3, 0),
+    ]
+    store.runs.roll_back(RUN, 1)
+    assert 2 not in [one.step for one in points_since(store, RUN, 0)]
+
+
+def test_devices_cannot_fill_a_tracker_with_names_or_break_it_with_numbers(store: Store) -> None:
+    number = store.runs.start_round(RUN, ["a", "b"])
+    made_up = [Metric(name=f"{name}/accuracy", split="test", sum=1, count=10) for name in "abcdefgh"]
+    strange = [Metric(name="p é/\n/accuracy", split="test", sum=1, count=10)]
+    other = [Metric(name="accuracy", split="made up", sum=1, count=10), Metric(name="x", split="test", sum=1, count=1)]
+    endless = [Metric(name="loss", split="train", sum=math.inf, count=1)]
+    store.history.add_figures(RUN, number, "a", Metrics(metrics=[*made_up, *strange, *other, *endless]))
+    store.history.add_figures(RUN, number, "b", Metrics(metrics=strange))
+    store.runs.close_round(RUN, number, b"", [], {})
+    (point,) = points_since(store, RUN, 0)
+    names = [name for name in point.values if name.startswith(("accuracy", "loss"))]
+    assert len(names) == 4  # the most common ones
+    assert "accuracy/test_p____" in names
+    assert all(math.isfinite(value) for value in point.values.values())
+
+
+def test_settings_have_names_with_dots() -> None:
+    assert settings_of({**CONFIG, "proxy": {"data": ""}}) == {
+        "run.name": RUN,
+        "run.method": "feddkc",
+        "run.rounds": "9",
+        "method.server_beta": "1.5",
+        "method.layers": "[1, 2]",
+    }
+
+
+# --- event files
+
+
+def test_event_files_have_each_round_once_after_restarts_and_a_torn_record(store: Store, tmp_path: Path) -> None:
+    add_rounds(store, 2)
+    assert to_events(tmp_path).look()
+    directory = directory_of(tmp_path)
+    (file,) = directory.glob("events.*")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-7])  # as a killed process or a full disk leaves it
+    add_rounds(store, 1)
+    for _ in range(2):
+        again = to_events(tmp_path)
+        assert again.look()
+        add_rounds(store, 1)
+        assert again.look()
+    assert steps_in(directory, "accuracy/test") == [1, 2, 3, 4, 5]
+    values = [one.value for one in events_in(directory).Scalars("accuracy/global")]
+    assert values == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert directory_of(tmp_path) == directory
+
+
+def test_event_files_show_the_settings_once(store: Store, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert to_events(tmp_path).look()
+    found = events_in(directory_of(tmp_path))
+    (text,) = found.Tensors("settings/text_summary")
+    assert b"| run.method | `feddkc` |" in text.tensor_proto.string_val[0]
+    assert len(found.Tensors("_hparams_/session_start_info")) == 1
+
+
+def test_a_run_of_the_same_name_has_a_directory_of_its_own(store: Store, tmp_path: Path) -> None:
+    watching = to_events(tmp_path)
+    add_rounds(store, 1)
+    assert watching.look()
+    store.runs.delete(RUN)
+    store.runs.begin(RUN, CONFIG)
+    add_rounds(store, 2)
+    assert watching.look()
+    assert sorted(steps_in(one, "accuracy/test") for one in (tmp_path / "events").iterdir()) == [[1], [1, 2]]
+
+
+def test_all_runs_of_a_store_are_followed_unless_one_is_named(store: Store, tmp_path: Path) -> None:
+    store.runs.begin("other", CONFIG)
+    assert to_events(tmp_path, run="other").look()
+    assert len(list((tmp_path / "events").iterdir())) == 1
+    assert to_events(tmp_path).look()
+    assert len(list((tmp_path / "events").iterdir())) == 2
+
+
+# --- MLflow
+
+
+@pytest.mark.slow
+def test_mlflow_has_the_settings_and_each_round_once_after_a_restart(
+    store: Store, tmp_path: Path, server: MlflowServer
+) -> None:
+    add_rounds(store, 2)
+    assert to_mlflow(tmp_path, server).look()
+    add_rounds(store, 2)
+    store.runs.end(RUN, "stopped", "out of patience")
+    assert to_mlflow(tmp_path, server).look()
+    (run,) = server.runs(tmp_path.name)
+    assert server.steps(run, "accuracy/test") == [1, 2, 3, 4]
+    assert server.steps(run, "round/used") == [1, 2, 3, 4]
+    assert run.data.metrics["accuracy/global"] == pytest.approx(0.4)
+    assert run.data.params["run.method"] == "feddkc"
+    assert (run.info.run_name, run.info.status) == (RUN, "FAILED")
+    assert run.data.tags["fleetdistill.status"] == "stopped: out of patience"
+
+
+@pytest.mark.slow
+def test_a_round_that_mlflow_has_in_part_is_completed(store: Store, tmp_path: Path, server: MlflowServer) -> None:
+    add_rounds(store, 1)
+    assert to_mlflow(tmp_path, server).look()
+    (run,) = server.runs(tmp_path.name)
+    server.client().log_metric(run.info.run_id, "accuracy/test", 0.04, step=2)  # the first of round 2, then a kill
+    add_rounds(store, 2)
+    assert to_mlflow(tmp_path, server).look()
+    for name in ("accuracy/test", "round/seconds", "bytes/up"):
+        assert server.steps(run, name) == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_changed_setting_is_a_tag_and_a_resumed_run_runs_again(
+    store: Store, tmp_path: Path, server: MlflowServer
+) -> None:
+    store.runs.end(RUN, "stopped", "")
+    assert to_mlflow(tmp_path, server).look()
+    store.runs.change(RUN, {**CONFIG, "run": {**CONFIG["run"], "rounds": 12}}, None)
+    store.runs.end(RUN, "running", "")
+    assert to_mlflow(tmp_path, server).look()
+    (run,) = server.runs(tmp_path.name)
+    assert run.data.params["run.rounds"] == "9"
+    assert run.data.tags["fleetdistill.changed.run.rounds"] == "12"
+    assert run.info.status == "RUNNING"
+
+
+@pytest.mark.slow
+def test_what_mlflow_missed_while_it_was_away_is_written_later(
+    store: Store,
+    tmp_path: Path,
+    server: MlflowServer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server hangs, and later does what it was asked for, although the follower has given up on it."""
+    caplog.set_level(logging.INFO, "fleetdistill.server.tracking")
+    watching = to_mlflow(tmp_path, server)
+    add_rounds(store, 1)
+    assert watching.look()
+    with server.paused():
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+        for _ in range(3):
+            add_rounds(store, 1)
+            assert not watching.look()
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "100")
+    assert watching.look()
+    (run,) = server.runs(tmp_path.name)
+    assert server.steps(run, "accuracy/test") == [1, 2, 3, 4]
+    warnings = [one.message for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert "the run goes on and they are written later" in warnings[0]
+    assert "figures are written to the tracker again" in caplog.text
+
+
+@pytest.mark.slow
+def test_the_results_of_a_simulation_are_added_with_controls_below_it(
+    store: Store, tmp_path: Path, server: MlflowServer
+) -> None:
+    add_rounds(store, 2)
+    out = tmp_path / "out"
+    (out / "onnx").mkdir(parents=True)
+    (out / "onnx" / "device-0.onnx").write_bytes(b"model")
+    curves = [
+        {"name": "feddkc", "accuracy": [0.5, 0.6], "bytes": [10.0, 20.0]},
+        {"name": "feddkc global", "accuracy": [None, 0.7], "bytes": [10.0, 20.0]},
+        {"name": "FedAvg devices", "accuracy": [0.3, 0.4], "bytes": [100.0, 200.0]},
+    ]
+    alone = {"a": [0.1, 0.3], "b": [0.3, 0.5]}
+    report = {"method": "feddkc", "finished": True, "curves": curves, "alone_accuracy_by_round": alone}
+    (out / "report.json").write_text(json.dumps(report))
+    for _ in range(2):
+        assert to_mlflow(tmp_path, server, title="feddkc, seed 0", began=1e9, results=str(out)).look()
+    runs = {run.info.run_name: run for run in server.runs(tmp_path.name)}
+    main = runs.pop("feddkc, seed 0")
+    assert server.steps(main, "simulation/accuracy") == [1, 2]
+    assert main.data.metrics["simulation/accuracy_global"] == 0.7
+    assert sorted(server.files(main)) == ["onnx", "report.json"]
+    assert server.files(main, "onnx") == ["onnx/device-0.onnx"]
+    assert {name: run.data.metrics["simulation/accuracy"] for name, run in runs.items()} == pytest.approx(
+        {"feddkc, seed 0: FedAvg devices": 0.4, "feddkc, seed 0: local training only": 0.4}
+    )
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {main.info.run_id}
+
+
+def test_a_follower_ends_when_it_is_told_and_copies_the_last_rounds_first(store: Store, tmp_path: Path) -> None:
+    stopped = threading.Event()
+    following = threading.Thread(target=to_events(tmp_path).follow, args=(stopped,))
+    following.start()
+    add_rounds(store, 3)
+    stopped.set()
+    following.join()
+    assert steps_in(directory_of(tmp_path), "accuracy/test") == [1, 2, 3]

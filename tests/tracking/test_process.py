@@ -1,0 +1,106 @@
+"""`--track` of `serve` and `simulate`: processes that are killed, and a tracking server that is away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.answering import AnsweringFleet
+from support.event_files import events_in, steps_in
+from support.processes import COMMAND, PATIENCE_SECONDS, children, free_port, is_alive, wait_until
+
+from fleetdistill_server.config.run_config import run_config
+from fleetdistill_server.config.section import as_toml
+from fleetdistill_server.simulation.fleet import simulate
+from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.tracking.run_figures import points_since
+from fleetdistill_server.tracking.targets import Tracking, read_targets
+
+pytestmark = pytest.mark.slow
+
+RUN, ROUNDS = "tracked", 6
+TRACKER = "fleetdistill_server.tracking"
+
+
+@contextlib.contextmanager
+def serve(folder: Path, port: int, log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Serves a run of random knowledge; at the end the server is killed, and what it has started ends."""
+    config = {
+        "run": {"name": RUN, "method": "feddkc", "rounds": ROUNDS, "min_devices": 2},
+        "contract": {"classes": 10, "input_shape": [1, 8, 8]},
+        "method": {"server_epochs": 1},
+        "server": {"listen": f"127.0.0.1:{port}", "store": str(folder / "store"), "torch_device": "cpu"},
+    }
+    (folder / "run.toml").write_text(as_toml(run_config(config)))
+    with log.open("ab") as file:
+        process = subprocess.Popen([*COMMAND, "serve", str(folder / "run.toml"), *words], stdout=file, stderr=file)
+    try:
+        yield process
+    finally:
+        started = children(process.pid)
+        process.kill()
+        process.wait(PATIENCE_SECONDS)
+        wait_until(lambda: not [pid for pid in started if is_alive(pid)], "the processes of the server to end")
+
+
+def directories(events: Path) -> list[Path]:
+    return sorted(events.iterdir()) if events.exists() else []
+
+
+def written(events: Path) -> int:
+    """Number of rounds in the event files."""
+    found = [one for one in directories(events) if "round/seconds" in events_in(one).Tags()["scalars"]]
+    return sum(len(steps_in(one, "round/seconds")) for one in found)
+
+
+def test_kills_leave_each_round_once_and_a_tracking_server_that_is_away_stops_nothing(tmp_path: Path) -> None:
+    port, events, log = free_port(), tmp_path / "events", tmp_path / "log"
+    away = f"http://ann:s3cret@127.0.0.1:{free_port()}"
+    words = ["--track", f"tensorboard:{events}", "--track", f"mlflow:{away}"]
+    with AnsweringFleet(port, RUN, 2):
+        with serve(tmp_path, port, log, *words) as server:
+            wait_until(lambda: written(events) >= 1, "a round in the event files")
+            os.kill(wait_until(lambda: children(server.pid, TRACKER), "the tracking process")[0], signal.SIGKILL)
+        with serve(tmp_path, port, log, "--until-finished", *words) as server:
+            assert server.wait(PATIENCE_SECONDS) == 0
+    (directory,) = directories(events)
+    store = Store.open(tmp_path / "store")
+    ended = [one.step for one in points_since(store, RUN, 0)]
+    store.close()
+    assert len(ended) >= ROUNDS
+    for name in ("round/seconds", "bytes/up", "accuracy/server"):
+        assert steps_in(directory, name) == ended
+    assert (directory / "onnx" / "server.onnx").stat().st_size > 0
+    said = log.read_text()
+    assert "cannot write figures to mlflow:http://127.0.0.1" in said
+    assert "s3cret" not in said
+
+
+def test_a_simulation_has_its_figures_controls_settings_and_models_in_event_files(tmp_path: Path) -> None:
+    wanted = Simulation(
+        method="fedavg",
+        devices=2,
+        models=("digits_mlp_small",),
+        rounds=2,
+        train_limit=150,
+        test_limit=60,
+        out=tmp_path / "out",
+    )
+    tracking = Tracking(read_targets([f"tensorboard:{tmp_path / 'events'}"]), "methods", "fedavg, seed 0")
+    report = simulate(wanted, tracking=tracking)
+    own, alone = sorted(directories(tmp_path / "events" / "methods"), key=lambda one: "local" in one.name)
+    assert steps_in(own, "loss/train") == [1, 2]
+    assert [one.value for one in events_in(own).Scalars("simulation/accuracy")] == pytest.approx(
+        report.curves[0].accuracy
+    )
+    assert steps_in(alone, "simulation/accuracy") == [1, 2]
+    (settings,) = events_in(own).Tensors("settings/text_summary")
+    assert b"| simulation.seed | `0` |" in settings.tensor_proto.string_val[0]
+    models = {path.relative_to(own).as_posix() for path in own.rglob("*.onnx")}
+    assert models == {"onnx/server.onnx", *(one.onnx_file for one in report.devices)}
