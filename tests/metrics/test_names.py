@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -64,3 +65,44 @@ def test_every_alert_has_a_section_of_the_runbook() -> None:
 def test_promtool_finds_no_fault_in_rules_and_configuration() -> None:
     promtool("check", "rules", "alerts.yml")
     promtool("check", "config", "prometheus.yml")
+
+
+def test_every_alert_is_tested() -> None:
+    alerts = set(re.findall(r"- alert: (\w+)", ALERTS.read_text()))
+    tested = re.findall(r"alertname: (\w+)\n\s+exp_alerts:\n", ALERTS.with_name("alerts_test.yml").read_text())
+    assert set(tested) == alerts
+
+
+@needs_promtool
+def test_alerts_fire_when_they_should_and_only_then() -> None:
+    promtool("test", "rules", "alerts_test.yml")
+
+
+def queries() -> list[str]:
+    """Every query of the dashboard, with its variables and its panels' targets."""
+    board = json.loads(DASHBOARD.read_text())
+    variables = [one["definition"] for one in board["templating"]["list"] if one["type"] == "query"]
+    return variables + [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+
+
+def test_the_dashboard_shows_every_metric_and_no_other() -> None:
+    shown = names_in("\n".join(queries()))
+    assert shown <= {name for metric in CATALOGUE for name in metric.samples}
+    unshown = [metric.name for metric in CATALOGUE if not shown & set(metric.samples)]
+    assert unshown == [
+        "fleetdistill_run_deadline_seconds",  # of an alert
+        "fleetdistill_run_last_completed_timestamp_seconds",
+        "fleetdistill_front_last_tick_timestamp_seconds",  # of an alert
+    ]
+
+
+@needs_promtool
+def test_promtool_accepts_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    """As recording rules, because promtool checks expressions only in rules."""
+    rules = []
+    for number, query in enumerate(queries()):
+        if not query.startswith("label_values"):
+            expression = query.replace("$__rate_interval", "1m").replace("$instance", ".*").replace("$run", ".*")
+            rules.append({"record": f"query_{number}", "expr": expression})
+    (tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    promtool("check", "rules", str(tmp_path / "rules.yml"))
