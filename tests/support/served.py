@@ -21,9 +21,16 @@ RUN = "clients"
 
 @contextlib.contextmanager
 def served(work: Path, settings: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Serves a run as `supervised`; yields its host and port."""
+    with supervised(work, settings) as (address, _):
+        yield address
+
+
+@contextlib.contextmanager
+def supervised(work: Path, settings: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, int]]:
     """Serves a run named `RUN` from the store `work`/store, in plain text unless [server] has a `pki`.
 
-    Yields its host and port.
+    Yields its host and port, and the supervisor's process id.
     """
     address = f"127.0.0.1:{free_port()}"
     run = {"min_devices": 2, "quorum": 1.0, **settings["run"], "name": RUN}
@@ -42,7 +49,7 @@ def served(work: Path, settings: Mapping[str, Mapping[str, Any]]) -> Iterator[st
     try:
         wait_until(lambda: "is served on" in said() or process.poll() is not None, "the run is served")
         assert process.poll() is None, said()
-        yield address
+        yield address, process.pid
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(PATIENCE_SECONDS)
