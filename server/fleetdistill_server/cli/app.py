@@ -22,11 +22,14 @@ from fleetdistill_server.cli.dashboard import dashboard
 from fleetdistill_server.cli.device import device_app
 from fleetdistill_server.cli.devices import devices_app
 from fleetdistill_server.cli.health import health
+from fleetdistill_server.cli.operators import operators
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
+    IdentityOption,
     ImportOption,
     JsonOption,
     RunArgument,
+    ServerOption,
     StoreOption,
     TrackOption,
     report_errors,
@@ -37,7 +40,7 @@ from fleetdistill_server.cli.runs import runs_app
 from fleetdistill_server.cli.serve import serve
 from fleetdistill_server.cli.store import backup, restore
 from fleetdistill_server.methods.traffic import Sizes
-from fleetdistill_server.operations.source import open_store
+from fleetdistill_server.operations.source import open_source
 from fleetdistill_server.start import INTERRUPTED, ctrl_c_interrupts
 
 if TYPE_CHECKING:
@@ -391,6 +394,7 @@ def methods(
 
 
 app.command("audit")(audit)
+app.command("operators")(operators)
 app.command("backup")(backup)
 app.command("restore")(restore)
 
@@ -401,12 +405,14 @@ def export(
     run: RunArgument,
     store: StoreOption = DEFAULT_STORE,
     out: Annotated[Path | None, typer.Option(help="Output file; default: RUN-server.onnx.")] = None,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
 ) -> None:
     """Exports the server's model of a run to ONNX. Example: fleetdistill export digits --out teacher.onnx"""
-    from fleetdistill_server.engine.export import export_server_model
-
-    report = export_server_model(open_store(store), run, out or Path(f"{run}-server.onnx"))
-    typer.echo(f"{report.path}: {report.bytes:,} bytes, agrees with PyTorch to {report.max_difference:.1e}")
+    path = out or Path(f"{run}-server.onnx")
+    with open_source(store, server, identity) as source:
+        report = source.export(run, path)
+    typer.echo(f"{path}: {report.bytes:,} bytes, agrees with PyTorch to {report.max_difference:.1e}")
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -18,8 +18,8 @@ from fleetdistill_server.cli.options import (
 )
 from fleetdistill_server.cli.pki import warn_without_server
 from fleetdistill_server.operations.client import connect
-from fleetdistill_server.operations.source import open_source, open_store
-from fleetdistill_server.security.revocation import revoke_device
+from fleetdistill_server.operations.local_calls import noted_around
+from fleetdistill_server.operations.source import LocalStore, open_source, open_store
 from fleetdistill_server.service.serve_lock import served_run
 
 devices_app = typer.Typer(invoke_without_command=True)
@@ -60,7 +60,7 @@ def devices_revoke(
         if not opened.credentials.has_device(device):
             text = f"device {device!r} has never enrolled or checked in; the device is revoked anyway. Check the id"
             typer.echo(f"warning: {text}", err=True)
-        changed = revoke_device(opened, device, reason)
+        changed = LocalStore(store).revoke(device, reason)
     typer.echo(f"device {device!r} {'is revoked' if changed else 'was already revoked'}")
 
 
@@ -74,7 +74,9 @@ def devices_forget(
     """Deletes a device's contributions to a run. Example: fleetdistill devices forget digits camera-7"""
     from fleetdistill_server.engine.forgetting import ask_to_forget
 
-    done = ask_to_forget(open_store(store), run, device, served=served_run(store))
+    opened = open_store(store)
+    with noted_around(opened, "ForgetDevice", {"run": run, "device": device}):
+        done = ask_to_forget(opened, run, device, served=served_run(store))
     later = "are deleted before the run's next round; if the run has ended, repeat this command"
     when = "are deleted" if done else later
     typer.echo(

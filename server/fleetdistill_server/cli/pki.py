@@ -26,7 +26,8 @@ from fleetdistill_server.cli.options import (
 )
 from fleetdistill_server.config.tls import ENROL_PORT
 from fleetdistill_server.operations.client import connect
-from fleetdistill_server.operations.source import open_store
+from fleetdistill_server.operations.local_calls import noted
+from fleetdistill_server.operations.source import LocalStore, create_noted_tokens, open_store
 from fleetdistill_server.security.certificates import Role, check_hosts
 from fleetdistill_server.security.pki import (
     PERSON_DAYS,
@@ -36,10 +37,12 @@ from fleetdistill_server.security.pki import (
     make_authority,
     rotate_authority,
 )
-from fleetdistill_server.security.tokens import create_tokens, state_of
+from fleetdistill_server.security.shut_out import check_rotation, is_last_operator, shut_out
+from fleetdistill_server.security.tokens import state_of
 from fleetdistill_server.service.enrol_port import load_enrol_port
 from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.runs import View, when
 
@@ -120,9 +123,28 @@ def pki_rotate_ca(pki: PkiOption = DEFAULT_PKI) -> None:
 
 @pki_app.command("forget-old-ca")
 @report_errors
-def pki_forget_old_ca(pki: PkiOption = DEFAULT_PKI) -> None:
-    """Completes a CA rotation: the old CA is no longer accepted. Example: fleetdistill pki forget-old-ca"""
+def pki_forget_old_ca(
+    pki: PkiOption = DEFAULT_PKI,
+    store: StoreOption = DEFAULT_STORE,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+) -> None:
+    """Completes a CA rotation: the old CA is no longer accepted. Example: fleetdistill pki forget-old-ca
+
+    Lists the devices, operators and viewers who still have a certificate of the old CA and would be shut out.
+    """
+    check_rotation(pki)
+    opened = open_store(store) if has_store(store) else None
+    if opened is None:
+        typer.echo(f"warning: there is no store in {store}, so its devices are not checked; set --store", err=True)
+    out = shut_out(pki, opened)
+    for line in out.lines():
+        typer.echo(line)
+    if not yes:
+        typer.confirm("Stop accepting certificates of the old CA?", abort=True)
     forget_old_authority(pki)
+    if opened is not None:
+        with noted(opened, "ForgetOldCa", {"shut_out": out.names}):
+            pass
     typer.echo(f"{pki}: only certificates of the new CA are accepted")
 
 
@@ -134,16 +156,32 @@ def pki_revoke(
     store: StoreOption = DEFAULT_STORE,
     pki: PkiOption = DEFAULT_PKI,
     reason: Annotated[str, typer.Option(help="Reason for the revocation, to be stored.")] = "",
+    server: ServerOption = None,
+    identity: IdentityOption = None,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", help="Also revoke yourself, or the last operator in the PKI's directory."),
+    ] = False,
 ) -> None:
     """Revokes an operator or viewer permanently. Example: fleetdistill pki revoke --role viewer --name alice"""
     if role is Role.DEVICE:
         raise ConfigurationError("--role is device; use `fleetdistill devices revoke` to revoke a device")
     if not is_name(name):
         raise ConfigurationError(f"--name is {name!r}, must be 1 to 64 letters, digits, '-', '_' or '.'")
-    warn_without_server(store)
-    changed = open_store(store).credentials.revoke(f"{role}:{name}", reason)
+    if server is not None:
+        with connect(server, identity) as remote:
+            changed = remote.revoke_person(role, name, reason, own=yes)
+    else:
+        warn_without_server(store)
+        opened = open_store(store)
+        if role is Role.OPERATOR and not yes and is_last_operator(pki, opened, name):
+            raise ConfigurationError(
+                f"{name!r} is the last operator in {pki} who is not revoked; create another one with "
+                "`fleetdistill pki issue --role operator`, or confirm with --yes"
+            )
+        changed = LocalStore(store).revoke_person(role, name, reason)
     typer.echo(f"{role} {name!r} {'is revoked' if changed else 'was already revoked'}")
-    if not (_folder(pki, role, name) / IDENTITY).exists():
+    if server is None and not (_folder(pki, role, name) / IDENTITY).exists():
         typer.echo(
             f"warning: {pki} contains no identity of {role} {name!r}; the name is revoked anyway. Check the name",
             err=True,
@@ -196,7 +234,7 @@ def enrol(
     else:
         # Tokens can be created before the server's first start.
         given = (_port(enrol_port, store), count, seconds, run, device or ())
-        made = create_tokens(Store.open(store), Authority(pki), *given)
+        made = create_noted_tokens(Store.open(store), Authority(pki), *given)
     _write_tokens(made, out)
 
 
@@ -217,7 +255,9 @@ def _list_or_revoke(store: Store, revoke: Sequence[str], as_json: bool) -> None:
         if not re.fullmatch(r"[0-9a-f]{8,64}", prefix):
             text = "must be 8 to 64 lowercase hex digits; `fleetdistill enrol --list` shows the hashes"
             raise ConfigurationError(f"--revoke is {prefix!r}, {text}")
-    typer.echo(f"{counted(sum(store.credentials.revoke_tokens(prefix) for prefix in revoke), 'token')} revoked")
+    with noted(store, "RevokeTokens", {"hashes": list(revoke)}) as result:
+        result.text = f"{counted(sum(store.credentials.revoke_tokens(prefix) for prefix in revoke), 'token')} revoked"
+    typer.echo(result.text)
 
 
 def _token_row(row: Row, now: float) -> Row:

@@ -9,6 +9,8 @@ import typer
 
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
+    IdentityOption,
+    ServerOption,
     StoreOption,
     counted,
     report_errors,
@@ -20,11 +22,17 @@ from fleetdistill_server.views.units import readable_bytes
 def backup(
     out: Annotated[Path, typer.Argument(help="Directory of the backup; it must be empty or not exist.")],
     store: StoreOption = DEFAULT_STORE,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
 ) -> None:
-    """Backs up a store, even while a server uses it. Example: fleetdistill backup /backups/today"""
-    from fleetdistill_server.store.backup import backup as make_backup
+    """Backs up a store, even while a server uses it. Example: fleetdistill backup /backups/today
 
-    made = make_backup(store, out)
+    With --server, an operator copies the backup to this machine. An interrupted copy begins again.
+    """
+    from fleetdistill_server.operations.source import open_source
+
+    with open_source(store, server, identity) as source:
+        made = source.back_up(out)
     for one in made.lost:
         typer.echo(f"warning: not in the backup: {one}", err=True)
     typer.echo(f"{out}: {counted(made.payloads, 'payload')} and the database, {readable_bytes(made.bytes)}")

@@ -44,11 +44,15 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         tls: Whether the server uses TLS. In plain text, the request's device id identifies the caller; the device API
             verifies the device's secret.
         limits: Limits on reading requests and on open calls of operators and viewers.
+
+    Attributes:
+        on_refusal: Called with the method, the call's context and the error when a call is refused; must not wait.
     """
 
     def __init__(self, revocations: Revocations, tls: bool, limits: Limits = Limits()) -> None:  # noqa: B008  (it is frozen)
         self._revocations = revocations
         self.tls = tls
+        self.on_refusal: Callable[[str, Any, FleetDistillError], None] = lambda method, context, refusal: None
         self.receiver = Receiver(limits)
         self._limiter = Limiter(limits)
 
@@ -147,6 +151,7 @@ class _Guarded:
                 answer = await self._work(request, _Context(context, self._guard, holder))
                 self._guard.check_valid(holder)  # the certificate may have expired during a long poll
         except FleetDistillError as error:
+            self._guard.on_refusal(self._method, context, error)
             await abort(context, error)
         return answer
 
@@ -160,6 +165,7 @@ class _Guarded:
                     self._guard.check_valid(holder)
                     yield answer
         except FleetDistillError as error:
+            self._guard.on_refusal(self._method, context, error)
             await abort(context, error)
 
     async def _begin(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,24 +19,36 @@ from google.protobuf.message import Message
 from fleetdistill.errors import ConfigurationError, RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
-from fleetdistill_server.front.errors import in_pool
+from fleetdistill_server.front.errors import abort, in_pool
+from fleetdistill_server.front.file_streams import (
+    delete_remains,
+    folder_in,
+    make_backup,
+    make_export,
+    parts_of_files,
+)
 from fleetdistill_server.front.guard import holder_in
+from fleetdistill_server.front.operator_log import OperatorLog, call_of
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.security.certificates import Holder
 from fleetdistill_server.security.pki import Authority
-from fleetdistill_server.security.revocation import revoke_device
+from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens, token_bytes
 from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.run_endings import mark_cancelled
 from fleetdistill_server.service.wakeups import POLL_SECONDS
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.operator_calls import Call
 from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
-from fleetdistill_server.views.reading import MOST_EVENTS, VIEWS, Query, read
+from fleetdistill_server.views.reading import FOR_OPERATORS, MOST_EVENTS, VIEWS, Query, ViewReader, read
 from fleetdistill_server.views.runs import View
 from fleetdistill_server.views.watch import changes, is_over
 
 T = TypeVar("T", bound=Message)
+MakeFiles = Callable[[Path], tuple[list[Path], str]]
+"""Writes files into a folder; returns them and a report."""
 MOST_ROWS = 1000
 PAGE_BYTES = 1 << 20
 """Largest size of one list with texts in a response; callers accept 4 MiB in total."""
@@ -61,8 +73,19 @@ _SHORT: dict[str, type[Any]] = {
 class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     """Implements the calls of operators and viewers."""
 
-    def __init__(self, api: DeviceApi, directory: Path, pool: ThreadPoolExecutor, pki: Path, enrol_port: int) -> None:
-        self._store, self._commit = api.store, api.commit
+    def __init__(
+        self,
+        api: DeviceApi,
+        log: OperatorLog,
+        directory: Path,
+        pool: ThreadPoolExecutor,
+        pki: Path,
+        enrol_port: int,
+    ) -> None:
+        self._store, self._log = api.store, log
+        self._copying = asyncio.Lock()
+        self._copies = ThreadPoolExecutor(1)  # a backup verifies all payloads, which can take minutes
+        delete_remains(directory)
         self._directory = directory
         self._pool = pool
         self._pki = pki
@@ -91,25 +114,75 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     ) -> AsyncIterator[operations_pb2.ReadResponse]:
         holder = holder_in(context)
         caller = {} if holder is None else {"role": str(holder.role), "name": holder.name}
-        found = await in_pool(self._pool, context, partial(self._read, request))
+        found = await in_pool(self._pool, context, partial(self._read, request, VIEWS))
         parts = parts_of(View(found.lists, {**found.facts, **caller}) if request.view == "about" else found)
         while (part := await in_pool(self._pool, context, partial(next, parts, None))) is not None:
             yield part
 
+    async def ReadForOperators(
+        self, request: operations_pb2.ReadRequest, context: Any
+    ) -> AsyncIterator[operations_pb2.ReadResponse]:
+        parts = parts_of(await in_pool(self._pool, context, partial(self._read, request, FOR_OPERATORS)))
+        while (part := await in_pool(self._pool, context, partial(next, parts, None))) is not None:
+            yield part
+
+    async def RevokePerson(
+        self, request: operations_pb2.RevokePersonRequest, context: Any
+    ) -> operations_pb2.RevokePersonResponse:
+        call = call_of(context, "RevokePerson", request)
+        changed = await in_pool(
+            self._pool,
+            context,
+            partial(self._log.commit, call, partial(_revoke_person, request, holder_in(context)), _done),
+        )
+        return operations_pb2.RevokePersonResponse(changed=changed)
+
     async def RevokeDevice(
         self, request: operations_pb2.RevokeDeviceRequest, context: Any
     ) -> operations_pb2.RevokeDeviceResponse:
-        return await in_pool(self._pool, context, partial(self._revoke, request))
+        call = call_of(context, "RevokeDevice", request)
+        return await in_pool(self._pool, context, partial(self._revoke, request, call))
 
     async def CancelRun(
         self, request: operations_pb2.CancelRunRequest, context: Any
     ) -> operations_pb2.CancelRunResponse:
-        return await in_pool(self._pool, context, partial(self._cancel, request.run))
+        call = call_of(context, "CancelRun", request)
+        return await in_pool(self._pool, context, partial(self._cancel, request.run, call))
 
     async def CreateTokens(
         self, request: operations_pb2.CreateTokensRequest, context: Any
     ) -> operations_pb2.CreateTokensResponse:
-        return await in_pool(self._pool, context, partial(self._create, request))
+        call = call_of(context, "CreateTokens", request)
+        return await in_pool(self._pool, context, partial(self._create, request, call))
+
+    async def ExportModel(
+        self, request: operations_pb2.ExportModelRequest, context: Any
+    ) -> AsyncIterator[operations_pb2.FilePart]:
+        make = partial(make_export, self._directory, request.run)
+        async with contextlib.aclosing(self._files(context, call_of(context, "ExportModel", request), make)) as parts:
+            async for part in parts:
+                yield part
+
+    async def BackUp(
+        self, request: operations_pb2.BackUpRequest, context: Any
+    ) -> AsyncIterator[operations_pb2.FilePart]:
+        make = partial(make_backup, self._directory)
+        async with contextlib.aclosing(self._files(context, call_of(context, "BackUp", request), make)) as parts:
+            async for part in parts:
+                yield part
+
+    async def _files(self, context: Any, call: Call, make: MakeFiles) -> AsyncGenerator[operations_pb2.FilePart, None]:
+        """Streams files that `make` writes into a folder."""
+        if self._copying.locked():
+            text = "another backup or export is in progress; try again when it has ended"
+            await abort(context, RefusedError(Code.NOT_READY, text))
+        async with self._copying:
+            with contextlib.ExitStack() as ends:
+                folder = await in_pool(self._copies, context, lambda: ends.enter_context(folder_in(self._directory)))
+                work = partial(self._log.around, call, partial(make, folder), lambda made: f"done: {made[1]}")
+                parts = parts_of_files(folder, *await in_pool(self._copies, context, work))
+                while (part := await in_pool(self._copies, context, partial(next, parts, None))) is not None:
+                    yield part
 
     def _list(self, skip: int) -> operations_pb2.ListRunsResponse:
         rows = views.runs(self._store, served(self._directory)).lists["runs"][skip:]
@@ -133,8 +206,8 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             **{name: _first(_filled(kind, row) for row in view.lists.get(name, [])) for name, kind in _SHORT.items()},
         )
 
-    def _read(self, request: operations_pb2.ReadRequest) -> View:
-        if request.view not in VIEWS:
+    def _read(self, request: operations_pb2.ReadRequest, views: Mapping[str, ViewReader]) -> View:
+        if request.view not in views:
             raise RefusedError(Code.BAD_MESSAGE, f"there is no view {request.view[:64]!r}; upgrade the server")
         optional = {name: getattr(request, name) for name in ("round", "before") if request.HasField(name)}
         if not 1 <= request.most <= MOST_EVENTS:
@@ -144,14 +217,15 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         with _unknown_run():
             return read(self._store, self._directory, query)
 
-    def _revoke(self, request: operations_pb2.RevokeDeviceRequest) -> operations_pb2.RevokeDeviceResponse:
-        return operations_pb2.RevokeDeviceResponse(changed=self._commit(partial(_revoke_device, request)))
+    def _revoke(self, request: operations_pb2.RevokeDeviceRequest, call: Call) -> operations_pb2.RevokeDeviceResponse:
+        changed = self._log.commit(call, partial(_revoke_device, request), _done)
+        return operations_pb2.RevokeDeviceResponse(changed=changed)
 
-    def _cancel(self, run: str) -> operations_pb2.CancelRunResponse:
-        with _unknown_run():
-            return operations_pb2.CancelRunResponse(changed=self._commit(partial(_cancel_run, run)))
+    def _cancel(self, run: str, call: Call) -> operations_pb2.CancelRunResponse:
+        changed = self._log.commit(call, partial(_cancel_run, run), _done)
+        return operations_pb2.CancelRunResponse(changed=changed)
 
-    def _create(self, request: operations_pb2.CreateTokensRequest) -> operations_pb2.CreateTokensResponse:
+    def _create(self, request: operations_pb2.CreateTokensRequest, call: Call) -> operations_pb2.CreateTokensResponse:
         authority = Authority(self._pki)
         fit = PAGE_BYTES * 3 // token_bytes(authority)
         wanted = max(request.count, len(request.devices))
@@ -159,10 +233,13 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             text = f"{wanted} tokens do not fit into one response; request at most {fit} at a time"
             raise RefusedError(Code.BAD_MESSAGE, text)
         given = (authority, self._enrol_port, request.count, request.expires_seconds, request.run, request.devices)
-        try:
-            return operations_pb2.CreateTokensResponse(tokens=self._commit(lambda store: create_tokens(store, *given)))
-        except ConfigurationError as error:
-            raise RefusedError(Code.BAD_MESSAGE, str(error)) from error
+
+        def create(store: Store) -> list[str]:
+            with _bad_message():
+                return create_tokens(store, *given)
+
+        made = self._log.commit(call, create, lambda tokens: f"done: {len(tokens)} tokens")
+        return operations_pb2.CreateTokensResponse(tokens=made)
 
 
 def parts_of(view: View) -> Iterator[operations_pb2.ReadResponse]:
@@ -206,10 +283,24 @@ def _first(messages: Iterable[T]) -> list[T]:
 
 
 def _revoke_device(request: operations_pb2.RevokeDeviceRequest, store: Store) -> bool:
-    try:
+    with _bad_message():
         return revoke_device(store, request.device, request.reason)
-    except ConfigurationError as error:
-        raise RefusedError(Code.BAD_MESSAGE, str(error)) from error
+
+
+def _revoke_person(request: operations_pb2.RevokePersonRequest, caller: Holder | None, store: Store) -> bool:
+    """Revokes a person. The caller stays an operator, unless it asked for its own revocation."""
+    if caller is not None and store.credentials.is_revoked(*caller.subjects):  # in the meantime, by another operator
+        raise RefusedError(Code.REVOKED, f"{caller.role} {caller.name[:64]!r} was revoked; contact the operator")
+    if caller is not None and (request.role, request.name) == (caller.role, caller.name) and not request.own:
+        text = f"operator {caller.name!r} would revoke itself and could not undo it"
+        raise RefusedError(Code.BAD_MESSAGE, f"{text}; confirm it with --yes, or let another operator do it")
+    with _bad_message():
+        return revoke_person(store, request.role, request.name, request.reason)
+
+
+def _done(changed: bool) -> str:
+    """Returns the result of a change in words."""
+    return "done" if changed else "nothing to change"
 
 
 def _cancel_run(run: str, store: Store) -> bool:
@@ -218,7 +309,8 @@ def _cancel_run(run: str, store: Store) -> bool:
     if row is not None and row["status"] not in OVER and store.devices.to_forget(run):
         text = f"run {run!r} still has devices to forget; try again after the run's next round"
         raise RefusedError(Code.NOT_READY, f"{text}, or cancel it on the server's machine with --store")
-    return mark_cancelled(store, run)
+    with _unknown_run():
+        return mark_cancelled(store, run)
 
 
 def _filled(kind: type[Any], row: Row) -> Any:
@@ -237,6 +329,14 @@ def _change(row: Row) -> operations_pb2.RunChange:
     """Returns one change as `fleetdistill runs watch` shows it."""
     kind = row["kind"]
     return operations_pb2.RunChange(**{kind: _filled(_CHANGES[kind], row)})
+
+
+@contextlib.contextmanager
+def _bad_message() -> Iterator[None]:
+    try:
+        yield
+    except ConfigurationError as error:
+        raise RefusedError(Code.BAD_MESSAGE, str(error)) from error
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import grpc
 from fleetdistill.errors import ConfigurationError, StoreError
 from fleetdistill.link.credentials import AUTHORITIES, split
 from fleetdistill_server.config.tls import Tls
+from fleetdistill_server.front.guard import Guard
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.pki import SERVER, Authority
 from fleetdistill_server.security.tokens import EnrolmentApi
@@ -48,7 +49,14 @@ def listen_on(server: Any, enrolment: Any, listen: str, tls: Tls | None) -> Port
 
 
 def add_services(
-    server: Any, enrolment: Any, store: Path, api: DeviceApi, pool: ThreadPoolExecutor, tls: Tls, ports: Ports
+    server: Any,
+    enrolment: Any,
+    store: Path,
+    api: DeviceApi,
+    pool: ThreadPoolExecutor,
+    tls: Tls,
+    ports: Ports,
+    guard: Guard,
 ) -> None:
     """Adds the services that require TLS, enrolment and operations. `store` is the store's directory."""
     from fleetdistill.wire.v1 import enrolment_pb2_grpc, operations_pb2_grpc
@@ -56,6 +64,7 @@ def add_services(
     from fleetdistill_server.front.operations_service import (
         OperationsService,
     )  # imports rich, which plain text does not need
+    from fleetdistill_server.front.operator_log import OperatorLog
 
     certificates = EnrolmentApi(tls.directory, tls.certificate_days)
     service = EnrolmentService(certificates, api.store, api.commit, pool, api.limiter)
@@ -66,7 +75,9 @@ def add_services(
         save_enrol_port(store, ports.enrol)
     except StoreError as error:  # the disk may be full; devices can be served anyway
         logger.error("%s; until the next start `fleetdistill enrol` needs --enrol-port %d", error, ports.enrol)
-    operations = OperationsService(api, store, pool, tls.directory, ports.enrol)
+    log = OperatorLog(api.commit)
+    guard.on_refusal = log.refusals(pool)
+    operations = OperationsService(api, log, store, pool, tls.directory, ports.enrol)
     operations_pb2_grpc.add_OperationsServiceServicer_to_server(operations, server)
 
 

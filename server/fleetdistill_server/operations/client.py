@@ -11,14 +11,17 @@ from typing import Any
 
 import grpc
 
-from fleetdistill.errors import ConfigurationError, LinkError
+from fleetdistill.errors import ConfigurationError, LinkError, RefusedError
 from fleetdistill.link.credentials import load_credentials
 from fleetdistill.link.grpc_link import CALL_SECONDS, errors_of
+from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
-from fleetdistill_server.operations.interface import Source
+from fleetdistill_server.operations.interface import Exported, Source
+from fleetdistill_server.operations.receiving import receive_backup, receive_model
 from fleetdistill_server.security.tokens import MOST_TOKENS
+from fleetdistill_server.store.backup import BackedUp, check_empty
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.views.reading import Query
+from fleetdistill_server.views.reading import FOR_OPERATORS, Query
 from fleetdistill_server.views.runs import View
 
 READ_SECONDS = 120.0
@@ -49,8 +52,9 @@ class OperatorClient(Source):
         request = operations_pb2.ReadRequest(
             **{name: value for name, value in asdict(query).items() if value is not None}
         )
-        with errors_of(self._server), self._earlier_release("Read"):
-            return joined(self._stub.Read(request, timeout=READ_SECONDS))
+        method = "ReadForOperators" if query.view in FOR_OPERATORS else "Read"
+        with errors_of(self._server), self._earlier_release(method):
+            return joined(getattr(self._stub, method)(request, timeout=READ_SECONDS))
 
     def runs(self) -> View:
         """Returns a view of all runs of the server; earlier servers need a call for each page."""
@@ -96,6 +100,27 @@ class OperatorClient(Source):
         """Revokes a device; returns False if it was already revoked."""
         request = operations_pb2.RevokeDeviceRequest(device=device, reason=reason)
         return bool(self._call("RevokeDevice", request).changed)
+
+    def revoke_person(self, role: str, name: str, reason: str, *, own: bool = False) -> bool:
+        """Revokes an operator or viewer; returns False if that role and name was already revoked."""
+        request = operations_pb2.RevokePersonRequest(role=role, name=name, reason=reason, own=own)
+        try:
+            return bool(self._call("RevokePerson", request).changed)
+        except RefusedError as refusal:
+            if own and refusal.code == Code.REVOKED:  # the caller itself: its certificate no longer admits the answer
+                return True
+            raise
+
+    def export(self, run: str, out: Path) -> Exported:
+        """Writes a run's model to an ONNX file on this machine."""
+        with errors_of(self._server), self._earlier_release("ExportModel"):
+            return Exported(*receive_model(self._stub.ExportModel(operations_pb2.ExportModelRequest(run=run)), out))
+
+    def back_up(self, out: Path) -> BackedUp:
+        """Writes a backup of the server's store to an empty directory on this machine."""
+        check_empty(out)
+        with errors_of(self._server), self._earlier_release("BackUp"):
+            return receive_backup(self._stub.BackUp(operations_pb2.BackUpRequest()), out)
 
     def cancel(self, run: str) -> bool:
         """Cancels a run permanently; returns False if it had already ended."""

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+from fleetdistill_server.store.backup import BackedUp
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.views.reading import Query
 from fleetdistill_server.views.runs import View
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An exported model: its size, and the largest difference between outputs of onnxruntime and PyTorch."""
+
+    bytes: int
+    max_difference: float
 
 
 class Source(ABC):
@@ -47,8 +58,46 @@ class Source(ABC):
         """Cancels a run permanently; returns False if it had already ended."""
 
     @abstractmethod
+    def export(self, run: str, out: Path) -> Exported:
+        """Writes a run's model to an ONNX file. With a server, for operators only.
+
+        Raises:
+            ExportError: The run has no model to export yet (of a server: RefusedError).
+        """
+
+    @abstractmethod
+    def back_up(self, out: Path) -> BackedUp:
+        """Writes a backup of the store to an empty directory on this machine. With a server, for operators only.
+
+        Raises:
+            ConfigurationError: `out` is not empty, or the store cannot be backed up by this command.
+        """
+
+    @abstractmethod
     def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
         """Creates and returns enrolment tokens, which are valid for `seconds`, for one run or (empty) for all."""
+
+    @abstractmethod
+    def revoke_person(self, role: str, name: str, reason: str, *, own: bool = False) -> bool:
+        """Revokes an operator or viewer permanently; returns False if that role and name was already revoked.
+
+        Args:
+            role: `operator` or `viewer`.
+            name: Name in the person's certificate.
+            reason: Reason, which is stored.
+            own: Whether the caller may be revoked itself.
+        """
+
+    def operators(self, *, before: int | None = None, call: str = "", text: str = "", most: int = 200) -> View:
+        """Returns a page of operators' calls, newest first: list `operators`, fact `more`. For operators only.
+
+        Args:
+            before: Id of the last call of the previous page; None for the first page.
+            call: Only calls of this method, such as RevokeDevice; empty for all.
+            text: Only calls whose caller, arguments or result contain this, in any case.
+            most: Largest number of calls, 1 to 1,000.
+        """
+        return self.read(Query("operators", before=before, kind=call, text=text, most=most))
 
     def about(self) -> View:
         """Returns facts: version, listen, tls, enrol_port, served_run, and the caller's role and name.

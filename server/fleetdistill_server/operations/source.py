@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,11 +10,13 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.config.tls import ENROL_PORT
 from fleetdistill_server.engine.cancelling import cancel
 from fleetdistill_server.operations.client import connect
-from fleetdistill_server.operations.interface import Source
+from fleetdistill_server.operations.interface import Exported, Source
+from fleetdistill_server.operations.local_calls import LOCAL, local_user, noted, noted_around
 from fleetdistill_server.security.pki import Authority
-from fleetdistill_server.security.revocation import revoke_device
+from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens
 from fleetdistill_server.service.enrol_port import load_enrol_port
+from fleetdistill_server.store.backup import BackedUp, backup
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.store import Store
@@ -50,7 +51,9 @@ class LocalStore(Source):
     def read(self, query: Query) -> View:
         """Reads one view."""
         found = read(self._store, self._directory, query)
-        return View(found.lists, {**found.facts, **_caller()}) if query.view == "about" else found
+        return (
+            View(found.lists, {**found.facts, "role": LOCAL, "name": local_user()}) if query.view == "about" else found
+        )
 
     def follow(self, run: str) -> Iterator[list[Row]]:
         """Yields the changes in a run until it ends."""
@@ -58,11 +61,33 @@ class LocalStore(Source):
 
     def revoke(self, device: str, reason: str) -> bool:
         """Revokes a device permanently; returns False if it was already revoked."""
-        return revoke_device(self._store, device, reason)
+        arguments = {"device": device, "reason": reason}
+        with noted(self._store, "RevokeDevice", arguments) as result:
+            result.changed = revoke_device(self._store, device, reason)
+        return result.changed
+
+    def revoke_person(self, role: str, name: str, reason: str, *, own: bool = False) -> bool:
+        """Revokes an operator or viewer; returns False if that role and name was already revoked."""
+        with noted(self._store, "RevokePerson", {"role": role, "name": name, "reason": reason}) as result:
+            result.changed = revoke_person(self._store, role, name, reason)
+        return result.changed
 
     def cancel(self, run: str) -> bool:
         """Cancels a run permanently; returns False if it had already ended."""
-        return cancel(self._store, run)
+        with noted_around(self._store, "CancelRun", {"run": run}) as result:
+            result.changed = cancel(self._store, run)
+        return result.changed
+
+    def export(self, run: str, out: Path) -> Exported:
+        """Writes a run's model to an ONNX file."""
+        from fleetdistill_server.engine.export import export_server_model  # imports torch
+
+        report = export_server_model(self._store, run, out)
+        return Exported(report.bytes, report.max_difference)
+
+    def back_up(self, out: Path) -> BackedUp:
+        """Writes a backup of the store to an empty directory."""
+        return backup(self._directory, out)
 
     def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
         """Creates and returns enrolment tokens. Raises ConfigurationError without a PKI."""
@@ -70,19 +95,18 @@ class LocalStore(Source):
             raise ConfigurationError("tokens need a PKI; create one with `fleetdistill pki init` and set --pki")
         port = load_enrol_port(self._directory)
         given = (ENROL_PORT if port is None else port, count, seconds, run, devices)
-        return create_tokens(self._store, Authority(self._pki), *given)
+        return create_noted_tokens(self._store, Authority(self._pki), *given)
 
 
-def _caller() -> Row:
-    return {"role": "local", "name": local_user()}
-
-
-def local_user() -> str:
-    """Returns the name of the user who runs this process; `unknown` if the system has none."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "unknown"
+def create_noted_tokens(
+    store: Store, authority: Authority, port: int, count: int, seconds: float, run: str, devices: Sequence[str]
+) -> list[str]:
+    """Creates enrolment tokens like `create_tokens`, and stores who did."""
+    arguments = {"count": count, "expires_seconds": seconds, "run": run, "devices": list(devices)}
+    with noted(store, "CreateTokens", arguments) as result:
+        made = create_tokens(store, authority, port, count, seconds, run, devices)
+        result.text = f"{len(made)} tokens"
+    return made
 
 
 @contextlib.contextmanager

@@ -64,6 +64,11 @@ class Authority:
         """The signing CA's certificate in DER form, for enrolment tokens."""
         return self._own.public_bytes(serialization.Encoding.DER)
 
+    @property
+    def is_rotating(self) -> bool:
+        """Whether a CA rotation is in progress: certificates of an old CA are accepted too."""
+        return len(self._certificates) > 1
+
     def sign_device(self, key: ec.EllipticCurvePublicKey, device: str, run: str, days: float) -> Issued:
         """Signs a device's certificate.
 
@@ -179,7 +184,7 @@ def rotate_authority(directory: Path, days: float = CA_DAYS) -> Authority:
         ConfigurationError: There is no CA, a rotation is in progress, or the directory cannot be written.
     """
     old = Authority(directory)
-    if len(old._certificates) > 1:
+    if old.is_rotating:
         raise ConfigurationError(
             f"{directory}: a CA rotation is in progress; complete it first with `fleetdistill pki forget-old-ca`"
         )
@@ -202,7 +207,7 @@ def forget_old_authority(directory: Path) -> None:
         ConfigurationError: No rotation is in progress, or the directory cannot be written.
     """
     authority = Authority(directory)
-    if len(authority._certificates) < 2:
+    if not authority.is_rotating:
         raise ConfigurationError(f"{directory} has only one CA; there is no old CA to remove")
     with _readable(directory):
         write_private(directory / AUTHORITIES, _pem(authority._own))

@@ -1,4 +1,4 @@
-"""Revokes devices and ends their participation in all runs."""
+"""Revokes devices and people. A revoked device no longer takes part in any run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.store.store import Store
 
 _LONGEST_REASON = 512
+
+
+def revoke_person(store: Store, role: str, name: str, reason: str) -> bool:
+    """Revokes an operator or viewer permanently. Returns False if that role and name was already revoked.
+
+    Raises:
+        ConfigurationError: The role is not operator or viewer, or the name is invalid.
+    """
+    if role not in (Role.OPERATOR, Role.VIEWER):
+        raise ConfigurationError(f"role is {role[:70]!r}, must be operator or viewer")
+    if not is_name(name):
+        raise ConfigurationError(f"name is {name[:70]!r}, must be 1 to 64 letters, digits, '-', '_' or '.'")
+    return store.credentials.revoke(f"{role}:{name}", reason[:_LONGEST_REASON])
 
 
 def revoke_device(store: Store, device: str, reason: str) -> bool:

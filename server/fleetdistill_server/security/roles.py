@@ -39,6 +39,10 @@ ALLOWED_CALLERS: dict[str, frozenset[Caller]] = {
     f"{_OPERATIONS}RevokeDevice": frozenset({Caller.OPERATOR}),
     f"{_OPERATIONS}CancelRun": frozenset({Caller.OPERATOR}),
     f"{_OPERATIONS}CreateTokens": frozenset({Caller.OPERATOR}),
+    f"{_OPERATIONS}RevokePerson": frozenset({Caller.OPERATOR}),
+    f"{_OPERATIONS}ReadForOperators": frozenset({Caller.OPERATOR}),
+    f"{_OPERATIONS}ExportModel": frozenset({Caller.OPERATOR}),
+    f"{_OPERATIONS}BackUp": frozenset({Caller.OPERATOR}),
     "/grpc.health.v1.Health/Check": _INSIDE,
     "/grpc.health.v1.Health/Watch": _INSIDE,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _PEOPLE | {Caller.PLAIN},
@@ -46,6 +50,9 @@ ALLOWED_CALLERS: dict[str, frozenset[Caller]] = {
 """Maps every gRPC method to the callers that are allowed to use it."""
 LONG_LIVED = frozenset(
     {
+        f"{_OPERATIONS}ReadForOperators",
+        f"{_OPERATIONS}ExportModel",
+        f"{_OPERATIONS}BackUp",
         f"{_OPERATIONS}Read",  # limited like the others, because a caller that does not read occupies memory
         f"{_OPERATIONS}WatchRun",
         "/grpc.health.v1.Health/Watch",

@@ -34,7 +34,7 @@ from fleetdistill_server.store.retention import exclusive, needed
 from fleetdistill_server.store.store import Store
 
 FORMAT = 1
-_DATABASE, _MANIFEST, _BLOBS = "store.sqlite", "manifest.json", "blobs"
+_DATABASE, MANIFEST, _BLOBS = "store.sqlite", "manifest.json", "blobs"
 _SHOWN = 5
 
 
@@ -71,7 +71,7 @@ def backup(source: Path, target: Path) -> BackedUp:
             f"the store {source} is in PostgreSQL or an object store; "
             "back it up with pg_dump and the object store's own tools"
         )
-    _check_empty(target)
+    check_empty(target)
     store = Store.open(source)
     try:
         with disk_errors(f"making the backup {target}"), exclusive(store):
@@ -104,9 +104,8 @@ def restore(source: Path, target: Path) -> int:
         StoreError: The backup is damaged; the message lists the damaged files. `target` is left unchanged.
     """
     manifest = _read_manifest(source)
-    _check_empty(target)
-    wanted = [(one, True) for one in manifest["payloads"]] + [(one, False) for one in manifest["checkpoints"]]
-    _check_digests(source, manifest, wanted)
+    check_empty(target)
+    wanted = check_backup(source)
     partial = target.with_name(target.name + ".restoring")
     with disk_errors(f"restoring into {target}"):
         shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted attempt
@@ -124,7 +123,24 @@ def restore(source: Path, target: Path) -> int:
     return len(wanted)
 
 
-def _check_empty(target: Path) -> None:
+def check_backup(source: Path) -> list[tuple[str, bool]]:
+    """Compares every file of a backup with its digest.
+
+    Returns:
+        The digest of each payload and checkpoint in hex, and whether it is a payload.
+
+    Raises:
+        ConfigurationError: `source` is not a backup that this version can read.
+        StoreError: The backup is damaged; the message lists the damaged files.
+    """
+    manifest = _read_manifest(source)
+    wanted = [(one, True) for one in manifest["payloads"]] + [(one, False) for one in manifest["checkpoints"]]
+    _check_digests(source, manifest, wanted)
+    return wanted
+
+
+def check_empty(target: Path) -> None:
+    """Raises ConfigurationError unless a directory is empty or does not exist."""
     with disk_errors(f"checking {target}"):
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigurationError(f"{target} is not an empty directory; choose an empty or a new directory")
@@ -209,21 +225,21 @@ def _write_manifest(target: Path, payloads: set[bytes], checkpoints: set[bytes],
         "checkpoints": sorted(one.hex() for one in checkpoints),
         "lost": {sha256.hex(): why for sha256, why in sorted(lost.items())},
     }
-    temporary = target / f"{_MANIFEST}.new"
+    temporary = target / f"{MANIFEST}.new"
     temporary.write_text(json.dumps(manifest, indent=1))
-    rename_durably(temporary, target / _MANIFEST)
+    rename_durably(temporary, target / MANIFEST)
     sync_directory(target.parent)
 
 
 def _read_manifest(source: Path) -> dict[str, Any]:
-    path = source / _MANIFEST
+    path = source / MANIFEST
     if not source.is_dir():
         raise ConfigurationError(f"directory {source} does not exist; choose a directory made by `fleetdistill backup`")
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
         known = {"format", "made_at", "database", "payloads", "checkpoints"} <= manifest.keys()
     except (OSError, ValueError, AttributeError) as error:
-        text = f"{source} is not a complete backup: its {_MANIFEST} cannot be read: {in_words(error)}"
+        text = f"{source} is not a complete backup: its {MANIFEST} cannot be read: {in_words(error)}"
         raise ConfigurationError(text) from error
     if not known or manifest["format"] != FORMAT:
         found = f"format {manifest.get('format')}, written by version {manifest.get('version')}"
@@ -248,7 +264,7 @@ def _damage_in(
     if not (source / _DATABASE).exists():
         yield f"{_DATABASE} is missing"
     elif _file_digest(source / _DATABASE) != manifest["database"]:
-        yield f"{_DATABASE} does not match its digest in {_MANIFEST}"
+        yield f"{_DATABASE} does not match its digest in {MANIFEST}"
     for name, is_payload in wanted:
         try:
             _verify(blobs, bytes.fromhex(name), is_payload)

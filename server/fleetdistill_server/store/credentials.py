@@ -69,6 +69,14 @@ class Credentials:
         """Returns the certificates of a device, newest last."""
         return self._db.rows("SELECT * FROM certificates WHERE device = ? ORDER BY expires_at, issued_at", device)
 
+    def newest_certificates(self) -> list[Row]:
+        """Returns the certificate of each device that expires last, ordered by device."""
+        return self._db.rows(
+            "SELECT c.* FROM certificates c WHERE NOT EXISTS (SELECT 1 FROM certificates n WHERE n.device = c.device "
+            "AND (n.expires_at > c.expires_at OR n.expires_at = c.expires_at AND n.serial > c.serial)) "
+            "ORDER BY c.device"
+        )
+
     def certificate(self, serial: str) -> Row | None:
         """Returns a certificate by its serial number in hex, or None."""
         return self._db.row("SELECT * FROM certificates WHERE serial = ?", serial)

@@ -322,6 +322,16 @@ def m016_asks_in_progress(db: Database) -> None:
 
 
 @migrations()
+def m020_operator_calls(db: Database) -> None:
+    db.execute(
+        "CREATE TABLE operator_calls (id BIGINT PRIMARY KEY, at FLOAT NOT NULL, role TEXT NOT NULL, "
+        "name TEXT NOT NULL, call TEXT NOT NULL, arguments TEXT NOT NULL, address TEXT NOT NULL, "
+        "result TEXT NOT NULL, refused INTEGER NOT NULL)"
+    )
+    db.execute("CREATE INDEX operator_calls_kept ON operator_calls (refused, id)")
+
+
+@migrations()
 def m021_times_of_asks(db: Database) -> None:
     # When the ask was written and sent to the device, when the download of its payload began and ended, and when the
     # upload of its answer began; NULL if not known. The front writes them within seconds, see `intake/ask_times.py`.

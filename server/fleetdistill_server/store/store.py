@@ -40,6 +40,7 @@ from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.history import History
 from fleetdistill_server.store.location import SQLITE, Location, read_location
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
+from fleetdistill_server.store.operator_calls import OperatorCalls
 from fleetdistill_server.store.runs import Runs
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.summaries import Summaries
@@ -57,6 +58,7 @@ class Store:
         asks: Asks and accepted answers.
         credentials: Tokens, certificates and revocations.
         deletions: Count of deletions of payloads.
+        operator_calls: Calls of operators.
         summaries: Sums over rounds and devices, for people.
     """
 
@@ -69,6 +71,7 @@ class Store:
         self.devices = Devices(database)
         self.credentials = Credentials(database)
         self.deletions = Deletions(database)
+        self.operator_calls = OperatorCalls(database)
         self.summaries = Summaries(database)
         try:
             if not is_current(database):  # a reader need not wait for a process that is writing

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fleetdistill.replacement import REPLACEMENT_METRICS, SPLIT
 from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.operator_calls import containing
 
 EVERY = 2**62
 """A round after all rounds."""
@@ -149,7 +150,7 @@ class Summaries:
         if text:
             columns = ("text", "code", "device")
             conditions.append("(" + " OR ".join(f"lower({name}) LIKE ? ESCAPE '!'" for name in columns) + ")")
-            values += [_containing(text)] * len(columns)
+            values += [containing(text)] * len(columns)
         where = " AND ".join(["run = ?", *conditions])
         return self._db.rows(f"SELECT * FROM events WHERE {where} ORDER BY id DESC LIMIT ?", run, *values, most)
 
@@ -190,10 +191,3 @@ class Summaries:
         """Returns when the newest certificate of each device expires, in seconds since 1970."""
         rows = self._db.rows("SELECT device, max(expires_at) AS ends FROM certificates GROUP BY device")
         return {row["device"]: float(row["ends"]) for row in rows}
-
-
-def _containing(text: str) -> str:
-    """Returns a LIKE pattern for texts that contain `text`."""
-    for special in "!%_":
-        text = text.replace(special, f"!{special}")
-    return f"%{text.lower()}%"

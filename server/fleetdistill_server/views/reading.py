@@ -26,14 +26,14 @@ class Query:
     """What to read. Fields that a view does not use are ignored.
 
     Attributes:
-        view: Name of the view, a key of `VIEWS`.
+        view: Name of the view, a key of `VIEWS` or `FOR_OPERATORS`.
         run: Name of the run; empty for all, where the view has no run.
         device: Id of a device; empty for all.
         after: Only rounds after this one.
         round: Number of a round; None for the open one, or the newest.
         before: Only events whose id is smaller than this; None for all.
-        kind: Only events of this kind; empty for all.
-        text: Only events whose text, code or device contains this, in any case.
+        kind: Only events of this kind, or calls of this method; empty for all.
+        text: Only events or calls whose text, code or device contains this, in any case.
         most: Largest number of events, 1 to 1,000.
     """
 
@@ -55,11 +55,12 @@ def read(store: Store, directory: Path, query: Query) -> View:
         ConfigurationError: The view, the run or the device does not exist, or `most` is out of range.
         StoreError: The store could not be read.
     """
-    if query.view not in VIEWS:
-        raise ConfigurationError(f"there is no view {query.view[:64]!r}; there are: {', '.join(VIEWS)}")
+    views = {**VIEWS, **FOR_OPERATORS}
+    if query.view not in views:
+        raise ConfigurationError(f"there is no view {query.view[:64]!r}; there are: {', '.join(views)}")
     if not 1 <= query.most <= MOST_EVENTS:
         raise ConfigurationError(f"most is {query.most}, must be 1 to {MOST_EVENTS}")
-    return VIEWS[query.view](store, directory, query)
+    return views[query.view](store, directory, query)
 
 
 def _about(store: Store, directory: Path, query: Query) -> View:
@@ -80,7 +81,17 @@ def _events(store: Store, directory: Path, query: Query) -> View:
     return overview.events(store, query.run, before=query.before, **wanted)  # type: ignore[arg-type]
 
 
-VIEWS: Mapping[str, Callable[[Store, Path, Query], View]] = {
+def _operators(store: Store, directory: Path, query: Query) -> View:
+    found = store.operator_calls.newest(before=query.before, call=query.kind, text=query.text, most=query.most + 1)
+    names = ("id", "role", "name", "call", "arguments", "address", "result")
+    rows = [{**{name: row[name] for name in names}, "at": runs.when(row["at"])} for row in found[: query.most]]
+    return View({"operators": rows}, {"more": len(found) > query.most})
+
+
+ViewReader = Callable[[Store, Path, Query], View]
+FOR_OPERATORS: Mapping[str, ViewReader] = {"operators": _operators}
+"""Functions that read the views that only operators may read, by name."""
+VIEWS: Mapping[str, ViewReader] = {
     "about": _about,
     "runs": lambda store, directory, query: runs.runs(store, served(directory)),
     "run": lambda store, directory, query: runs.run(store, query.run, served(directory)),

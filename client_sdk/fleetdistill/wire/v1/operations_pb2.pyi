@@ -1241,3 +1241,128 @@ class ReadResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadResponse: _TypeAlias = ReadResponse  # noqa: Y015
+
+@_typing.final
+class RevokePersonRequest(_message.Message):
+    """Revokes an operator or viewer permanently, including all certificates of that role and name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """operator or viewer."""
+    name: _builtins.str
+    """Name in the certificate."""
+    reason: _builtins.str
+    """Reason, at most 512 characters; it is stored."""
+    own: _builtins.bool
+    """Whether the caller may be revoked itself; otherwise such a request is rejected."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        name: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        own: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "own", b"own", "reason", b"reason", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokePersonRequest: _TypeAlias = RevokePersonRequest  # noqa: Y015
+
+@_typing.final
+class RevokePersonResponse(_message.Message):
+    """The revocation applies from the person's next call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGED_FIELD_NUMBER: _builtins.int
+    changed: _builtins.bool
+    """False if the person was already revoked."""
+    def __init__(
+        self,
+        *,
+        changed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokePersonResponse: _TypeAlias = RevokePersonResponse  # noqa: Y015
+
+@_typing.final
+class ExportModelRequest(_message.Message):
+    """Requests the model of a run as an ONNX file."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Name of the run."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportModelRequest: _TypeAlias = ExportModelRequest  # noqa: Y015
+
+@_typing.final
+class BackUpRequest(_message.Message):
+    """Requests a backup of the store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BackUpRequest: _TypeAlias = BackUpRequest  # noqa: Y015
+
+@_typing.final
+class FilePart(_message.Message):
+    """Part of a file, at most 1 MiB."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Path of the file that begins with this part, with `/` between folders; empty where the file continues."""
+    data: _builtins.bytes
+    """The file's next bytes."""
+    report: _builtins.str
+    """JSON object about all files; only in the last part, which has neither path nor data."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+        report: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "path", b"path", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FilePart: _TypeAlias = FilePart  # noqa: Y015

@@ -50,6 +50,11 @@ class OperationsServiceStub(object):
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadRequest.SerializeToString,
                 response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadResponse.FromString,
                 _registered_method=True)
+        self.ReadForOperators = channel.unary_stream(
+                '/fleetdistill.wire.v1.OperationsService/ReadForOperators',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadResponse.FromString,
+                _registered_method=True)
         self.WatchRun = channel.unary_stream(
                 '/fleetdistill.wire.v1.OperationsService/WatchRun',
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.WatchRunRequest.SerializeToString,
@@ -69,6 +74,21 @@ class OperationsServiceStub(object):
                 '/fleetdistill.wire.v1.OperationsService/CreateTokens',
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateTokensRequest.SerializeToString,
                 response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateTokensResponse.FromString,
+                _registered_method=True)
+        self.RevokePerson = channel.unary_unary(
+                '/fleetdistill.wire.v1.OperationsService/RevokePerson',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokePersonRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokePersonResponse.FromString,
+                _registered_method=True)
+        self.ExportModel = channel.unary_stream(
+                '/fleetdistill.wire.v1.OperationsService/ExportModel',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ExportModelRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.FilePart.FromString,
+                _registered_method=True)
+        self.BackUp = channel.unary_stream(
+                '/fleetdistill.wire.v1.OperationsService/BackUp',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.BackUpRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.FilePart.FromString,
                 _registered_method=True)
 
 
@@ -92,6 +112,13 @@ class OperationsServiceServicer(object):
 
     def Read(self, request, context):
         """Streams a view in parts. A view has the same content as on the server's machine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadForOperators(self, request, context):
+        """Streams the calls of operators in parts; the view is `operators`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,6 +152,27 @@ class OperationsServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RevokePerson(self, request, context):
+        """Revokes an operator or viewer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportModel(self, request, context):
+        """Exports the model of a run to ONNX and streams the file.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BackUp(self, request, context):
+        """Backs up the store and streams the files of the backup, the manifest last.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperationsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -140,6 +188,11 @@ def add_OperationsServiceServicer_to_server(servicer, server):
             ),
             'Read': grpc.unary_stream_rpc_method_handler(
                     servicer.Read,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadResponse.SerializeToString,
+            ),
+            'ReadForOperators': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadForOperators,
                     request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadRequest.FromString,
                     response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadResponse.SerializeToString,
             ),
@@ -162,6 +215,21 @@ def add_OperationsServiceServicer_to_server(servicer, server):
                     servicer.CreateTokens,
                     request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateTokensRequest.FromString,
                     response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateTokensResponse.SerializeToString,
+            ),
+            'RevokePerson': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokePerson,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokePersonRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokePersonResponse.SerializeToString,
+            ),
+            'ExportModel': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportModel,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ExportModelRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.FilePart.SerializeToString,
+            ),
+            'BackUp': grpc.unary_stream_rpc_method_handler(
+                    servicer.BackUp,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.BackUpRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.FilePart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -244,6 +312,33 @@ class OperationsService(object):
             request,
             target,
             '/fleetdistill.wire.v1.OperationsService/Read',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadForOperators(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/fleetdistill.wire.v1.OperationsService/ReadForOperators',
             fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadRequest.SerializeToString,
             fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadResponse.FromString,
             options,
@@ -354,6 +449,87 @@ class OperationsService(object):
             '/fleetdistill.wire.v1.OperationsService/CreateTokens',
             fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateTokensRequest.SerializeToString,
             fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokePerson(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleetdistill.wire.v1.OperationsService/RevokePerson',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokePersonRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokePersonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/fleetdistill.wire.v1.OperationsService/ExportModel',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ExportModelRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.FilePart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BackUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/fleetdistill.wire.v1.OperationsService/BackUp',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.BackUpRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.FilePart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,8 @@ class OperationsServiceStub:
     """Shows a run's rounds and events."""
     Read: _grpc.UnaryStreamMultiCallable[_operations_pb2.ReadRequest, _operations_pb2.ReadResponse]
     """Streams a view in parts. A view has the same content as on the server's machine."""
+    ReadForOperators: _grpc.UnaryStreamMultiCallable[_operations_pb2.ReadRequest, _operations_pb2.ReadResponse]
+    """Streams the calls of operators in parts; the view is `operators`."""
     WatchRun: _grpc.UnaryStreamMultiCallable[_operations_pb2.WatchRunRequest, _operations_pb2.WatchRunResponse]
     """Streams the changes of a run until it is over or the caller disconnects."""
     RevokeDevice: _grpc.UnaryUnaryMultiCallable[_operations_pb2.RevokeDeviceRequest, _operations_pb2.RevokeDeviceResponse]
@@ -47,6 +49,12 @@ class OperationsServiceStub:
     """Ends a run permanently."""
     CreateTokens: _grpc.UnaryUnaryMultiCallable[_operations_pb2.CreateTokensRequest, _operations_pb2.CreateTokensResponse]
     """Creates one-time enrolment tokens."""
+    RevokePerson: _grpc.UnaryUnaryMultiCallable[_operations_pb2.RevokePersonRequest, _operations_pb2.RevokePersonResponse]
+    """Revokes an operator or viewer."""
+    ExportModel: _grpc.UnaryStreamMultiCallable[_operations_pb2.ExportModelRequest, _operations_pb2.FilePart]
+    """Exports the model of a run to ONNX and streams the file."""
+    BackUp: _grpc.UnaryStreamMultiCallable[_operations_pb2.BackUpRequest, _operations_pb2.FilePart]
+    """Backs up the store and streams the files of the backup, the manifest last."""
 
 @_typing.type_check_only
 class OperationsServiceAsyncStub(OperationsServiceStub):
@@ -59,6 +67,8 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
     """Shows a run's rounds and events."""
     Read: _aio.UnaryStreamMultiCallable[_operations_pb2.ReadRequest, _operations_pb2.ReadResponse]  # type: ignore[assignment]
     """Streams a view in parts. A view has the same content as on the server's machine."""
+    ReadForOperators: _aio.UnaryStreamMultiCallable[_operations_pb2.ReadRequest, _operations_pb2.ReadResponse]  # type: ignore[assignment]
+    """Streams the calls of operators in parts; the view is `operators`."""
     WatchRun: _aio.UnaryStreamMultiCallable[_operations_pb2.WatchRunRequest, _operations_pb2.WatchRunResponse]  # type: ignore[assignment]
     """Streams the changes of a run until it is over or the caller disconnects."""
     RevokeDevice: _aio.UnaryUnaryMultiCallable[_operations_pb2.RevokeDeviceRequest, _operations_pb2.RevokeDeviceResponse]  # type: ignore[assignment]
@@ -67,6 +77,12 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
     """Ends a run permanently."""
     CreateTokens: _aio.UnaryUnaryMultiCallable[_operations_pb2.CreateTokensRequest, _operations_pb2.CreateTokensResponse]  # type: ignore[assignment]
     """Creates one-time enrolment tokens."""
+    RevokePerson: _aio.UnaryUnaryMultiCallable[_operations_pb2.RevokePersonRequest, _operations_pb2.RevokePersonResponse]  # type: ignore[assignment]
+    """Revokes an operator or viewer."""
+    ExportModel: _aio.UnaryStreamMultiCallable[_operations_pb2.ExportModelRequest, _operations_pb2.FilePart]  # type: ignore[assignment]
+    """Exports the model of a run to ONNX and streams the file."""
+    BackUp: _aio.UnaryStreamMultiCallable[_operations_pb2.BackUpRequest, _operations_pb2.FilePart]  # type: ignore[assignment]
+    """Backs up the store and streams the files of the backup, the manifest last."""
 
 class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
     """Calls of operators and viewers."""
@@ -94,6 +110,14 @@ class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_operations_pb2.ReadResponse], _abc.AsyncIterator[_operations_pb2.ReadResponse]]:
         """Streams a view in parts. A view has the same content as on the server's machine."""
+
+    @_abc_1.abstractmethod
+    def ReadForOperators(
+        self,
+        request: _operations_pb2.ReadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_operations_pb2.ReadResponse], _abc.AsyncIterator[_operations_pb2.ReadResponse]]:
+        """Streams the calls of operators in parts; the view is `operators`."""
 
     @_abc_1.abstractmethod
     def WatchRun(
@@ -126,5 +150,29 @@ class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.CreateTokensResponse, _abc.Awaitable[_operations_pb2.CreateTokensResponse]]:
         """Creates one-time enrolment tokens."""
+
+    @_abc_1.abstractmethod
+    def RevokePerson(
+        self,
+        request: _operations_pb2.RevokePersonRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.RevokePersonResponse, _abc.Awaitable[_operations_pb2.RevokePersonResponse]]:
+        """Revokes an operator or viewer."""
+
+    @_abc_1.abstractmethod
+    def ExportModel(
+        self,
+        request: _operations_pb2.ExportModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_operations_pb2.FilePart], _abc.AsyncIterator[_operations_pb2.FilePart]]:
+        """Exports the model of a run to ONNX and streams the file."""
+
+    @_abc_1.abstractmethod
+    def BackUp(
+        self,
+        request: _operations_pb2.BackUpRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_operations_pb2.FilePart], _abc.AsyncIterator[_operations_pb2.FilePart]]:
+        """Backs up the store and streams the files of the backup, the manifest last."""
 
 def add_OperationsServiceServicer_to_server(servicer: OperationsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,107 @@
+"""Who loses access: through the end of a CA rotation, or the revocation of the last operator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.link.credentials import IDENTITY, split
+from fleetdistill_server.security.certificates import Holder, Role, holder_of
+from fleetdistill_server.security.pki import Authority
+from fleetdistill_server.store.store import Store
+
+_LISTED = 50
+
+
+@dataclass(frozen=True)
+class ShutOut:
+    """Who has a valid certificate of the old CA and none of the new one.
+
+    Attributes:
+        devices: Ids of devices that have not renewed their certificates.
+        people: Operators and viewers whose identities are in the PKI's directory, as `role name`.
+    """
+
+    devices: list[str]
+    people: list[str]
+
+    @property
+    def names(self) -> list[str]:
+        """Everyone who is shut out."""
+        return [*self.people, *(f"device {one}" for one in self.devices)]
+
+    def lines(self) -> Iterator[str]:
+        """Yields sentences for the operator."""
+        for what, names in (("devices", self.devices), ("people", self.people)):
+            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            listed = f": {', '.join(names[:_LISTED])}{more}" if names else ""
+            yield f"{what} with a certificate of the old CA only, who will be shut out: {len(names) or 'none'}{listed}"
+        yield "people whose identities were written elsewhere with --out are not known here"
+
+
+def check_rotation(pki: Path) -> None:
+    """Raises ConfigurationError if no CA rotation is in progress."""
+    if not Authority(pki).is_rotating:
+        raise ConfigurationError(f"{pki} has only one CA; there is no old CA to remove")
+
+
+def shut_out(pki: Path, store: Store | None) -> ShutOut:
+    """Returns who is shut out at the end of a CA rotation, without those who are revoked or whose certificate expired.
+
+    Args:
+        pki: Directory of the PKI.
+        store: The server's store, which has the devices' certificates; None if there is none.
+    """
+    authority = x509.load_der_x509_certificate(Authority(pki).der)
+    devices = [] if store is None else sorted(_old_devices(store, authority))
+    identities = [(holder, pem) for holder, pem in _identities(pki) if store is None or not _is_revoked(store, holder)]
+    old, new = set[str](), set[str]()
+    for holder, pem in identities:
+        (new if _is_signed(pem, authority) else old).add(f"{holder.role} {holder.name}")
+    return ShutOut(devices, sorted(old - new))
+
+
+def is_last_operator(pki: Path, store: Store, name: str) -> bool:
+    """Returns whether an operator is the only one in the PKI's directory with a valid certificate."""
+    known = {holder.name for holder, _ in _identities(pki) if holder.role is Role.OPERATOR}
+    valid = {one for one in known if store.credentials.revocation(f"{Role.OPERATOR}:{one}", "") is None}
+    return valid == {name}
+
+
+def _old_devices(store: Store, authority: x509.Certificate) -> Iterator[str]:
+    certificates = store.credentials.newest_certificates()
+    revoked = {row["subject"] for row in store.credentials.revocations()}
+    for row in certificates:
+        subjects = {f"{Role.DEVICE}:{row['device']}", f"serial:{row['serial']}"}
+        if row["expires_at"] > time.time() and not subjects & revoked and not _is_signed(row["pem"], authority):
+            yield row["device"]
+
+
+def _identities(pki: Path) -> Iterable[tuple[Holder, bytes]]:
+    """Yields the people whose identities are in the PKI's directory, with their valid certificates."""
+    for path in sorted(pki.glob(f"*/{IDENTITY}")):
+        try:
+            pem = split(path.read_bytes())[1]
+        except OSError:
+            continue  # of another user
+        holder = holder_of(pem)
+        if holder is not None and holder.expires_at > time.time():
+            yield holder, pem
+
+
+def _is_revoked(store: Store, holder: Holder) -> bool:
+    return store.credentials.is_revoked(*holder.subjects)
+
+
+def _is_signed(pem: bytes, authority: x509.Certificate) -> bool:
+    try:
+        x509.load_pem_x509_certificate(pem).verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True

@@ -1,0 +1,106 @@
+"""The calls of operators: who changed what, when, from where, with which result; and calls that were refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.texts import shortened
+
+KEPT = 10_000
+"""Number of the newest calls that are kept, of those that were carried out and of those that were refused, each."""
+_LONGEST_LIST = 20
+BEGUN = "begun"
+"""Result of a call that is being carried out, or that was interrupted by the end of its process."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that changes something.
+
+    Attributes:
+        role: Role in the caller's certificate; `local` for a command on the store's machine.
+        name: Name in the caller's certificate; the name of the local user for a command.
+        call: Name of the method, such as RevokeDevice.
+        arguments: Arguments without secrets.
+        address: Network address of the caller; `local` for a command.
+    """
+
+    role: str
+    name: str
+    call: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    address: str = "local"
+
+
+class OperatorCalls:
+    """Reads and writes the table `operator_calls`."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def add(self, call: Call, result: str, *, refused: bool = False) -> int:
+        """Stores a call with its result, in the open transaction or its own; returns its id.
+
+        Deletes the oldest calls above `KEPT`. Refused calls are counted separately, and so never displace changes.
+        """
+        row: Row = {"role": call.role, "name": call.name[:64], "call": call.call, "address": call.address}
+        row |= {"arguments": _text_of(call.arguments), "result": shortened(result), "refused": int(refused)}
+        with self._db.transaction():
+            number = int(self._db.value("SELECT coalesce(max(id), 0) + 1 FROM operator_calls"))
+            self._db.insert("operator_calls", {"id": number, "at": self._db.now(), **row})
+            self._db.write(
+                "DELETE FROM operator_calls WHERE refused = ?1 AND id <= coalesce((SELECT id FROM operator_calls "
+                "WHERE refused = ?1 ORDER BY id DESC LIMIT 1 OFFSET ?2), 0)",
+                *(int(refused), KEPT),
+            )
+        return number
+
+    def settle(self, number: int, result: str, *, refused: bool = False) -> None:
+        """Stores the result of a call that was added as begun."""
+        sql = "UPDATE operator_calls SET result = ?, refused = ? WHERE id = ?"
+        self._db.write(sql, shortened(result), int(refused), number)
+
+    def newest(self, *, before: int | None, call: str, text: str, most: int) -> list[Row]:
+        """Returns calls, newest first.
+
+        Args:
+            before: Only calls with a smaller id; None for all.
+            call: Only calls of this method; empty for all.
+            text: Only calls whose caller, arguments or result contain this, in any case; empty for all.
+            most: Largest number of calls.
+        """
+        conditions, values = ["1 = 1"], list[Any]()
+        if before is not None:
+            conditions.append("id < ?")
+            values.append(before)
+        if call:
+            conditions.append("call = ?")
+            values.append(call)
+        if text:
+            columns = ("name", "arguments", "result", "address")
+            conditions.append("(" + " OR ".join(f"lower({one}) LIKE ? ESCAPE '!'" for one in columns) + ")")
+            values += [containing(text)] * len(columns)
+        where = " AND ".join(conditions)
+        return self._db.rows(f"SELECT * FROM operator_calls WHERE {where} ORDER BY id DESC LIMIT ?", *values, most)
+
+
+def containing(text: str) -> str:
+    """Returns a LIKE pattern with the escape character `!` for lower-case texts that contain `text`."""
+    for special in "!%_":
+        text = text.replace(special, f"!{special}")
+    return f"%{text.lower()}%"
+
+
+def _text_of(arguments: Mapping[str, Any]) -> str:
+    """Returns the arguments as JSON; long lists are cut, with their length."""
+    shown = {
+        name: [*value[:_LONGEST_LIST], f"and {len(value) - _LONGEST_LIST} more"]
+        if isinstance(value, list) and len(value) > _LONGEST_LIST
+        else value
+        for name, value in arguments.items()
+    }
+    return shortened(json.dumps(shown))

@@ -1,0 +1,203 @@
+"""Who changed what: each change in its transaction, refused calls too, from elsewhere and beside the store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.live_front import RUN, prepare_store
+from support.processes import wait_until
+from support.secured import device_credentials, make_pki, secured_front
+from support.stores import IN_POSTGRES, place_store
+from typer.testing import CliRunner
+
+from fleetdistill.errors import RefusedError
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.operations.client import connect
+from fleetdistill_server.operations.source import LocalStore
+from fleetdistill_server.security.certificates import Role, holder_of
+from fleetdistill_server.security.pki import Authority, rotate_authority
+from fleetdistill_server.store import operator_calls
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.operator_calls import Call
+from fleetdistill_server.store.store import Store
+
+
+@dataclass
+class Place:
+    """A served store with a PKI, two operators and a viewer."""
+
+    work: Path
+    store: Store
+    authority: Authority
+    address: str
+
+    def as_(self, who: str) -> list[str]:
+        return ["--server", self.address, "--identity", str(self.work / "pki" / who)]
+
+    def calls(self, **wanted: Any) -> list[Row]:
+        return LocalStore(self.work / "store").operators(**wanted).lists["operators"]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    authority = make_pki(tmp_path / "pki")
+    for role, name in ((Role.OPERATOR, "olga"), (Role.OPERATOR, "otto"), (Role.VIEWER, "vera")):
+        authority.issue_person(role, name, 1.0, tmp_path / "pki" / f"{role}-{name}")
+    store = prepare_store(tmp_path / "store")
+    with secured_front(tmp_path / "store", tmp_path / "pki") as front:
+        yield Place(tmp_path, store, authority, f"127.0.0.1:{front.port}")
+    store.close()
+
+
+def run(*words: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, list(words))
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_changes_from_elsewhere_are_stored_with_who_what_where_and_result(place: Place) -> None:
+    there = place.as_("operator-olga")
+    run("devices", "revoke", "camera-7", "--reason", "stolen", *there)
+    run("devices", "revoke", "camera-7", *there)
+    tokens = run("enrol", "--count", "2", *there).split()
+    run("runs", "cancel", RUN, *there)
+    found = place.calls()
+    assert [(row["call"], row["result"]) for row in reversed(found)] == [
+        ("RevokeDevice", "done"),
+        ("RevokeDevice", "nothing to change"),
+        ("CreateTokens", "done: 2 tokens"),
+        ("CancelRun", "done"),
+    ]
+    assert {(row["role"], row["name"]) for row in found} == {("operator", "olga")}
+    assert all("127.0.0.1" in row["address"] for row in found)
+    assert json.loads(found[-1]["arguments"]) == {"device": "camera-7", "reason": "stolen"}
+    assert not any(token in json.dumps(found) for token in tokens)
+    assert json.loads(run("operators", "--json", *there)) == found
+    assert [row["call"] for row in json.loads(run("operators", "--call", "CancelRun", "--json", *there))] == [
+        "CancelRun"
+    ]
+    assert "may not call" in run("operators", *place.as_("viewer-vera"), code=1)
+
+
+def test_refused_calls_are_stored_whoever_makes_them(place: Place) -> None:
+    run("devices", "revoke", "camera-7", *place.as_("viewer-vera"), code=1)
+    run("runs", "cancel", "nothing", *place.as_("operator-olga"), code=1)
+    wait_until(lambda: len(place.calls()) == 2, "both refusals")
+    found = {row["name"]: row for row in place.calls()}
+    assert found["vera"]["result"].startswith("refused: not-allowed: ")
+    assert found["olga"]["result"].startswith("refused: unknown-run: ")
+    assert place.store.credentials.revocations() == []
+
+
+def test_commands_beside_the_store_are_stored_with_the_local_user(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGNAME", "root-of-this")
+    here = ["--store", str(place.work / "store")]
+    run("devices", "revoke", "camera-7", *here)
+    run("enrol", "--pki", str(place.work / "pki"), *here)
+    run("devices", "forget", RUN, "nobody", *here, code=1)
+    found = place.calls()
+    assert {(row["role"], row["name"], row["address"]) for row in found} == {("local", "root-of-this", "local")}
+    assert [(row["call"], row["result"].partition(":")[0]) for row in reversed(found)] == [
+        ("RevokeDevice", "done"),
+        ("CreateTokens", "done"),
+        ("ForgetDevice", "failed"),
+    ]
+
+
+def test_a_change_and_its_call_are_one_transaction(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> int:
+        raise RuntimeError("the process ends here")
+
+    monkeypatch.setattr(operator_calls.OperatorCalls, "add", fails)
+    with pytest.raises(RuntimeError):
+        LocalStore(place.work / "store").revoke("camera-7", "")
+    assert place.store.credentials.revocations() == []
+
+
+@pytest.mark.parametrize("kind", ["files", IN_POSTGRES])
+def test_refused_calls_displace_no_changes(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request.param = kind
+    monkeypatch.setattr(operator_calls, "KEPT", 5)
+    store = Store.open(place_store(request, tmp_path / "store"))
+    calls = store.operator_calls
+    for number in range(8):
+        calls.add(Call("operator", "olga", "RevokeDevice", {"device": f"d{number}"}), "done")
+    for _ in range(20):
+        calls.add(Call("viewer", "vera", "CancelRun"), "refused: not-allowed", refused=True)
+    kept = calls.newest(before=None, call="", text="", most=100)
+    assert [row["call"] for row in kept] == ["CancelRun"] * 5 + ["RevokeDevice"] * 5
+    assert [json.loads(row["arguments"])["device"] for row in kept[5:]] == ["d7", "d6", "d5", "d4", "d3"]
+    found = calls.newest(before=kept[5]["id"], call="", text="D5", most=100)
+    assert [json.loads(row["arguments"])["device"] for row in found] == ["d5"]
+    store.close()
+
+
+def test_a_person_is_revoked_from_elsewhere_at_its_next_call(place: Place) -> None:
+    there = place.as_("operator-olga")
+    with connect(place.address, place.work / "pki" / "viewer-vera") as vera:
+        assert vera.runs().lists["runs"]
+        assert "is revoked" in run("pki", "revoke", "--role", "viewer", "--name", "vera", *there)
+        with pytest.raises(RefusedError, match="was revoked"):
+            vera.runs()
+    assert "already revoked" in run("pki", "revoke", "--role", "viewer", "--name", "vera", *there)
+    assert place.calls()[-1]["call"] == "RevokePerson"
+
+
+def test_an_operator_revokes_itself_only_with_yes(place: Place) -> None:
+    there = place.as_("operator-olga")
+    words = ["pki", "revoke", "--role", "operator", "--name", "olga"]
+    assert "confirm it with --yes" in run(*words, *there, code=1)
+    assert run("runs", "list", *there)
+    run(*words, "--yes", *there)
+    assert "was revoked" in run("runs", "list", *there, code=1)
+    assert "may not call" in run(
+        "pki", "revoke", "--role", "operator", "--name", "otto", *place.as_("viewer-vera"), code=1
+    )
+
+
+def test_the_last_operator_of_the_pki_is_revoked_only_with_yes(place: Place) -> None:
+    here = ["--store", str(place.work / "store"), "--pki", str(place.work / "pki")]
+    words = ["pki", "revoke", "--role", "operator", *here, "--name"]
+    run(*words, "otto")
+    assert "'olga' is the last operator" in run(*words, "olga", code=1)
+    run(*words, "olga", "--yes")
+    assert len(place.store.credentials.revocations()) == 2
+
+
+def test_the_end_of_a_rotation_names_whom_it_shuts_out_and_asks(place: Place) -> None:
+    for name in ("old", "renewed", "gone"):
+        add_certificate(place, place.authority, name)
+    place.store.credentials.revoke("device:gone", "")
+    pki, here = place.work / "pki", ["--store", str(place.work / "store")]
+    assert "only one CA" in run("pki", "forget-old-ca", "--pki", str(pki), *here, code=1)
+    new = rotate_authority(pki)
+    add_certificate(place, new, "renewed")
+    new.issue_person(Role.OPERATOR, "olga", 1.0, pki / "olga-again")
+    before = (pki / "ca.pem").read_bytes()
+    done = CliRunner().invoke(app, ["pki", "forget-old-ca", "--pki", str(pki), *here], input="n\n")
+    assert done.exit_code == 1
+    assert (pki / "ca.pem").read_bytes() == before
+    assert "devices with a certificate of the old CA only, who will be shut out: 1: old\n" in done.output
+    assert "shut out: 2: operator otto, viewer vera\n" in done.output
+    run("pki", "forget-old-ca", "--pki", str(pki), *here, "--yes")
+    assert len((pki / "ca.pem").read_bytes()) < len(before)
+    assert json.loads(place.calls()[0]["arguments"]) == {"shut_out": ["operator otto", "viewer vera", "device old"]}
+
+
+def add_certificate(place: Place, authority: Authority, device: str) -> None:
+    pem = device_credentials(authority, device).chain
+    holder = holder_of(pem)
+    assert holder is not None
+    row = {"serial": holder.serial, "device": device, "run": "", "public_key": holder.public_key, "pem": pem}
+    place.store.credentials.add_certificate(
+        {**row, "issued_at": holder.expires_at - 100, "expires_at": holder.expires_at}
+    )
