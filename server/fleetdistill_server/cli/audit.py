@@ -41,7 +41,7 @@ def audit(
     """Attacks what a run's devices send. Example: fleetdistill audit run.toml --data digits
 
     The run's method and models run in memory on a public set, and every part that a device sends is attacked with
-    everything that the server knows. No private row is needed or read. Operators' calls are in `fleetdistill operators`.
+    everything that the server knows. No private row is needed or read. `fleetdistill operators` lists operators' calls.
     """
     from fleetdistill_server.audit.audit import Audit, record_run, report
     from fleetdistill_server.audit.pictures import reconstruct
