@@ -18,6 +18,7 @@ from support.processes import children, wait_until
 from fleetdistill.errors import RunError
 from fleetdistill_server.simulation.backends.worker_processes import WorkerProcesses
 from fleetdistill_server.simulation.links.links import run_over_memory
+from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.timing.behaviour import FleetBehaviour
 from fleetdistill_server.store.store import Store
 
@@ -82,19 +83,21 @@ def test_a_worker_that_dies_within_a_task_costs_one_retry(
     assert [one.getMessage().partition("died with")[2] for one in caplog.records if "died with" in one.getMessage()]
 
 
-def test_a_worker_that_is_killed_between_tasks_is_replaced(tmp_path: Path) -> None:
-    alone, helped = (prepare(FLEET, tmp_path / kind) for kind in ("alone", "helped"))
-    killed: list[int] = []
+def test_a_worker_that_is_killed_in_each_round_is_replaced(tmp_path: Path) -> None:
+    """Once a round, since a task is repeated once, and the tasks of a round are over before the next one begins."""
+    fleet = replace(FLEET, rounds=3)
+    alone, helped = (prepare(fleet, tmp_path / kind) for kind in ("alone", "helped"))
+    killed: dict[int, int] = {}
 
     def kill(store: Store) -> None:
-        found = children(os.getpid(), WORKER)
-        if len(killed) < 3 and found:
+        number, found = store.runs.open_number(RUN), children(os.getpid(), WORKER)
+        if number is not None and number not in killed and found:
             os.kill(found[0], 9)
-            killed.append(found[0])
+            killed[number] = found[0]
             wait_until(lambda: found[0] not in children(os.getpid(), WORKER), "the worker to die")
 
     assert_same(alone, helped, run_in_memory(alone), run_with_workers(helped, 1, kill))
-    assert len(set(killed)) == 3
+    assert len(set(killed.values())) == 3
 
 
 def test_a_task_that_kills_two_workers_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
