@@ -27,7 +27,7 @@ from support.served import served
 from fleetdistill import Predictor
 
 GATEWAY = EXAMPLES / "gateway" / "gateway.py"
-UNIT = EXAMPLES / "gateway" / "fleetdistill-gateway.service"
+UNIT = EXAMPLES.parent / "deploy/systemd/fleetdistill-device.service"
 SETTINGS: dict[str, Any] = {
     "run": {"method": "classstats", "rounds": 0, "min_devices": 1},
     "contract": {"classes": 10, "input_shape": [1, 8, 8]},
