@@ -13,7 +13,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ("benchmarks/RESULTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "protos/README.md", "examples/*.*")
+OUTSIDE = ("benchmarks/RESULTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "protos/README.md", "examples/*.*", "deploy/README.md")
 COMMANDS = "<!-- commands -->"
 
 

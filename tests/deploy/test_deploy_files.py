@@ -45,7 +45,7 @@ def test_the_compose_file_fits_its_schema() -> None:
 def test_files_that_compose_mounts_exist() -> None:
     services: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     mounted = [one.split(":")[0] for service in services.values() for one in service.get("volumes", [])]
-    assert [one for one in mounted if one.startswith(".") and not (DEPLOY / one).exists()] in ([], ["./grafana"])
+    assert [one for one in mounted if one.startswith(".") and not (DEPLOY / one).exists()] == []
 
 
 def manifests() -> Iterator[dict[str, Any]]:
@@ -118,6 +118,13 @@ def test_stopping_a_server_leaves_its_processes_the_time_that_they_are_given() -
 def test_a_configuration_is_read(config: Path) -> None:
     loaded = load_run_config(config)
     assert loaded.server.pki, "it listens on every address"
+
+
+def test_the_runbook_has_a_section_for_each_alert() -> None:
+    rules = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())
+    alerts = [rule["alert"] for group in rules["groups"] for rule in group["rules"]]
+    runbook = (DEPLOY.parent / "docs/operations.md").read_text()
+    assert re.findall(r"^### (Fleetdistill\w+)$", runbook, re.MULTILINE) == alerts
 
 
 # --- commands

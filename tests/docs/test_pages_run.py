@@ -31,6 +31,7 @@ PAGES = [
     for kind in ("tutorials", "how-to")
     for path in (ROOT / "docs" / kind).glob("*.md")
 ]
+PAGES.append("docs/operations.md")
 TINY = "--rounds 1 --control-rounds 1 --train-limit 150 --test-limit 60"
 PRIVATE_TINY = "--test-limit 60"
 """Of a private simulation, whose noise needs more rows."""
