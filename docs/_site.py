@@ -13,7 +13,15 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ("benchmarks/RESULTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "protos/README.md", "examples/*.*", "deploy/README.md")
+OUTSIDE = (
+    "benchmarks/RESULTS.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "protos/README.md",
+    "examples/*.*",
+    "deploy/README.md",
+)
 COMMANDS = "<!-- commands -->"
 
 
