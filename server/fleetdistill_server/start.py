@@ -16,6 +16,10 @@ def main() -> None:
         from fleetdistill.device.command import main as device
 
         sys.exit(device(sys.argv[2:]))
+    if sys.argv[1:2] == ["doctor"] and any(word.partition("=")[0] == "--state" for word in sys.argv):  # the SDK's too
+        from fleetdistill.device.doctor import main as doctor
+
+        sys.exit(doctor(sys.argv[2:]))
     if sys.argv[1:2] == ["serve"]:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda signum, frame: sys.exit(0))

@@ -21,6 +21,7 @@ from fleetdistill_server.cli.audit import audit
 from fleetdistill_server.cli.dashboard import dashboard
 from fleetdistill_server.cli.device import device_app
 from fleetdistill_server.cli.devices import devices_app
+from fleetdistill_server.cli.doctor import doctor
 from fleetdistill_server.cli.health import health
 from fleetdistill_server.cli.operators import operators
 from fleetdistill_server.cli.options import (
@@ -395,6 +396,7 @@ def methods(
 
 app.command("audit")(audit)
 app.command("operators")(operators)
+app.command("doctor")(doctor)
 app.command("backup")(backup)
 app.command("restore")(restore)
 

@@ -84,7 +84,7 @@ def problems(config: RunConfig, insecure: bool) -> list[str]:
     found = []
     for check in (
         lambda: check_security(config.server, insecure),
-        lambda: _check_ports(config),
+        lambda: _check_own_ports(config),
         lambda: _check_store(config),
         lambda: _built(config),
         lambda: _evaluation(config),
@@ -139,12 +139,16 @@ def _evaluation(config: RunConfig) -> int:
     return evaluation_samples(config)
 
 
-def _check_ports(config: RunConfig) -> None:
-    if served_run(Path(config.server.store)) == config.run.name:
-        return  # the run's own server uses the ports
-    tls = config.server.tls()
-    addresses = {"listen": config.server.listen, **({"enrol_listen": tls.enrol_listen} if tls is not None else {})}
-    addresses |= {"metrics": config.server.metrics} if config.server.metrics else {}
+def _check_own_ports(config: RunConfig) -> None:
+    if served_run(Path(config.server.store)) != config.run.name:  # otherwise the run's own server uses the ports
+        check_ports(config.server)
+
+
+def check_ports(server: ServerSection) -> None:
+    """Raises ConfigurationError unless the server can listen on its ports."""
+    tls = server.tls()
+    addresses = {"listen": server.listen, **({"enrol_listen": tls.enrol_listen} if tls is not None else {})}
+    addresses |= {"metrics": server.metrics} if server.metrics else {}
     for setting, address in addresses.items():
         host, _, port = address.rpartition(":")
         try:

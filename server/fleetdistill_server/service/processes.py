@@ -97,6 +97,14 @@ def open_files() -> int:
     return soft if soft != resource.RLIM_INFINITY else _UNLIMITED_FILES
 
 
+def hard_limit_of_files() -> int:
+    """Returns how many files a process of this user may have open after `allow_open_files`."""
+    if resource is None:
+        return _UNLIMITED_FILES
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return hard if hard != resource.RLIM_INFINITY else _UNLIMITED_FILES
+
+
 def allow_open_files() -> None:
     """Raises this process's limit on open files to the hard limit, because every connection is an open file."""
     if resource is not None:

@@ -55,6 +55,21 @@ class SqliteDatabase(Database):
         return cls(connection, "wal")
 
     @classmethod
+    def open_for_reading(cls, path: Path) -> Self:
+        """Opens a database file that exists, and never writes to it; also beside processes that write.
+
+        Raises:
+            StoreError: The file cannot be read, or is no database.
+        """
+        # Without a log there is no writer, and SQLite need not create the log to read.
+        unused = not path.with_name(f"{path.name}-wal").exists()
+        address = f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if unused else ''}"
+        with database_errors():
+            connection = sqlite3.connect(address, uri=True, timeout=_BUSY_SECONDS, isolation_level=None)
+            mode = str(connection.execute("PRAGMA journal_mode").fetchone()[0])
+        return cls(connection, mode)
+
+    @classmethod
     def in_memory(cls) -> SqliteDatabase:
         """Returns a database that exists only in memory."""
         connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)

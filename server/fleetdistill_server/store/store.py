@@ -136,6 +136,20 @@ class Store:
             self.blobs.put_state(state)
 
 
+def open_for_reading(directory: Path, location: Location) -> tuple[Database, Blobs]:
+    """Opens the database and the payloads of a store that exists, without creating or migrating tables.
+
+    Raises:
+        ConfigurationError: An extra that the location needs is not installed.
+        StoreError: The database cannot be reached, or is no database.
+    """
+    if location.database:
+        database = _open_database(directory, location)
+    else:
+        database = SqliteDatabase.open_for_reading(directory / SQLITE)
+    return database, _open_blobs(directory, location, database)
+
+
 def _create_tables(database: Database, blobs: Blobs) -> None:
     """Creates or migrates the tables, unless another process does so while this one waits for the lock.
 

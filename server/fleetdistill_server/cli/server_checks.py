@@ -1,0 +1,187 @@
+"""The checks of `fleetdistill doctor run.toml`: a server seen from its own machine. Nothing is changed."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from fleetdistill.device.doctor import (
+    DAY_SECONDS,
+    ERROR,
+    OK,
+    WARNING,
+    Finding,
+    certificate_findings,
+    findings,
+    versions,
+)
+from fleetdistill.errors import ConfigurationError, StoreError, in_words
+from fleetdistill.link.credentials import AUTHORITIES, split
+from fleetdistill_server.cli.serve_checks import check_ports, check_security
+from fleetdistill_server.cli.store_checks import store_findings
+from fleetdistill_server.config.section import read_toml
+from fleetdistill_server.config.server_config import ServerSection, load_server_config
+from fleetdistill_server.security.pki import CA_KEY, SERVER
+from fleetdistill_server.service.heartbeat import served
+from fleetdistill_server.service.processes import hard_limit_of_files
+from fleetdistill_server.store.disk_space import bytes_under
+from fleetdistill_server.views.units import readable_bytes
+
+_PACKAGES = ("grpcio", "torch", "onnxruntime", "cryptography", "psycopg", "s3fs")
+_FEW_FILES = 4096
+"""Open files below which a server of a thousand devices refuses connections."""
+_SERVER_DAYS, _CA_DAYS = 30, 90
+_NEARLY_FULL = 0.9
+Found = Iterator[tuple[str, str]]
+
+
+def examine(
+    path: Path, *, quick: bool = False, insecure: bool = False, clock: Callable[[], float] = time.time
+) -> list[Finding]:
+    """Examines the server of a run.toml or server.toml.
+
+    Args:
+        path: Path of the file.
+        quick: Whether to look only whether payloads exist, instead of comparing each with its digest.
+        insecure: Whether plain text on an address other than loopback is allowed.
+        clock: Clock of this machine, Unix seconds.
+    """
+    found = findings("versions", lambda: [(OK, versions(_PACKAGES))])
+    found += findings("settings", lambda: _settings(path))
+    try:
+        server = load_server_config(path).server
+    except ConfigurationError:
+        return found  # the previous check has its message
+    checks: dict[str, Callable[[], Found]] = {
+        "extras": lambda: _extras(server),
+        "processes": lambda: _processes(server),
+        "ports": lambda: _ports(server),
+        "TLS": lambda: _tls(server, insecure, clock()),
+        "disk": lambda: _disk(server),
+        "hardware": lambda: _hardware(server),
+        "open files": _open_files,
+        "store": lambda: store_findings(server, clock(), quick=quick),
+    }
+    return [*found, *(one for name, check in checks.items() for one in findings(name, check))]
+
+
+def _settings(path: Path) -> Found:
+    from fleetdistill_server.config.run_config import load_run_config
+
+    if "run" in read_toml(path):
+        config = load_run_config(path)
+        yield OK, f"{path} describes run {config.run.name!r} with {config.run.method}"
+    else:
+        load_server_config(path)
+        yield OK, f"{path} describes a server without a run"
+
+
+def _extras(server: ServerSection) -> Found:
+    wanted = {
+        "postgres": ("psycopg", bool(server.database), "database"),
+        "s3": ("s3fs", bool(server.blobs), "blobs"),
+        "tls": ("cryptography", bool(server.pki), "pki"),
+    }
+    lacking = [name for name, (package, used, _) in wanted.items() if used and find_spec(package) is None]
+    for name in lacking:
+        yield ERROR, f"[server] {wanted[name][2]} needs an extra: pip install 'fleetdistill[{name}]'"
+    if not lacking:
+        yield OK, "everything that the settings need is installed"
+
+
+def _processes(server: ServerSection) -> Found:
+    now = served(Path(server.store))
+    if now.run is None:
+        yield OK, f"no server uses the store {server.store}"
+    elif now.hangs:
+        text = f"the engine of run {now.run!r} sends no heartbeat"
+        yield ERROR, f"{text}; `serve` restarts it after [server] engine_timeout_seconds"
+    else:
+        yield OK, f"a server serves run {now.run!r}"
+
+
+def _ports(server: ServerSection) -> Found:
+    if served(Path(server.store)).run is None:
+        check_ports(server)
+        yield OK, "free"
+        return
+    host, _, port = server.listen.rpartition(":")
+    if port == "0":
+        yield OK, "chosen by the system; the server printed them when it started"
+        return
+    try:
+        socket.create_connection((_reachable(host), int(port)), timeout=5).close()
+        yield OK, f"the server listens on {server.listen}"
+    except OSError as error:
+        yield ERROR, f"the server does not listen on {server.listen}: {in_words(error)}; see its log"
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "[::]": "::1"}.get(host, host.strip("[]"))
+
+
+def _tls(server: ServerSection, insecure: bool, now: float) -> Found:
+    warning = check_security(server, insecure)
+    tls = server.tls()
+    if tls is None:
+        yield (WARNING, warning) if warning else (OK, f"plain text on {server.listen}, which only this machine reaches")
+        return
+    from fleetdistill.link.x509 import check_fits, life
+
+    key, chain = split((tls.directory / SERVER).read_bytes())
+    authorities = (tls.directory / AUTHORITIES).read_bytes()
+    try:
+        check_fits(key, chain, authorities)
+    except ValueError as error:
+        raise ConfigurationError(f"{tls.directory}: {error}; run `fleetdistill pki renew-server`") from error
+    renew = f"run `fleetdistill pki renew-server --pki {tls.directory}`"
+    yield from certificate_findings("the server's certificate", *life(chain), now, renew, _SERVER_DAYS * DAY_SECONDS)
+    rotate = f"run `fleetdistill pki rotate-ca --pki {tls.directory}`"
+    yield from certificate_findings("the CA", *life(authorities), now, rotate, _CA_DAYS * DAY_SECONDS)
+    for name in (SERVER, CA_KEY):
+        if stat.S_IMODE((tls.directory / name).stat().st_mode) & 0o077:
+            yield ERROR, f"other users can read the key in {tls.directory / name}; run `chmod 600` on it"
+
+
+def _disk(server: ServerSection) -> Found:
+    directory = Path(server.store).resolve()
+    place = next(one for one in (directory, *directory.parents) if one.exists())
+    try:
+        free, used = shutil.disk_usage(place).free, bytes_under(directory) if directory.exists() else 0
+    except OSError as error:
+        raise StoreError(f"{directory} cannot be read: {in_words(error)}") from error
+    keep, budget = server.keep_free_bytes, server.disk_budget_bytes
+    text = f"{readable_bytes(free)} are free at {place}, the store has {readable_bytes(used)}"
+    prune = "or run `fleetdistill runs prune`"
+    if free < keep:
+        limit = f"[server] keep_free_bytes = {readable_bytes(keep)}"
+        yield ERROR, f"{text}; uploads are refused below {limit}. Free some space, {prune}"
+    elif budget and used > budget * _NEARLY_FULL:
+        level, state = (ERROR, "exceeds") if used > budget else (WARNING, "nearly fills")
+        limit = f"[server] disk_budget_bytes = {readable_bytes(budget)}"
+        yield level, f"{text}, which {state} {limit}; raise it, {prune}"
+    else:
+        yield OK, text
+
+
+def _hardware(server: ServerSection) -> Found:
+    from fleetdistill_server.methods.context import pick_torch_device
+
+    device = pick_torch_device(server.torch_device)
+    yield (
+        OK,
+        f"the engine uses {device}" + ("" if str(device) != "cpu" else "; PyTorch finds no GPU, or none is wanted"),
+    )
+
+
+def _open_files() -> Found:
+    limit = hard_limit_of_files()
+    if limit < _FEW_FILES:
+        yield WARNING, f"at most {limit} open files, one per connection; raise `ulimit -Hn`, or LimitNOFILE in systemd"
+    else:
+        yield OK, f"at most {limit}"

@@ -1,0 +1,233 @@
+"""`fleetdistill doctor run.toml`: each fault is made for real, and named with what to do about it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import socket
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.live_front import open_round, prepare_store, write_asks
+from support.processes import free_port, wait_until
+from support.secured import make_pki
+from support.wire_samples import make_payload
+from typer.testing import CliRunner
+
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.cli.server_checks import examine
+from fleetdistill_server.config.run_config import run_config
+from fleetdistill_server.config.section import as_toml
+from fleetdistill_server.service import serve_lock
+from fleetdistill_server.store.store import Store
+
+
+def write_config(folder: Path, **server: Any) -> Path:
+    settings = {"listen": f"127.0.0.1:{free_port()}", "store": str(folder / "store"), "keep_free_bytes": 0, **server}
+    run = {"name": "digits", "method": "fedavg"}
+    contract = {"classes": 10, "input_shape": [1, 8, 8]}
+    path = folder / "run.toml"
+    path.write_text(as_toml(run_config({"run": run, "contract": contract, "server": settings})))
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """A store with an open round, whose ask needs a payload."""
+    prepared = prepare_store(tmp_path / "store")
+    number = open_round(prepared, "a")
+    write_asks(prepared, number, "a", payload=make_payload())
+    yield prepared
+    prepared.close()
+
+
+def said(path: Path, level: str = "error", **given: Any) -> list[str]:
+    """What is found at a level, as check and text."""
+    return [f"{one.check}: {one.text}" for one in examine(path, **given) if one.level == level]
+
+
+def digest(folder: Path) -> str:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    whole = hashlib.sha256()
+    for path in files:
+        whole.update(str(path).encode() + path.read_bytes())
+    return whole.hexdigest()
+
+
+def test_a_healthy_server_has_no_error_and_nothing_is_changed(store: Store, tmp_path: Path) -> None:
+    make_pki(tmp_path / "pki")
+    path = write_config(tmp_path, pki=str(tmp_path / "pki"), enrol_listen=f"127.0.0.1:{free_port()}")
+    store.close()
+    before = digest(tmp_path)
+    assert said(path) == []
+    assert digest(tmp_path) == before
+    checks = {one.check for one in examine(path) if one.level == "ok"}
+    assert checks >= {"versions", "settings", "extras", "processes", "ports", "TLS", "disk", "hardware", "store"}
+
+
+def test_it_reads_what_another_process_has_just_written(store: Store, tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    store.history.add_event("digits", "joined", "still in the log of the database")
+    assert (tmp_path / "store" / "store.sqlite-wal").stat().st_size
+    assert said(path) == []
+
+
+def test_without_a_store_nothing_is_created(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    assert said(path) == []
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        (error,) = said(write_config(tmp_path, listen=address))
+    assert error.startswith(f"ports: [server] listen: cannot listen on {address}")
+
+
+def test_a_server_that_holds_the_lock_and_does_not_listen_is_named(store: Store, tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    with serve_lock.take(tmp_path / "store", "digits"):
+        (error,) = said(path)
+        assert "processes: a server serves run 'digits'" in said(path, "ok")
+    assert error.startswith("ports: the server does not listen on")
+
+
+def test_an_expired_certificate_is_named_with_the_command_that_renews_it(tmp_path: Path) -> None:
+    authority = make_pki(tmp_path / "pki")
+    authority.issue_server([], 1e-5)  # 0.9 s
+    path = write_config(tmp_path, pki=str(tmp_path / "pki"), enrol_listen=f"127.0.0.1:{free_port()}")
+    wait_until(lambda: said(path), "the certificate to expire")
+    (error,) = said(path)
+    assert error.startswith("TLS: the server's certificate expired on")
+    assert "fleetdistill pki renew-server" in error
+
+
+def test_a_clock_before_a_certificates_validity_or_the_newest_row_is_named(store: Store, tmp_path: Path) -> None:
+    make_pki(tmp_path / "pki")
+    path = write_config(tmp_path, pki=str(tmp_path / "pki"), enrol_listen=f"127.0.0.1:{free_port()}")
+    errors = said(path, clock=lambda: time.time() - 7200)
+    assert [error.split(":")[0] for error in errors] == ["TLS", "TLS", "store"]
+    assert all("clock" in error for error in errors)
+    assert said(path, "warning", clock=lambda: time.time() + 15 * 86_400)[0].startswith(
+        "TLS: the server's certificate expires on"
+    )
+
+
+def test_a_key_that_others_can_read_is_named(tmp_path: Path) -> None:
+    make_pki(tmp_path / "pki")
+    (tmp_path / "pki" / "ca-key.pem").chmod(0o644)
+    path = write_config(tmp_path, pki=str(tmp_path / "pki"), enrol_listen=f"127.0.0.1:{free_port()}")
+    (error,) = said(path)
+    assert "other users can read the key" in error
+    assert "ca-key.pem" in error
+
+
+def test_a_missing_pki_and_plain_text_for_everyone_are_named(tmp_path: Path) -> None:
+    (error,) = said(write_config(tmp_path, pki=str(tmp_path / "nowhere"), enrol_listen=f"127.0.0.1:{free_port()}"))
+    assert "fleetdistill pki init" in error
+    everyone = write_config(tmp_path, listen=f"0.0.0.0:{free_port()}")
+    assert any("is not a loopback address" in error for error in said(everyone))
+    assert said(everyone, insecure=True) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"), [({"keep_free_bytes": 1 << 60}, "keep_free_bytes"), ({"disk_budget_bytes": 1}, "budget")]
+)
+def test_a_full_disk_is_named_with_the_limit(
+    store: Store, tmp_path: Path, changes: dict[str, int], setting: str
+) -> None:
+    (error,) = said(write_config(tmp_path, **changes))
+    assert error.startswith("disk: ")
+    assert setting in error
+    assert "runs prune" in error
+
+
+def payload_file(tmp_path: Path) -> Path:
+    (found,) = (tmp_path / "store" / "blobs").glob("??/*.safetensors")
+    return found
+
+
+def test_a_damaged_and_a_missing_payload_are_named_by_digest(store: Store, tmp_path: Path) -> None:
+    path, file = write_config(tmp_path), payload_file(tmp_path)
+    data = file.read_bytes()
+    file.chmod(0o600)
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    (error,) = said(path)
+    assert error.startswith("store: ")
+    assert file.stem in error
+    assert said(path, quick=True) == []
+    file.unlink()
+    for quick in (False, True):
+        (error,) = said(path, quick=quick)
+        assert error.startswith(f"store: payload {file.stem} is missing")
+
+
+@pytest.mark.parametrize("left", [100, 0.5])
+def test_a_truncated_database_is_named_with_what_restores_it(store: Store, tmp_path: Path, left: float) -> None:
+    path = write_config(tmp_path)
+    store.close()
+    file = tmp_path / "store" / "store.sqlite"
+    data = file.read_bytes()
+    file.write_bytes(data[: int(left if left > 1 else len(data) * left)])
+    (error,) = said(path)
+    assert error.startswith("store: ")
+    assert "fleetdistill restore" in error or "damaged" in error
+
+
+_NEWEST = "SELECT max(rowid) FROM _sqlite_migrations"
+
+
+def execute(file: Path, statement: str) -> None:
+    with contextlib.closing(sqlite3.connect(file)) as database, database:
+        database.execute(statement)
+
+
+def test_a_store_of_another_version_is_named_and_not_migrated(store: Store, tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    store.close()
+    file = tmp_path / "store" / "store.sqlite"
+    execute(file, f"DELETE FROM _sqlite_migrations WHERE rowid = ({_NEWEST})")
+    (warning,) = said(path, "warning")
+    assert warning.startswith("store: an earlier version wrote the store")
+    execute(file, f"UPDATE _sqlite_migrations SET name = 'm999_of_tomorrow' WHERE rowid = ({_NEWEST})")
+    before = digest(tmp_path / "store")
+    (error,) = said(path)
+    assert "m999_of_tomorrow" in error
+    assert "Upgrade fleetdistill" in error
+    assert digest(tmp_path / "store") == before
+
+
+def test_a_database_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "location.toml").write_text("")
+    path = write_config(tmp_path, database=f"postgresql://127.0.0.1:{free_port()}/none?connect_timeout=1")
+    errors = said(path)
+    assert [error.split(":")[0] for error in errors] == ["store"]
+
+
+def test_the_command_says_what_is_wrong_with_the_settings_and_exits_with_1(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    path.write_text(path.read_text().replace("[server]", "[server]\nlistne = 1"))
+    done = CliRunner().invoke(app, ["doctor", str(path), "--json"])
+    assert done.exit_code == 1
+    found = json.loads(done.output)
+    (error,) = [one for one in found if one["level"] == "error"]
+    assert error["check"] == "settings"
+    assert "listne" in error["text"]
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
+
+
+def test_a_server_toml_without_a_run_is_examined_too(tmp_path: Path) -> None:
+    path = tmp_path / "server.toml"
+    path.write_text(
+        f'[server]\nlisten = "127.0.0.1:{free_port()}"\nstore = "{tmp_path / "store"}"\nkeep_free_bytes = 0\n'
+    )
+    done = CliRunner().invoke(app, ["doctor", str(path)])
+    assert done.exit_code == 0, done.output
+    assert "a server without a run" in done.output
