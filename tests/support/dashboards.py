@@ -84,7 +84,7 @@ def picture(page: Any, name: str) -> None:
     """Keeps pictures of the whole page in light and dark, for people."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         page.wait_for_function(
             "scheme => document.body.classList.contains(`body--${scheme}`)", arg=scheme
         )  # the colours follow the browser's preference

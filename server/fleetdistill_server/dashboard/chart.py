@@ -62,6 +62,7 @@ class Curves:
         self._empty.set_visibility(not filled)
         self._chart.set_visibility(bool(filled))
         self._chart.props(f'aria-label="{self._sentence(filled, x_name, x_unit)}"')
+        self._chart.options["xAxis"]["minInterval"] = 0 if x_unit else 1  # rounds are whole numbers
         self._chart.options["xAxis"]["name"] = f"{x_name} ({x_unit})" if x_unit else x_name
         self._chart.options["series"] = [
             _line(name, points, number) for number, (name, points) in enumerate(filled.items())

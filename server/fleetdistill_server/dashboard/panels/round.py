@@ -28,7 +28,7 @@ STATES = {
     "out": ("var(--fd-bad)", "out"),
 }
 """Colour and name of each state of an ask, in the order of a round."""
-MOST_DEVICES = 40
+MOST_DEVICES = 25
 """Largest number of devices in the timeline."""
 _PHASES = (
     ("asked", "asked_at"),
