@@ -78,10 +78,15 @@ def test_an_open_ask_lasts_until_now_and_a_late_one_until_its_deadline() -> None
     assert phases(late, now=30) == {"asked": (10, 12), "downloading": (12, 20)}
 
 
+def test_an_acknowledged_ask_whose_states_are_not_known_is_one_bar() -> None:
+    one = ask("a", "acknowledged", asked_at=10, acknowledged_at=21)
+    assert phases(one, now=30) == {"acknowledged": (10, 21)}
+
+
 def test_bars_begin_when_the_device_was_asked() -> None:
-    offset, asked, *_, uploading = bars([ask("a", "asked", asked_at=104.0)], start=100.0, now=110.0)
+    offset, asked, *_, last = bars([ask("a", "asked", asked_at=104.0)], start=100.0, now=110.0)
     assert (offset["data"], asked["data"]) == ([4.0], [6.0])
-    assert uploading["data"][0]["state"] == "asked"
+    assert last["data"][0]["state"] == "asked"
 
 
 def test_a_method_that_asks_twice_shows_the_newest_ask() -> None:

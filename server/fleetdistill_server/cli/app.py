@@ -18,7 +18,7 @@ from fleetdistill.methods.outside import import_modules
 from fleetdistill.version import VERSION
 from fleetdistill_server.cli import fleet_options
 from fleetdistill_server.cli.audit import audit
-from fleetdistill_server.cli.dashboard import dashboard
+from fleetdistill_server.cli.dashboard import check_installed, dashboard, open_simulation
 from fleetdistill_server.cli.device import device_app
 from fleetdistill_server.cli.devices import devices_app
 from fleetdistill_server.cli.doctor import doctor
@@ -193,6 +193,9 @@ def simulate(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the simulation in --out.")] = False,
     track: TrackOption = None,
+    open_: Annotated[
+        bool, typer.Option("--open", help="Show the run in a browser once it is finished; Ctrl-C ends this.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Simulates a fleet. Example: fleetdistill simulate --link grpc --rounds 10 --set refinement=kkr
@@ -203,6 +206,8 @@ def simulate(
 
     if resume and overwrite:
         raise ConfigurationError("--resume and --overwrite cannot be combined; use one of them")
+    if open_:
+        check_installed()
     try:
         ctrl_c_interrupts()
         from fleetdistill_server.simulation.spec.settings import Simulation
@@ -251,6 +256,8 @@ def simulate(
     except KeyboardInterrupt:  # while torch is being imported
         typer.echo(not_begun(out), err=True)
         raise typer.Exit(INTERRUPTED) from None
+    if open_:
+        open_simulation(out)
 
 
 def _simulate(

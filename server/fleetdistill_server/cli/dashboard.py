@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.cli.options import DEFAULT_STORE, IdentityOption, ServerOption, StoreOption, report_errors
-from fleetdistill_server.dashboard.server import DEFAULT_PORT, run_dashboard
+from fleetdistill_server.dashboard.server import DEFAULT_PORT, run_dashboard, show_simulation
 
 
 @report_errors
@@ -35,12 +36,7 @@ def dashboard(
 
     Ctrl-C stops it. It needs no access to the internet, and the server that it shows keeps running.
     """
-    if importlib.util.find_spec("nicegui") is None:
-        raise ConfigurationError("`fleetdistill dashboard` needs NiceGUI; install fleetdistill[dashboard]")
-
-    def say(address: str) -> None:
-        typer.echo(f"the dashboard is at {address}; press Ctrl-C to stop")
-
+    check_installed()
     run_dashboard(
         store,
         server,
@@ -50,5 +46,25 @@ def dashboard(
         title=title,
         token_file=token_file,
         names=name or [],
-        on_listening=say,
+        on_listening=_say,
     )
+
+
+def check_installed() -> None:
+    """Raises ConfigurationError if the packages of the pages are missing."""
+    if importlib.util.find_spec("nicegui") is None:
+        raise ConfigurationError("the pages in the browser need NiceGUI; install fleetdistill[dashboard]")
+
+
+def open_simulation(out: Path) -> None:
+    """Shows the run of a finished simulation in the browser until Ctrl-C."""
+
+    def show(address: str) -> None:
+        _say(address)
+        webbrowser.open(address)
+
+    show_simulation(out, show)
+
+
+def _say(address: str) -> None:
+    typer.echo(f"the dashboard is at {address}; press Ctrl-C to stop")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.dashboard.board import Board
 from fleetdistill_server.dashboard.feed import Feed
+from fleetdistill_server.dashboard.simulated import SimulatedRun
+from fleetdistill_server.operations.interface import Source
 from fleetdistill_server.operations.source import open_source
 
 DEFAULT_PORT = 8090
@@ -48,14 +51,36 @@ def run_dashboard(
             dashboard cannot listen on this address.
     """
     _check_host(host, server)
-    with open_source(store, server, identity) as source, bind(host, port) as bound:
-        feed = Feed(source)
+    with open_source(store, server, identity) as source, bind(host, port) as bound, _running(source) as feed:
         board = Board(feed, title, server or str(store.resolve()), server or "")
-        feed.start()
-        try:
-            _serve(board, bound, token_file, names, on_listening)
-        finally:
-            feed.stop()
+        _serve(board, bound, token_file, names, on_listening)
+
+
+def show_simulation(out: Path, on_listening: Callable[[str], object]) -> None:
+    """Serves the page of a finished simulation's run on a free loopback port, until SIGINT or SIGTERM.
+
+    Args:
+        out: The simulation's output directory.
+        on_listening: Called with the address of the run's page, which contains the token.
+
+    Raises:
+        ConfigurationError: The directory does not contain a simulation with a report.
+    """
+    from fleetdistill_server.simulation.spec.plan import RUN  # imports torch, which a simulation has loaded
+
+    with bind("127.0.0.1", 0) as bound, _running(SimulatedRun(out)) as feed:
+        board = Board(feed, "fleetdistill simulate", str(out.resolve()))
+        _serve(board, bound, None, (), on_listening, f"runs/{RUN}")
+
+
+@contextlib.contextmanager
+def _running(source: Source) -> Iterator[Feed]:
+    feed = Feed(source)
+    feed.start()
+    try:
+        yield feed
+    finally:
+        feed.stop()
 
 
 def _check_host(host: str, server: str | None) -> None:
@@ -93,6 +118,7 @@ def _serve(
     token_file: Path | None,
     names: Sequence[str],
     on_listening: Callable[[str], object],
+    path: str = "",
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="fleetdistill-dashboard-") as own:
         os.environ["NICEGUI_STORAGE_PATH"] = own  # read on import; by default it would write to the working directory
@@ -102,6 +128,6 @@ def _serve(
         host, port = bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         token = session.new_token() if token_file is None else session.read_token(token_file)
-        address = f"http://{shown}:{port}/" + (f"?token={token}" if token_file is None else "")
+        address = f"http://{shown}:{port}/{path}" + (f"?token={token}" if token_file is None else "")
         access = session.Access(token, [shown, *names], port)
         site.serve(board, bound, access, lambda: on_listening(address))

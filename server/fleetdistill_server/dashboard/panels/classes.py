@@ -14,6 +14,7 @@ from fleetdistill_server.store.database import Row
 
 MOST_DEVICES = 60
 """Largest number of devices in the picture, as in that of a simulation."""
+_DATA = {"train": "training data", "test": "test data"}
 _LARGEST = 26.0
 """Diameter in pixels of the largest bubble."""
 
@@ -59,7 +60,7 @@ def note(shown: Sequence[Row], known: int) -> str:
     """Returns what the picture shows, or why there is none."""
     if not shown:
         return "Not known: no device has answered whose app allows the number of samples of each class (counts)."
-    splits = " and ".join(sorted({f"{row['split']} data" for row in shown}))
+    splits = " and ".join(sorted({_DATA.get(row["split"], "data") for row in shown}))
     text = f"The area of a bubble is the number of samples in the {splits}; totals are on the right."
     return text if len(shown) == known else f"{text} {len(shown)} of {known:,} devices, evenly spread."
 

@@ -37,6 +37,8 @@ _PHASES = (
     ("uploading", "upload_at"),
 )
 """States that take time, and the column with the time at which each begins."""
+_DRAWN = (*(state for state, _ in _PHASES), "acknowledged")
+"""States that have a colour in the timeline."""
 
 
 class RoundPanel:
@@ -129,9 +131,14 @@ def sentence(asks: Sequence[Row], facts: Row, now: float) -> str:
 
 
 def phases(ask: Row, now: float) -> dict[str, tuple[float, float]]:
-    """Returns beginning and end of each state of an ask that took time, in seconds since 1970."""
+    """Returns beginning and end of each state of an ask that took time, in seconds since 1970.
+
+    An acknowledged ask whose states were too short to be noted has one bar from the ask to its receipt.
+    """
     ended = ask["acknowledged_at"] or (ask["deadline_at"] if ask["state"] == "late" else now)
     begun = [(state, ask[name]) for state, name in _PHASES if ask[name] is not None]
+    if ask["state"] == "acknowledged" and len(begun) == 1:
+        begun = [("acknowledged", begun[0][1])]
     ends = [at for _, at in begun[1:]] + [ended]
     return {state: (at, max(min(end, now), at)) for (state, at), end in zip(begun, ends, strict=True)}
 
@@ -141,7 +148,7 @@ def bars(asks: Sequence[Row], start: float, now: float) -> list[dict[str, Any]]:
     spans = [phases(ask, now) for ask in asks]
     offsets = [min((begin for begin, _ in one.values()), default=now) - start for one in spans]
     series = [_bar("", "transparent", [round(max(one, 0), 2) for one in offsets])]
-    for state, _ in _PHASES:
+    for state in _DRAWN:
         colour, name = STATES[state]
         lengths = [round(one[state][1] - one[state][0], 2) if state in one else 0 for one in spans]
         series.append(_bar(name, colour, lengths))
@@ -169,7 +176,7 @@ def _options() -> dict[str, Any]:
             "top": 0,
             "left": 0,
             "icon": "roundRect",
-            "data": [STATES[state][1] for state, _ in _PHASES],
+            "data": [STATES[state][1] for state in _DRAWN],
             "textStyle": {"color": "var(--fd-text)"},
         },
         "tooltip": {
