@@ -40,7 +40,7 @@ def frame(board: Board, heading: str, trail: Sequence[tuple[str, str]] = ()) -> 
     ui.page_title(f"{heading} · {board.title}")
     ui.add_head_html('<link rel="stylesheet" href="/static/dashboard.css">')
     dark = ui.dark_mode(value=app.storage.user.get(_DARK))
-    with ui.element("header").classes("fd-header"):
+    with ui.element("header").props("role=banner").classes("fd-header"):
         ui.link(board.title, "/").classes("fd-brand")
         with ui.element("nav").props('aria-label="Pages"').classes("fd-nav"):
             ui.link("Runs", "/")
@@ -48,7 +48,8 @@ def frame(board: Board, heading: str, trail: Sequence[tuple[str, str]] = ()) -> 
         ui.label(board.place).classes("fd-place").props('title="What this dashboard reads"')
         _dark_switch(dark)
     ui.colors(primary="var(--fd-accent)")
-    main = ui.element("main").classes("fd-main").props('id="main"')
+    ui.query("main.q-page").props("role=presentation")  # NiceGUI puts the header into a main landmark of its own
+    main = ui.element("main").classes("fd-main")
     ui.skip_link("Skip to the content", target=main)
     with main:
         _trail(trail)
