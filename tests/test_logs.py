@@ -113,6 +113,7 @@ def test_an_event_is_logged_once_with_all_that_it_is_about(store: Store, caplog:
         "ask": None,
         "event": "refused",
         "code": "bad-shape",
+        "trace_id": None,
     }
     assert (first.getMessage(), first.levelname) == ("the reason", "WARNING")
     assert (second.getMessage(), second.levelname) == ("another", "INFO")

@@ -34,8 +34,8 @@ class LogLevel(StrEnum):
     ERROR = "ERROR"
 
 
-FIELDS = ("run", "round", "device", "ask", "event", "code")
-"""Names of the fields of a log line; `event` and `code` as in `fleetdistill runs show`."""
+FIELDS = ("run", "round", "device", "ask", "event", "code", "trace_id")
+"""Names of the fields of a log line; `event` and `code` as in `fleetdistill runs show`, `trace_id` with traces only."""
 _ORDINARY = (
     "settings-changed",
     "started-from",

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.collector import app_provider
 from support.forked import Forked, Pipe
 from support.processes import PATIENCE_SECONDS
 from support.stores import object_store_environment
@@ -135,7 +136,7 @@ class Place:
     port: int
     location: Location = field(default_factory=Location)
     environment: tuple[tuple[str, str], ...] = ()
-    """Variables of front and engine: where the object store is."""
+    """Variables of front and engine: where the object store is, and where spans go."""
 
     @property
     def config(self) -> Path:
@@ -185,6 +186,7 @@ def _device(points: str, place: Place, name: str) -> None:
     contact.LONGEST_PAUSE_SECONDS = (
         0.2  # a front that dies over and over again is not to be waited for longer each time
     )
+    provider = app_provider(dict(place.environment))
     device = Device(
         server=f"127.0.0.1:{place.port}",
         worker=lambda contract: ParrotWorker(name, contract),  # type: ignore[arg-type, return-value]
@@ -193,9 +195,12 @@ def _device(points: str, place: Place, name: str) -> None:
         device_id=name,
         export_onnx="never",
         on_event=note,
+        tracer_provider=provider,
     )
     with device:
         device.run()
+    if provider is not None:
+        provider.shutdown()
 
 
 @dataclass
@@ -238,13 +243,20 @@ class SmallRun:
 
 @contextmanager
 def small_run(
-    work: Path, points: Mapping[str, Sequence[str]] | None = None, location: Location | None = None
+    work: Path,
+    points: Mapping[str, Sequence[str]] | None = None,
+    location: Location | None = None,
+    traced: Mapping[str, str] | None = None,
 ) -> Iterator[SmallRun]:
-    """Prepares a run in an empty folder; nothing of it lives on after the block."""
+    """Prepares a run in an empty folder; nothing of it lives on after the block.
+
+    With `traced`, the variables of an exporter, all processes record spans.
+    """
     work.mkdir()
-    place = Place(work, _free_port(), location or Location(), tuple(object_store_environment().items()))
+    variables = {**object_store_environment(), **(traced or {})}
+    place = Place(work, _free_port(), location or Location(), tuple(variables.items()))
     set_location(place.store, place.location)
-    server = {"store": str(place.store), **asdict(place.location)}
+    server = {"store": str(place.store), **asdict(place.location), "traces": "otlp" if traced else "off"}
     place.config.write_text(_CONFIG + "".join(f"{name} = {json.dumps(value)}\n" for name, value in server.items()))
     with store_of(place) as store:  # a device that calls before the run is there would be turned away for good
         store.runs.begin(RUN, load_run_config(place.config).fixed_part())

@@ -84,7 +84,9 @@ class AskHandler:
         self._events.emit_ask(ask)
         began = self._session.clock.now()
         try:
-            return self._answer(ask)
+            run, device = self._session.identity.run, self._session.identity.device
+            with self._session.spans.ask(run=run, round=ask.round, device=device, step=ask.step):
+                return self._answer(ask)
         except WorkInterrupted as reason:
             if self._can_resume(ask, reason, self._session.clock.now() - began):
                 raise
@@ -103,7 +105,9 @@ class AskHandler:
             except CannotAnswer as reason:  # no samples now, or a sample that cannot be used
                 return self._decline(ask, reason)
             try:
-                pending, answer = self._compute_answer(compute, ask, self._download_parts(ask))
+                with self._session.spans.span("download"):
+                    parts = self._download_parts(ask)
+                pending, answer = self._compute_answer(compute, ask, parts)
             except _AskClosed as closed:
                 self._events.emit("dropped", ask.round, str(closed.refusal), {"code": closed.refusal.code})
                 return 0.0
@@ -176,7 +180,8 @@ class AskHandler:
         guarantee = guarantee_of(compute.contract)
         allow = self._columns(guarantee)
         now, note = self._session.clock.now, partial(self._events.emit_progress, ask.round, ask.step)
-        with time_limit(self._max_seconds, now), reported_to(note, now):
+        handler = self._session.spans.span("handler", step=ask.step)
+        with time_limit(self._max_seconds, now), reported_to(note, now), handler:
             computed = self._session.permission.compute(partial(compute.answer, ask, parts, allow))
         answer = computed.answer
         if guarantee is not None:

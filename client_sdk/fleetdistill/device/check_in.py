@@ -24,6 +24,7 @@ from fleetdistill.link.base import Link
 from fleetdistill.link.credentials import is_enrolled
 from fleetdistill.link.downloads import Downloads
 from fleetdistill.link.terms import check_terms
+from fleetdistill.spans import NO_SPANS, Spans
 from fleetdistill.state import failpoints
 from fleetdistill.state.data_version import data_version
 from fleetdistill.state.saved_profile import PROFILE, load_profile, save_profile
@@ -332,15 +333,15 @@ class CheckIn:
         return payload
 
 
-def open_link(server: str, token: str | Path | None, directory: Path, device_id: str) -> Link:
+def open_link(server: str, token: str | Path | None, directory: Path, device_id: str, spans: Spans = NO_SPANS) -> Link:
     """Returns a link with TLS if the device is enrolled or has a token, else plain text. Never downgrades from TLS."""
     from fleetdistill.link.grpc_link import GrpcLink
 
     if token is None and not is_enrolled(directory):
-        return GrpcLink(server)
+        return GrpcLink(server, spans=spans)
     from fleetdistill.link.enrolment import Enrolment
 
-    return GrpcLink(server, Enrolment(server, directory, device_id, token))
+    return GrpcLink(server, Enrolment(server, directory, device_id, token), spans=spans)
 
 
 def _set_compressions(profile: contract_pb2.DeviceProfile) -> None:

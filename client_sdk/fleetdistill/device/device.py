@@ -57,11 +57,13 @@ from fleetdistill.link.base import HandsOver, Link
 from fleetdistill.link.downloads import DOWNLOADS, Downloads, adopt_proxy_set
 from fleetdistill.link.metered import MeteredLink
 from fleetdistill.models import USUAL_PREDICTOR
+from fleetdistill.spans import NO_SPANS, ProviderSpans, Spans
 from fleetdistill.state.directory import MAX_SPOOL_BYTES, Storage
 from fleetdistill.state.sample_ids import SampleIds
 from fleetdistill.wire.v1 import contract_pb2
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
     from torch import nn
 
     from fleetdistill.device.compute import Compute, MakeCompute
@@ -122,6 +124,8 @@ class Device(Disclosure):
         budgets: Limits on bytes and seconds per day, memory, threads and priority. Default: none.
         clock: Clock for tests, such as `fleetdistill.testing.ManualClock`. Default: the system clock.
         deployment: How to keep, check and export the delivered model. Default: `Deployment()`.
+        tracer_provider: The app's OpenTelemetry tracer provider, which records spans of the device's work in the traces
+            of its rounds. Default: no spans.
 
     Raises:
         ConfigurationError: An argument is invalid, or has no effect together with `worker`.
@@ -159,6 +163,7 @@ class Device(Disclosure):
         budgets: Budgets | None = None,
         clock: Clock | None = None,
         deployment: Deployment | None = None,
+        tracer_provider: TracerProvider | None = None,
     ) -> None:
         torch_options: dict[str, Any] = {
             "test_data": test_data,
@@ -181,6 +186,7 @@ class Device(Disclosure):
         deployment.check_used(export_onnx, has_worker=worker is not None)
         budget = checked_budget(privacy_budget)
         check_connection(server, enrolment, insecure, directory)
+        spans = NO_SPANS if tracer_provider is None else ProviderSpans(tracer_provider)
         self._has_worker = worker is not None
         self._guard = Guard(on_event or (lambda event: None))
         self._storage = state_dir if isinstance(state_dir, Storage) else Storage(directory, max_spool_bytes)
@@ -188,7 +194,7 @@ class Device(Disclosure):
             undo.callback(self._storage.close)  # a constructor that fails leaves the directory unlocked
             clock = clock or SystemClock()
             permission = Permission(self._storage, clock, eligibility, budgets)
-            self._session = self._open_session(server, enrolment, run, device_id, clock, allow, permission)
+            self._session = self._open_session(server, enrolment, run, device_id, clock, allow, permission, spans)
             self._events = Events(self._guard, self.device_id)
             self._check_in = CheckIn(
                 self._session,
@@ -230,17 +236,17 @@ class Device(Disclosure):
         clock: Clock,
         allow: Sequence[str],
         permission: Permission,
+        spans: Spans,
     ) -> Session:
         identity = load_identity(self._storage, run, device_id)
         adopt_proxy_set(self._storage.directory)
         if isinstance(server, str):
             save_server(self._storage, server)
-            server = open_link(server, enrolment, self._storage.directory, identity.device)
+            server = open_link(server, enrolment, self._storage.directory, identity.device, spans)
         same_process = server if isinstance(server, HandsOver) and not self._storage.has_directory else None
         link = server if same_process else MeteredLink(server, partial(permission.usage.add, "bytes"))
-        return Session(
-            self._storage, link, identity, self._guard, clock, Consent(allow), permission, same_process=same_process
-        )
+        of_app = (clock, Consent(allow), permission)
+        return Session(self._storage, link, identity, self._guard, *of_app, same_process=same_process, spans=spans)
 
     @property
     def device_id(self) -> str:

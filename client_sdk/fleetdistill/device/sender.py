@@ -176,7 +176,9 @@ class Sender:
         terms = self._session.terms
         packed = known_compression(terms.compression, offered()) if terms is not None else RAW
         self._storage.outbox.count_try()
-        with self.heartbeats():
+        identity = header.identity
+        of = {"run": identity.run, "round": pending.round, "device": identity.device, "step": pending.step}
+        with self.heartbeats(), self._session.spans.span("upload", **of):
             failpoints.hit("device.upload.before-send")
             if self._session.same_process is not None:
                 receipt = self._session.same_process.take(header, payload)

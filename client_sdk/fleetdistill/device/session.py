@@ -10,6 +10,7 @@ from fleetdistill.device.consent import Consent
 from fleetdistill.device.guard import Guard
 from fleetdistill.eligibility.permission import Permission
 from fleetdistill.link.base import HandsOver, Link
+from fleetdistill.spans import NO_SPANS, Spans
 from fleetdistill.state.directory import Storage
 from fleetdistill.state.outbox import Pending
 from fleetdistill.wire.v1 import service_pb2
@@ -35,6 +36,7 @@ class Session:
         computed: Answer whose state the compute backend holds, or None.
         same_process: The link, if the server is in this process and takes answers as they are; else None.
         ask_interrupted: Whether the work on the last ask was interrupted, and is done again later.
+        spans: Records spans of the device's work.
     """
 
     storage: Storage
@@ -49,6 +51,7 @@ class Session:
     computed: Pending | None = None
     same_process: HandsOver | None = None
     ask_interrupted: bool = False
+    spans: Spans = NO_SPANS
 
     def forget_state(self) -> None:
         """Makes the compute backend restore its state from the disk before its next use."""

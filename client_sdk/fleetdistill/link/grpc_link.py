@@ -20,6 +20,7 @@ from fleetdistill.errors import ConfigurationError, FleetDistillError, LinkError
 from fleetdistill.interruption import check_may_continue
 from fleetdistill.link.credentials import Credentials
 from fleetdistill.link.tls_probe import accepts_tls
+from fleetdistill.spans import NO_SPANS, Spans
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import offered
 from fleetdistill.wire.framing import framed, unframed
@@ -112,12 +113,20 @@ class GrpcLink:
         source: Source of the device's credentials, or None for plain text. A new certificate opens a new connection;
             pending calls complete on the old one.
         shared: Connection in plain text that the link uses and does not close; None for a connection of its own.
+        spans: Records the device's spans; passes their place in a trace with the calls.
     """
 
     remote = True
 
-    def __init__(self, server: str, source: CredentialsSource | None = None, shared: Connection | None = None) -> None:
+    def __init__(
+        self,
+        server: str,
+        source: CredentialsSource | None = None,
+        shared: Connection | None = None,
+        spans: Spans = NO_SPANS,
+    ) -> None:
         self._server = server
+        self._spans = spans
         self._source = source
         self._opening = threading.Lock()
         self._used: Credentials | None = None
@@ -160,6 +169,7 @@ class GrpcLink:
         with self._errors():
             call = self._stub.NextAsk.future(request, timeout=wait_seconds + CALL_SECONDS)
             response: service_pb2.NextAskResponse = self._cancellable(call).result()
+            self._take_place(call)
         return response
 
     def heartbeat(self, identity: service_pb2.Identity) -> None:
@@ -184,13 +194,14 @@ class GrpcLink:
             request = service_pb2.UploadStatusRequest(identity=identity, name=name)
             call = self._stub.UploadStatus.future(request, timeout=CALL_SECONDS)
             response: service_pb2.UploadStatusResponse = self._cancellable(call).result()
+            self._take_place(call)
         return response
 
     def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
         _keep_freed_chunks()
         with self._errors():
             messages = self._until_interrupted(_upload_messages(header, chunks))
-            call = self._stub.Upload.future(messages, timeout=STREAM_SECONDS)
+            call = self._stub.Upload.future(messages, timeout=STREAM_SECONDS, metadata=self._spans.headers())
             receipt: service_pb2.Receipt = self._cancellable(call).result().receipt
         return receipt
 
@@ -202,11 +213,16 @@ class GrpcLink:
         )
         _keep_freed_chunks()
         with self._errors():
-            stream = self._cancellable(self._stub.Download(request, timeout=STREAM_SECONDS))
+            call = self._stub.Download(request, timeout=STREAM_SECONDS, metadata=self._spans.headers())
+            stream = self._cancellable(call)
             first = next(stream, None)
         if first is None or isinstance(first, Chunk) or not first.HasField("header"):
             raise LinkError(f"server {self._server} ended a download before its header")
         return first.header, self._chunks(stream)
+
+    def _take_place(self, call: Any) -> None:
+        if self._spans.on:
+            self._spans.take(call.trailing_metadata())
 
     def interrupt(self) -> None:
         for call in list(self._calls):

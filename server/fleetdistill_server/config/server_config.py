@@ -50,6 +50,7 @@ class ServerSection(Section):
     disk_budget_bytes: Annotated[int, Field(ge=0)] = 0
     keep_free_bytes: Annotated[int, Field(ge=0)] = 100 << 20
     metrics: Annotated[str, AfterValidator(lambda given: given and _host_and_port(given))] = ""
+    traces: Literal["off", "otlp"] = "off"
 
     @model_validator(mode="after")
     def _check_urls(self) -> ServerSection:  # of the section, whose errors do not show a value with a password

@@ -36,6 +36,7 @@ from fleetdistill_server.methods.cohort import (
     round_generator,
     sample_devices,
 )
+from fleetdistill_server.phases import phase
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.states import STALENESS
 from fleetdistill_server.store.store import Store
@@ -269,6 +270,12 @@ class StoreCohort:
         self, step: str, number: int, asked: Sequence[str], payload: PayloadFor, columns: ColumnsFor | None
     ) -> bool:
         """Writes the asks of a step; returns False and writes nothing if a sweep has deleted one of their payloads."""
+        with phase("asks"):
+            return self._encode_and_write(step, number, asked, payload, columns)
+
+    def _encode_and_write(
+        self, step: str, number: int, asked: Sequence[str], payload: PayloadFor, columns: ColumnsFor | None
+    ) -> bool:
         run = self._terms.run
         kinds = self._terms.steps.get(step, {})
         known = {row["device"]: row for row in self._store.asks.of_step(run, self.round, number)}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from fleetdistill_server.engine.starting_model import load_starting_model
 from fleetdistill_server.engine.usable import reason_not_usable
 from fleetdistill_server.logs import about
 from fleetdistill_server.methods.evaluation import load_evaluation
+from fleetdistill_server.phases import phase
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.wakeups import POLL_SECONDS
 from fleetdistill_server.store.back_off import available
@@ -64,6 +66,7 @@ class Engine:
 
     Attributes:
         pauses: Whether to pause after short rounds; by default only without `most_short_rounds`.
+        around_round: Function of a round's number; the context that it returns is entered for the round.
     """
 
     def __init__(
@@ -75,8 +78,8 @@ class Engine:
         directory: Path | None = None,
         group: Group | None = None,
     ) -> None:
-        self._most_short_rounds = most_short_rounds
-        self.pauses = most_short_rounds is None
+        self._most_short_rounds, self.pauses = most_short_rounds, most_short_rounds is None
+        self.around_round: Callable[[int], AbstractContextManager[object]] = nullcontext
         self._store = store
         self._config = config
         self._waker = waker
@@ -114,7 +117,9 @@ class Engine:
         self.prepare()
         while self._endless or self._completed() < self._config.run.rounds:
             cohort = await self.next_cohort()
-            if not await self._round(cohort):
+            with self.around_round(cohort.round):
+                complete = await self._round(cohort)
+            if not complete:
                 await self._after_short_round(self._store.runs.short_rounds_in_a_row(self._name))
             elif self._endless:
                 await self._pause_if_unanswered(cohort)
@@ -335,8 +340,9 @@ class Engine:
 
     def _close(self, cohort: StoreCohort) -> None:
         failpoints.hit("engine.checkpoint.before-write")
-        state = pack_state(self.method.state_dict())
-        self._checkpoint = self._store.blobs.put_state(state)
+        with phase("checkpoint"):
+            state = pack_state(self.method.state_dict())
+            self._checkpoint = self._store.blobs.put_state(state)
         failpoints.hit("engine.checkpoint.after-write")
         short = self._store.runs.short_rounds_in_a_row(self._name)
         with self._store.transaction():
@@ -352,8 +358,8 @@ class Engine:
         self._training.end_round()
         free_after_round(self._store, self._name, spent)
         of = f" of {self._config.run.rounds}" if not self._endless else ""
-        done = cohort.completed + 1
-        logger.info("round closed, %d%s completed", done, of, extra=about(run=self._name, round=cohort.round))
+        where = about(run=self._name, round=cohort.round)
+        logger.info("round closed, %d%s completed", cohort.completed + 1, of, extra=where)
 
     def _settled(self, cohort: StoreCohort) -> tuple[int, int] | None:
         """Returns the rounds whose asks end with this round, or None for this round only."""
@@ -369,7 +375,8 @@ class Engine:
         if self._evaluation is None:
             self._evaluation = load_evaluation(self._config.evaluation.data, self.method.context.classes)
         try:
-            counts = evaluate(model, self._evaluation, self.method.context.classes)
+            with phase("evaluation"):
+                counts = evaluate(model, self._evaluation, self.method.context.classes)
         except KnowledgeError as error:
             raise _UnusableState(
                 f"the global model cannot be scored: {error}; the run keeps the state from before the round"

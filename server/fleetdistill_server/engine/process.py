@@ -15,6 +15,7 @@ from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.config.server_config import load_server_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.group import Group, follow, joins
+from fleetdistill_server.engine.round_spans import RoundSpans
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
 from fleetdistill_server.service.heartbeat import start_heartbeat
@@ -30,6 +31,7 @@ from fleetdistill_server.service.wakeups import Ends, Wakeups
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.retention import sweep
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.tracing.spans import open_spans
 
 logger = logging.getLogger("fleetdistill.server.engine")
 _LONGEST_FAILURE = 1000
@@ -81,9 +83,14 @@ def _follow(given: _Arguments, group: Group) -> None:
 async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group | None) -> None:
     bounds = Bounds(config.server.disk_budget_bytes, config.server.keep_free_bytes)
     store.blobs.space = DiskSpace(given.store, store.blobs, bounds, lambda: sweep(store))
-    wakeups = Wakeups(given.wakeups, store.database, "engine")
+    wakeups, spans = Wakeups(given.wakeups, store.database, "engine"), None
     try:
-        await Engine(store, config, wakeups, given.most_short_rounds, given.store, group).run()
+        spans = open_spans(config.server.traces, "engine")
+        engine = Engine(store, config, wakeups, given.most_short_rounds, given.store, group)
+        if spans is not None:
+            rounds = RoundSpans(spans, store, config.run.name, config.run.deadline_seconds)
+            engine.around_round = rounds.of_round
+        await engine.run()
         if group is not None:
             group.send(None)
     except NoSpaceError:
@@ -99,6 +106,8 @@ async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group 
         raise
     finally:
         wakeups.close()
+        if spans is not None:
+            spans.close()
 
 
 def _is_cancelled(store: Store, run: str) -> bool:

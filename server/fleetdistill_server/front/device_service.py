@@ -20,6 +20,7 @@ from fleetdistill.wire.framing import framed
 from fleetdistill.wire.payload import CHUNK_BYTES, Chunk
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
+from fleetdistill_server.front.call_spans import Call, CallSpans
 from fleetdistill_server.front.errors import abort, ended, in_pool, refusing
 from fleetdistill_server.front.streams import AHEAD, Lane, with_progress_deadline
 from fleetdistill_server.intake.device_api import DeviceApi
@@ -29,6 +30,7 @@ from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.meter import Meter
 from fleetdistill_server.store.states import AT_REST
 from fleetdistill_server.store.traffic import Sending
+from fleetdistill_server.tracing.spans import Spans
 
 T = TypeVar("T")
 
@@ -47,6 +49,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         limits: Limits, such as the longest stall of a stream.
         uploads: Threads for uploads; None uses `pool`.
         meter: Takes the time to each receipt.
+        spans: Records the spans of calls; None records nothing.
     """
 
     def __init__(
@@ -57,11 +60,13 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         limits: Limits | None = None,
         uploads: ThreadPoolExecutor | None = None,
         meter: Meter | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self._api = api
         self._meter = meter or Meter()
         self._pool = pool
         self._uploads = uploads or pool
+        self._spans = CallSpans(spans, api, pool)
         self._commits = commits
         self._limits = limits or Limits()
         # Keyed by call, not by device: a device may call again before its broken call is detected.
@@ -84,7 +89,10 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
     async def UploadStatus(
         self, request: service_pb2.UploadStatusRequest, context: Any
     ) -> service_pb2.UploadStatusResponse:
-        return await self._call(context, lambda: self._api.uploads.status(request))
+        status = await self._call(context, lambda: self._api.uploads.status(request))
+        if self._spans.on:
+            await self._set_place(context, request.identity, request.name)
+        return status
 
     async def NextAsk(self, request: service_pb2.NextAskRequest, context: Any) -> service_pb2.NextAskResponse:
         found, who = await self._call(context, lambda: self._next_ask(request.identity))
@@ -98,7 +106,15 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
             spread = min(len(self._waiting) / WAKES_PER_SECOND, self._api.sessions.lease_seconds / 4)
             come_back = service_pb2.ComeBack(after_seconds=0.0, before_seconds=spread)
             found = service_pb2.NextAskResponse(come_back=come_back)
+        elif self._spans.on and found.HasField("ask"):
+            await self._set_place(context, request.identity, found.ask)
         return found
+
+    async def _set_place(
+        self, context: Any, identity: service_pb2.Identity, ask: service_pb2.Ask | service_pb2.UploadName
+    ) -> None:
+        """Tells a device the place of its ask in the round's trace."""
+        context.set_trailing_metadata(await self._call(context, lambda: self._spans.headers(identity, ask)))
 
     def _next_ask(self, identity: service_pb2.Identity) -> tuple[service_pb2.NextAskResponse | None, DeviceKey]:
         """Returns the next ask or None, and the device's key, with the run's name even if the request omits it."""
@@ -144,12 +160,13 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
     ) -> service_pb2.UploadResponse:
         upload = _Upload(self._api)
         try:
-            timely = with_progress_deadline(request_iterator, self._limits.stall_seconds, upload.held, CHUNK_BYTES)
-            await Lane(self._uploads, refusing(upload.take)).process(timely)
-            arrived = time.monotonic()
-            receipt = await in_pool(self._uploads, context, upload.finish)
-            self._meter.receipt_took(time.monotonic() - arrived)
-            return service_pb2.UploadResponse(receipt=receipt)
+            with self._spans.of_call("receive upload", upload.call, context):
+                timely = with_progress_deadline(request_iterator, self._limits.stall_seconds, upload.held, CHUNK_BYTES)
+                await Lane(self._uploads, refusing(upload.take)).process(timely)
+                arrived = time.monotonic()
+                receipt = await in_pool(self._uploads, context, upload.finish)
+                self._meter.receipt_took(time.monotonic() - arrived)
+                return service_pb2.UploadResponse(receipt=receipt)
         except FleetDistillError as error:
             await abort(context, error)
         finally:
@@ -181,10 +198,11 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         (payload, chunks), who = await self._call(context, lambda: self._open_download(request))
         async with self._open_call(context, who):
             try:
-                yield service_pb2.DownloadResponse(header=payload.header()).SerializeToString()
-                async with contextlib.aclosing(self._ahead(context, chunks)) as responses:
-                    async for response in responses:
-                        yield response
+                with self._spans.of_call("send payload", Call(request.identity, request.sha256), context):
+                    yield service_pb2.DownloadResponse(header=payload.header()).SerializeToString()
+                    async with contextlib.aclosing(self._ahead(context, chunks)) as responses:
+                        async for response in responses:
+                            yield response
             finally:
                 with contextlib.suppress(RuntimeError):  # at shutdown the pool no longer exists
                     self._pool.submit(chunks.end)
@@ -234,6 +252,7 @@ class _Upload:
     """One upload stream: a header, then chunks."""
 
     def __init__(self, api: DeviceApi) -> None:
+        self.call = Call()
         self._api = api
         self._lock = threading.Lock()
         self._session: UploadSession | RepeatedUpload | None = None
@@ -248,6 +267,7 @@ class _Upload:
             self._session.feed(request)
         elif isinstance(request, service_pb2.UploadRequest) and request.HasField("header") and self._session is None:
             self._session = self._api.uploads.begin(request.header)
+            self.call.identity, self.call.name = request.header.identity, request.header.name
         else:
             raise RefusedError(Code.BAD_MESSAGE, "an upload stream must contain one header, then chunks")
 
@@ -259,6 +279,7 @@ class _Upload:
         """Completes the upload and returns its receipt."""
         if self._session is None:
             raise RefusedError(Code.BAD_MESSAGE, "an upload stream must begin with its header")
+        self.call.committing = time.time_ns()
         return self._session.finish()
 
     def abandon(self) -> None:

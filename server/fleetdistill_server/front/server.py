@@ -43,6 +43,7 @@ from fleetdistill_server.store.meter import Meter
 from fleetdistill_server.store.retention import SWEEP_SECONDS, sweep_directory
 from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.tracing.spans import open_spans
 
 if TYPE_CHECKING:
     from fleetdistill_server.metrics.front import FrontMeter
@@ -112,14 +113,14 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
     def wake_engine() -> None:
         loop.call_soon_threadsafe(lambda: wakeups.wake_other())
 
-    meter = _open_meter(config)
+    meter, spans = _open_meter(config), open_spans(config.traces, "front")
     opened = open_api(config, limits, wake_engine, meter)
     guarding = open_guard(directory, tls is not None, limits)
     pools = ThreadPoolExecutor(POOL_THREADS), ThreadPoolExecutor(UPLOAD_THREADS)
     with opened as (api, commits), guarding as guard, pools[0] as pool, pools[1] as uploads:
         wakeups = Wakeups(ends, api.store.database)
         api.sessions.adopt_present_devices()
-        service = DeviceService(api, pool, commits, limits, uploads, meter)
+        service = DeviceService(api, pool, commits, limits, uploads, meter, spans)
         status = health.aio.HealthServicer()
         server = await _make_server(service, guard, limits, status, meter)
         enrolment = _limited_enrolment_server(guard, limits, meter)
@@ -148,6 +149,8 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
             task.cancel()
         await asyncio.gather(server.stop(grace=2.0), enrolment.stop(grace=2.0))
         wakeups.close()
+    if spans is not None:
+        spans.close()
     return 0
 
 

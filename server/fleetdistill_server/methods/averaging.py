@@ -16,6 +16,7 @@ import torch
 from fleetdistill.knowledge import Array, ModelParameters
 from fleetdistill_server.event_kinds import MOST_OF_THE_WEIGHT
 from fleetdistill_server.methods.cohort import Notes
+from fleetdistill_server.phases import phase
 
 OFF = "off"
 _MOST_WEIGHT = 3.0  # times the median weight
@@ -74,6 +75,7 @@ class WeightedMean:
         """
         self._updates.append(_Update(device, sent, weight))
 
+    @phase("averaging")
     def result(self, notes: Notes) -> ModelParameters:
         """Returns the mean, in the element types of the models.
 

@@ -21,6 +21,7 @@ from fleetdistill.training.local_training import (
     smallest_batch,
 )
 from fleetdistill.training.model import frozen_batch_norm, in_mode
+from fleetdistill_server.phases import phase
 from fleetdistill_server.training.compiling import Compiling
 from fleetdistill_server.training.hardware import Hardware
 from fleetdistill_server.training.loop import BatchLosses, Loop, Plan
@@ -113,6 +114,7 @@ class Trainer:
         weights = self.ranks.weights(model, optimizer, sharded=self.hardware.shards(model))
         hardware = replace(self.hardware, channels_last=False, compile="off") if weights.sharded else self.hardware
         with ExitStack() as stack:
+            stack.enter_context(phase("distillation"))
             stack.enter_context(in_mode(model, training=True))
             stack.enter_context(frozen_batch_norm(model, frozen))
             stack.enter_context(hardware.layout(model))

@@ -33,6 +33,7 @@ from fleetdistill_server.methods.feddkc.kkr import kkr
 from fleetdistill_server.methods.feddkc.refined import Refined, no_refinement
 from fleetdistill_server.methods.feddkc.skr import skr
 from fleetdistill_server.methods.traffic import Exchange, Sizes
+from fleetdistill_server.phases import phase
 from fleetdistill_server.training.rows import Pool, mapped_tensor
 
 _BLOCK_ROWS = 1024  # rows whose lengths are computed at once, in float64
@@ -199,6 +200,7 @@ class FedDKCServer(ServerMethod):
             for upload, rows in zip(uploads, most, strict=True)
         ]
 
+    @phase("refinement")
     def refine(self, logits: Tensor) -> Refined:
         """Refines logits `[N, C]` with the configured refinement: KKR, KKR with a kernel, SKR or none."""
         config = self.config

@@ -1,0 +1,28 @@
+"""Reads what the trace of a round needs: when the run, the round and its asks began and ended."""
+
+from __future__ import annotations
+
+from fleetdistill_server.store.database import Database, Row
+
+
+def created_at(database: Database, run: str) -> float | None:
+    """Returns when a run was created, in seconds since 1970, or None for an unknown run."""
+    found = database.value("SELECT created_at FROM runs WHERE name = ?", run)
+    return None if found is None else float(found)
+
+
+def ended_round(database: Database, run: str, number: int) -> Row | None:
+    """Returns status, start and end of a round, or None unless it has ended."""
+    return database.row(
+        "SELECT status, started_at, ended_at FROM rounds WHERE run = ? AND round = ? AND status <> 'open'", run, number
+    )
+
+
+def asks_of_round(database: Database, run: str, number: int) -> list[Row]:
+    """Returns the asks of a round, oldest first, each with the time of its answer (NULL if there is none)."""
+    return database.rows(
+        "SELECT a.id, a.step_number, a.step, a.device, a.status, a.deadline_at, u.received_at FROM asks a "
+        "LEFT JOIN uploads u ON u.ask = a.id AND u.quarantined_at IS NULL "
+        "WHERE a.run = ? AND a.round = ? ORDER BY a.id",
+        *(run, number),
+    )
