@@ -34,7 +34,7 @@ def open_spans(traces: str, process: str) -> Spans | None:
     if traces == "off":
         return None
     spans = Spans(*make_provider(process))
-    for handler in logging.getLogger().handlers:
+    for handler in logging.root.handlers:
         handler.addFilter(_TraceIds(spans))
     return spans
 
