@@ -37,7 +37,10 @@ PRIVATE_TINY = "--test-limit 60"
 """Of a private simulation, whose noise needs more rows."""
 SHELL_ONLY = (". .venv", "pip install", "make ")
 """Lines that set up an environment: this one is set up already. Targets of make are looked up."""
-NEEDS = {"docs/how-to/back-up.md": ("docs/how-to/serve-a-run.md", "## Change or cancel the run")}
+NEEDS = {
+    "docs/how-to/back-up.md": ("docs/how-to/serve-a-run.md", "## Change or cancel the run"),
+    "docs/how-to/dashboard.md": ("docs/how-to/serve-a-run.md", "Look at it in the browser"),
+}
 """Pages about a store that another page makes, and the heading before which that one ends."""
 
 
@@ -84,7 +87,7 @@ class Reader:
             elif block.language == "sh":
                 self.shell(text)
             else:
-                assert block.language in ("", "toml", "json"), block.language
+                assert block.language in ("", "toml", "json", "text"), block.language
 
     def here(self, text: str) -> str:
         for written, mine in self.replaced.items():
@@ -101,7 +104,9 @@ class Reader:
                 script.start()
                 scripts.append(script)
             elif words[:2] == ["fleetdistill", "serve"] and "--check" not in words:
-                self.serve(words)
+                self.serve(words, "is served on")
+            elif words[:2] == ["fleetdistill", "dashboard"]:
+                self.serve([*words, "--port", "0"], "the dashboard is at")
             elif words[:1] == ["fleetdistill"]:
                 self.command(words[1:])
             elif words:
@@ -118,10 +123,10 @@ class Reader:
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, (words, result.output)
 
-    def serve(self, words: list[str]) -> None:
+    def serve(self, words: list[str], said: str) -> None:
         server = self.start(words[1:])
         self.servers.append(server)
-        wait_until(lambda: server.poll() is not None or "is served on" in self.output(server), "the run is served")
+        wait_until(lambda: server.poll() is not None or said in self.output(server), said)
         assert server.poll() is None, self.output(server)
 
     def start(self, words: list[str]) -> subprocess.Popen[bytes]:
