@@ -36,7 +36,7 @@ from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.front.grpc_options import channel_options
 from fleetdistill_server.front.server import OPTIONS as FRONT_OPTIONS
 from fleetdistill_server.service.processes import allow_open_files, front_environment
-from fleetdistill_server.service.wakeups import Ends, make_pair
+from fleetdistill_server.service.wakeups import Ends, make_ends
 from fleetdistill_server.store.store import Store
 
 RUN = "bench"
@@ -141,7 +141,7 @@ def server(arguments: Sequence[str], ends: Ends | None = None) -> Iterator[Serve
         stdout=subprocess.PIPE,
         text=True,
         env=front_environment(),
-        pass_fds=[x for x in (given.read, given.write) if x >= 0],
+        pass_fds=[x for x in given.all() if x >= 0],
     )
     try:
         assert process.stdout is not None
@@ -446,7 +446,7 @@ def main() -> None:
 def measure(stack: contextlib.ExitStack, given: argparse.Namespace) -> None:
     """Every measurement with servers of its own, so that none finds the other's traces."""
     directory = stack.enter_context(tempfile.TemporaryDirectory())
-    ends, engine_ends = make_pair()
+    ends, (engine_ends,) = make_ends()
     store = stack.enter_context(contextlib.closing(prepare_store(Path(directory))))
     bare_command, command = [__file__, "--bare"], front_command(directory, ends)
     if given.only in (None, "check-ins"):
@@ -463,7 +463,7 @@ def measure(stack: contextlib.ExitStack, given: argparse.Namespace) -> None:
 
 def poke(ends: Ends) -> None:
     """Wakes the front, as the engine does."""
-    os.write(ends.write, b"x")
+    os.write(ends.writes[0], b"x")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.service.processes import front_environment
-from fleetdistill_server.service.wakeups import Ends, make_pair
+from fleetdistill_server.service.wakeups import Ends, make_ends
 from fleetdistill_server.simulation.links.multiplexer import DEVICES_PER_CONNECTION
 from fleetdistill_server.simulation.links.parking_link import ParkingLink
 from fleetdistill_server.store.store import Store
@@ -228,7 +228,7 @@ def waiting(devices: int) -> None:
     """Prints what waiting devices cost a front, and how long a round of some of them takes."""
     from _wire import cpu_seconds as cpu_of
 
-    ends, engine_ends = make_pair()
+    ends, (engine_ends,) = make_ends()
     with tempfile.TemporaryDirectory() as name, contextlib.closing(prepare_store(Path(name))) as store:
         front, port = start_front(Path(name), ends, devices)
         try:
@@ -258,7 +258,7 @@ def start_front(directory: Path, ends: Ends, devices: int) -> tuple[subprocess.P
         [*command, "--log-level", "WARNING"],
         stdout=subprocess.PIPE,
         text=True,
-        pass_fds=(ends.read, ends.write),
+        pass_fds=ends.all(),
         env=front_environment(),
     )
     assert front.stdout is not None
@@ -306,7 +306,7 @@ class BareFleet:
         cohort = list(self.links)[:: max(count // COHORT, 1)][:COHORT]
         began, used = time.monotonic(), cpu_of(front)
         write_asks(store, cohort)
-        os.write(ends.write, b"x")
+        os.write(ends.writes[0], b"x")
         await asyncio.gather(*(calls[name] for name in cohort))
         asked = time.monotonic() - began
         with ThreadPoolExecutor(4) as pool:

@@ -53,7 +53,7 @@ def test_a_running_run_without_a_server_says_so(directory: Path) -> None:
     assert status(directory) == "running (no server)"
     lock = serve_lock.take(directory, RUN)
     assert status(directory) == "running"
-    assert serve_lock.served_run(directory) == RUN
+    assert serve_lock.is_served(directory, RUN)
     with pytest.raises(RunError, match="another `fleetdistill serve` uses the store"):
         serve_lock.take(directory, "other")
     lock.close()

@@ -204,7 +204,7 @@ def test_of_a_class_that_only_the_forgotten_device_has_nothing_is_left(run: Halt
     """The merge of such a class, which the other devices were sent, is its part to the bit."""
     assert run.device in run.parts(store)
     assert {ask["device"] for ask in told_with_the_part(run, store)} == set(run.others())
-    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert ask_to_forget(store, RUN, run.device, served=False)
     assert_forgotten(run, store)
 
 
@@ -220,7 +220,7 @@ def test_nothing_is_left_in_quarantine_or_of_uploads_and_writes_that_broke_off(r
         (staging / f"{name}.part").write_bytes(b"torn" + run.part[0])
     (run.directory / "blobs" / "00").mkdir(exist_ok=True)
     (run.directory / "blobs" / "00" / f"{'00' * 32}.safetensors").write_bytes(run.part[0])  # an upload without a row
-    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert ask_to_forget(store, RUN, run.device, served=False)
     assert_forgotten(run, store)
     assert list(staging.iterdir()) == []
     (other,) = (run.directory / "blobs" / "quarantine").iterdir()
@@ -233,7 +233,7 @@ def test_figures_by_class_go_and_the_others_stay(run: Halted, store: Store) -> N
 
     store.database.write("UPDATE figures SET by_class = ?", json.dumps({"3": [1, 2]}))
     before = figures()
-    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert ask_to_forget(store, RUN, run.device, served=False)
     assert figures() == [{**row, "by_class": "{}"} for row in before]
     assert before
     kept = [row["by_class"] for row in store.history.figures(RUN, "accuracy", "test") if row["device"] != run.device]
@@ -246,7 +246,7 @@ def test_another_device_whose_receipt_was_lost_gets_it_all_the_same(run: Halted,
     ask = store.asks.get(RUN, upload["round"], upload["step_number"], upload["device"])
     assert ask is not None
     assert ask["payload"] is not None
-    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert ask_to_forget(store, RUN, run.device, served=False)
     name = upload_name(upload["round"], upload["step_number"])
     name.payload = ask["payload"]
     api = DeviceApi(store)
@@ -277,7 +277,7 @@ def test_forgetting_that_is_killed_is_done_again(point: str, run: Halted, store:
 
 @pytest.mark.slow
 def test_an_engine_that_is_killed_forgets_before_its_next_round(run: Halted, store: Store) -> None:
-    assert not ask_to_forget(store, RUN, run.device, served=RUN)
+    assert not ask_to_forget(store, RUN, run.device, served=True)
     engine = ForkedEngine(run.prepared)
     for point in KILLS:
         engine.start(f"{point}=kill")
@@ -298,11 +298,11 @@ def test_while_a_backup_is_made_it_is_not_done_and_the_next_call_does_it(
     other = run.open()
     with other.blobs.exclusive() as alone:
         assert alone
-        assert not ask_to_forget(store, RUN, run.device, served=None)
+        assert not ask_to_forget(store, RUN, run.device, served=False)
         assert_still_to_forget(run, store)
         assert run.parts(store) == run.others(), "what does not have to wait does not"
     other.close()
-    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert ask_to_forget(store, RUN, run.device, served=False)
     assert_forgotten(run, store)
 
 
@@ -335,7 +335,7 @@ def test_an_engine_does_not_end_its_run_before_it_could_forget(run: Halted, stor
             assert (store.runs.get(RUN) or {})["status"] == "running"
             stack.close()  # the backup is made
 
-        assert not ask_to_forget(store, RUN, run.device, served=RUN)
+        assert not ask_to_forget(store, RUN, run.device, served=True)
         asyncio.run(run.engine(store, Waker(look)).run())
     other.close()
     assert (store.runs.get(RUN) or {})["status"] == "finished"
@@ -351,7 +351,7 @@ def test_who_asks_at_the_very_end_of_a_run_is_heard(run: Halted, store: Store, m
     def then_asked() -> None:
         monkeypatch.undo()
         forget()
-        assert not ask_to_forget(store, RUN, run.device, served=RUN)
+        assert not ask_to_forget(store, RUN, run.device, served=True)
 
     monkeypatch.setattr(engine, "forget", then_asked)
     asyncio.run(engine.run())
@@ -360,9 +360,9 @@ def test_who_asks_at_the_very_end_of_a_run_is_heard(run: Halted, store: Store, m
 
 
 def test_a_device_of_a_run_that_is_over_is_forgotten_at_once_though_it_is_served(run: Halted, store: Store) -> None:
-    assert not ask_to_forget(store, RUN, run.device, served=RUN), "while it runs this is for the engine to do"
+    assert not ask_to_forget(store, RUN, run.device, served=True), "while it runs this is for the engine to do"
     store.runs.end(RUN, "finished", "")
-    assert ask_to_forget(store, RUN, run.device, served=RUN)
+    assert ask_to_forget(store, RUN, run.device, served=True)
     assert_forgotten(run, store)
 
 
@@ -370,7 +370,7 @@ def test_a_device_of_a_run_that_is_over_is_forgotten_at_once_though_it_is_served
 
 
 def test_a_device_that_an_engine_was_to_forget_is_forgotten_as_the_run_is_cancelled(run: Halted, store: Store) -> None:
-    assert not ask_to_forget(store, RUN, run.device, served=RUN)
+    assert not ask_to_forget(store, RUN, run.device, served=True)
     assert cancel(store, RUN)
     assert_forgotten(run, store)
 
@@ -399,11 +399,11 @@ def test_two_commands_at_once_undo_nothing_of_each_other(
     second, (other, left) = run.open(), run.others()
 
     def forget_the_device() -> None:
-        assert ask_to_forget(second, RUN, run.device, served=None)
+        assert ask_to_forget(second, RUN, run.device, served=False)
         assert run.parts(second) == [left], "it does all that is asked for"
 
     meanwhile(store, monkeypatch, forget_the_device)
-    assert ask_to_forget(store, RUN, other, served=None)
+    assert ask_to_forget(store, RUN, other, served=False)
     assert run.parts(store) == [left]
     assert run.files_with_the_part() == [], "also not in the state that came too late"
     assert sorted(row["device"] for row in store.history.events(RUN, "forgotten")) == sorted([run.device, other])
@@ -420,7 +420,7 @@ def test_an_engine_that_starts_while_a_command_works_does_the_forgetting(
         engines[0].prepare()
 
     meanwhile(store, monkeypatch, serve)
-    assert not ask_to_forget(store, RUN, run.device, served=None)
+    assert not ask_to_forget(store, RUN, run.device, served=False)
     assert_still_to_forget(run, store)
     all_present(store)
     asyncio.run(engines[0].next_cohort())
@@ -435,7 +435,7 @@ def test_an_engine_that_read_its_state_before_a_command_changed_it_takes_up_the_
     opened = run.open()
     engine = run.engine(opened)
     engine.prepare()
-    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert ask_to_forget(store, RUN, run.device, served=False)
     all_present(store)
     asyncio.run(engine.next_cohort())
     assert sorted(engine.method.state_dict()["parts"]) == run.others()
@@ -444,7 +444,7 @@ def test_an_engine_that_read_its_state_before_a_command_changed_it_takes_up_the_
 
 def test_while_a_round_is_open_that_a_server_works_on_it_is_not_done(run: Halted, store: Store) -> None:
     number = store.runs.start_round(RUN, run.others())
-    assert not ask_to_forget(store, RUN, run.device, served=RUN)
+    assert not ask_to_forget(store, RUN, run.device, served=True)
     assert_still_to_forget(run, store)
     assert (store.runs.open_round(RUN) or {})["round"] == number
 
@@ -455,7 +455,7 @@ def test_a_round_that_a_server_left_open_is_closed_as_a_short_one(status: str, r
     number = store.runs.start_round(RUN, sorted([run.device, *run.others()]))
     write_asks(store, number, run.device, *run.others(), run=RUN)
     store.runs.end(RUN, status, "")
-    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert ask_to_forget(store, RUN, run.device, served=False)
     assert_forgotten(run, store)
     closed = store.runs.rounds(RUN)[-1]
     assert (closed["round"], closed["status"]) == (number, "short")
@@ -476,7 +476,7 @@ def test_a_round_that_an_engine_took_up_meanwhile_stays_open(
         end(*given)
 
     monkeypatch.setattr(forgetting, "end_open_round", then_end)
-    assert not ask_to_forget(store, RUN, run.device, served=None)
+    assert not ask_to_forget(store, RUN, run.device, served=False)
     assert_still_to_forget(run, store)
     assert (store.runs.open_round(RUN) or {})["round"] == number
     store.runs.assert_owner(RUN, engines[0].token)
@@ -499,13 +499,13 @@ def test_what_a_method_notes_is_written_with_its_state_and_not_before(
     with pytest.raises(RunError):
         forgetting.forget_requested(store, RUN, method, fail)
     assert store.history.events(RUN, "member-left-out") == []
-    assert ask_to_forget(store, RUN, run.device, served=None)
+    assert ask_to_forget(store, RUN, run.device, served=False)
     assert [row["device"] for row in store.history.events(RUN, "member-left-out")] == [run.device]
 
 
 def test_a_device_that_is_not_there_is_a_clear_error(run: Halted, store: Store) -> None:
     with pytest.raises(ConfigurationError, match="run 'simulation' has no device 'nobody'"):
-        ask_to_forget(store, RUN, "nobody", served=None)
+        ask_to_forget(store, RUN, "nobody", served=False)
 
 
 # --- the device, after it was asked for
@@ -522,7 +522,7 @@ class Joined:
         write_asks(store, self.round, "d1")
 
     def forget(self) -> None:
-        assert not ask_to_forget(self.store, MADE_RUN, "d1", served=MADE_RUN)
+        assert not ask_to_forget(self.store, MADE_RUN, "d1", served=True)
 
     def begin(self) -> tuple[Payload, UploadSession]:
         """An upload that has only to be finished."""

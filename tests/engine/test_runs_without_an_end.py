@@ -115,7 +115,7 @@ class Fleet:
         self.api.leave(service_pb2.LeaveRequest(identity=device.identity))
 
     def forget(self, name: str) -> None:
-        ask_to_forget(self.store, RUN, name, served=RUN)
+        ask_to_forget(self.store, RUN, name, served=True)
 
     async def wait(self, seconds: float = 0.0) -> None:
         self.fuse.touch()

@@ -30,7 +30,7 @@ from fleetdistill.wire.framing import framed
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.service.wakeups import Ends, Wakeups, make_pair
+from fleetdistill_server.service.wakeups import Ends, Wakeups, make_ends
 from fleetdistill_server.store.store import Store
 
 RUN = "unkind"
@@ -259,7 +259,7 @@ def third_device(port: int, directory: Path) -> Iterator[ThirdDevice]:
 @pytest.mark.slow
 def test_a_run_completes_whatever_one_of_its_devices_does(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
-    engine_ends, front_ends = make_pair()
+    front_ends, (engine_ends,) = make_ends()
     with (
         live_front(tmp_path / "store", ends=front_ends) as front,
         AnsweringFleet(front.port, RUN, 2),
@@ -291,7 +291,7 @@ def test_a_run_completes_whatever_one_of_its_devices_does(tmp_path: Path) -> Non
 def test_a_round_that_falls_short_over_the_wire_is_closed_as_such(tmp_path: Path) -> None:
     """Two of three must answer and one does: its upload is reported with the reason, and the next round counts."""
     store = Store.open(tmp_path / "store")
-    engine_ends, front_ends = make_pair()
+    front_ends, (engine_ends,) = make_ends()
 
     def give_up_on_the_others() -> None:
         """The deadline passes for who has not answered in round 1."""

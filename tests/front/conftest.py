@@ -10,7 +10,7 @@ import pytest
 from support.live_front import Client, LiveFront, client_of, live_front, prepare_store
 from support.sqlite import directory_of
 
-from fleetdistill_server.service.wakeups import Ends, make_pair
+from fleetdistill_server.service.wakeups import Ends, make_ends
 from fleetdistill_server.store.store import Store
 
 LIMIT = 8 << 20
@@ -29,7 +29,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 @pytest.fixture(scope="module")
 def pipes() -> tuple[Ends, Ends]:
     """The front's ends of the wake-up pipes, and the engine's."""
-    return make_pair()
+    front, (engine,) = make_ends()
+    return front, engine
 
 
 @pytest.fixture(scope="module")

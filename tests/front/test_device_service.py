@@ -196,7 +196,7 @@ def test_a_waiting_device_is_woken_through_the_pipe(client: Client, store: Store
     time.sleep(0.2)  # so that it waits; were it late, the answer would only come sooner
     started = time.monotonic()
     name = ask(store, client)
-    poke(pipes[1].write)
+    poke(pipes[1].writes[0])
     assert waiting.result().ask.round == name.round
     assert time.monotonic() - started < LONG_WAIT / 2
 
@@ -209,7 +209,7 @@ def test_a_device_that_names_no_run_is_woken_too(client: Client, store: Store, p
     assert not waiting.done()
     began = time.monotonic()
     name = ask(store, client)
-    poke(pipes[1].write)
+    poke(pipes[1].writes[0])
     found = waiting.result()
     assert found.ask.round == name.round
     assert time.monotonic() - began < LONG_WAIT / 2, "woken, not at the end of its patience"

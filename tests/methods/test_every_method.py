@@ -153,7 +153,7 @@ def test_a_forgotten_device_is_named_nowhere_in_the_methods_state(method: str, t
     forgotten, stays = (row["device"] for row in store.devices.all(RUN))
     before = set(words_in(state_of(store)))
     assert {forgotten, stays} <= before or not {forgotten, stays} & before
-    assert ask_to_forget(store, RUN, forgotten, served=None)
+    assert ask_to_forget(store, RUN, forgotten, served=False)
     assert set(words_in(state_of(store))) & {forgotten, stays} == before & {stays}
     store.close()
 

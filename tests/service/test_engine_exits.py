@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ import pytest
 
 from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, StoreError
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
+from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.engine import engine, process
 from fleetdistill_server.event_kinds import ENGINE_FAILED
-from fleetdistill_server.service import supervisor
+from fleetdistill_server.service import engine_process
+from fleetdistill_server.service.engine_process import MAX_RESTARTS
+from fleetdistill_server.service.engine_slots import Slot
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE
-from fleetdistill_server.service.registration import register
-from fleetdistill_server.service.supervisor import MAX_RESTARTS, Supervisor
+from fleetdistill_server.service.reconciliation import Reconciliation
+from fleetdistill_server.service.registration import register, serve_run
+from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.store import Store
 
 RUN = "ends"
@@ -120,6 +125,7 @@ class Ended:
 
     def __init__(self, code: int) -> None:
         self.process: Any = self
+        self.arguments: list[str] = []
         self.failures = 0
         self.starts = 0
         self.started = time.monotonic()
@@ -128,60 +134,95 @@ class Ended:
     def poll(self) -> int:
         return self._code
 
-    def restart(self) -> None:
-        self.failures += 1
-        self.start_again()
+    def end(self, grace_seconds: float = 0.0) -> bool:
+        return True
 
     def start_again(self) -> None:
         self.starts += 1
 
 
+class Seconds:
+    """A clock that each look advances by a second."""
+
+    def __init__(self, start: float) -> None:
+        self.now = start
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Service:
+    """A service whose engines end as the test says."""
+
+    engines: Reconciliation
+    store: Store
+    seconds: Seconds
+    failed: list[tuple[str, str]]
+    child: Ended | None = None
+
+    def look(self, code: int, times: int) -> Ended:
+        self.child = self.child or Ended(code)
+        for _ in range(times):
+            self.seconds.now += 1
+            self.engines.look()
+        return self.child
+
+
 @pytest.fixture
-def serving(config: Path) -> Iterator[Supervisor]:
-    made = Supervisor(load_run_config(config))
+def service(config: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    loaded = load_run_config(config)
+    store = Store.open(config.parent / "store")
+    serve_run(store, loaded)
+    seconds, failed = Seconds(time.monotonic()), list[tuple[str, str]]()
+    settings = ServerConfig(server=loaded.server)
+    told = lambda run, reason: failed.append((run, reason))  # noqa: E731
+    engines = Reconciliation(store, settings, [Slot(Ends())], "", None, [], told)
+    made = Service(engines, store, seconds, failed)
+    monkeypatch.setattr(engine_process, "Child", lambda *_: made.child)
+    monkeypatch.setattr(engine_process.time, "monotonic", seconds)  # type: ignore[attr-defined]
     yield made
-    made.store.close()
-    made.lock.close()
+    store.close()
 
 
-def look(serving: Supervisor, engine: Ended, times: int) -> None:
-    serving.engine = engine  # type: ignore[assignment]
-    for _ in range(times):
-        serving.look_after_engine()
+def test_an_engine_without_space_is_started_again_and_again(service: Service) -> None:
+    child = service.look(EXIT_NO_SPACE, 1 + 11 * 4 * MAX_RESTARTS)
+    assert (child.starts, child.failures) == (4 * MAX_RESTARTS, 0)
+    assert (service.store.runs.get(RUN) or {})["status"] == "preparing"
 
 
-def test_an_engine_without_space_is_started_again_and_again(
-    serving: Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "NO_SPACE_SECONDS", 0.0)
-    child = Ended(EXIT_NO_SPACE)
-    look(serving, child, 4 * MAX_RESTARTS)
-    assert (child.starts, child.failures) == (2 * MAX_RESTARTS, 0)
-    assert (serving.store.runs.get(RUN) or {})["status"] == "preparing"
-
-
-def test_but_not_at_once(serving: Supervisor) -> None:
-    child = Ended(EXIT_NO_SPACE)
-    look(serving, child, 4)
+def test_but_not_at_once(service: Service) -> None:
+    child = service.look(EXIT_NO_SPACE, 9)
     assert child.starts == 0, "the front is looked after meanwhile"
 
 
 def test_failures_of_an_engine_that_has_lived_long_do_not_add_up(
-    serving: Supervisor, monkeypatch: pytest.MonkeyPatch
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run without an end may idle for months, with no round that would be completed between two failures."""
-    monkeypatch.setattr(supervisor, "STEADY_SECONDS", 0.0)
-    child = Ended(1)
-    look(serving, child, 4 * MAX_RESTARTS)
-    assert child.starts == 4 * MAX_RESTARTS
+    monkeypatch.setattr(engine_process, "STEADY_SECONDS", 0.0)
+    child = service.look(1, 12 * MAX_RESTARTS)
+    assert child.starts >= 4 * MAX_RESTARTS
+    assert service.failed == []
+
+
+def test_a_run_whose_engine_is_given_up_is_stopped_with_the_reason(service: Service) -> None:
+    service.store.history.add_event(RUN, ENGINE_FAILED, "ZeroDivisionError: division")
+    child = service.look(1, 4 * MAX_RESTARTS)
+    reason = f"the engine failed {MAX_RESTARTS + 1} times at the same point, last with 1: ZeroDivisionError: division"
+    row = service.store.runs.get(RUN) or {}
+    assert (row["status"], row["reason"], row["engine"], child.starts) == ("stopped", reason, None, MAX_RESTARTS)
+    assert service.failed == [(RUN, reason)]
+    assert service.engines.engines == {}, "its place is free for another run"
 
 
 def test_an_engine_that_is_given_up_is_told_though_the_disk_is_full(
-    serving: Supervisor, monkeypatch: pytest.MonkeyPatch
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise NoSpaceError("the disk is full")
 
-    monkeypatch.setattr(serving.store.runs, "end", full)
-    with pytest.raises(RunError, match=f"the engine failed {MAX_RESTARTS + 1} times at the same point, last with 1"):
-        look(serving, Ended(1), MAX_RESTARTS + 1)
+    monkeypatch.setattr(service.store.led, "hold_failed", full)
+    service.look(EXIT_CONFIGURATION, 3)
+    assert service.failed[0][1].startswith("the engine cannot run this configuration: see ")
+    assert list(service.engines.engines) == [RUN], "so that the reason is stored when there is space again"

@@ -22,10 +22,15 @@ from typer.testing import CliRunner
 
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config
+from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.event_kinds import ENGINE_FAILED
-from fleetdistill_server.service import heartbeat, serve_lock, supervisor
+from fleetdistill_server.service import engine_process, heartbeat, serve_lock
+from fleetdistill_server.service.engine_files import engine_directory
+from fleetdistill_server.service.engine_process import EngineProcess
+from fleetdistill_server.service.engine_slots import Slot
 from fleetdistill_server.service.heartbeat import FILE, HeartbeatMonitor, clear_heartbeat, served, start_heartbeat
-from fleetdistill_server.service.supervisor import Supervisor
+from fleetdistill_server.service.registration import serve_run
+from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 
@@ -110,6 +115,7 @@ class Hung:
 
     def __init__(self) -> None:
         self.process: Any = self
+        self.arguments: list[str] = []
         self.failures, self.started, self.code, self.starts = 0, time.monotonic(), None, 0
 
     def poll(self) -> int | None:
@@ -121,52 +127,71 @@ class Hung:
     def wait(self) -> None:
         return
 
-    def restart(self) -> None:
+    def start_again(self) -> None:
         self.code, self.starts = None, self.starts + 1
 
 
 @pytest.fixture
-def serving(tmp_path: Path, seconds: Seconds, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
-    monkeypatch.setattr(supervisor, "HeartbeatMonitor", lambda directory: HeartbeatMonitor(directory, seconds))
-    path = write_config(tmp_path)
-    made = Supervisor(load_run_config(path))
-    yield made
-    made.store.close()
-    made.lock.close()
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store.open(tmp_path / "store")
+    serve_run(opened, load_run_config(write_config(tmp_path)))
+    yield opened
+    opened.close()
 
 
-def look(serving: Supervisor, seconds: Seconds, times: int) -> None:
+@pytest.fixture
+def hung(store: Store, tmp_path: Path, seconds: Seconds, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineProcess, Hung]:
+    child = Hung()
+    monkeypatch.setattr(engine_process, "HeartbeatMonitor", lambda directory: HeartbeatMonitor(directory, seconds))
+    monkeypatch.setattr(engine_process, "Child", lambda *_: child)
+    token = store.led.assign(RUN)
+    assert token is not None
+    config = ServerConfig(server=load_run_config(write_config(tmp_path)).server)
+    return EngineProcess(RUN, token, store, config, Slot(Ends()), None), child
+
+
+def look(engine: EngineProcess, store: Store, seconds: Seconds, times: int) -> None:
+    (row,) = store.led.queue()
     for _ in range(times):
         seconds.now += 1
-        serving.look_after_engine()
+        engine.look(row)
 
 
 def test_a_hung_engine_is_killed_and_started_again(
-    serving: Supervisor, seconds: Seconds, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hung: tuple[EngineProcess, Hung],
+    store: Store,
+    seconds: Seconds,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = Hung()
-    serving.engine = engine  # type: ignore[assignment]
-    serving.reset_heartbeat()
-    beat(tmp_path / "store", 1e9)
-    look(serving, seconds, 60)
-    assert engine.code is None
-    look(serving, seconds, 2)
-    assert (engine.code, engine.starts) == (None, 1)
-    (event,) = serving.store.history.events(RUN, ENGINE_FAILED)
+    engine, child = hung
+    monkeypatch.setattr(engine_process.time, "monotonic", seconds)  # type: ignore[attr-defined]
+    beat(engine_directory(tmp_path / "store", RUN), 1e9)
+    look(engine, store, seconds, 60)
+    assert child.code is None
+    look(engine, store, seconds, 3)
+    assert (child.code, child.starts) == (None, 1)
+    (event,) = store.history.events(RUN, ENGINE_FAILED)
     assert event["text"] == "the engine hangs: it sent no heartbeat for 60 s and was killed"
     assert [one.getMessage() for one in caplog.records].count(event["text"]) == 1
-    look(serving, seconds, 599)
-    assert engine.starts == 1, "the new one is given the time that its start takes"
-    look(serving, seconds, 2)
-    assert engine.starts == 2
+    look(engine, store, seconds, 599)
+    assert child.starts == 1, "the new one is given the time that its start takes"
+    look(engine, store, seconds, 3)
+    assert child.starts == 2
 
 
-def test_an_engine_that_has_ended_after_its_run_is_none_that_hangs(serving: Supervisor, seconds: Seconds) -> None:
-    engine = Hung()
-    serving.engine = engine  # type: ignore[assignment]
-    serving.store.runs.end(RUN, "finished", "1 rounds completed")
-    look(serving, seconds, 2000)
-    assert (engine.code, engine.starts) == (None, 0)
+def test_each_start_of_an_engine_has_a_token_of_its_own(
+    hung: tuple[EngineProcess, Hung], store: Store, seconds: Seconds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, child = hung
+    monkeypatch.setattr(engine_process.time, "monotonic", seconds)  # type: ignore[attr-defined]
+    first = engine.token
+    child.code = 1  # type: ignore[assignment]
+    look(engine, store, seconds, 2)
+    assert child.starts == 1
+    assert engine.token != first
+    assert child.arguments[2] == engine.token == (store.runs.get(RUN) or {})["engine"]
 
 
 # --- what people see
@@ -179,14 +204,16 @@ def test_runs_list_says_that_the_engine_hangs(tmp_path: Path, monkeypatch: pytes
     store.runs.end(RUN, "running", "")
 
     def status() -> str:
-        return str(views.runs(store, served(tmp_path)).lists["runs"][0]["status"])
+        return str(views.runs(store, served(tmp_path, store)).lists["runs"][0]["status"])
 
     assert status() == "running (no server)"
     with serve_lock.take(tmp_path, RUN):
         assert status() == "running", "its engine is about to start"
-        beat(tmp_path, time.time())
+        directory = engine_directory(tmp_path, RUN)
+        directory.mkdir(parents=True)
+        beat(directory, time.time())
         assert status() == "running"
-        beat(tmp_path, time.time() - 60)
+        beat(directory, time.time() - 60)
         assert status() == "running (engine hangs)"
         listed = CliRunner().invoke(app, ["runs", "list", "--store", str(tmp_path), "--json"])
         assert json.loads(listed.stdout)[0]["status"] == "running (engine hangs)"

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.privacy.accountant import discrete_mu_for
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.service.heartbeat import Served
+from fleetdistill_server.service.heartbeat import NOT_SERVED
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.report.report import privacy_lines, report_title
 from fleetdistill_server.simulation.show import exchange_lines
@@ -57,7 +57,7 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
         ("down", "class_space"),
     }
     with closing(Store.open(tmp_path / "work" / "store")) as store:
-        shown = json.loads(run(store, "simulation", Served("", False)).json())
+        shown = json.loads(run(store, "simulation", NOT_SERVED).json())
         assert shown["privacy"] == SENTENCE
         assert shown["rounds"][0]["strength"] == pytest.approx(found, rel=0.1)
         assert store.history.figures("simulation", "accuracy", "test") == []

@@ -298,12 +298,12 @@ def test_a_finished_run_can_be_deleted_whole_and_leaves_others_alone(store: Stor
 
 def test_pruning_beside_a_server_leaves_the_young_to_its_sweeps(on_disk: Store) -> None:
     asked = play(on_disk, "ccc")
-    would = prune(on_disk, RUN, keep_rounds=1, served=RUN, dry_run=True)
-    pruned = prune(on_disk, RUN, keep_rounds=1, served=RUN)
+    would = prune(on_disk, RUN, keep_rounds=1, served=True, dry_run=True)
+    pruned = prune(on_disk, RUN, keep_rounds=1, served=True)
     assert pruned == would
     assert (pruned.freed, pruned.later.payloads, pruned.later.bytes > 0) == (Freed(), 2, True)
     assert readable(on_disk, asked) == [1, 2, 3], "the server may be about to speak of them"
-    assert prune(on_disk, RUN, keep_rounds=1, served=RUN).rounds == 0, "their events are gone"
+    assert prune(on_disk, RUN, keep_rounds=1, served=True).rounds == 0, "their events are gone"
     sweep(on_disk, 0.0)
     assert readable(on_disk, asked) == [3]
 
@@ -311,6 +311,6 @@ def test_pruning_beside_a_server_leaves_the_young_to_its_sweeps(on_disk: Store) 
 def test_pruning_beside_a_server_deletes_what_is_old(on_disk: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = play(on_disk, "ccc")
     monkeypatch.setattr(retention, "GRACE_SECONDS", 0.0)
-    pruned = prune(on_disk, RUN, keep_rounds=1, served=RUN)
+    pruned = prune(on_disk, RUN, keep_rounds=1, served=True)
     assert (pruned.freed.payloads, pruned.later) == (2, Freed())
     assert readable(on_disk, asked) == [3]

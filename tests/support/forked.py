@@ -238,7 +238,7 @@ def _forget(points: str, directory: Path, run: str, device: str) -> None:
 
     store = Store.open(directory)
     failpoints.switch_on(points)
-    sys.exit(0 if ask_to_forget(store, run, device, served=None) else 1)
+    sys.exit(0 if ask_to_forget(store, run, device, served=False) else 1)
 
 
 def forked_device_forget(state_dir: Path) -> Forked:

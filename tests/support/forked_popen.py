@@ -120,8 +120,11 @@ class ForkedPopen:
         """Sends SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
-    def communicate(self, input: None = None, timeout: float | None = None) -> tuple[Any, Any]:
+    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[Any, Any]:
         """What is left on the pipes, once the process has ended. Raises subprocess.TimeoutExpired."""
+        if self.stdin is not None and input is not None:
+            with self.stdin:
+                self.stdin.write(input.encode())
         streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
         texts: dict[int, Any] = {}
         readers = [threading.Thread(target=_read, args=(stream, texts), daemon=True) for stream in streams]
@@ -166,6 +169,8 @@ def _run(
     for number, file in files.items():
         if number in (0, 1, 2):
             os.dup2(file.number, number)
+    if 0 in files:
+        sys.stdin = os.fdopen(0)  # multiprocessing has opened /dev/null
     if session:
         os.setsid()
     os.chdir(folder)
@@ -187,7 +192,7 @@ def _renumbered(word: str, files: Mapping[int, _File]) -> str:
     def here(end: re.Match[str]) -> str:
         return str(files[int(end[0])].number) if int(end[0]) in files else end[0]
 
-    return re.sub(r"\d+", here, word) if re.fullmatch(r"(--wakeups=)?-?\d+,-?\d+", word) else word
+    return re.sub(r"\d+", here, word) if re.fullmatch(r"(--wakeups=)?-?\d+(,-?\d+)+", word) else word
 
 
 def _run_python(words: list[str]) -> None:

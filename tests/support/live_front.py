@@ -100,7 +100,7 @@ class LiveFront:
         server = {"lease_seconds": lease_seconds, "listen": "127.0.0.1:0", **settings}
         self._config = write_server_config(directory, ServerConfig(server=ServerSection(**server), limits=limits))
         self._ends = ends
-        self._fds = [end for end in (ends.read, ends.write) if end >= 0]
+        self._fds = [end for end in ends.all() if end >= 0]
         self.port = 0
         self.process = self._start()
 

@@ -20,7 +20,7 @@ from fleetdistill_server.cli.pki import warn_without_server
 from fleetdistill_server.operations.client import connect
 from fleetdistill_server.operations.local_calls import noted_around
 from fleetdistill_server.operations.source import LocalStore, open_source, open_store
-from fleetdistill_server.service.serve_lock import served_run
+from fleetdistill_server.service.serve_lock import is_served
 
 devices_app = typer.Typer(invoke_without_command=True)
 
@@ -76,7 +76,7 @@ def devices_forget(
 
     opened = open_store(store)
     with noted_around(opened, "ForgetDevice", {"run": run, "device": device}):
-        done = ask_to_forget(opened, run, device, served=served_run(store))
+        done = ask_to_forget(opened, run, device, served=is_served(store, run))
     later = "are deleted before the run's next round; if the run has ended, repeat this command"
     when = "are deleted" if done else later
     typer.echo(

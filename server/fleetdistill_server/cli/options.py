@@ -66,11 +66,6 @@ def parse_duration(option: str, span: str) -> float:
     return int(number) * _UNITS[unit]
 
 
-def counted(number: int, what: str) -> str:
-    """Returns a number with its noun: `1 round`, `2 rounds`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
 def show(view: views.View, as_json: bool) -> None:
     """Prints a view as tables, or as JSON."""
     console = Console()

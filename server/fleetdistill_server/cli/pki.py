@@ -19,7 +19,6 @@ from fleetdistill_server.cli.options import (
     JsonOption,
     ServerOption,
     StoreOption,
-    counted,
     parse_duration,
     report_errors,
     show,
@@ -40,11 +39,12 @@ from fleetdistill_server.security.pki import (
 from fleetdistill_server.security.shut_out import check_rotation, is_last_operator, shut_out
 from fleetdistill_server.security.tokens import state_of
 from fleetdistill_server.service.enrol_port import load_enrol_port
-from fleetdistill_server.service.serve_lock import served_run
+from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.runs import View, when
+from fleetdistill_server.views.units import counted
 
 pki_app = typer.Typer(help="Manages the server's certificate authority (CA).", no_args_is_help=True)
 
@@ -240,7 +240,7 @@ def enrol(
 
 def warn_without_server(directory: Path) -> None:
     """Warns if no server works on the store, because revocations affect only the servers of their store."""
-    if served_run(directory) is None:
+    if serving(directory) is None:
         typer.echo(
             f"warning: no server is running on the store {directory}; use --store to name your server's store", err=True
         )

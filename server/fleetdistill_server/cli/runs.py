@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from fleetdistill_server.cli.leading import COMMANDS
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,
@@ -14,22 +15,20 @@ from fleetdistill_server.cli.options import (
     RunArgument,
     ServerOption,
     StoreOption,
-    counted,
     parse_duration,
     report_errors,
     show,
 )
 from fleetdistill_server.operations.client import connect
 from fleetdistill_server.operations.source import open_source, open_store
-from fleetdistill_server.service.serve_lock import served_run
-from fleetdistill_server.views.units import readable_bytes
-
-if TYPE_CHECKING:
-    from fleetdistill_server.store.retention import Freed
-from fleetdistill_server.store.run_names import no_such_run
+from fleetdistill_server.service.serve_lock import serving
+from fleetdistill_server.views.deleted import left_for_later, payloads
+from fleetdistill_server.views.units import counted
 
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 runs_app = typer.Typer(help="Inspects and manages runs.", no_args_is_help=True)
+for _name, _command in COMMANDS.items():
+    runs_app.command(_name)(_command)
 
 
 @runs_app.command("list")
@@ -81,13 +80,13 @@ def runs_prune(
         keep_rounds=keep_rounds,
         older_than_seconds=None if older_than is None else parse_duration("--older-than", older_than),
         dry_run=dry_run,
-        served=served_run(store),
+        served=serving(store) is not None,
     )
     what = f"{counted(pruned.rounds, 'round')} with {counted(pruned.events, 'event')}, "
-    what += f"{counted(pruned.figures, 'figure')}, {_payloads(pruned.freed)}"
+    what += f"{counted(pruned.figures, 'figure')}, {payloads(pruned.freed)}"
     typer.echo(f"would free {what}" if dry_run else f"freed {what}")
-    if pruned.later.payloads:
-        typer.echo(f"{_payloads(pruned.later)} are less than an hour old; the server deletes them later")
+    if later := left_for_later(pruned.later):
+        typer.echo(later)
 
 
 @runs_app.command("rollback")
@@ -133,23 +132,20 @@ def runs_cancel(
 
 @runs_app.command("delete")
 @report_errors
-def runs_delete(run: RunArgument, store: StoreOption = DEFAULT_STORE, yes: YesOption = False) -> None:
-    """Deletes a run and its model. Stop the run's server first. Example: fleetdistill runs delete digits --yes"""
-    from fleetdistill_server.service.run_endings import delete
-
-    opened = open_store(store)
-    row = opened.runs.get(run)
-    if row is not None and not yes:
-        what = f"{row['status']}, {counted(row['completed_rounds'], 'completed round')}"
-        typer.confirm(f"Delete run {run!r} ({what}) with its model, receipts and figures?", abort=True)
-    gone = delete(store, opened, run)
-    if row is None:
-        typer.echo(f"{no_such_run(run, opened.runs.names())}; nothing to delete")
-        return
-    rows = f"{counted(gone.rounds, 'round')}, {counted(gone.events, 'event')}, {counted(gone.figures, 'figure')}"
-    typer.echo(f"run {run!r} is deleted: {rows}, {_payloads(gone.freed)}")
-    if gone.later.payloads:
-        typer.echo(f"{_payloads(gone.later)} are less than an hour old; the server deletes them later")
+def runs_delete(
+    run: RunArgument,
+    store: StoreOption = DEFAULT_STORE,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
+    yes: YesOption = False,
+) -> None:
+    """Deletes a run and its model, whatever its status. Example: fleetdistill runs delete digits --yes"""
+    with open_source(store, server, identity) as source:
+        row = next((one for one in source.runs().lists["runs"] if one["run"] == run), None)
+        if row is not None and not yes:
+            what = f"It is {row['status']} and has {counted(row['completed_rounds'], 'completed round')}."
+            typer.confirm(f"{what} Delete run {run!r} with its model, receipts and figures?", abort=True)
+        typer.echo(source.delete(run))
 
 
 @runs_app.command("watch")
@@ -166,7 +162,3 @@ def runs_watch(
 
     with open_source(store, server, identity) as source:
         show_changes(source.follow(run), as_json=as_json, console=Console())
-
-
-def _payloads(freed: Freed) -> str:
-    return f"{counted(freed.payloads, 'payload')} ({readable_bytes(freed.bytes)})"

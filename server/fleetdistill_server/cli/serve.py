@@ -1,4 +1,4 @@
-"""`fleetdistill serve`: serves one run until it ends or the server is stopped."""
+"""`fleetdistill serve`: serves all runs of a store, or one run, until the server is stopped."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from fleetdistill_server.logs import LogFormat, LogLevel, configure
 
 if TYPE_CHECKING:
     from fleetdistill_server.config.run_config import RunConfig
-    from fleetdistill_server.config.server_config import ServerSection
+    from fleetdistill_server.config.server_config import ServerConfig, ServerSection
     from fleetdistill_server.service.supervisor import Supervisor
+
+    Config = RunConfig | ServerConfig
 
 logger = logging.getLogger("fleetdistill.server.serve")
 
@@ -34,7 +36,7 @@ class Part(StrEnum):
 
 @report_errors
 def serve(
-    config: Annotated[Path, typer.Argument(help="Path of run.toml.")],
+    config: Annotated[Path, typer.Argument(help="Path of run.toml, or of server.toml to serve many runs.")],
     until_finished: Annotated[
         bool, typer.Option("--until-finished", help="Exit once the run has ended and every device has been notified.")
     ] = False,
@@ -54,7 +56,8 @@ def serve(
 ) -> None:
     """Serves a run; restarts processes that fail. Example: fleetdistill serve examples/run.toml
 
-    Ctrl-C stops the server cleanly; starting it again continues the run.
+    A file without the section [run] serves all runs of the store, which `fleetdistill runs create` adds. Ctrl-C stops
+    the server cleanly; starting it again continues its runs.
     """
     stopped = threading.Event()
     if not check:
@@ -62,13 +65,15 @@ def serve(
             signal.signal(number, lambda signum, frame: stopped.set())
     from fleetdistill_server.cli.serve_checks import check_new_run, check_security
     from fleetdistill_server.config.run_config import load_run_config
+    from fleetdistill_server.config.section import read_toml
+    from fleetdistill_server.config.server_config import load_service_config
     from fleetdistill_server.tracking.follower import Followed
     from fleetdistill_server.tracking.process import tracked
     from fleetdistill_server.tracking.targets import Tracking, read_targets
 
-    loaded = load_run_config(config)
+    loaded = load_run_config(config) if "run" in read_toml(config) else load_service_config(config)
     targets = read_targets(track or ())
-    _check_until_finished(loaded, until_finished)
+    _check_until_finished(_run_of(loaded), until_finished)
     _check_only(loaded, only)
     if check:
         _print_check(loaded, config, insecure)
@@ -77,20 +82,21 @@ def serve(
     warning = check_security(loaded.server, insecure)
     if warning:
         logger.warning("%s", warning)
-    if only != Part.FRONT:
-        check_new_run(config, loaded, stopped)
+    run = _run_of(loaded)
+    if only != Part.FRONT and run is not None:
+        check_new_run(config, run, stopped)
     log_options = ["--log-format", log_format, "--log-level", log_level]
-    followed = Followed(str(Path(loaded.server.store).resolve()), loaded.run.name)
+    followed = Followed(str(Path(loaded.server.store).resolve()), run.run.name if run is not None else "")
     with tracked(followed, Tracking(targets), log_options):
         _serve(config, loaded, stopped, until_finished, log_options, only or "")
 
 
 def _serve(
-    path: Path, config: RunConfig, stopped: threading.Event, until_finished: bool, log_options: list[str], only: str
+    path: Path, config: Config, stopped: threading.Event, until_finished: bool, log_options: list[str], only: str
 ) -> None:
     from fleetdistill_server.service.supervisor import Supervisor
 
-    over = False
+    over, what, its = False, _name(config), "its runs" if _run_of(config) is None else "the run"
     if not stopped.is_set():
         supervisor = Supervisor(
             config,
@@ -100,13 +106,13 @@ def _serve(
             only=only,
         )
         if only == Part.ENGINE:
-            typer.echo(f"the engine of run {config.run.name!r} runs; press Ctrl-C to stop")
+            typer.echo(f"the engine of {what} runs; press Ctrl-C to stop")
         with _metrics(config.server, supervisor, with_runs=only != Part.FRONT):
             over = supervisor.serve(
                 until_finished=until_finished,
-                on_over=lambda status: typer.echo(f"run {config.run.name!r} is {status}; notifying its devices"),
+                on_over=lambda status: typer.echo(f"{what} is {status}; notifying its devices"),
             )
-    typer.echo("stopped; the run has ended" if over else f"stopped; `fleetdistill serve {path}` continues the run")
+    typer.echo("stopped; the run has ended" if over else f"stopped; `fleetdistill serve {path}` continues {its}")
 
 
 @contextlib.contextmanager
@@ -125,37 +131,53 @@ def _metrics(config: ServerSection, supervisor: Supervisor, *, with_runs: bool) 
         endpoint.close()
 
 
-def _check_until_finished(config: RunConfig, until_finished: bool) -> None:
-    if until_finished and not config.run.rounds:
+def _run_of(config: Config) -> RunConfig | None:
+    """Returns the configuration of the only run that is served, or None."""
+    from fleetdistill_server.config.run_config import RunConfig
+
+    return config if isinstance(config, RunConfig) else None
+
+
+def _name(config: Config) -> str:
+    run = _run_of(config)
+    return f"the store {config.server.store}" if run is None else f"run {run.run.name!r}"
+
+
+def _check_until_finished(run: RunConfig | None, until_finished: bool) -> None:
+    if until_finished and run is None:
+        raise ConfigurationError("--until-finished requires the run.toml of one run; remove the option")
+    if until_finished and run is not None and not run.run.rounds:
         raise ConfigurationError(
-            f"--until-finished requires [run] rounds above 0, but run {config.run.name!r} runs until stopped; "
+            f"--until-finished requires [run] rounds above 0, but run {run.run.name!r} runs until stopped; "
             "remove the option, and stop the server with Ctrl-C or SIGTERM"
         )
 
 
-def _check_only(config: RunConfig, only: Part | None) -> None:
+def _check_only(config: Config, only: Part | None) -> None:
     if only is not None and not (config.server.database and config.server.blobs):
         raise ConfigurationError(
             f"--only {only} requires [server] database and blobs, because the machines share nothing else"
         )
 
 
-def _print_check(config: RunConfig, path: Path, insecure: bool) -> None:
-    from fleetdistill_server.cli.serve_checks import problems, summary
+def _print_check(config: Config, path: Path, insecure: bool) -> None:
+    from fleetdistill_server.cli.serve_checks import problems, service_problems, service_summary, summary
 
-    found = problems(config, insecure)
+    run = _run_of(config)
+    found = service_problems(config.server, insecure) if run is None else problems(run, insecure)
     for one in found:
         typer.echo(f"error: {one}", err=True)
     if found:
         raise typer.Exit(1)
-    typer.echo("\n".join([f"{path} can be served", *summary(config)]))
+    lines = service_summary(config.server) if run is None else summary(run)
+    typer.echo("\n".join([f"{path} can be served", *lines]))
 
 
-def _where(config: RunConfig, supervisor: Supervisor) -> str:
+def _where(config: Config, supervisor: Supervisor) -> str:
     """Returns the line that reports the addresses at which devices reach the run."""
     tls = config.server.tls()
     enrol = ""
     if tls is not None:
         enrol = f" with TLS, devices enrol on {tls.enrol_listen.rpartition(':')[0]}:{supervisor.enrol_port}"
     host = config.server.listen.rpartition(":")[0]
-    return f"run {config.run.name!r} is served on {host}:{supervisor.port}{enrol}; press Ctrl-C to stop"
+    return f"{_name(config)} is served on {host}:{supervisor.port}{enrol}; press Ctrl-C to stop"

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
@@ -16,9 +16,10 @@ from fleetdistill.methods.classstats.private_merge import rows_needed
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.front.tls import check_files
+from fleetdistill_server.service.engine_slots import engines_at_once
 from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.service.registration import is_prepared, register
-from fleetdistill_server.service.serve_lock import served_run
+from fleetdistill_server.service.serve_lock import is_served
 from fleetdistill_server.store.location import Location, has_store
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.runs import UNTIL_STOPPED
@@ -59,7 +60,7 @@ def check_new_run(path: Path, config: RunConfig, stopped: threading.Event) -> No
     Raises:
         ConfigurationError: The models or data cannot be used; nothing was stored.
     """
-    with _existing_store(config) as store:
+    with _existing_store(config.server) as store:
         if store is not None and is_prepared(store, config):
             return
     command = [sys.executable, "-m", "fleetdistill_server.engine.preflight", str(path)]
@@ -81,14 +82,30 @@ def check_new_run(path: Path, config: RunConfig, stopped: threading.Event) -> No
 
 def problems(config: RunConfig, insecure: bool) -> list[str]:
     """Returns every error that prevents a run from being served; nothing is stored."""
+    checks = (lambda: _check_store(config), lambda: _built(config), lambda: _evaluation(config))
+    return _failures(*_of_server(config.server, config.run.name, insecure), *checks)
+
+
+def service_problems(server: ServerSection, insecure: bool) -> list[str]:
+    """Returns every error that prevents a server of many runs from starting; nothing is stored."""
+    return _failures(*_of_server(server, "", insecure), lambda: _open_existing(server))
+
+
+def service_summary(server: ServerSection) -> list[str]:
+    """Returns a few lines that describe the server to be started."""
+    with _existing_store(server) as store:
+        names = [] if store is None else store.runs.names()
+    runs = f"runs in the store: {', '.join(names) or 'none'}"
+    return [f"{runs}; engines at once: {engines_at_once(server.engines_at_once)}", _listens(server)]
+
+
+def _of_server(server: ServerSection, run: str, insecure: bool) -> tuple[Callable[[], object], ...]:
+    return lambda: check_security(server, insecure), lambda: _check_own_ports(server, run)
+
+
+def _failures(*checks: Callable[[], object]) -> list[str]:
     found = []
-    for check in (
-        lambda: check_security(config.server, insecure),
-        lambda: _check_own_ports(config),
-        lambda: _check_store(config),
-        lambda: _built(config),
-        lambda: _evaluation(config),
-    ):
+    for check in checks:
         try:
             check()
         except FleetDistillError as error:
@@ -99,8 +116,6 @@ def problems(config: RunConfig, insecure: bool) -> list[str]:
 def summary(config: RunConfig) -> list[str]:
     """Returns a few lines that describe the run to be served."""
     run, built, scored = config.run, _built(config), _evaluation(config)
-    tls = config.server.tls()
-    security = "plain text" if tls is None else f"TLS, devices enrol on {tls.enrol_listen}"
     rounds = f"{run.rounds} rounds" if run.rounds else UNTIL_STOPPED
     sizes = {
         "server half": readable_bytes(built.state_bytes),
@@ -113,8 +128,14 @@ def summary(config: RunConfig) -> list[str]:
         *_privacy(config),
         f"{run.method}, {rounds}, at least {run.min_devices} device{'s' if run.min_devices > 1 else ''} a round",
         ", ".join(f"{what}: {size}" for what, size in sizes.items()),
-        f"listens on {config.server.listen} ({security}), store {config.server.store}",
+        _listens(config.server),
     ]
+
+
+def _listens(server: ServerSection) -> str:
+    tls = server.tls()
+    security = "plain text" if tls is None else f"TLS, devices enrol on {tls.enrol_listen}"
+    return f"listens on {server.listen} ({security}), store {server.store}"
 
 
 def _privacy(config: RunConfig) -> list[str]:
@@ -139,9 +160,9 @@ def _evaluation(config: RunConfig) -> int:
     return evaluation_samples(config)
 
 
-def _check_own_ports(config: RunConfig) -> None:
-    if served_run(Path(config.server.store)) != config.run.name:  # otherwise the run's own server uses the ports
-        check_ports(config.server)
+def _check_own_ports(server: ServerSection, run: str) -> None:
+    if not is_served(Path(server.store), run):  # otherwise the run's own server uses the ports
+        check_ports(server)
 
 
 def check_ports(server: ServerSection) -> None:
@@ -166,7 +187,7 @@ class _DryRunRollback(Exception):
 
 def _check_store(config: RunConfig) -> None:
     """Checks that the run can be registered in its store."""
-    with _existing_store(config) as store:
+    with _existing_store(config.server) as store:
         if store is not None:
             with contextlib.suppress(_DryRunRollback), store.transaction():
                 register(store, config)
@@ -174,20 +195,25 @@ def _check_store(config: RunConfig) -> None:
 
 
 def _progress(config: RunConfig) -> str:
-    with _existing_store(config) as store:
+    with _existing_store(config.server) as store:
         row = store.runs.get(config.run.name) if store is not None else None
     if row is None:
         return "new"
     return f"{row['status']}, {row['completed_rounds']} rounds completed"
 
 
+def _open_existing(server: ServerSection) -> None:
+    with _existing_store(server):
+        pass
+
+
 @contextlib.contextmanager
-def _existing_store(config: RunConfig) -> Iterator[Store | None]:
-    directory = Path(config.server.store)
+def _existing_store(server: ServerSection) -> Iterator[Store | None]:
+    directory = Path(server.store)
     if not has_store(directory):
         yield None
         return
-    store = Store.open(directory, Location.of(config.server))
+    store = Store.open(directory, Location.of(server))
     try:
         yield store
     finally:

@@ -29,6 +29,7 @@ from fleetdistill_server.config.server_config import ServerSection, load_server_
 from fleetdistill_server.security.pki import CA_KEY, SERVER
 from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.processes import hard_limit_of_files
+from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.views.units import readable_bytes
 
@@ -95,18 +96,22 @@ def _extras(server: ServerSection) -> Found:
 
 
 def _processes(server: ServerSection) -> Found:
-    now = served(Path(server.store))
-    if now.run is None:
+    directory = Path(server.store)
+    found = serving(directory)
+    if found is None:
         yield OK, f"no server uses the store {server.store}"
-    elif now.hangs:
-        text = f"the engine of run {now.run!r} sends no heartbeat"
+        return
+    with contextlib.closing(Store.open(directory)) as store:
+        now = served(directory, store)
+    for run in sorted(now.hanging):
+        text = f"the engine of run {run!r} sends no heartbeat"
         yield ERROR, f"{text}; `serve` restarts it after [server] engine_timeout_seconds"
-    else:
-        yield OK, f"a server serves run {now.run!r}"
+    if not now.hanging:
+        yield OK, f"a server serves run {found.run!r}" if found.run else "a server serves all runs of the store"
 
 
 def _ports(server: ServerSection) -> Found:
-    if served(Path(server.store)).run is None:
+    if serving(Path(server.store)) is None:
         check_ports(server)
         yield OK, "free"
         return

@@ -12,10 +12,9 @@ from fleetdistill_server.cli.options import (
     IdentityOption,
     ServerOption,
     StoreOption,
-    counted,
     report_errors,
 )
-from fleetdistill_server.views.units import readable_bytes
+from fleetdistill_server.views.units import counted, readable_bytes
 
 
 @report_errors

@@ -194,6 +194,14 @@ class RunConfig(Section):
         given = {"proxy": bool(self.proxy.data), "privacy": self.privacy is not None}
         return {section: values for section, values in fixed.items() if given.get(section, True)}
 
+    def setup(self) -> dict[str, Any]:
+        """Returns all settings as the store keeps them, with absolute paths, for an engine to start from."""
+        whole = self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        for section in ("proxy", "evaluation"):
+            if whole[section]["data"]:
+                whole[section]["data"] = str(Path(whole[section]["data"]).absolute())
+        return whole
+
 
 def checked_settings(method: str, settings: Mapping[str, Any], privacy: Mapping[str, Any] | None = None) -> Any:
     """Returns a method's configuration from the operator's settings, before the number of classes is known.

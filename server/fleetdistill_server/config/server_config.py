@@ -30,6 +30,10 @@ Address = Annotated[str, AfterValidator(_host_and_port)]
 """`host:port`; the system assigns a free port for 0."""
 
 
+OF_A_RUN = ("engine_timeout_seconds", "max_upload_bytes", "torch_device", "keep_rounds", "keep_checkpoints")
+"""Settings of [server] that each run has of its own on a server of many runs; the others are the server's."""
+
+
 class ServerSection(Section):
     """[server]: addresses, files and timing of the server; may change between starts of a run."""
 
@@ -51,6 +55,7 @@ class ServerSection(Section):
     keep_free_bytes: Annotated[int, Field(ge=0)] = 100 << 20
     metrics: Annotated[str, AfterValidator(lambda given: given and _host_and_port(given))] = ""
     traces: Literal["off", "otlp"] = "off"
+    engines_at_once: Annotated[int, Field(ge=0, le=1024)] = 0
 
     @model_validator(mode="after")
     def _check_urls(self) -> ServerSection:  # of the section, whose errors do not show a value with a password
@@ -121,6 +126,21 @@ def load_server_config(path: Path) -> ServerConfig:
         return ServerConfig.model_validate(read_toml(path))
     except ValidationError as error:
         raise ConfigurationError(f"{path}: {sentences(error, SETTINGS)}") from error
+
+
+def load_service_config(path: Path) -> ServerConfig:
+    """Reads a server.toml, which has only the sections `[server]` and `[limits]`.
+
+    Raises:
+        ConfigurationError: As `load_server_config`, and for any other section.
+    """
+    further = [name for name in read_toml(path) if name not in SETTINGS]
+    if further:
+        raise ConfigurationError(
+            f"{path}: [{further[0]}] belongs to a run, but the file has no section [run]; add [run], or keep only "
+            "[server] and [limits] to serve runs made with `fleetdistill runs create`"
+        )
+    return load_server_config(path)
 
 
 SETTINGS = {"server": list(ServerSection.model_fields), "limits": list(Limits.model_fields)}

@@ -28,5 +28,5 @@ def cancel(store: Store, run: str) -> bool:
     if waiting:
         from fleetdistill_server.engine.forgetting import ask_to_forget  # imports torch; rarely needed
 
-        ask_to_forget(store, run, waiting[0], served=None)
+        ask_to_forget(store, run, waiting[0], served=False)
     return cancelled

@@ -63,6 +63,8 @@ class Engine:
             without a limit, since devices may return at any time.
         directory: Directory for the file that names the resume point of a long training; None for no resume points.
         group: Processes that train together; None for this one alone.
+        token: Fencing token with which a supervisor made this engine the run's only one; None to register the run and
+            take it over here.
 
     Attributes:
         pauses: Whether to pause after short rounds; by default only without `most_short_rounds`.
@@ -77,6 +79,7 @@ class Engine:
         most_short_rounds: int | None = None,
         directory: Path | None = None,
         group: Group | None = None,
+        token: str | None = None,
     ) -> None:
         self._most_short_rounds, self.pauses = most_short_rounds, most_short_rounds is None
         self.around_round: Callable[[int], AbstractContextManager[object]] = nullcontext
@@ -84,10 +87,11 @@ class Engine:
         self._config = config
         self._waker = waker
         self._name = config.run.name
-        register(store, config)
+        if token is None:
+            register(store, config)
         store.runs.set_keep_rounds(self._name, config.server.keep_rounds)
         store.runs.set_keep_checkpoints(self._name, config.server.keep_checkpoints)
-        self.token = store.runs.own(self._name)
+        self.token = token or store.runs.own(self._name)
         self.method = build_method(config)
         every = config.engine.checkpoint_seconds
         self._training = RoundTraining(self.method.context.trainer, store, self._name, every, directory, group)

@@ -25,7 +25,7 @@ from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.retention import WAIT_SECONDS, drop_unneeded, sweep_all
-from fleetdistill_server.store.states import AT_REST
+from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
 
 
@@ -125,14 +125,14 @@ def _is_unchanged(store: Store, row: Row) -> bool:
     return same and store.runs.open_round(row["name"]) is None
 
 
-def ask_to_forget(store: Store, run: str, device: str, *, served: str | None) -> bool:
+def ask_to_forget(store: Store, run: str, device: str, *, served: bool) -> bool:
     """Excludes a device from a run permanently, and forgets it immediately if no engine runs.
 
     Args:
         store: Store that contains the run.
         run: Name of the run.
         device: Id of the device.
-        served: Name of the run that a server currently serves from this store, or None.
+        served: Whether a server serves the run, so that an engine forgets the device if the run is active.
 
     Returns:
         True if the device is forgotten. Otherwise the engine forgets it before the next round; if the run is over,
@@ -147,8 +147,7 @@ def ask_to_forget(store: Store, run: str, device: str, *, served: str | None) ->
         return True
     row = store.runs.get(run)  # read after the request: an engine does not end a run while requests are pending
     assert row is not None
-    over = row["status"] in AT_REST
-    if (served == run and not over) or row["checkpoint"] is None:
+    if (served and row["status"] in ACTIVE) or row["checkpoint"] is None:
         return False
     end_open_round(store, row)
     done = forget_requested(store, run, _method_of(row), wait_seconds=WAIT_SECONDS)

@@ -12,12 +12,14 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, StoreError
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
+from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.config.server_config import load_server_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.group import Group, follow, joins
 from fleetdistill_server.engine.round_spans import RoundSpans
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
+from fleetdistill_server.service.engine_files import engine_directory
 from fleetdistill_server.service.heartbeat import start_heartbeat
 from fleetdistill_server.service.processes import (
     EXIT_CONFIGURATION,
@@ -26,8 +28,8 @@ from fleetdistill_server.service.processes import (
     end_with,
     end_with_parent,
 )
-from fleetdistill_server.service.serve_lock import served_run
 from fleetdistill_server.service.wakeups import Ends, Wakeups
+from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.retention import sweep
 from fleetdistill_server.store.store import Store
@@ -43,6 +45,8 @@ class _Arguments:
     store: Path
     wakeups: Ends
     most_short_rounds: int | None
+    token: str | None
+    directory: Path
 
 
 async def _main(given: _Arguments, group: Group | None) -> None:
@@ -62,14 +66,19 @@ async def _main(given: _Arguments, group: Group | None) -> None:
 
 
 def _load(store: Store, given: _Arguments) -> RunConfig:
-    """Loads the run.toml; records an error for the served run, so that the supervisor can report it."""
+    """Loads the run.toml; records an error for the run, so that the supervisor can report it."""
     try:
         return load_run_config(given.config)
     except ConfigurationError as error:
-        run = served_run(given.store)
-        if run is not None:
+        run = _run_of(given.config)
+        if store.runs.get(run) is not None:
             _note_failure(store, run, str(error))
         raise
+
+
+def _run_of(config: Path) -> str:
+    """Returns the name of the run in an unchecked run.toml, or an empty string."""
+    return str(read_toml(config).get("run", {}).get("name", ""))
 
 
 def _follow(given: _Arguments, group: Group) -> None:
@@ -86,7 +95,7 @@ async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group 
     wakeups, spans = Wakeups(given.wakeups, store.database, "engine"), None
     try:
         spans = open_spans(config.server.traces, "engine")
-        engine = Engine(store, config, wakeups, given.most_short_rounds, given.store, group)
+        engine = Engine(store, config, wakeups, given.most_short_rounds, given.directory, group, given.token)
         if spans is not None:
             rounds = RoundSpans(spans, store, config.run.name, config.run.deadline_seconds)
             engine.around_round = rounds.of_round
@@ -95,14 +104,12 @@ async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group 
             group.send(None)
     except NoSpaceError:
         raise
-    except (ConfigurationError, RunError) as error:
-        if _is_cancelled(store, config.run.name):
+    except Exception as error:
+        if _is_taken(store, config.run.name, given.token):
             logger.info("the engine stops: %s", error, extra=about(run=config.run.name))
             return
-        _note_failure(store, config.run.name, str(error))
-        raise
-    except Exception as error:
-        _note_failure(store, config.run.name, f"{type(error).__name__}: {error}")
+        known = isinstance(error, (ConfigurationError, RunError))
+        _note_failure(store, config.run.name, str(error) if known else f"{type(error).__name__}: {error}")
         raise
     finally:
         wakeups.close()
@@ -110,9 +117,10 @@ async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group 
             spans.close()
 
 
-def _is_cancelled(store: Store, run: str) -> bool:
+def _is_taken(store: Store, run: str, token: str | None) -> bool:
+    """Returns whether the run was cancelled, paused, stopped or deleted, so that its engine has not failed."""
     row = store.runs.get(run)
-    return row is not None and row["status"] == "cancelled"
+    return row is None or row["status"] == "cancelled" or (token is not None and row["engine"] != token)
 
 
 def _note_failure(store: Store, run: str, why: str) -> None:
@@ -129,6 +137,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int)
     parser.add_argument("--supervisor", type=int)
     parser.add_argument("--most-short-rounds", type=int)
+    parser.add_argument("--token")
     parser.add_argument("--log-format", choices=list(LogFormat), default=LogFormat.TEXT)
     parser.add_argument("--log-level", choices=list(LogLevel), default=LogLevel.INFO)
     given = parser.parse_args()
@@ -139,12 +148,15 @@ def main() -> int:
     allow_open_files()  # averaging maps the payloads of all answers at the same time
     try:
         store = Path(load_server_config(given.config).server.store)
-        arguments = _Arguments(given.config, store, given.wakeups, given.most_short_rounds)
+        directory = engine_directory(store, _run_of(given.config))
+        with disk_errors(f"creating {directory}"):
+            directory.mkdir(parents=True, exist_ok=True)
+        arguments = _Arguments(given.config, store, given.wakeups, given.most_short_rounds, given.token, directory)
         group = Group() if joins() else None
         if group is not None and group.ranks.rank > 0:
             _follow(arguments, group)
             return 0
-        start_heartbeat(store)
+        start_heartbeat(directory)
         asyncio.run(_main(arguments, group))
     except (ConfigurationError, RunError) as error:
         logger.error("the engine stops: %s", error, extra=about(event=ENGINE_FAILED))

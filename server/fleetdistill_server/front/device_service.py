@@ -28,7 +28,7 @@ from fleetdistill_server.intake.limiter import DeviceKey
 from fleetdistill_server.intake.upload_session import RepeatedUpload, UploadSession
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.meter import Meter
-from fleetdistill_server.store.states import AT_REST
+from fleetdistill_server.store.states import AT_REST, PAUSED
 from fleetdistill_server.store.traffic import Sending
 from fleetdistill_server.tracing.spans import Spans
 
@@ -141,6 +141,8 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         runs = {run for run, _ in self._waiting.values()}
         for run in runs:
             row, ready = await self._work_of(run)
+            if row is not None and row["status"] == PAUSED:
+                continue  # its open asks wait too
             over = row is not None and row["status"] in AT_REST
             woken = [
                 wake_up

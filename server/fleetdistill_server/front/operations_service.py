@@ -29,12 +29,14 @@ from fleetdistill_server.front.file_streams import (
 )
 from fleetdistill_server.front.guard import holder_in
 from fleetdistill_server.front.operator_log import OperatorLog, call_of
+from fleetdistill_server.front.remote_leading import RemoteLeading
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.certificates import Holder
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens, token_bytes
 from fleetdistill_server.service.heartbeat import served
+from fleetdistill_server.service.leading import pause, resume, start, stop
 from fleetdistill_server.service.run_endings import mark_cancelled
 from fleetdistill_server.service.wakeups import POLL_SECONDS
 from fleetdistill_server.store.database import Row
@@ -90,6 +92,8 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         self._pool = pool
         self._pki = pki
         self._enrol_port = enrol_port
+        self._leading = RemoteLeading(directory)
+        self._creations = ThreadPoolExecutor(1)  # one at a time: each loads torch, and can take minutes
 
     async def ListRuns(self, request: operations_pb2.ListRunsRequest, context: Any) -> operations_pb2.ListRunsResponse:
         return await in_pool(self._pool, context, partial(self._list, request.skip))
@@ -184,8 +188,56 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
                 while (part := await in_pool(self._copies, context, partial(next, parts, None))) is not None:
                     yield part
 
+    async def CreateRun(
+        self, request: operations_pb2.CreateRunRequest, context: Any
+    ) -> operations_pb2.CreateRunResponse:
+        work = partial(self._leading.create, request)
+        text = await self._lead(self._creations, context, "CreateRun", request, work)
+        return operations_pb2.CreateRunResponse(text=text)
+
+    async def CloneRun(self, request: operations_pb2.CloneRunRequest, context: Any) -> operations_pb2.CloneRunResponse:
+        work = partial(self._leading.clone, request)
+        text = await self._lead(self._creations, context, "CloneRun", request, work)
+        return operations_pb2.CloneRunResponse(text=text)
+
+    async def StartRun(self, request: operations_pb2.StartRunRequest, context: Any) -> operations_pb2.StartRunResponse:
+        work = partial(self._leading.lead, start, request.run)
+        text = await self._lead(self._pool, context, "StartRun", request, work)
+        return operations_pb2.StartRunResponse(text=text)
+
+    async def PauseRun(self, request: operations_pb2.PauseRunRequest, context: Any) -> operations_pb2.PauseRunResponse:
+        work = partial(self._leading.lead, pause, request.run)
+        text = await self._lead(self._pool, context, "PauseRun", request, work)
+        return operations_pb2.PauseRunResponse(text=text)
+
+    async def ResumeRun(
+        self, request: operations_pb2.ResumeRunRequest, context: Any
+    ) -> operations_pb2.ResumeRunResponse:
+        work = partial(self._leading.lead, resume, request.run)
+        text = await self._lead(self._pool, context, "ResumeRun", request, work)
+        return operations_pb2.ResumeRunResponse(text=text)
+
+    async def StopRun(self, request: operations_pb2.StopRunRequest, context: Any) -> operations_pb2.StopRunResponse:
+        work = partial(self._leading.lead, stop, request.run)
+        text = await self._lead(self._pool, context, "StopRun", request, work)
+        return operations_pb2.StopRunResponse(text=text)
+
+    async def DeleteRun(
+        self, request: operations_pb2.DeleteRunRequest, context: Any
+    ) -> operations_pb2.DeleteRunResponse:
+        work = partial(self._leading.delete, request.run)
+        text = await self._lead(self._pool, context, "DeleteRun", request, work)
+        return operations_pb2.DeleteRunResponse(text=text)
+
+    async def _lead(
+        self, pool: ThreadPoolExecutor, context: Any, name: str, request: Any, work: Callable[[], str]
+    ) -> str:
+        """Stores the call before and after its work, which commits by itself."""
+        call = call_of(context, name, request)
+        return await in_pool(pool, context, partial(self._log.around, call, work, lambda text: f"done: {text}"))
+
     def _list(self, skip: int) -> operations_pb2.ListRunsResponse:
-        rows = views.runs(self._store, served(self._directory)).lists["runs"][skip:]
+        rows = views.runs(self._store, served(self._directory, self._store)).lists["runs"][skip:]
         page = next(pages((_filled(operations_pb2.RunSummary, row) for row in rows), PAGE_BYTES), [])
         return operations_pb2.ListRunsResponse(runs=page, more=len(page) < len(rows))
 
@@ -195,7 +247,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 
     def _show(self, run: str) -> operations_pb2.ShowRunResponse:
         with _unknown_run():
-            view = views.run(self._store, run, served(self._directory))
+            view = views.run(self._store, run, served(self._directory, self._store))
         return operations_pb2.ShowRunResponse(
             run=_filled(operations_pb2.RunSummary, view.facts),
             totals=_filled(operations_pb2.RunTotals, view.facts),

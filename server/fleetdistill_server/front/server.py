@@ -33,15 +33,15 @@ from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYT
 from fleetdistill_server.front.tls import Ports, add_services, listen_on
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.logs import Seldom
-from fleetdistill_server.service.heartbeat import BEAT_SECONDS, SILENT_SECONDS, HeartbeatMonitor
+from fleetdistill_server.service.engine_health import EngineHealth
+from fleetdistill_server.service.heartbeat import BEAT_SECONDS
 from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN
-from fleetdistill_server.service.serve_lock import served_run
+from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.service.wakeups import POLL_SECONDS, Ends, Wakeups
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.meter import Meter
 from fleetdistill_server.store.retention import SWEEP_SECONDS, sweep_directory
-from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.tracing.spans import open_spans
 
@@ -92,7 +92,7 @@ def open_api(
         packed = compression_of(config.compression)
         api = DeviceApi(reader, commits.commit, wake, config.lease_seconds, packed, limits)
         bounds = Bounds(config.disk_budget_bytes, config.keep_free_bytes)
-        api.sessions.served_run = partial(served_run, directory)
+        api.sessions.served_run = partial(_only_run, directory)
         api.note_times()
         api.uploads.space = DiskSpace(directory, reader.blobs, bounds, lambda: sweep_directory(directory))
         yield api, commits
@@ -221,16 +221,12 @@ async def _sweep(api: DeviceApi, pool: ThreadPoolExecutor) -> None:
 
 
 async def _update_engine_health(status: health.aio.HealthServicer, directory: Path, api: DeviceApi, pool: Any) -> None:
-    """Updates the engine's health: SERVING while heartbeats arrive and after its run has ended."""
-    loop, beats = asyncio.get_running_loop(), HeartbeatMonitor(directory)
+    """Updates the engines' health: SERVING unless the engine of a run that needs one is missing or hangs."""
+    loop, engines = asyncio.get_running_loop(), EngineHealth(directory, api.store)
 
     def is_healthy() -> bool:
-        if beats.silent_seconds() < SILENT_SECONDS and beats.seen:
-            return True
-        if api.store.database.is_listening("engine"):  # on another host, which watches its heartbeat
-            return True
-        run = served_run(directory)
-        return run is not None and (api.store.runs.get(run) or {}).get("status") in OVER
+        # Engines on another host have a supervisor there, which watches their heartbeats.
+        return engines.is_good() or api.store.database.is_listening("engine")
 
     async def update() -> None:
         healthy, status_of = await loop.run_in_executor(pool, is_healthy), health_pb2.HealthCheckResponse
@@ -239,6 +235,11 @@ async def _update_engine_health(status: health.aio.HealthServicer, directory: Pa
     while True:
         await _guarded(update())
         await asyncio.sleep(BEAT_SECONDS)
+
+
+def _only_run(directory: Path) -> str | None:
+    found = serving(directory)
+    return found.run or None if found is not None else None
 
 
 async def _sweep_forever(directory: Path, pool: ThreadPoolExecutor) -> None:

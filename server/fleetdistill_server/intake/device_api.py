@@ -29,7 +29,7 @@ from fleetdistill_server.intake.uploads import Uploads
 from fleetdistill_server.logs import about
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.fleet_sizes import FleetSizes
-from fleetdistill_server.store.states import OVER
+from fleetdistill_server.store.states import OVER, PAUSED, STOPPED
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.intake")
@@ -143,18 +143,20 @@ class DeviceApi:
         """Returns the device's oldest open ask, a request to wait, or the run's end; None if none of these applies."""
         caller = self.sessions.caller(identity)
         run, device = caller["run"], caller["device"]
+        status = self.store.runs.get(run)
+        if status is not None and status["status"] == PAUSED:
+            return None  # the device waits; work that it has begun is accepted
         row = self.store.asks.next_open(run, device)
         if row is not None:
             if self.times is not None:
                 self.times.note(row["id"], SENT)
             return service_pb2.NextAskResponse(ask=self._ask_message(run, row))
-        status = self.store.runs.get(run)
         if status is not None and status["status"] in OVER:
             return service_pb2.NextAskResponse(finished=f"{status['status']}: {status['reason']}")
         if caller["forget_asked_at"] is not None:
             text = f"the operator removed {device} from run {run!r} and requested its deletion; the app keeps its model"
             return service_pb2.NextAskResponse(finished=f"{text} and may join under another id")
-        if status is not None and status["status"] == "stopped":
+        if status is not None and status["status"] == STOPPED:
             return _wait_for_restart(status["reason"], min(STOPPED_SECONDS, self.sessions.lease_seconds / 4))
         return None
 

@@ -46,7 +46,7 @@ class Sessions:
         clock: Returns monotonic seconds.
 
     Attributes:
-        served_run: Returns the run that a server is serving from the store, or None; set by the front.
+        served_run: Returns the only run that a server is serving from the store, or None; set by the front.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import tomli_w
 
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError
 from fleetdistill.link.credentials import load_credentials
@@ -19,6 +20,7 @@ from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server.operations.interface import Exported, Source
 from fleetdistill_server.operations.receiving import receive_backup, receive_model
 from fleetdistill_server.security.tokens import MOST_TOKENS
+from fleetdistill_server.service.creation import CREATION_SECONDS, NewRun
 from fleetdistill_server.store.backup import BackedUp, check_empty
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.views.reading import FOR_OPERATORS, Query
@@ -32,6 +34,8 @@ _ALWAYS = ("rounds", "bytes", "bytes_by_kind", "reported_uploads", "events")
 _LISTS = ("rounds", "test_accuracy_of_answers", "leave_one_out", *_ALWAYS[1:])
 # `runs watch` may receive nothing for a long time; keepalive detects an unreachable server.
 _OPTIONS = [("grpc.keepalive_time_ms", 20_000)]
+DELETION_SECONDS = 300.0
+"""Time limit for deleting a run, whose payloads can be many."""
 
 
 class EarlierReleaseError(LinkError):
@@ -126,6 +130,35 @@ class OperatorClient(Source):
         """Cancels a run permanently; returns False if it had already ended."""
         return bool(self._call("CancelRun", operations_pb2.CancelRunRequest(run=run)).changed)
 
+    def create(self, run: NewRun) -> str:
+        """Checks and creates a run; returns a sentence on it. Relative paths belong to the server's directory."""
+        if run.clone_of:
+            names = {"run": run.clone_of, "new_run": run.settings["run"]["name"]}
+            clone = operations_pb2.CloneRunRequest(**names, changes=run.changes, start=run.start)
+            return str(self._call("CloneRun", clone, CREATION_SECONDS).text)
+        request = operations_pb2.CreateRunRequest(run_toml=tomli_w.dumps(run.settings), start=run.start)
+        return str(self._call("CreateRun", request, CREATION_SECONDS).text)
+
+    def start(self, run: str) -> str:
+        """Starts a run that was created or stopped; returns a sentence on it."""
+        return str(self._call("StartRun", operations_pb2.StartRunRequest(run=run)).text)
+
+    def pause(self, run: str) -> str:
+        """Pauses a run; returns a sentence on it."""
+        return str(self._call("PauseRun", operations_pb2.PauseRunRequest(run=run)).text)
+
+    def resume(self, run: str) -> str:
+        """Resumes a paused run; returns a sentence on it."""
+        return str(self._call("ResumeRun", operations_pb2.ResumeRunRequest(run=run)).text)
+
+    def stop(self, run: str) -> str:
+        """Stops a run until it is started again; returns a sentence on it."""
+        return str(self._call("StopRun", operations_pb2.StopRunRequest(run=run)).text)
+
+    def delete(self, run: str) -> str:
+        """Deletes a run with everything that belongs to it; returns a sentence on what was deleted."""
+        return str(self._call("DeleteRun", operations_pb2.DeleteRunRequest(run=run), DELETION_SECONDS).text)
+
     def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
         """Creates and returns enrolment tokens, in batches that fit into one response."""
         if devices:
@@ -141,9 +174,9 @@ class OperatorClient(Source):
             made += self._call("CreateTokens", request).tokens
         return made
 
-    def _call(self, method: str, request: Any) -> Any:
+    def _call(self, method: str, request: Any, seconds: float = CALL_SECONDS) -> Any:
         with errors_of(self._server), self._earlier_release(method):
-            return getattr(self._stub, method)(request, timeout=CALL_SECONDS)
+            return getattr(self._stub, method)(request, timeout=seconds)
 
     @contextlib.contextmanager
     def _earlier_release(self, method: str) -> Iterator[None]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fleetdistill_server.service.creation import NewRun
 from fleetdistill_server.store.backup import BackedUp
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.views.reading import Query
@@ -29,7 +30,8 @@ class Source(ABC):
 
     Every method can raise, in addition to what it documents:
         ConfigurationError: The run does not exist in the store on this machine.
-        RefusedError: The run does not exist on the server, or the caller may not make the call.
+        RefusedError: The run does not exist on the server, the caller may not make the call, or a change is refused.
+        RunError: A change of a run in the store on this machine is not possible in its status.
         LinkError: The server cannot be reached, or runs an earlier release.
         StoreError: The store could not be read.
 
@@ -74,6 +76,33 @@ class Source(ABC):
         """
 
     @abstractmethod
+    def create(self, run: NewRun) -> str:
+        """Checks and creates a run; returns a sentence on it.
+
+        Relative paths in its settings belong to the current directory, or to that of the server from elsewhere.
+        """
+
+    @abstractmethod
+    def start(self, run: str) -> str:
+        """Starts a run that was created or stopped, or failed; returns a sentence on it."""
+
+    @abstractmethod
+    def pause(self, run: str) -> str:
+        """Pauses a run with its open round; returns a sentence on it."""
+
+    @abstractmethod
+    def resume(self, run: str) -> str:
+        """Resumes a paused run; returns a sentence on it."""
+
+    @abstractmethod
+    def stop(self, run: str) -> str:
+        """Stops a run until it is started again; its open round is closed as short. Returns a sentence on it."""
+
+    @abstractmethod
+    def delete(self, run: str) -> str:
+        """Deletes a run with everything that belongs to it; returns sentences on what was deleted."""
+
+    @abstractmethod
     def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
         """Creates and returns enrolment tokens, which are valid for `seconds`, for one run or (empty) for all."""
 
@@ -101,6 +130,8 @@ class Source(ABC):
 
     def about(self) -> View:
         """Returns facts: version, listen, tls, enrol_port, served_run, and the caller's role and name.
+
+        served_run is the only run that the server serves, empty for all runs, None without a server.
 
         The role is `operator` or `viewer`; `local` for a store on this machine.
         """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.config.tls import ENROL_PORT
@@ -15,11 +16,15 @@ from fleetdistill_server.operations.local_calls import LOCAL, local_user, noted,
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens
+from fleetdistill_server.service import leading
+from fleetdistill_server.service.creation import NewRun, create_checked
 from fleetdistill_server.service.enrol_port import load_enrol_port
+from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.store.backup import BackedUp, backup
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.views.deleted import deleted
 from fleetdistill_server.views.reading import Query, read
 from fleetdistill_server.views.runs import View
 from fleetdistill_server.views.watch import follow
@@ -89,6 +94,37 @@ class LocalStore(Source):
         """Writes a backup of the store to an empty directory."""
         return backup(self._directory, out)
 
+    def create(self, run: NewRun) -> str:
+        """Checks and creates a run; returns a sentence on it. Relative paths belong to the current directory."""
+        with noted_around(self._store, *_creation(run)) as result:
+            result.text = create_checked(self._directory, run)
+        return result.text
+
+    def start(self, run: str) -> str:
+        """Starts a run that was created or stopped; returns a sentence on it."""
+        return self._lead("StartRun", leading.start, run)
+
+    def pause(self, run: str) -> str:
+        """Pauses a run; returns a sentence on it."""
+        return self._lead("PauseRun", leading.pause, run)
+
+    def resume(self, run: str) -> str:
+        """Resumes a paused run; returns a sentence on it."""
+        return self._lead("ResumeRun", leading.resume, run)
+
+    def stop(self, run: str) -> str:
+        """Stops a run until it is started again; returns a sentence on it."""
+        return self._lead("StopRun", leading.stop, run)
+
+    def delete(self, run: str) -> str:
+        """Deletes a run with everything that belongs to it; returns a sentence on what was deleted."""
+        return self._lead("DeleteRun", lambda store, name: deleted(name, delete(self._directory, store, name)), run)
+
+    def _lead(self, call: str, change: Callable[[Store, str], str], run: str) -> str:
+        with noted_around(self._store, call, {"run": run}) as result:
+            result.text = change(self._store, run)
+        return result.text
+
     def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
         """Creates and returns enrolment tokens. Raises ConfigurationError without a PKI."""
         if self._pki is None:
@@ -96,6 +132,25 @@ class LocalStore(Source):
         port = load_enrol_port(self._directory)
         given = (ENROL_PORT if port is None else port, count, seconds, run, devices)
         return create_noted_tokens(self._store, Authority(self._pki), *given)
+
+
+def create_here(directory: Path, run: NewRun) -> str:
+    """Checks and creates a run in a store on this machine, and the store if there is none; see `Source.create`."""
+    if has_store(directory):
+        return LocalStore(directory).create(run)
+    text = create_checked(directory, run)
+    with noted(open_store(directory), *_creation(run)) as result:
+        result.text = text
+    return text
+
+
+def _creation(run: NewRun) -> tuple[str, Mapping[str, Any]]:
+    """Returns the call that creates a run, and its arguments except the settings, which the store has elsewhere."""
+    section = run.settings.get("run")
+    name = str(section.get("name", "")) if isinstance(section, Mapping) else ""
+    if run.clone_of:
+        return "CloneRun", {"run": run.clone_of, "new_run": name, "changes": list(run.changes), "start": run.start}
+    return "CreateRun", {"run": name, "start": run.start}
 
 
 def create_noted_tokens(

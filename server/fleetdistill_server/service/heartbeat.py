@@ -1,4 +1,4 @@
-"""The engine's heartbeat: a file in the store's directory whose modification time the engine updates every second.
+"""An engine's heartbeat: a file in the engine's directory whose modification time the engine updates every second.
 
 A separate thread writes it, because a distillation may occupy the engine for hours without being hung. The heartbeat
 therefore proves that the process runs, not that its round progresses: it stops when the process is stopped, frozen or
@@ -12,11 +12,13 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetdistill_server.service.serve_lock import served_run
+from fleetdistill_server.service.engine_files import engine_directory
+from fleetdistill_server.service.serve_lock import serving
+from fleetdistill_server.store.store import Store
 
 FILE = "engine.beat"
 BEAT_SECONDS = 1.0
@@ -47,7 +49,7 @@ class HeartbeatMonitor:
     """Observes an engine's heartbeat.
 
     Args:
-        directory: The store's directory.
+        directory: The engine's directory.
         clock: A monotonic clock in seconds.
 
     Attributes:
@@ -75,29 +77,46 @@ class HeartbeatMonitor:
 
 @dataclass(frozen=True)
 class Served:
-    """The run that a server is serving from a store, and whether its engine hangs."""
+    """The runs that a server works on.
 
-    run: str | None = None
-    hangs: bool = False
+    Attributes:
+        runs: Runs that have an engine.
+        waiting: Runs that wait for an engine, in order.
+        hanging: Runs whose engine hangs.
+    """
+
+    runs: frozenset[str] = frozenset()
+    waiting: tuple[str, ...] = ()
+    hanging: frozenset[str] = frozenset()
 
 
 NOT_SERVED = Served()
 """The state of a store that no server is serving."""
 
 
-def served(directory: Path) -> Served:
-    """Returns the state of a store's server; takes 3 s if its engine seems to hang."""
-    run = served_run(directory)
-    return Served(run, run is not None and _hangs(directory))
+def served(directory: Path, store: Store) -> Served:
+    """Returns what a store's server works on; takes 3 s if engines seem to hang."""
+    found = serving(directory)
+    if found is None:
+        return NOT_SERVED
+    queue = [row["name"] for row in store.led.queue() if found.includes(row["name"])]
+    if found.run:  # also if an earlier version registered it
+        queue = [found.run]
+    runs = queue[: found.engines]
+    return Served(frozenset(runs), tuple(queue[found.engines :]), _hanging(directory, runs))
 
 
-def _hangs(directory: Path) -> bool:
-    path = directory / FILE
+def _hanging(directory: Path, runs: Sequence[str]) -> frozenset[str]:
+    silent = {run: last for run in runs if (last := _silent_since(engine_directory(directory, run) / FILE)) is not None}
+    if silent:
+        time.sleep(3 * BEAT_SECONDS)  # the system clock may have been changed, so wait for a heartbeat
+    return frozenset(run for run, last in silent.items() if _time_of(engine_directory(directory, run) / FILE) == last)
+
+
+def _silent_since(path: Path) -> int | None:
+    """Returns the time of the last heartbeat if it was long ago; None also if there is none, since engines start."""
     last = _time_of(path)
-    if last is None or abs(time.time() - last / 1e9) < SILENT_SECONDS:
-        return False
-    time.sleep(3 * BEAT_SECONDS)  # the system clock may have been changed, so wait for a heartbeat
-    return _time_of(path) == last
+    return None if last is None or abs(time.time() - last / 1e9) < SILENT_SECONDS else last
 
 
 def _time_of(path: Path) -> int | None:

@@ -17,6 +17,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_changes import Changes, changes_between, conflict_message, describe_changes
 from fleetdistill_server.config.run_config import OPERATORS, RunConfig, completed_part
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.states import CREATED, FINISHED, STOPPED
 from fleetdistill_server.store.store import Store
 
 _CHANGEABLE = {f"run.{name}" for name in OPERATORS}
@@ -56,6 +57,49 @@ def register(store: Store, config: RunConfig) -> None:
             store.runs.settle_closed(name, "rounds are no longer buffered")
         if row["status"] == "finished" and _has_rounds_left(row, config.run.rounds):
             store.runs.end(name, "running", "")
+
+
+def create_run(store: Store, config: RunConfig) -> bool:
+    """Creates a run that waits to be started, or gives a known one the settings that may change between starts.
+
+    Returns:
+        Whether the run is new. The engine of a known one reads the settings at its next start.
+
+    Raises:
+        ConfigurationError: The place of the payloads does not exist.
+        RunError: A run of this name has another configuration.
+    """
+    name = config.run.name
+    row = store.runs.get(name)
+    if row is not None:
+        settings = json.loads(json.dumps(config.fixed_part()))
+        changes = changes_between(completed_part(json.loads(row["config"])), settings)
+        if changes.keys() - _CHANGEABLE:  # `register` would replace a run without a completed round
+            raise RunError(
+                conflict_message(name, {key: both for key, both in changes.items() if key not in _CHANGEABLE})
+            )
+    register(store, config)
+    store.led.set_setup(name, config.setup())
+    if row is None:
+        store.led.hold(name, CREATED, "")
+    elif row["status"] == FINISHED and (store.runs.get(name) or {})["status"] != FINISHED:
+        store.led.hold(name, STOPPED, f"finished, and now has {config.run.rounds or 'unlimited'} rounds")
+    return row is None
+
+
+def serve_run(store: Store, config: RunConfig) -> None:
+    """Registers a run as `register` does, stores its configuration and queues it for an engine unless it is paused.
+
+    Raises:
+        ConfigurationError, RunError: As `register`.
+    """
+    name = config.run.name
+    with store.transaction():
+        register(store, config)
+        store.led.set_setup(name, config.setup())
+        status = (store.runs.get(name) or {})["status"]
+        if status in (CREATED, STOPPED):
+            store.led.activate(name, "started again" if status == STOPPED else "")
 
 
 def is_prepared(store: Store, config: RunConfig) -> bool:

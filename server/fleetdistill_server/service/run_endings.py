@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, RunError
+from fleetdistill_server.service.engine_files import delete_engine_files
 from fleetdistill_server.service.serve_lock import without_server
 from fleetdistill_server.store.retention import Pruned, prune, sweep_all
 from fleetdistill_server.store.run_names import no_such_run
@@ -23,10 +24,11 @@ def mark_cancelled(store: Store, run: str) -> bool:
         return store.runs.cancel(run, f"by the operator, after {row['completed_rounds']} rounds")
 
 
-def delete(directory: Path, store: Store, run: str) -> Pruned:
+def delete(directory: Path, store: Store, run: str) -> Pruned | None:
     """Deletes a run in any state with its rows, payloads and checkpoints, except files that other runs need.
 
-    Deletes the rows in one transaction, then the files. If interrupted, the next call deletes the rest.
+    Deletes the rows in one transaction, which takes the run from its engine too, then the files. If interrupted, the
+    next call deletes the rest.
 
     Args:
         directory: The store's directory.
@@ -34,19 +36,21 @@ def delete(directory: Path, store: Store, run: str) -> Pruned:
         run: Name of the run.
 
     Returns:
-        What was deleted; empty for an unknown run.
+        What was deleted; None for an unknown run.
 
     Raises:
-        RunError: The run is being served.
+        RunError: A server serves only this run.
         StoreError: Another process holds the deletion lock, for example during a backup.
     """
     with without_server(directory) as served:
-        if served == run:
+        if served is not None and served.run == run:
             raise RunError(
                 f"run {run!r} is being served; stop its server first, or only end the run with "
                 f"`fleetdistill runs cancel {run}`"
             )
-        gone = prune(store, run, whole=True, served=served) if store.runs.get(run) is not None else Pruned()
+        known = store.runs.get(run) is not None
+        gone = prune(store, run, whole=True, served=served is not None) if known else None
         if served is None:
+            delete_engine_files(directory, run)
             sweep_all(store, ())
         return gone

@@ -1,4 +1,4 @@
-"""The lock `serve.lock` of a store: held by one `fleetdistill serve` at a time; it contains the name of the run.
+"""The lock `serve.lock` of a store: held by one `fleetdistill serve` at a time; it contains which runs that serves.
 
 The operating system releases the lock when the process that holds it exits.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,8 +20,34 @@ _FILE = "serve.lock"
 _WAIT_SECONDS = 1.0
 
 
-def take(store: Path, run: str) -> IO[Any]:
-    """Acquires the lock for a run and returns the open file; closing the file releases the lock.
+@dataclass(frozen=True)
+class Serving:
+    """What the server of a store serves.
+
+    Attributes:
+        run: The only run that it serves; empty for all runs of the store.
+        engines: Largest number of engines that run at once.
+    """
+
+    run: str = ""
+    engines: int = 1
+
+    def includes(self, run: str) -> bool:
+        """Returns whether the server serves a run."""
+        return self.run in ("", run)
+
+    @classmethod
+    def parse(cls, text: str) -> Serving:
+        """Returns what a text describes, the inverse of `str`."""
+        engines, _, run = text.partition(" ")
+        return cls(run, int(engines) if engines.isdecimal() else 1)
+
+    def __str__(self) -> str:
+        return f"{self.engines} {self.run}"
+
+
+def take(store: Path, run: str = "", engines: int = 1) -> IO[Any]:
+    """Acquires the lock for a run, or for all; returns the open file, which releases the lock when it is closed.
 
     Raises:
         RunError: Another server holds the lock.
@@ -28,36 +55,42 @@ def take(store: Path, run: str) -> IO[Any]:
     until = time.monotonic() + _WAIT_SECONDS
     with disk_errors(f"locking the store {store}"):
         while (lock := lock_file(store / _FILE)) is None:
-            if time.monotonic() > until:  # `served_run` holds the lock for an instant
+            if time.monotonic() > until:  # `serving` holds the lock for an instant
                 raise RunError(f"another `fleetdistill serve` uses the store {store}; stop it first")
             time.sleep(0.05)
         lock.truncate(0)
-        lock.write(run)
+        lock.write(str(Serving(run, engines)))
         lock.flush()
     return lock
 
 
 @contextlib.contextmanager
-def without_server(store: Path) -> Iterator[str | None]:
-    """Prevents servers from starting on this store within the block; yields the run that is served, or None."""
+def without_server(store: Path) -> Iterator[Serving | None]:
+    """Prevents servers from starting on this store within the block; yields what is served, or None."""
     with disk_errors(f"locking the store {store}"):
         lock = lock_file(store / _FILE)
     if lock is None:
-        yield (store / _FILE).read_text()
+        yield Serving.parse((store / _FILE).read_text())
         return
     with lock:
         lock.truncate(0)
         yield None
 
 
-def served_run(store: Path) -> str | None:
-    """Returns the run of this store that a server is serving, or None."""
+def serving(store: Path) -> Serving | None:
+    """Returns what a server serves from this store, or None if there is no server."""
     path = store / _FILE
     with disk_errors(f"reading {path}"):
         if not path.exists():
             return None
         lock = lock_file(path)
         if lock is None:
-            return path.read_text()
+            return Serving.parse(path.read_text())
         lock.close()
     return None
+
+
+def is_served(store: Path, run: str) -> bool:
+    """Returns whether a server serves a run of this store."""
+    found = serving(store)
+    return found is not None and found.includes(run)

@@ -1,4 +1,4 @@
-"""Wake-ups between the fronts and the engine, without data: one byte in a pipe, or a notification of the database.
+"""Wake-ups between the fronts and the engines, without data: one byte in a pipe, or a notification of the database.
 
 On one machine, the supervisor creates pipes and passes their ends to each child it starts, so the pipes outlive both.
 Processes of several machines reach each other through PostgreSQL (`store/postgres_notices.py`). A lost wake-up costs
@@ -19,28 +19,32 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Ends:
-    """The pipe ends of one process: it reads wake-ups from one and sends them to the other; -1 for no pipe."""
+    """The pipe ends of one process: it reads wake-ups from one and sends them to the others; -1 for no pipe."""
 
     read: int = -1
-    write: int = -1
+    writes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.read},{self.write}"
+        return ",".join(map(str, self.all()))
+
+    def all(self) -> tuple[int, ...]:
+        """Returns all ends, the one to read from first."""
+        return self.read, *self.writes
 
     @classmethod
     def parse(cls, text: str) -> Ends:
         """Returns the ends described by a string, the inverse of `str`."""
-        read, write = text.split(",")
-        return cls(int(read), int(write))
+        read, *writes = map(int, text.split(","))
+        return cls(read, tuple(writes))
 
 
-def make_pair() -> tuple[Ends, Ends]:
-    """Creates the pipes for two processes that wake each other."""
-    first_read, second_write = os.pipe()
-    second_read, first_write = os.pipe()
-    for end in (first_read, second_write, second_read, first_write):
+def make_ends(engines: int = 1) -> tuple[Ends, list[Ends]]:
+    """Creates the pipes of a front and of engines that wake each other; returns the front's ends and the engines'."""
+    front_read, front_write = os.pipe()
+    pipes = [os.pipe() for _ in range(engines)]
+    for end in (front_read, front_write, *(end for pipe in pipes for end in pipe)):
         os.set_blocking(end, False)
-    return Ends(first_read, first_write), Ends(second_read, second_write)
+    return Ends(front_read, tuple(write for _, write in pipes)), [Ends(read, (front_write,)) for read, _ in pipes]
 
 
 class Wakeups:
@@ -62,12 +66,12 @@ class Wakeups:
             self._loop.add_reader(ends.read, self._drain)
 
     def wake_other(self) -> None:
-        """Wakes the other process, or all of its role. If the pipe is full, a wake-up is already pending."""
+        """Wakes the other process, or all of its role. If a pipe is full, a wake-up is already pending."""
         if self._notices is not None:
             self._notices.send()
-        if self._ends.write >= 0:
+        for end in self._ends.writes:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                os.write(self._ends.write, b"x")
+                os.write(end, b"x")
 
     async def wait(self, seconds: float = POLL_SECONDS) -> None:
         """Waits for a wake-up, at most `seconds`."""

@@ -181,7 +181,7 @@ def prune(
     older_than_seconds: float | None = None,
     whole: bool = False,
     dry_run: bool = False,
-    served: str | None = None,
+    served: bool = False,
 ) -> Pruned:
     """Deletes the payloads, events and figures of a run's old rounds, or the whole run. Receipts and traffic are kept.
 
@@ -192,7 +192,7 @@ def prune(
         older_than_seconds: Prune only rounds that ended at least this many seconds ago; None for no such limit.
         whole: Delete the run completely.
         dry_run: Only report what would be deleted.
-        served: Name of the run that a server is currently working on, if any.
+        served: Whether a server uses the store.
 
     Raises:
         ConfigurationError: The run does not exist, or `keep_rounds` is negative.
@@ -202,8 +202,8 @@ def prune(
     row = store.runs.get(run)
     if row is None:
         raise ConfigurationError(no_such_run(run, store.runs.names()))
-    _check_may_go(row, keep_rounds, whole, served)
-    grace = 0.0 if served is None else GRACE_SECONDS  # a server may be about to refer to new files
+    _check_may_go(row, keep_rounds)
+    grace = GRACE_SECONDS if served else 0.0  # a server may be about to refer to new files
     with exclusive(store):
         held = {one.sha256: one for one in store.blobs.held()}
         stop = _NEVER if whole else _first_kept(store, run, keep_rounds, older_than_seconds)
@@ -220,7 +220,7 @@ def _sum(held: dict[bytes, Held], digests: set[bytes]) -> Freed:
     return Freed(payloads=len(digests), bytes=sum(held[one].bytes for one in digests))
 
 
-def _check_may_go(row: Row, keep_rounds: int | None, whole: bool, served: str | None) -> None:
+def _check_may_go(row: Row, keep_rounds: int | None) -> None:
     over = row["status"] in AT_REST
     if keep_rounds is not None and keep_rounds < 0:
         raise ConfigurationError(f"--keep-rounds is {keep_rounds}, must be at least 0")
@@ -257,6 +257,10 @@ def _delete_rows(
         left = {one for one in spent if one not in kept}
         if dry_run:
             raise _DryRunRollback
+        if whole:
+            failpoints.hit("runs.delete.before-commit")
+    if whole:
+        failpoints.hit("runs.delete.after-commit")
     return events, figures, left
 
 

@@ -163,16 +163,17 @@ class Runs:
         """Sets a run's status to `finished` or `stopped`, or to `running` to resume it. See `cancel` for cancelling."""
         self._db.write("UPDATE runs SET status = ?, reason = ? WHERE name = ?", status, shortened(reason), name)
 
-    def cancel(self, name: str, reason: str) -> bool:
-        """Cancels a run permanently and closes its open round as short. Returns False if the run had already ended."""
+    def cancel(self, name: str, reason: str, status: str = "cancelled") -> bool:
+        """Cancels a run permanently, or stops it, and closes its open round as short; its engine loses ownership.
+
+        Returns False if the run had already ended.
+        """
         with self._db.transaction():
             row = self.get(name)
             if row is None or row["status"] in OVER:
                 return False
-            self._db.write(
-                "UPDATE runs SET status = 'cancelled', reason = ?, engine = NULL WHERE name = ?", *(reason, name)
-            )
-            self._abandon_round(name, "run cancelled")
+            self._db.write("UPDATE runs SET status = ?, reason = ?, engine = NULL WHERE name = ?", status, reason, name)
+            self._abandon_round(name, f"run {status}")
         return True
 
     def open_number(self, run: str) -> int | None:

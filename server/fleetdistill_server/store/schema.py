@@ -322,6 +322,17 @@ def m016_asks_in_progress(db: Database) -> None:
 
 
 @migrations()
+def m017_led_runs(db: Database) -> None:
+    # JSON of the complete run.toml, from which the engine starts; NULL for a run that only an earlier version served.
+    # Status has two more values: created (not started yet) and paused.
+    db.execute("ALTER TABLE runs ADD COLUMN setup TEXT")
+    # Time of the last start or resumption, the order in which runs are given an engine.
+    db.execute("ALTER TABLE runs ADD COLUMN queued_at FLOAT")
+    # Time of the pause until an engine continues the run; deadlines of open asks are then extended by the time between.
+    db.execute("ALTER TABLE runs ADD COLUMN paused_at FLOAT")
+
+
+@migrations()
 def m020_operator_calls(db: Database) -> None:
     db.execute(
         "CREATE TABLE operator_calls (id BIGINT PRIMARY KEY, at FLOAT NOT NULL, role TEXT NOT NULL, "

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-OVER = ("finished", "cancelled")
+FINISHED = "finished"
+OVER = (FINISHED, "cancelled")
 """Statuses of a run that has ended. A finished run can be resumed with more rounds; a cancelled run cannot."""
 AT_REST = (*OVER, "stopped")
-"""Statuses of a run that no engine works on; a stopped run resumes at the next start."""
+"""Statuses of a run that no engine works on until it is started again."""
+ACTIVE = ("preparing", "running")
+"""Statuses of a run that an engine works on, or will as soon as one is free."""
+CREATED, PAUSED, STOPPED = "created", "paused", "stopped"
+"""Statuses of a run that waits for its operator: not started yet, paused within a round, or stopped between rounds."""
 DEADLINE_PASSED = "deadline passed"
 """Reason stored for an ask that was not answered before its deadline."""
 STALENESS = "staleness"

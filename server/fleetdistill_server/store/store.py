@@ -38,6 +38,7 @@ from fleetdistill_server.store.deletions import Deletions
 from fleetdistill_server.store.devices import Devices
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.history import History
+from fleetdistill_server.store.led_runs import LedRuns
 from fleetdistill_server.store.location import SQLITE, Location, read_location
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.operator_calls import OperatorCalls
@@ -54,6 +55,7 @@ class Store:
         blobs: Payloads and checkpoints.
         history: Events, reported figures and byte counts.
         runs: Runs and rounds.
+        led: Runs as their operator leads them: configuration, start, pause, and the order of starts.
         devices: Devices of each run.
         asks: Asks and accepted answers.
         credentials: Tokens, certificates and revocations.
@@ -68,6 +70,7 @@ class Store:
         self.history = History(database)
         self.asks = Asks(database, self.history)
         self.runs = Runs(database, self.history, self.asks)
+        self.led = LedRuns(database)
         self.devices = Devices(database)
         self.credentials = Credentials(database)
         self.deletions = Deletions(database)

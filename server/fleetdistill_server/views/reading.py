@@ -11,7 +11,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.version import VERSION
 from fleetdistill_server.service.enrol_port import load_enrol_port
 from fleetdistill_server.service.heartbeat import served
-from fleetdistill_server.service.serve_lock import served_run
+from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import fleet, overview, progress, runs
 from fleetdistill_server.views.runs import View
@@ -73,7 +73,8 @@ def _about(store: Store, directory: Path, query: Query) -> View:
         "tls": bool(server.get("pki")),
         "enrol_port": load_enrol_port(directory),
     }
-    return View({}, {"version": VERSION, **facts, "served_run": served_run(directory)})
+    found = serving(directory)
+    return View({}, {"version": VERSION, **facts, "served_run": None if found is None else found.run})
 
 
 def _events(store: Store, directory: Path, query: Query) -> View:
@@ -93,10 +94,10 @@ FOR_OPERATORS: Mapping[str, ViewReader] = {"operators": _operators}
 """Functions that read the views that only operators may read, by name."""
 VIEWS: Mapping[str, ViewReader] = {
     "about": _about,
-    "runs": lambda store, directory, query: runs.runs(store, served(directory)),
-    "run": lambda store, directory, query: runs.run(store, query.run, served(directory)),
+    "runs": lambda store, directory, query: runs.runs(store, served(directory, store)),
+    "run": lambda store, directory, query: runs.run(store, query.run, served(directory, store)),
     "devices": lambda store, directory, query: runs.devices(store, query.run or None),
-    "overview": lambda store, directory, query: overview.overview(store, served(directory)),
+    "overview": lambda store, directory, query: overview.overview(store, served(directory, store)),
     "rounds": lambda store, directory, query: overview.round_figures(store, query.run, query.after),
     "traffic": lambda store, directory, query: overview.traffic(store, query.run, query.after),
     "events": _events,

@@ -22,6 +22,7 @@ from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.heartbeat import NOT_SERVED, Served
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.run_names import no_such_run
+from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.summaries import EVERY
 from fleetdistill_server.views import figures
@@ -65,7 +66,7 @@ class View:
 
 
 def runs(store: Store, served: Served = NOT_SERVED) -> View:
-    """Returns a view of all runs; `served` is the run that a server currently works on."""
+    """Returns a view of all runs; `served` is what a server currently works on."""
     return View({"runs": [run_row(row, served) for row in store.runs.all()]})
 
 
@@ -75,7 +76,7 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
     Args:
         store: Store that contains the run.
         name: Name of the run.
-        served: The run that a server currently works on.
+        served: What a server currently works on.
 
     Raises:
         ConfigurationError: The run does not exist.
@@ -138,18 +139,27 @@ def contract_of(row: Row) -> contract_pb2.Contract:
 def run_row(row: Row, served: Served) -> Row:
     """Returns the summary of a run."""
     config = json.loads(row["config"])
-    engine = "no server" if row["name"] != served.run else "engine hangs" if served.hangs else ""
-    idle = engine if row["status"] in ("preparing", "running") else ""
     return {
         "run": row["name"],
         "method": config.get("run", {}).get("method", ""),
-        "status": row["status"] + (f" ({idle})" if idle else ""),
+        "status": _status(row, served),
         "reason": row["reason"] or "",
         "completed_rounds": row["completed_rounds"],
         "wanted_rounds": config.get("run", {}).get("rounds") or None,
         "devices": row["devices"],
         "started": when(row["created_at"]),
     }
+
+
+def _status(row: Row, served: Served) -> str:
+    """Returns a run's status, with what keeps its engine from working, such as `queued (1 of 2)`."""
+    name, status = row["name"], str(row["status"])
+    if status not in ACTIVE:
+        return status
+    if name in served.waiting:
+        return f"queued ({served.waiting.index(name) + 1} of {len(served.waiting)})"
+    idle = "no server" if name not in served.runs else "engine hangs" if name in served.hanging else ""
+    return f"{status} ({idle})" if idle else status
 
 
 def _privacy(row: Row) -> Row:

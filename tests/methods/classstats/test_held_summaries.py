@@ -347,7 +347,7 @@ class Forgetting:
         known = self.store.devices.get(RUN, self.device)
         if now is not None and now["round"] == ask_in_round and known is not None and not known["forget_asked_at"]:
             assert all(len(files_with(self.directory, one)) > 1 for one in self.sent)
-            assert not ask_to_forget(self.store, RUN, self.device, served=RUN)
+            assert not ask_to_forget(self.store, RUN, self.device, served=True)
 
     def state(self) -> dict[str, Any]:
         row = self.store.runs.get(RUN)
@@ -391,7 +391,7 @@ def test_a_forgotten_device_is_told_so_and_again_when_it_comes_back(tmp_path: Pa
     row = next(row for row in views.devices(run.store, RUN).lists["devices"] if row["device"] == run.device)
     assert str(row["forgotten"]).startswith("20")
     assert {one["forgotten"] for one in views.devices(run.store, RUN).lists["devices"]} == {None, row["forgotten"]}
-    assert ask_to_forget(run.store, RUN, run.device, served=RUN)
+    assert ask_to_forget(run.store, RUN, run.device, served=True)
     run.store.close()
 
 
@@ -400,13 +400,13 @@ def test_a_device_of_a_finished_run_is_forgotten_at_once(tmp_path: Path) -> None
     run.run(ask_in_round=99)
     before = run.state()
     assert all(files_with(run.directory, one) for one in run.sent)
-    assert ask_to_forget(run.store, RUN, run.device, served=None)
+    assert ask_to_forget(run.store, RUN, run.device, served=False)
     state = run.state()
     assert sorted(state["parts"]) == sorted({*before["parts"]} - {run.device})
     assert state["version"] != before["version"]
     assert [files_with(run.directory, one) for one in run.sent] == [[], []]
-    assert ask_to_forget(run.store, RUN, run.device, served=None)
+    assert ask_to_forget(run.store, RUN, run.device, served=False)
     assert len(run.store.history.events(RUN, "forgotten")) == 1
     with pytest.raises(ConfigurationError, match="run 'simulation' has no device 'nobody'"):
-        ask_to_forget(run.store, RUN, "nobody", served=None)
+        ask_to_forget(run.store, RUN, "nobody", served=False)
     run.store.close()

@@ -46,7 +46,7 @@ def run_in_processes(prepared: Prepared) -> Store:
     engine, store = ForkedEngine(prepared), Store.open(Path(config.server.store))
     # as the supervisor does, so that a device may be quicker than the engine
     store.runs.begin(RUN, config.fixed_part())
-    ends, lease = Ends(engine.front_pipe.end, engine.pipe.end), config.server.lease_seconds
+    ends, lease = Ends(engine.front_pipe.end, (engine.pipe.end,)), config.server.lease_seconds
     with live_front(Path(config.server.store), lease, ends) as front:
         groups = [forked_grpc_devices(specs[first::2], front.port, keep_open=first == 0) for first in range(2)]
         processes = [*groups, engine]

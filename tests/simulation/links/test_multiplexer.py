@@ -93,7 +93,7 @@ def test_only_the_devices_that_work_are_open_if_none_may_wait(tmp_path: Path, mo
     monkeypatch.setattr(multiplexer, "make_device", counted)
     engine, store = ForkedEngine(prepared), Store.open(Path(config.server.store))
     store.runs.begin(RUN, config.fixed_part())
-    ends = Ends(engine.front_pipe.end, engine.pipe.end)
+    ends = Ends(engine.front_pipe.end, (engine.pipe.end,))
     with live_front(Path(config.server.store), config.server.lease_seconds, ends) as front:
         engine.start()
         try:

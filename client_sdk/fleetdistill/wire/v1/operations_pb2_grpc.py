@@ -70,6 +70,41 @@ class OperationsServiceStub(object):
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunRequest.SerializeToString,
                 response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunResponse.FromString,
                 _registered_method=True)
+        self.CreateRun = channel.unary_unary(
+                '/fleetdistill.wire.v1.OperationsService/CreateRun',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateRunRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateRunResponse.FromString,
+                _registered_method=True)
+        self.CloneRun = channel.unary_unary(
+                '/fleetdistill.wire.v1.OperationsService/CloneRun',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CloneRunRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CloneRunResponse.FromString,
+                _registered_method=True)
+        self.StartRun = channel.unary_unary(
+                '/fleetdistill.wire.v1.OperationsService/StartRun',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StartRunRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StartRunResponse.FromString,
+                _registered_method=True)
+        self.PauseRun = channel.unary_unary(
+                '/fleetdistill.wire.v1.OperationsService/PauseRun',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.PauseRunRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.PauseRunResponse.FromString,
+                _registered_method=True)
+        self.ResumeRun = channel.unary_unary(
+                '/fleetdistill.wire.v1.OperationsService/ResumeRun',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ResumeRunRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ResumeRunResponse.FromString,
+                _registered_method=True)
+        self.StopRun = channel.unary_unary(
+                '/fleetdistill.wire.v1.OperationsService/StopRun',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StopRunRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StopRunResponse.FromString,
+                _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/fleetdistill.wire.v1.OperationsService/DeleteRun',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
         self.CreateTokens = channel.unary_unary(
                 '/fleetdistill.wire.v1.OperationsService/CreateTokens',
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateTokensRequest.SerializeToString,
@@ -145,6 +180,55 @@ class OperationsServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateRun(self, request, context):
+        """Creates a run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloneRun(self, request, context):
+        """Creates a run with another run's settings.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartRun(self, request, context):
+        """Starts a run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PauseRun(self, request, context):
+        """Pauses a run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeRun(self, request, context):
+        """Resumes a paused run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopRun(self, request, context):
+        """Stops a run until it is started again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteRun(self, request, context):
+        """Deletes a run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateTokens(self, request, context):
         """Creates one-time enrolment tokens.
         """
@@ -210,6 +294,41 @@ def add_OperationsServiceServicer_to_server(servicer, server):
                     servicer.CancelRun,
                     request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunRequest.FromString,
                     response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunResponse.SerializeToString,
+            ),
+            'CreateRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateRun,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateRunRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateRunResponse.SerializeToString,
+            ),
+            'CloneRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloneRun,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CloneRunRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CloneRunResponse.SerializeToString,
+            ),
+            'StartRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartRun,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StartRunRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StartRunResponse.SerializeToString,
+            ),
+            'PauseRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseRun,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.PauseRunRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.PauseRunResponse.SerializeToString,
+            ),
+            'ResumeRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeRun,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ResumeRunRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ResumeRunResponse.SerializeToString,
+            ),
+            'StopRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopRun,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StopRunRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StopRunResponse.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.DeleteRunRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.DeleteRunResponse.SerializeToString,
             ),
             'CreateTokens': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateTokens,
@@ -422,6 +541,195 @@ class OperationsService(object):
             '/fleetdistill.wire.v1.OperationsService/CancelRun',
             fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunRequest.SerializeToString,
             fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleetdistill.wire.v1.OperationsService/CreateRun',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateRunRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloneRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleetdistill.wire.v1.OperationsService/CloneRun',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CloneRunRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CloneRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleetdistill.wire.v1.OperationsService/StartRun',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StartRunRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StartRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleetdistill.wire.v1.OperationsService/PauseRun',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.PauseRunRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.PauseRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleetdistill.wire.v1.OperationsService/ResumeRun',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ResumeRunRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ResumeRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleetdistill.wire.v1.OperationsService/StopRun',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StopRunRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StopRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleetdistill.wire.v1.OperationsService/DeleteRun',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.DeleteRunRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.DeleteRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

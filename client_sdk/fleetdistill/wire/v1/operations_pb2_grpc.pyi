@@ -47,6 +47,20 @@ class OperationsServiceStub:
     """Revokes a device."""
     CancelRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.CancelRunRequest, _operations_pb2.CancelRunResponse]
     """Ends a run permanently."""
+    CreateRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.CreateRunRequest, _operations_pb2.CreateRunResponse]
+    """Creates a run."""
+    CloneRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.CloneRunRequest, _operations_pb2.CloneRunResponse]
+    """Creates a run with another run's settings."""
+    StartRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.StartRunRequest, _operations_pb2.StartRunResponse]
+    """Starts a run."""
+    PauseRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.PauseRunRequest, _operations_pb2.PauseRunResponse]
+    """Pauses a run."""
+    ResumeRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.ResumeRunRequest, _operations_pb2.ResumeRunResponse]
+    """Resumes a paused run."""
+    StopRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.StopRunRequest, _operations_pb2.StopRunResponse]
+    """Stops a run until it is started again."""
+    DeleteRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.DeleteRunRequest, _operations_pb2.DeleteRunResponse]
+    """Deletes a run."""
     CreateTokens: _grpc.UnaryUnaryMultiCallable[_operations_pb2.CreateTokensRequest, _operations_pb2.CreateTokensResponse]
     """Creates one-time enrolment tokens."""
     RevokePerson: _grpc.UnaryUnaryMultiCallable[_operations_pb2.RevokePersonRequest, _operations_pb2.RevokePersonResponse]
@@ -75,6 +89,20 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
     """Revokes a device."""
     CancelRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.CancelRunRequest, _operations_pb2.CancelRunResponse]  # type: ignore[assignment]
     """Ends a run permanently."""
+    CreateRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.CreateRunRequest, _operations_pb2.CreateRunResponse]  # type: ignore[assignment]
+    """Creates a run."""
+    CloneRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.CloneRunRequest, _operations_pb2.CloneRunResponse]  # type: ignore[assignment]
+    """Creates a run with another run's settings."""
+    StartRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.StartRunRequest, _operations_pb2.StartRunResponse]  # type: ignore[assignment]
+    """Starts a run."""
+    PauseRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.PauseRunRequest, _operations_pb2.PauseRunResponse]  # type: ignore[assignment]
+    """Pauses a run."""
+    ResumeRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.ResumeRunRequest, _operations_pb2.ResumeRunResponse]  # type: ignore[assignment]
+    """Resumes a paused run."""
+    StopRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.StopRunRequest, _operations_pb2.StopRunResponse]  # type: ignore[assignment]
+    """Stops a run until it is started again."""
+    DeleteRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.DeleteRunRequest, _operations_pb2.DeleteRunResponse]  # type: ignore[assignment]
+    """Deletes a run."""
     CreateTokens: _aio.UnaryUnaryMultiCallable[_operations_pb2.CreateTokensRequest, _operations_pb2.CreateTokensResponse]  # type: ignore[assignment]
     """Creates one-time enrolment tokens."""
     RevokePerson: _aio.UnaryUnaryMultiCallable[_operations_pb2.RevokePersonRequest, _operations_pb2.RevokePersonResponse]  # type: ignore[assignment]
@@ -142,6 +170,62 @@ class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.CancelRunResponse, _abc.Awaitable[_operations_pb2.CancelRunResponse]]:
         """Ends a run permanently."""
+
+    @_abc_1.abstractmethod
+    def CreateRun(
+        self,
+        request: _operations_pb2.CreateRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.CreateRunResponse, _abc.Awaitable[_operations_pb2.CreateRunResponse]]:
+        """Creates a run."""
+
+    @_abc_1.abstractmethod
+    def CloneRun(
+        self,
+        request: _operations_pb2.CloneRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.CloneRunResponse, _abc.Awaitable[_operations_pb2.CloneRunResponse]]:
+        """Creates a run with another run's settings."""
+
+    @_abc_1.abstractmethod
+    def StartRun(
+        self,
+        request: _operations_pb2.StartRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.StartRunResponse, _abc.Awaitable[_operations_pb2.StartRunResponse]]:
+        """Starts a run."""
+
+    @_abc_1.abstractmethod
+    def PauseRun(
+        self,
+        request: _operations_pb2.PauseRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.PauseRunResponse, _abc.Awaitable[_operations_pb2.PauseRunResponse]]:
+        """Pauses a run."""
+
+    @_abc_1.abstractmethod
+    def ResumeRun(
+        self,
+        request: _operations_pb2.ResumeRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.ResumeRunResponse, _abc.Awaitable[_operations_pb2.ResumeRunResponse]]:
+        """Resumes a paused run."""
+
+    @_abc_1.abstractmethod
+    def StopRun(
+        self,
+        request: _operations_pb2.StopRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.StopRunResponse, _abc.Awaitable[_operations_pb2.StopRunResponse]]:
+        """Stops a run until it is started again."""
+
+    @_abc_1.abstractmethod
+    def DeleteRun(
+        self,
+        request: _operations_pb2.DeleteRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.DeleteRunResponse, _abc.Awaitable[_operations_pb2.DeleteRunResponse]]:
+        """Deletes a run."""
 
     @_abc_1.abstractmethod
     def CreateTokens(

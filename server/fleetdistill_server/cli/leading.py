@@ -1,0 +1,120 @@
+"""`fleetdistill runs create`, `start`, `pause`, `resume`, `stop` and `clone`: leads the runs of a store or a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fleetdistill_server.cli.options import (
+    DEFAULT_STORE,
+    IdentityOption,
+    RunArgument,
+    ServerOption,
+    StoreOption,
+    report_errors,
+)
+from fleetdistill_server.config.section import read_toml
+from fleetdistill_server.operations.source import create_here, open_source
+from fleetdistill_server.service.creation import NewRun
+
+StartOption = Annotated[bool, typer.Option("--start", help="Start the run too.")]
+
+
+@report_errors
+def runs_create(
+    config: Annotated[Path, typer.Argument(help="Path of run.toml.")],
+    store: Annotated[
+        Path | None, typer.Option("--store", help="Directory of the store; default: [server] store of the file.")
+    ] = None,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
+    start: StartOption = False,
+) -> None:
+    """Checks a run and stores it for `fleetdistill serve server.toml`. Example: fleetdistill runs create run.toml
+
+    Models, modules and data that the file names must be on the server's machine. A run that exists already takes the
+    settings that may change between starts; its engine reads them when it starts the next time.
+    """
+    settings = read_toml(config)
+    run = NewRun(settings=settings, start=start)
+    if server is None:
+        own = settings.get("server", {})
+        directory = store or Path(str(own.get("store", DEFAULT_STORE) if isinstance(own, dict) else DEFAULT_STORE))
+        typer.echo(create_here(directory, run))
+        return
+    with open_source(DEFAULT_STORE, server, identity) as source:
+        typer.echo(source.create(run))
+
+
+@report_errors
+def runs_clone(
+    run: RunArgument,
+    new: Annotated[str, typer.Argument(help="Name of the new run.")],
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Setting of the new run as section.key=value; repeatable.")
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
+    start: StartOption = False,
+) -> None:
+    """Creates a run with another run's settings. Example: fleetdistill runs clone digits digits-2 --set run.seed=7
+
+    The new run begins with a new model; to begin with the other run's, add --set run.start_from=RUN.
+    """
+    with open_source(store, server, identity) as source:
+        wanted = NewRun(settings={"run": {"name": new}}, start=start, clone_of=run, changes=changes or [])
+        typer.echo(source.create(wanted))
+
+
+@report_errors
+def runs_start(
+    run: RunArgument, store: StoreOption = DEFAULT_STORE, server: ServerOption = None, identity: IdentityOption = None
+) -> None:
+    """Starts a run that was created or stopped, or failed. Example: fleetdistill runs start digits"""
+    with open_source(store, server, identity) as source:
+        typer.echo(source.start(run))
+
+
+@report_errors
+def runs_pause(
+    run: RunArgument, store: StoreOption = DEFAULT_STORE, server: ServerOption = None, identity: IdentityOption = None
+) -> None:
+    """Pauses a run, in the middle of a round if one is open. Example: fleetdistill runs pause digits
+
+    Its engine ends. Devices finish and send the work that they have begun, then wait.
+    """
+    with open_source(store, server, identity) as source:
+        typer.echo(source.pause(run))
+
+
+@report_errors
+def runs_resume(
+    run: RunArgument, store: StoreOption = DEFAULT_STORE, server: ServerOption = None, identity: IdentityOption = None
+) -> None:
+    """Resumes a paused run, with its open round if it has one. Example: fleetdistill runs resume digits"""
+    with open_source(store, server, identity) as source:
+        typer.echo(source.resume(run))
+
+
+@report_errors
+def runs_stop(
+    run: RunArgument, store: StoreOption = DEFAULT_STORE, server: ServerOption = None, identity: IdentityOption = None
+) -> None:
+    """Stops a run until it is started again; closes its open round as short. Example: fleetdistill runs stop digits"""
+    with open_source(store, server, identity) as source:
+        typer.echo(source.stop(run))
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "create": runs_create,
+    "start": runs_start,
+    "pause": runs_pause,
+    "resume": runs_resume,
+    "stop": runs_stop,
+    "clone": runs_clone,
+}
+"""The commands of this module, by name."""

@@ -1,0 +1,63 @@
+"""Creates runs in a process of its own, which builds their models first, as `serve` does.
+
+Neither the front nor a command loads torch, a method or an operator's own modules for this.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fleetdistill.errors import RunError
+from fleetdistill_server.service.processes import child_environment
+
+CREATION_SECONDS = 600.0
+"""Time limit for creating a run; loading torch and a large model may take minutes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewRun:
+    """A run to be created, from settings or as a clone.
+
+    Attributes:
+        settings: Contents of its run.toml, unchecked; for a clone only the section `[run]` with its name.
+        start: Whether to start the run too.
+        clone_of: Name of the run whose settings it takes; empty for none.
+        changes: Settings of the clone as `section.key=value`.
+    """
+
+    settings: Mapping[str, Any]
+    start: bool = False
+    clone_of: str = ""
+    changes: Sequence[str] = field(default_factory=list)
+
+
+def create_checked(directory: Path, run: NewRun) -> str:
+    """Checks a run as `serve --check` does, and creates it; returns a sentence on the run.
+
+    Relative paths in its settings are relative to the current directory of this process.
+
+    Args:
+        directory: The store's directory.
+        run: The run.
+
+    Raises:
+        RunError: The run cannot be created; nothing was stored.
+    """
+    command = [sys.executable, "-m", "fleetdistill_server.engine.creation", str(directory)]
+    given = json.dumps(asdict(run), default=str)  # a date in TOML is no valid setting anyway
+    try:
+        done = subprocess.run(
+            command, input=given, stdout=subprocess.PIPE, text=True, env=child_environment(), timeout=CREATION_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"checking the run took longer than {CREATION_SECONDS:g} s, so it was not created") from error
+    text = done.stdout.strip()
+    if done.returncode:
+        raise RunError(text or f"creating the run failed with exit status {done.returncode}; see the log")
+    return text

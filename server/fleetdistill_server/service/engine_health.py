@@ -1,0 +1,44 @@
+"""Whether the engines of a store's server work, as the front reports it to health checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fleetdistill_server.service.engine_files import engine_directory
+from fleetdistill_server.service.heartbeat import SILENT_SECONDS, HeartbeatMonitor
+from fleetdistill_server.service.serve_lock import Serving, serving
+from fleetdistill_server.store.states import ACTIVE
+from fleetdistill_server.store.store import Store
+
+
+class EngineHealth:
+    """Observes the heartbeats of all engines; call `is_good` every second.
+
+    Args:
+        directory: The store's directory.
+        store: The store.
+    """
+
+    def __init__(self, directory: Path, store: Store) -> None:
+        self._directory = directory
+        self._store = store
+        self._beats: dict[str, HeartbeatMonitor] = {}
+
+    def is_good(self) -> bool:
+        """Returns whether every run that has its turn sends heartbeats; False without a server or any engine."""
+        found = serving(self._directory)
+        names = self._store.runs.names() if found is None else self._have_turns(found)
+        self._beats = {run: self._beats.get(run) or self._observe(run) for run in names}
+        beating = [beats.silent_seconds() < SILENT_SECONDS and beats.seen for beats in self._beats.values()]
+        if found is None:  # engines that someone started by hand
+            return any(beating)
+        return all(beating)
+
+    def _have_turns(self, found: Serving) -> list[str]:
+        if found.run:  # registered by the server of the engine's machine, which may be of an earlier version
+            status = (self._store.runs.get(found.run) or {}).get("status", "preparing")
+            return [found.run] if status in ACTIVE else []
+        return [row["name"] for row in self._store.led.queue()][: found.engines]
+
+    def _observe(self, run: str) -> HeartbeatMonitor:
+        return HeartbeatMonitor(engine_directory(self._directory, run))

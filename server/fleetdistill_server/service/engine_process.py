@@ -1,0 +1,192 @@
+"""The engine of one run: its process, which is started again when it fails or hangs, until it is given up."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fleetdistill.errors import StoreError
+from fleetdistill.link.credentials import write_private
+from fleetdistill_server.config.server_config import OF_A_RUN, ServerConfig
+from fleetdistill_server.event_kinds import ENGINE_FAILED
+from fleetdistill_server.logs import about
+from fleetdistill_server.service.child import Child
+from fleetdistill_server.service.engine_files import engine_directory
+from fleetdistill_server.service.engine_slots import Slot
+from fleetdistill_server.service.heartbeat import HeartbeatMonitor, clear_heartbeat
+from fleetdistill_server.service.process_state import ENGINE, ProcessState
+from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE, child_environment
+from fleetdistill_server.service.torchrun import Torchrun
+from fleetdistill_server.store.blobs import disk_errors
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
+
+logger = logging.getLogger("fleetdistill.server.supervisor")
+MAX_RESTARTS = 5
+"""Restarts of a failing engine, without a completed round or `STEADY_SECONDS` in between, before the run is stopped."""
+STEADY_SECONDS = 3600.0
+"""Seconds without a failure after which an engine's failure count is reset; a run may idle for months."""
+NO_SPACE_SECONDS = 10.0
+_START_SECONDS = 600.0
+"""Seconds until an engine's first heartbeat is required; importing torch may take minutes."""
+_GRACE_SECONDS = 10.0
+"""Seconds for which an engine may still exit by itself after its run has finished."""
+_CONFIG_FILE = "run.toml"
+
+
+class EngineProcess:
+    """Runs the engine of one run.
+
+    Args:
+        run: Name of the run.
+        token: Fencing token that the store has for this engine.
+        store: The supervisor's store.
+        config: The server's settings, which replace those that the run's configuration has for a server.
+        slot: Place of the engine.
+        log: File for its standard error; None for the supervisor's.
+        options: Further arguments of the process.
+
+    Attributes:
+        token: Fencing token of the current process.
+        failed: Why the engine is not started again; empty while it is.
+    """
+
+    def __init__(
+        self, run: str, token: str, store: Store, config: ServerConfig, slot: Slot, log: Path | None, *options: str
+    ) -> None:
+        self.run, self.token, self.failed = run, token, ""
+        self._store = store
+        self._config = config
+        self.slot = slot
+        self._log = log
+        self._options = options
+        self._directory = engine_directory(Path(config.server.store), run)
+        self._due: float | None = None  # when an engine that has exited is started again
+        self._completed = 0
+        setup = self._write_config()
+        self._limit = float(setup["server"].get("engine_timeout_seconds", config.server.engine_timeout_seconds))
+        self.reset_heartbeat()
+        self.child = self._start(int(setup.get("engine", {}).get("processes", 1)))
+
+    def look(self, row: Row) -> None:
+        """Starts the engine again if it has failed or hangs; call this regularly while the run needs it.
+
+        Args:
+            row: The run's row in `LedRuns.queue`.
+        """
+        code = self.child.process.poll()
+        if self.failed:
+            return
+        if self._due is not None:
+            if time.monotonic() >= self._due:
+                self._start_again()
+        elif code is None:
+            self._kill_if_hung()
+        else:
+            self.reset_heartbeat()
+            self._note_progress(int(row["completed_rounds"]))
+            self._after_exit(code)
+
+    def end(self, *, at_once: bool = False) -> bool:
+        """Ends the process without waiting for it; call repeatedly until this returns True.
+
+        Args:
+            at_once: Whether the run was taken from the engine; otherwise it has ended and the engine exits by itself.
+        """
+        return self._due is not None or self.child.end(0.0 if at_once else _GRACE_SECONDS)
+
+    def state(self) -> ProcessState:
+        """Returns what metrics say of the process."""
+        return self.child.state(ENGINE, self.run)
+
+    def stop(self, at_once: bool) -> None:
+        """Ends the process and waits for it."""
+        if self._due is None:
+            self.child.stop(at_once)
+
+    def reset_heartbeat(self) -> None:
+        """Resets the heartbeat before an engine is started."""
+        clear_heartbeat(self._directory)
+        self._beats = HeartbeatMonitor(self._directory)
+
+    def _write_config(self) -> dict[str, Any]:
+        """Writes the configuration for the engine's process, readable only by its owner."""
+        setup = self._store.led.setup(self.run) or {}
+        given, own = self._config.server.model_dump(), setup.get("server", {})
+        server = {**given, **{name: own[name] for name in OF_A_RUN if name in own}}
+        merged = {**setup, "server": server, "limits": self._config.limits.model_dump()}
+        with disk_errors(f"writing {self._directory}"):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            write_private(self._directory / _CONFIG_FILE, tomli_w.dumps(merged).encode())
+        return merged
+
+    def _start(self, processes: int) -> Child:
+        module, environment = "fleetdistill_server.engine", {**child_environment()}
+        if processes == 1:
+            return Child(
+                module, self._arguments(), self.slot.ends, self._log, {**environment, **self.slot.environment()}
+            )
+        torchrun = Torchrun(processes, self._directory / "rendezvous")
+        environment |= torchrun.environment()
+        return Child(module, self._arguments(), self.slot.ends, self._log, environment, torchrun=torchrun)
+
+    def _arguments(self) -> list[str]:
+        return [str(self._directory / _CONFIG_FILE), "--token", self.token, *self._options]
+
+    def _start_again(self) -> None:
+        """Starts a new process with a token of its own, in case something of the old one is left."""
+        token = self._store.led.assign(self.run)
+        if token is not None:  # otherwise the run no longer needs an engine
+            self._due, self.token = None, token
+            self.child.arguments = self._arguments()
+            self.child.start_again()
+
+    def _after_exit(self, code: int) -> None:
+        if code == EXIT_CONFIGURATION:
+            self._give_up(f"the engine cannot run this configuration: {self._last_failure() or self._see_log()}")
+        elif code == EXIT_NO_SPACE:
+            logger.warning("the engine waits for disk space; retrying in %g s", NO_SPACE_SECONDS)
+            self._due = time.monotonic() + NO_SPACE_SECONDS
+        elif self.child.failures >= MAX_RESTARTS:
+            last = self._last_failure()
+            why = f"last with {code}" + (f": {last}" if last else "")
+            self._give_up(f"the engine failed {self.child.failures + 1} times at the same point, {why}")
+        else:
+            self.child.failures += 1
+            logger.warning("the engine exited with status %s; restarting it", code, extra=about(run=self.run))
+            self._due = time.monotonic() + min(0.2 * self.child.failures, 2.0)
+
+    def _give_up(self, reason: str) -> None:
+        self.failed = reason
+        logger.error("run %s is stopped: %s", self.run, reason, extra=about(run=self.run, event=ENGINE_FAILED))
+
+    def _kill_if_hung(self) -> None:
+        """Kills an engine without heartbeats, so that it is restarted; only SIGKILL ends a stopped process."""
+        silent = self._beats.silent_seconds()
+        if silent < (self._limit if self._beats.seen else max(self._limit, _START_SECONDS)):
+            return
+        text = f"the engine hangs: it sent no heartbeat for {silent:.0f} s and was killed"
+        logger.warning("%s", text, extra=about(run=self.run, event=ENGINE_FAILED))
+        self.child.process.kill()
+        self.child.process.wait()
+        with contextlib.suppress(StoreError):
+            self._store.history.add_event(self.run, ENGINE_FAILED, text)
+
+    def _note_progress(self, completed: int) -> None:
+        if completed > self._completed:
+            self._completed, self.child.failures = completed, 0
+        if time.monotonic() - self.child.started >= STEADY_SECONDS:
+            self.child.failures = 0
+
+    def _last_failure(self) -> str:
+        """Returns the engine's last recorded failure, or an empty string."""
+        failures = self._store.history.events(self.run, ENGINE_FAILED)
+        return str(failures[-1]["text"]) if failures else ""
+
+    def _see_log(self) -> str:
+        return f"see {self._log or 'the log above'}"

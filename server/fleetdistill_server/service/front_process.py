@@ -1,0 +1,87 @@
+"""The supervisor's front: one process for all runs of a store, started again on the same ports if it exits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fleetdistill.errors import RunError
+from fleetdistill_server.service.child import Child
+from fleetdistill_server.service.process_state import FRONT, ProcessState
+from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN, front_environment
+from fleetdistill_server.service.wakeups import Ends
+
+logger = logging.getLogger("fleetdistill.server.supervisor")
+
+
+class FrontProcess:
+    """Runs the front.
+
+    Args:
+        arguments: Path of its configuration, and options.
+        ends: Its ends of the wake-up pipes.
+        log: File for its standard error; None for the supervisor's.
+        on_listening: Called with the port whenever a front has started to listen.
+
+    Attributes:
+        port: Port on which the front listens; None until it is known.
+        enrol_port: Port for enrolment; None until it is known; always None in plain text.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], ends: Ends, log: Path | None, on_listening: Callable[[int], None]
+    ) -> None:
+        self._arguments = list(arguments)
+        self._log = log
+        self._on_listening = on_listening
+        self.port: int | None = None
+        self.enrol_port: int | None = None
+        self._child = Child(
+            "fleetdistill_server.front", self._arguments, ends, log, front_environment(), keep_output=True
+        )
+        self._read_ports()
+
+    def look(self) -> None:
+        """Starts the front again if it has exited. Raises RunError if it never listened and cannot."""
+        code = self._child.process.poll()
+        if code is None:
+            return
+        if code == EXIT_CANNOT_LISTEN and self.port is None:
+            raise RunError(f"see {self._log or 'the log above'}")
+        logger.warning("the front exited with status %s; restarting it", code)
+        # Devices use these ports, even if the system assigned them at the first start.
+        known = {"--port": self.port, "--enrol-port": self.enrol_port}
+        self._child.arguments = [
+            *self._arguments,
+            *(f"{option}={port}" for option, port in known.items() if port is not None),
+        ]
+        self._child.failures += 1
+        time.sleep(min(0.2 * self._child.failures, 2.0))
+        self._child.start_again()
+        self._read_ports()
+
+    def state(self) -> ProcessState:
+        """Returns what metrics say of the process."""
+        return self._child.state(FRONT)
+
+    def stop(self, at_once: bool) -> None:
+        """Ends the process."""
+        self._child.stop(at_once)
+
+    def _read_ports(self) -> None:
+        """Reads the ports that the front prints: `enrolling PORT` (with TLS only), then `listening PORT`."""
+        stdout = self._child.process.stdout
+        assert stdout is not None
+
+        def read() -> None:
+            for line in stdout:
+                if line.startswith("enrolling "):
+                    self.enrol_port = int(line.split()[1])
+                if line.startswith("listening "):
+                    self.port = int(line.split()[1])
+                    self._on_listening(self.port)
+
+        threading.Thread(target=read, daemon=True).start()

@@ -1,0 +1,125 @@
+"""Makes the engines' processes match the store: the first runs in its queue have one, all others have none.
+
+The store is the only truth. This object remembers only its own processes, so a supervisor can be killed at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fleetdistill.errors import StoreError
+from fleetdistill.state import failpoints
+from fleetdistill_server.config.server_config import ServerConfig
+from fleetdistill_server.service.engine_files import delete_engine_files
+from fleetdistill_server.service.engine_process import EngineProcess
+from fleetdistill_server.service.engine_slots import Slot
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
+
+
+class Reconciliation:
+    """Starts and ends engines.
+
+    Args:
+        store: The supervisor's store.
+        config: The server's settings.
+        slots: Places for engines.
+        run: The only run that gets an engine; empty for all.
+        log: File for the engines' standard error; None for the supervisor's.
+        options: Further arguments of the engines.
+        on_failed: Called with a run and the reason when its engine was given up or replaced by another server's.
+
+    Attributes:
+        engines: The engines, by run.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        config: ServerConfig,
+        slots: Sequence[Slot],
+        run: str,
+        log: Path | None,
+        options: Sequence[str],
+        on_failed: Callable[[str, str], None],
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._free = list(slots)
+        self._count = len(slots)
+        self._run = run
+        self._log = log
+        self._options = options
+        self._on_failed = on_failed
+        self._foreign: dict[str, str] = {}  # tokens of other servers' engines, by run
+        self.engines: dict[str, EngineProcess] = {}
+
+    def look(self) -> None:
+        """Compares the processes with the store once, and starts or ends some; does not wait for them."""
+        needed = {row["name"]: row for row in self._queue()[: self._count]}
+        known = dict(self.engines)
+        for run, engine in known.items():
+            row = needed.get(run)
+            if row is not None and row["engine"] == engine.token:
+                self._look_after(engine, row)
+            else:
+                self._let_go(engine, row)
+        for run in needed:
+            if run not in known and self._free:  # what has just ended is looked at again before it gets another
+                self._start(run)
+
+    def stop(self, at_once: bool) -> None:
+        """Ends all engines and waits for them."""
+        for engine in self.engines.values():  # they end at the same time
+            engine.end(at_once=True)
+        for engine in self.engines.values():
+            engine.stop(at_once)
+
+    def _queue(self) -> list[Row]:
+        """Returns the queue without the runs that another server's engine took over."""
+        queue = [row for row in self._store.led.queue() if self._run in ("", row["name"])]
+        return [row for row in queue if row["engine"] is None or self._foreign.get(row["name"]) != row["engine"]]
+
+    def _start(self, run: str) -> None:
+        failpoints.hit("supervisor.engine.before-token")
+        token = self._store.led.assign(run)
+        if token is None:
+            return
+        failpoints.hit("supervisor.engine.after-token")
+        slot = self._free.pop(0)
+        try:
+            self.engines[run] = EngineProcess(run, token, self._store, self._config, slot, self._log, *self._options)
+        except BaseException:
+            self._free.insert(0, slot)
+            raise
+        failpoints.hit("supervisor.engine.after-start")
+
+    def _look_after(self, engine: EngineProcess, row: Row) -> None:
+        engine.look(row)
+        if not engine.failed:
+            return
+        held = True
+        with contextlib.suppress(StoreError):  # the disk may be full too; the next look tries again
+            held = self._store.led.hold_failed(engine.run, engine.token, engine.failed)
+            self._drop(engine)
+        if held:
+            self._on_failed(engine.run, engine.failed)
+
+    def _let_go(self, engine: EngineProcess, row: Row | None) -> None:
+        """Ends the process of a run that needs none, or that another engine works on."""
+        found = self._store.runs.get(engine.run)
+        mine = found is not None and found["engine"] == engine.token
+        if not engine.end(at_once=not mine):
+            return
+        self._drop(engine)
+        if found is None:
+            delete_engine_files(Path(self._config.server.store), engine.run)
+        if row is not None and row["engine"] is not None:
+            self._foreign[engine.run] = row["engine"]
+            self._on_failed(engine.run, f"run {engine.run!r} was taken over by another server")
+
+    def _drop(self, engine: EngineProcess) -> None:
+        del self.engines[engine.run]
+        self._free.append(engine.slot)

@@ -1,0 +1,82 @@
+"""Runs as their operator leads them: complete configuration, start and pause, and the order in which they get engines.
+
+Every change that takes a run from its engine also deletes the engine's fencing token, so that the engine can commit
+nothing afterwards, whether it still runs or not.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.states import ACTIVE
+from fleetdistill_server.texts import shortened
+
+_IS_ACTIVE = f"status IN ({', '.join(repr(one) for one in ACTIVE)})"
+
+
+class LedRuns:
+    """Reads and writes the columns of the table `runs` by which an operator leads runs."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def set_setup(self, name: str, setup: Mapping[str, Any]) -> None:
+        """Stores the complete configuration from which a run's engine starts the next time."""
+        self._db.write("UPDATE runs SET setup = ? WHERE name = ?", json.dumps(setup), name)
+
+    def setup(self, name: str) -> dict[str, Any] | None:
+        """Returns a run's complete configuration, or None if the store does not have it."""
+        text = self._db.value("SELECT setup FROM runs WHERE name = ?", name)
+        return None if text is None else dict(json.loads(text))
+
+    def queue(self) -> list[Row]:
+        """Returns name, engine's token and completed rounds of all runs that need an engine, in their order."""
+        columns = "SELECT name, engine, completed_rounds FROM runs"
+        where = f"WHERE {_IS_ACTIVE} AND setup IS NOT NULL"
+        return self._db.rows(f"{columns} {where} ORDER BY coalesce(queued_at, created_at), name")
+
+    def activate(self, name: str, reason: str = "") -> None:
+        """Puts a run at the end of the queue of runs that need an engine."""
+        self._db.write(
+            "UPDATE runs SET status = CASE WHEN contract IS NULL THEN 'preparing' ELSE 'running' END, reason = ?, "
+            "queued_at = ? WHERE name = ?",
+            *(reason, self._db.now(), name),
+        )
+
+    def hold(self, name: str, status: str, reason: str) -> None:
+        """Takes a run from its engine without ending its open round: creates, pauses or fails it."""
+        self._db.write(
+            "UPDATE runs SET status = ?, reason = ?, engine = NULL, paused_at = coalesce(paused_at, ?) WHERE name = ?",
+            *(status, shortened(reason), self._db.now(), name),
+        )
+
+    def hold_failed(self, name: str, token: str, reason: str) -> bool:
+        """Stops a run whose engine failed, without ending its open round; False if it has another engine or none."""
+        changed = self._db.write(
+            f"UPDATE runs SET status = 'stopped', reason = ?, engine = NULL WHERE name = ? AND engine = ? "
+            f"AND {_IS_ACTIVE}",
+            *(shortened(reason), name, token),
+        )
+        return bool(changed)
+
+    def assign(self, name: str) -> str | None:
+        """Makes a new engine the run's only one; returns its fencing token, or None if the run needs no engine.
+
+        The deadlines of asks that were open when the run was paused are extended by the time since then.
+        """
+        token = secrets.token_hex(8)
+        with self._db.transaction():
+            row = self._db.row(f"SELECT paused_at FROM runs WHERE name = ? AND {_IS_ACTIVE}", name)
+            if row is None:
+                return None
+            if row["paused_at"] is not None:
+                self._db.write(
+                    "UPDATE asks SET deadline_at = deadline_at + ? WHERE run = ? AND status = 'open'",
+                    *(max(self._db.now() - row["paused_at"], 0.0), name),
+                )
+            self._db.write("UPDATE runs SET engine = ?, paused_at = NULL WHERE name = ?", token, name)
+        return token

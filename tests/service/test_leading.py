@@ -1,0 +1,280 @@
+"""What an operator does with runs, and what it does to their engines: the rows of the store, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.wire_samples import make_payload
+
+from fleetdistill.errors import ConfigurationError, FleetDistillError, RunError
+from fleetdistill.wire.payload import ELEMENT_TYPES
+from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill_server.config.run_config import RunConfig, run_config
+from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.service import leading
+from fleetdistill_server.service.run_endings import delete
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
+
+RUN = "digits"
+FLOAT16 = ELEMENT_TYPES[np.dtype("float16")]
+
+
+def config(name: str = RUN, **run: Any) -> RunConfig:
+    return run_config({"run": {"name": name, **run}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store.open(tmp_path / "store")
+    yield opened
+    opened.close()
+
+
+def row_of(store: Store, name: str = RUN) -> Row:
+    row = store.runs.get(name)
+    assert row is not None
+    return row
+
+
+def queue(store: Store) -> list[str]:
+    return [row["name"] for row in store.led.queue()]
+
+
+def begin(store: Store, **run: Any) -> str:
+    """A started run with a contract and an engine, whose token this returns."""
+    leading.create(store, config(**run), start_it=True)
+    store.runs.publish_contract(RUN, contract_pb2.Contract(run=RUN, knowledge_type=FLOAT16).SerializeToString())
+    token = store.led.assign(RUN)
+    assert token is not None
+    return token
+
+
+def ask_one(store: Store) -> int:
+    """An open round with an open ask."""
+    store.devices.register(RUN, "d1", b"hash", b"")
+    number = store.runs.start_round(RUN, ["d1"])
+    ask = {"run": RUN, "round": number, "step_number": 1, "device": "d1", "step": "train", "expects": {}}
+    deadline = store.asks.clock.now() + 60
+    payload = make_payload(1)
+    store.blobs.put(payload)
+    sent = {"payload": payload.sha256, "payload_bytes": 1, "seed": 1, "deadline_at": deadline}
+    store.asks.write([{**ask, **sent}])
+    return number
+
+
+# --- from one status to the next
+
+ACTIONS: dict[str, Callable[[Store], str]] = {
+    "create": lambda store: leading.create(store, config()),
+    "create --start": lambda store: leading.create(store, config(), start_it=True),
+    "start": lambda store: leading.start(store, RUN),
+    "pause": lambda store: leading.pause(store, RUN),
+    "resume": lambda store: leading.resume(store, RUN),
+    "stop": lambda store: leading.stop(store, RUN),
+}
+STATUS = {
+    "create": "created",
+    "create --start": "preparing",
+    "start": "preparing",
+    "pause": "paused",
+    "resume": "preparing",
+    "stop": "stopped",
+}
+BEFORE = {"create": [], "create --start": [], "start": ["create"], "resume": ["create --start", "pause"]}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_repeated_action_says_the_same_and_changes_nothing(store: Store, action: str) -> None:
+    for earlier in BEFORE.get(action, ["create --start"]):
+        ACTIONS[earlier](store)
+    said = ACTIONS[action](store)
+    before = row_of(store), store.history.events(RUN)
+    assert before[0]["status"] == STATUS[action]
+    assert ACTIONS[action](store) == said
+    assert (row_of(store), store.history.events(RUN)) == before
+
+
+@pytest.mark.parametrize("action", ["pause", "stop"])
+def test_an_engine_whose_run_is_taken_from_it_can_commit_nothing(store: Store, action: str) -> None:
+    token = begin(store)
+    store.runs.assert_owner(RUN, token)
+    ACTIONS[action](store)
+    with pytest.raises(RunError):
+        store.runs.assert_owner(RUN, token)
+    assert store.led.assign(RUN) is None, "nor does it get a new one"
+
+
+def test_neither_can_the_engine_of_a_deleted_run_even_if_it_is_made_again(store: Store, tmp_path: Path) -> None:
+    token = begin(store)
+    delete(tmp_path / "store", store, RUN)
+    leading.create(store, config(), start_it=True)
+    with pytest.raises(RunError):
+        store.runs.assert_owner(RUN, token)
+
+
+def test_runs_wait_in_the_order_of_their_last_start(store: Store) -> None:
+    for name in ("c", "b", "a"):
+        leading.create(store, config(name), start_it=name != "b")
+    assert queue(store) == ["c", "a"]
+    leading.start(store, "b")
+    assert queue(store) == ["c", "a", "b"]
+    leading.pause(store, "c")
+    assert queue(store) == ["a", "b"]
+    leading.resume(store, "c")
+    assert queue(store) == ["a", "b", "c"]
+    store.runs.end("a", "finished", "")
+    assert queue(store) == ["b", "c"]
+
+
+def test_a_failed_run_is_stopped_only_by_its_own_engine_and_started_again(store: Store) -> None:
+    token = begin(store)
+    assert not store.led.hold_failed(RUN, "another", "the engine failed")
+    assert store.led.hold_failed(RUN, token, "the engine failed")
+    assert (row_of(store)["status"], row_of(store)["reason"]) == ("stopped", "the engine failed")
+    assert queue(store) == []
+    assert leading.start(store, RUN) == "run 'digits' is started"
+    assert (row_of(store)["status"], row_of(store)["reason"], queue(store)) == ("running", "", [RUN])
+
+
+# --- rounds, asks and devices
+
+
+def test_a_pause_keeps_the_open_round_and_extends_its_deadlines(store: Store) -> None:
+    begin(store)
+    ask_one(store)
+    (before,) = store.asks.all_open(RUN)
+    leading.pause(store, RUN)
+    paused_at = row_of(store)["paused_at"]
+    store.database.now = lambda: paused_at + 1000.0
+    leading.resume(store, RUN)
+    assert store.runs.open_number(RUN) == 1
+    store.led.assign(RUN)
+    (after,) = store.asks.all_open(RUN)
+    assert after["deadline_at"] - before["deadline_at"] == pytest.approx(1000.0)
+    store.led.assign(RUN)
+    assert store.asks.all_open(RUN)[0]["deadline_at"] == after["deadline_at"], "once"
+
+
+def test_a_stop_closes_the_open_round_and_reports_its_answers(store: Store) -> None:
+    begin(store)
+    number = ask_one(store)
+    asked = store.asks.get(RUN, number, 1, "d1")
+    assert asked is not None
+    answer = make_payload(2)
+    store.blobs.put(answer)
+    store.asks.accept_upload(asked["id"], 1, answer.sha256, 10, 1)
+    leading.stop(store, RUN)
+    assert [(row["status"], row["reason"]) for row in store.runs.rounds(RUN)] == [("short", "run stopped")]
+    assert [(row["status"], row["reason"]) for row in store.asks.uploads(RUN)] == [
+        ("reported", "round short: run stopped")
+    ]
+
+
+def test_devices_of_a_paused_run_wait_and_what_they_have_begun_is_accepted(store: Store) -> None:
+    api = DeviceApi(store)
+    begin(store)
+    identity = service_pb2.Identity(run=RUN, device="d1")
+    profile = contract_pb2.DeviceProfile(samples=1, knowledge_types=[FLOAT16])
+    identity.secret = api.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile)).secret
+    ask_one(store)
+    found = api.next_ask(identity)
+    assert found is not None
+    assert found.ask.round == 1
+    leading.pause(store, RUN)
+    assert api.next_ask(identity) is None, "it waits, with its ask still open"
+    name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
+    status = api.uploads.status(service_pb2.UploadStatusRequest(identity=identity, name=name))
+    assert status.ask_open
+    leading.resume(store, RUN)
+    again = api.next_ask(identity)
+    assert again is not None
+    assert again.ask.round == 1
+
+
+# --- refusals
+
+
+def refusal(act: Callable[[], object]) -> str:
+    with pytest.raises(FleetDistillError) as error:
+        act()
+    return str(error.value)
+
+
+def test_what_is_not_possible_is_a_sentence_and_changes_nothing(store: Store) -> None:
+    leading.create(store, config())
+    before = row_of(store)
+    assert refusal(lambda: leading.pause(store, RUN)) == "run 'digits' is created, so it cannot be paused"
+    text = "run 'digits' is created, not paused; start it with `fleetdistill runs start digits`"
+    assert refusal(lambda: leading.resume(store, RUN)) == text
+    assert row_of(store) == before
+    leading.start(store, RUN)
+    leading.pause(store, RUN)
+    text = "run 'digits' is paused; continue it with `fleetdistill runs resume digits`"
+    assert refusal(lambda: leading.start(store, RUN)) == text
+    store.runs.end(RUN, "finished", "")
+    assert "is finished; raise [run] rounds" in refusal(lambda: leading.start(store, RUN))
+    assert refusal(lambda: leading.resume(store, RUN)) == "run 'digits' is finished, so it cannot be resumed"
+    assert leading.stop(store, RUN) == "run 'digits' had already ended"
+    for act in (leading.start, leading.pause, leading.resume, leading.stop):
+        with pytest.raises(ConfigurationError, match=r"there is no run 'digist'; did you mean 'digits'\?"):
+            act(store, "digist")
+
+
+def test_a_run_is_created_again_only_with_settings_that_may_change(store: Store) -> None:
+    leading.create(store, config(rounds=3))
+    assert leading.create(store, config(rounds=5)) == "run 'digits' is created"
+    assert (store.led.setup(RUN) or {})["run"]["rounds"] == 5
+    assert "exists with another configuration: run.seed was 0, is 7" in refusal(
+        lambda: leading.create(store, config(rounds=5, seed=7))
+    )
+    assert (store.led.setup(RUN) or {})["run"]["seed"] == 0
+
+
+def test_a_finished_run_with_more_rounds_waits_to_be_started(store: Store) -> None:
+    begin(store, rounds=1)
+    store.runs.close_round(RUN, store.runs.start_round(RUN, ["d1"]), b"checkpoint", [], {})
+    store.runs.end(RUN, "finished", "1 rounds completed")
+    leading.create(store, config(rounds=1))
+    assert row_of(store)["status"] == "finished"
+    leading.create(store, config(rounds=40))
+    assert (row_of(store)["status"], row_of(store)["reason"]) == ("stopped", "finished, and now has 40 rounds")
+    leading.start(store, RUN)
+    assert row_of(store)["status"] == "running"
+
+
+def test_a_run_of_an_earlier_version_is_started_once_its_configuration_is_known(store: Store) -> None:
+    store.runs.begin(RUN, config().fixed_part())
+    assert queue(store) == [], "nobody starts what an earlier server left"
+    assert "does not have the complete configuration" in refusal(lambda: leading.start(store, RUN))
+    leading.create(store, config())
+    assert queue(store) == [RUN]
+
+
+# --- clones
+
+
+def test_a_clone_has_the_settings_of_its_run_and_its_own(store: Store) -> None:
+    leading.create(store, config(rounds=3))
+    changes = ["run.rounds=20", "method.local_lr = 0.5", "server.torch_device=cpu", 'model.device="digits_linear"']
+    cloned = leading.clone_settings(store, RUN, "second", changes)
+    assert (cloned["run"]["name"], cloned["run"]["rounds"], cloned["run"]["seed"]) == ("second", 20, 0)
+    assert (cloned["method"]["local_lr"], cloned["server"]["torch_device"]) == (0.5, "cpu")
+    assert run_config(leading.clone_settings(store, RUN, "third", [])).contract == config().contract
+
+
+@pytest.mark.parametrize("change", ["rounds=3", "run.rounds", "=3", "run.=3", "run.name=other"])
+def test_a_change_of_another_form_is_refused(store: Store, change: str) -> None:
+    leading.create(store, config())
+    assert refusal(lambda: leading.clone_settings(store, RUN, "second", [change])).startswith(f"--set is {change!r}, ")
+
+
+def test_paths_of_a_stored_run_do_not_depend_on_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = config().model_dump(by_alias=True, exclude_none=True)
+    given["evaluation"] = {"data": "held-out.npz"}
+    assert run_config(given).setup()["evaluation"]["data"] == str(tmp_path / "held-out.npz")

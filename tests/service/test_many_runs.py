@@ -1,0 +1,278 @@
+"""A server of many runs: which of them have an engine, as the store says and as real processes show."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service.test_supervisor import ENGINE, FRONT, serve, write_config
+from support.answering import AnsweringFleet
+from support.processes import children, is_alive, wait_until
+from typer.testing import CliRunner
+
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.config.run_config import run_config
+from fleetdistill_server.config.server_config import ServerConfig, ServerSection
+from fleetdistill_server.service import engine_process, engine_slots, leading, serve_lock
+from fleetdistill_server.service.engine_slots import Slot, engines_at_once, make_slots, visible_gpus
+from fleetdistill_server.service.heartbeat import served
+from fleetdistill_server.service.processes import EXIT_CONFIGURATION
+from fleetdistill_server.service.reconciliation import Reconciliation
+from fleetdistill_server.service.run_endings import delete
+from fleetdistill_server.service.wakeups import Ends, make_ends
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.views import runs as views
+
+# --- which runs have an engine, without processes
+
+
+@dataclass
+class FakeChild:
+    """A child that runs until it is told to end, or has an exit status."""
+
+    run: str
+    code: int | None = None
+    arguments: list[str] = field(default_factory=list)
+    failures: int = 0
+    started: float = 0.0
+
+    @property
+    def process(self) -> Any:
+        return self
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def end(self, grace_seconds: float = 0.0) -> bool:
+        self.code = 0 if self.code is None else self.code
+        return True
+
+
+@dataclass
+class Service:
+    """A reconciliation with two places for engines."""
+
+    directory: Path
+    store: Store
+    engines: Reconciliation
+    children: list[FakeChild]
+    failed: list[tuple[str, str]]
+
+    def runs(self) -> list[str]:
+        """The runs with an engine, after two looks: one ends engines, the next starts others in their places."""
+        self.engines.look()
+        self.engines.look()
+        return sorted(self.engines.engines)
+
+    def status(self) -> dict[str, str]:
+        rows = views.runs(self.store, served(self.directory, self.store)).lists["runs"]
+        return {row["run"]: row["status"] for row in rows}
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    directory = tmp_path / "store"
+    store = Store.open(directory)
+    made: list[FakeChild] = []
+    failed: list[tuple[str, str]] = []
+
+    def child(module: str, arguments: list[str], *_: object) -> FakeChild:
+        made.append(FakeChild(Path(arguments[0]).parent.name.removeprefix("run-"), arguments=arguments))
+        return made[-1]
+
+    monkeypatch.setattr(engine_process, "Child", child)
+    config = ServerConfig(server=ServerSection(store=str(directory)))
+    told = lambda run, reason: failed.append((run, reason))  # noqa: E731
+    engines = Reconciliation(store, config, [Slot(Ends()), Slot(Ends())], "", None, [], told)
+    with serve_lock.take(directory, "", 2):
+        yield Service(directory, store, engines, made, failed)
+    store.close()
+
+
+def create(store: Store, *names: str) -> None:
+    for name in names:
+        settings = {"run": {"name": name}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}}
+        leading.create(store, run_config(settings), start_it=True)
+
+
+def test_the_first_of_the_queue_have_engines_and_the_others_wait_in_order(service: Service) -> None:
+    create(service.store, "a", "b", "c", "d")
+    assert service.runs() == ["a", "b"]
+    assert service.status() == {"a": "preparing", "b": "preparing", "c": "queued (1 of 2)", "d": "queued (2 of 2)"}
+    service.store.runs.end("a", "finished", "")
+    assert service.runs() == ["b", "c"]
+    assert service.status() == {"a": "finished", "b": "preparing", "c": "preparing", "d": "queued (1 of 1)"}
+
+
+def test_a_paused_run_frees_its_place_and_comes_back_at_the_end(service: Service) -> None:
+    create(service.store, "a", "b", "c")
+    assert service.runs() == ["a", "b"]
+    leading.pause(service.store, "a")
+    assert service.runs() == ["b", "c"]
+    assert service.children[0].code == 0, "its process is told to end"
+    assert service.status()["a"] == "paused"
+    leading.resume(service.store, "a")
+    assert service.runs() == ["b", "c"]
+    assert service.status()["a"] == "queued (1 of 1)"
+    leading.stop(service.store, "b")
+    assert service.runs() == ["a", "c"]
+
+
+def test_a_run_paused_and_resumed_between_two_looks_has_a_new_engine(service: Service) -> None:
+    create(service.store, "a")
+    assert service.runs() == ["a"]
+    leading.pause(service.store, "a")
+    leading.resume(service.store, "a")
+    assert service.runs() == ["a"]
+    assert [one.code for one in service.children] == [0, None]
+    assert service.failed == []
+
+
+def test_a_deleted_run_leaves_neither_process_nor_files(service: Service) -> None:
+    create(service.store, "a", "b")
+    assert service.runs() == ["a", "b"]
+    assert (service.directory / "engines" / "run-a" / "run.toml").exists()
+    delete(service.directory, service.store, "a")
+    assert service.runs() == ["b"]
+    assert service.children[0].code == 0
+    assert [one.name for one in (service.directory / "engines").iterdir()] == ["run-b"]
+
+
+def test_a_failing_run_stops_alone_with_its_reason(service: Service) -> None:
+    create(service.store, "a", "b", "c")
+    assert service.runs() == ["a", "b"]
+    service.children[0].code = EXIT_CONFIGURATION
+    service.store.history.add_event("a", "engine-failed", "[method] beta is -1, must be at least 0")
+    assert service.runs() == ["b", "c"]
+    shown = views.run(service.store, "a", served(service.directory, service.store)).facts
+    reason = "the engine cannot run this configuration: [method] beta is -1, must be at least 0"
+    assert (shown["status"], shown["reason"]) == ("stopped", reason)
+    assert service.failed == [("a", reason)]
+
+
+def test_a_run_that_another_server_has_taken_is_left_to_it(service: Service) -> None:
+    create(service.store, "a")
+    assert service.runs() == ["a"]
+    theirs = service.store.led.assign("a")
+    assert service.runs() == []
+    assert service.failed == [("a", "run 'a' was taken over by another server")]
+    assert (service.store.runs.get("a") or {})["engine"] == theirs, "the two do not take it from each other for ever"
+    leading.pause(service.store, "a")
+    leading.resume(service.store, "a")
+    assert service.runs() == ["a"]
+
+
+def test_an_engine_reads_its_runs_settings_and_the_servers(service: Service) -> None:
+    settings = {
+        "run": {"name": "a"},
+        "contract": {"classes": 10, "input_shape": [1, 8, 8]},
+        "server": {"torch_device": "cpu", "keep_rounds": 7, "listen": "127.0.0.1:1", "lease_seconds": 5.0},
+    }
+    leading.create(service.store, run_config(settings), start_it=True)
+    service.runs()
+    written = tomllib.loads((service.directory / "engines" / "run-a" / "run.toml").read_text())
+    assert (written["server"]["torch_device"], written["server"]["keep_rounds"]) == ("cpu", 7)
+    assert (written["server"]["listen"], written["server"]["lease_seconds"]) == ("127.0.0.1:50051", 60.0)
+    assert written["server"]["store"] == str(service.directory)
+
+
+# --- how many at once
+
+
+def test_by_default_there_is_one_engine_a_gpu_and_each_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert engines_at_once(0) == 2
+    assert engines_at_once(7) == 7
+    slots = make_slots([Ends()] * 3)
+    assert [slot.environment()["CUDA_VISIBLE_DEVICES"] for slot in slots] == ["3", "5", "3"]
+    assert make_slots([Ends()])[0].environment() == {}, "a single engine may use them all"
+
+
+@pytest.mark.parametrize(("cores", "engines"), [(1, 1), (2, 1), (8, 4), (None, 1)])
+def test_without_a_gpu_there_is_one_for_two_cores(
+    cores: int | None, engines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(engine_slots.os, "cpu_count", lambda: cores)  # type: ignore[attr-defined]
+    assert engines_at_once(0) == engines
+
+
+def test_gpus_are_counted_by_their_device_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_gpus(tmp_path) == ["0", "1"]
+
+
+def test_one_byte_of_the_front_wakes_every_engine() -> None:
+    front, engines = make_ends(3)
+    assert Ends.parse(str(front)) == front
+    for end in front.writes:
+        os.write(end, b"x")
+    assert [os.read(one.read, 9) for one in engines] == [b"x"] * 3
+    for number, one in enumerate(engines):
+        os.write(one.writes[0], bytes([number]))
+    assert os.read(front.read, 9) == bytes([0, 1, 2])
+
+
+# --- real processes
+
+
+def call(*words: str) -> str:
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.slow
+def test_runs_are_created_paused_and_resumed_beside_a_server(tmp_path: Path) -> None:
+    where = ["--store", str(tmp_path / "store")]
+    server = tmp_path / "server.toml"
+    server.write_text(
+        f"[server]\nlisten = '127.0.0.1:0'\nstore = {json.dumps(str(tmp_path / 'store'))}\nengines_at_once = 1\n"
+    )
+    run = write_config(tmp_path, run_name="first", run_rounds=100_000)
+    with serve(server) as running, contextlib.ExitStack() as stack:
+        port = running.port()
+        assert children(running.process.pid, ENGINE) == []
+        assert call("runs", "create", str(run), "--start", *where) == "run 'first' is created and started\n"
+        said = call("runs", "clone", "first", "second", "--set", "run.rounds=2", "--start", *where)
+        assert said == "run 'second' is created and started\n"
+        store = stack.enter_context(contextlib.closing(Store.open(tmp_path / "store")))
+        for name in ("first", "second"):
+            stack.enter_context(AnsweringFleet(port, name, 2))
+
+        def completed(name: str) -> int:
+            return store.runs.completed_rounds(name)
+
+        def status(name: str) -> str:
+            rows = json.loads(call("runs", "list", "--json", *where))
+            return str(next(row["status"] for row in rows if row["run"] == name))
+
+        wait_until(lambda: completed("first") >= 1, "a round of the first run")
+        assert status("second") == "queued (1 of 1)"
+        (engine,) = children(running.process.pid, ENGINE)
+        assert call("runs", "pause", "first", *where) == "run 'first' is paused\n"
+        before = completed("first"), store.runs.open_number("first")
+        wait_until(lambda: not is_alive(engine), "the engine of a paused run to end")
+        wait_until(lambda: status("second") == "finished", "the second run's turn, to its end")
+        assert (completed("first"), store.runs.open_number("first")) == before
+        wait_until(lambda: children(running.process.pid, ENGINE) == [], "no process without a run")
+        call("runs", "resume", "first", *where)
+        wait_until(lambda: completed("first") > before[0], "the first run to go on")
+        assert [row["status"] for row in store.runs.rounds("first")].count("short") == 0
+        os.kill(running.child(FRONT), signal.SIGKILL)
+        os.kill(running.child(ENGINE), signal.SIGKILL)
+        before = completed("first"), None
+        wait_until(lambda: completed("first") > before[0], "front and engine to be replaced")
+        assert "is deleted" in call("runs", "delete", "first", "--yes", *where)
+        wait_until(lambda: children(running.process.pid, ENGINE) == [], "the engine of a deleted run to end")
+        assert running.process.poll() is None
