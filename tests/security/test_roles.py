@@ -47,16 +47,20 @@ from fleetdistill.wire.v1 import (
     tensor_pb2,
 )
 from fleetdistill_server.cli.method_table import methods as methods_view
+from fleetdistill_server.config.run_config import run_config
+from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.front.guard import Guard
 from fleetdistill_server.methods.traffic import Sizes
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.security.roles import ALLOWED_CALLERS, Caller
+from fleetdistill_server.service import leading
 from fleetdistill_server.store.store import Store
 
 OTHER_RUN = "other"
 TO_CANCEL = "unwanted"
+TO_LEAD = run_config({"run": {"name": "led"}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}})
 DEVICE = "rightful"
 SECRET = b"s" * 32
 NEIGHBOUR = "neighbour"
@@ -96,6 +100,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     store.runs.begin(OTHER_RUN, {"made": "by hand"})
     store.runs.publish_contract(OTHER_RUN, make_contract(run=OTHER_RUN).SerializeToString())
     store.runs.begin(TO_CANCEL, {"made": "by hand"})
+    for name in ("to-start", "to-pause", "to-resume"):
+        run = TO_LEAD.run.model_copy(update={"name": name})
+        leading.create(store, TO_LEAD.model_copy(update={"run": run}), start_it=name != "to-start")
+    leading.pause(store, "to-resume")
     profile = make_profile().SerializeToString()
     for run in (RUN, OTHER_RUN):
         for device in (DEVICE, NEIGHBOUR, "shut-out", "withdrawn"):
@@ -200,6 +208,13 @@ REQUESTS: dict[str, Callable[[World, service_pb2.Identity], Any]] = {
     f"{_operations}/WatchRun": lambda world, one: operations_pb2.WatchRunRequest(run=RUN),
     f"{_operations}/RevokeDevice": lambda world, one: operations_pb2.RevokeDeviceRequest(device="nobody-yet"),
     f"{_operations}/CancelRun": lambda world, one: operations_pb2.CancelRunRequest(run=TO_CANCEL),
+    f"{_operations}/CreateRun": lambda world, one: operations_pb2.CreateRunRequest(run_toml=as_toml(TO_LEAD)),
+    f"{_operations}/CloneRun": lambda world, one: operations_pb2.CloneRunRequest(run="to-start", new_run="clone"),
+    f"{_operations}/StartRun": lambda world, one: operations_pb2.StartRunRequest(run="to-start"),
+    f"{_operations}/PauseRun": lambda world, one: operations_pb2.PauseRunRequest(run="to-pause"),
+    f"{_operations}/ResumeRun": lambda world, one: operations_pb2.ResumeRunRequest(run="to-resume"),
+    f"{_operations}/StopRun": lambda world, one: operations_pb2.StopRunRequest(run="to-start"),
+    f"{_operations}/DeleteRun": lambda world, one: operations_pb2.DeleteRunRequest(run="nobody-made-it"),
     f"{_operations}/CreateTokens": lambda world, one: operations_pb2.CreateTokensRequest(count=1, expires_seconds=60),
     f"{_operations}/RevokePerson": lambda world, one: operations_pb2.RevokePersonRequest(role="viewer", name="nobody"),
     f"{_operations}/ReadForOperators": lambda world, one: operations_pb2.ReadRequest(view="operators", most=1),

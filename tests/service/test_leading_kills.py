@@ -1,0 +1,158 @@
+"""kill -9 of commands that lead runs and of the processes of a server, at every durable step and at random moments."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chaos.leading import LED, Killer, checkpoint_of, server_toml, summary
+from service.test_supervisor import serve, write_config
+from support.answering import AnsweringFleet
+from support.processes import COMMAND, wait_until
+
+from fleetdistill.state.failpoints import VARIABLE
+from fleetdistill_server.config.run_config import load_run_config
+from fleetdistill_server.service import leading
+from fleetdistill_server.store.store import Store
+
+# --- the commands, without a server
+
+COMMANDS: dict[str, tuple[list[str], list[str]]] = {
+    "create": ([], ["create", "run.toml", "--start"]),
+    "start": (["create"], ["start", LED]),
+    "pause": (["create", "start"], ["pause", LED]),
+    "resume": (["create", "start", "pause"], ["resume", LED]),
+    "stop": (["create", "start"], ["stop", LED]),
+    "clone": (["create"], ["clone", LED, "copy", "--set", "run.seed=7"]),
+    "delete": (["create", "start"], ["delete", LED, "--yes"]),
+}
+CASES = [
+    (command, f"runs.{'delete' if command == 'delete' else 'lead'}.{point}")
+    for command in COMMANDS
+    for point in ("before-commit", "after-commit")
+]
+
+
+def run_command(folder: Path, words: list[str], points: str = "") -> subprocess.CompletedProcess[str]:
+    where = ["--store", str(folder / "store")]
+    environment = os.environ | ({VARIABLE: points} if points else {})
+    return subprocess.run(
+        [*COMMAND, "runs", *words, *where], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
+def prepare(folder: Path, actions: list[str]) -> None:
+    """A store in which these actions were done, with another run that nobody touches."""
+    folder.mkdir()
+    config = load_run_config(write_config(folder, run_name=LED, run_rounds=3))
+    store = Store.open(folder / "store")
+    leading.create(store, load_run_config(write_config(folder, run_name="other")))
+    write_config(folder, run_name=LED, run_rounds=3)
+    steps: dict[str, Callable[[], object]] = {
+        "create": lambda: leading.create(store, config),
+        "start": lambda: leading.start(store, LED),
+        "pause": lambda: leading.pause(store, LED),
+    }
+    for action in actions:
+        steps[action]()
+    store.close()
+
+
+def state_of(folder: Path) -> Any:
+    store = Store.open(folder / "store")
+    try:
+        return summary(store)
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize(("command", "point"), CASES)
+def test_a_killed_command_is_repeated_and_ends_the_same(command: str, point: str, tmp_path: Path) -> None:
+    actions, words = COMMANDS[command]
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    for folder in (undisturbed, killed):
+        prepare(folder, actions)
+    before = state_of(killed)
+    assert run_command(undisturbed, words).returncode == 0
+    after = state_of(undisturbed)
+    assert before != after
+    assert run_command(killed, words, f"{point}=kill").returncode != 0
+    assert state_of(killed) == (before if point.endswith("before-commit") else after)
+    repeated = run_command(killed, words)
+    assert repeated.returncode == 0, repeated.stderr
+    assert state_of(killed) == after
+    assert run_command(killed, words).stdout == repeated.stdout or command == "delete"
+    assert state_of(killed) == after
+
+
+# --- the supervisor
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The checkpoint of a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with serve(server_toml(folder)) as server, AnsweringFleet(server.port(), LED, 2):
+        create(folder)
+        return finish(folder)
+
+
+def create(folder: Path) -> None:
+    write_config(folder, run_name=LED, run_rounds=4)
+    assert run_command(folder, ["create", "run.toml", "--start"]).returncode == 0
+
+
+def finish(folder: Path) -> bytes:
+    with contextlib.closing(Store.open(folder / "store")) as store:
+        wait_until(lambda: (store.runs.get(LED) or {})["status"] == "finished", "the run to finish")
+        return checkpoint_of(store)
+
+
+@pytest.fixture
+def failpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def switch(text: str) -> None:
+        if text:
+            monkeypatch.setenv(VARIABLE, text)
+        else:
+            monkeypatch.delenv(VARIABLE)
+
+    return switch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "point", ["supervisor.engine.before-token", "supervisor.engine.after-token", "supervisor.engine.after-start"]
+)
+def test_a_killed_supervisor_is_replaced_and_the_run_goes_on(
+    point: str, tmp_path: Path, undisturbed: bytes, failpoint: Callable[[str], None]
+) -> None:
+    config = server_toml(tmp_path)
+    failpoint(f"{point}=kill")
+    with serve(config) as server:
+        server.port()
+        failpoint("")
+        create(tmp_path)
+        assert wait_until(lambda: server.process.poll(), "the supervisor to be killed") == -9
+    with serve(config) as server, AnsweringFleet(server.port(), LED, 2):
+        assert finish(tmp_path) == undisturbed
+
+
+# --- everything, at random moments
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_change_nothing(tmp_path: Path, undisturbed: bytes) -> None:
+    """The short form of `make lead-kills`."""
+    with Killer(tmp_path, random.Random(1)) as killer:
+        create(tmp_path)
+        killer.kill(8)
+        killer.repeat(["resume", LED])
+        assert finish(tmp_path) == undisturbed
+    assert killer.rounds() == ["closed"] * 4
+    assert sum(killer.kills.values()) == 8
