@@ -101,8 +101,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     store.runs.publish_contract(OTHER_RUN, make_contract(run=OTHER_RUN).SerializeToString())
     store.runs.begin(TO_CANCEL, {"made": "by hand"})
     for name in ("to-start", "to-pause", "to-resume"):
-        run = TO_LEAD.run.model_copy(update={"name": name})
-        leading.create(store, TO_LEAD.model_copy(update={"run": run}), start_it=name != "to-start")
+        led = TO_LEAD.run.model_copy(update={"name": name})
+        leading.create(store, TO_LEAD.model_copy(update={"run": led}), start_it=name != "to-start")
     leading.pause(store, "to-resume")
     profile = make_profile().SerializeToString()
     for run in (RUN, OTHER_RUN):

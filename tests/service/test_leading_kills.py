@@ -32,8 +32,9 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "clone": (["create"], ["clone", LED, "copy", "--set", "run.seed=7"]),
     "delete": (["create", "start"], ["delete", LED, "--yes"]),
 }
+LEADS, DELETES = "runs.lead", "runs.delete"
 CASES = [
-    (command, f"runs.{'delete' if command == 'delete' else 'lead'}.{point}")
+    (command, f"{DELETES if command == 'delete' else LEADS}.{point}")
     for command in COMMANDS
     for point in ("before-commit", "after-commit")
 ]
