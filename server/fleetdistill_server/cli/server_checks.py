@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import stat
@@ -31,6 +32,7 @@ from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.processes import hard_limit_of_files
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.disk_space import bytes_under
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.units import readable_bytes
 
 _PACKAGES = ("grpcio", "torch", "onnxruntime", "cryptography", "psycopg", "s3fs")
