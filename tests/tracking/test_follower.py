@@ -201,15 +201,18 @@ def test_mlflow_has_the_settings_and_each_round_once_after_a_restart(
 
 
 @pytest.mark.slow
-def test_a_round_that_mlflow_has_in_part_is_completed(store: Store, tmp_path: Path, server: MlflowServer) -> None:
+@pytest.mark.parametrize("name", ["accuracy/test", "round/seconds"])
+def test_a_round_that_mlflow_has_in_part_is_completed(
+    name: str, store: Store, tmp_path: Path, server: MlflowServer
+) -> None:
     add_rounds(store, 1)
     assert to_mlflow(tmp_path, server).look()
     (run,) = server.runs(tmp_path.name)
-    server.client().log_metric(run.info.run_id, "accuracy/test", 0.04, step=2)  # the first of round 2, then a kill
+    server.client().log_metric(run.info.run_id, name, 0.04, step=2)  # the first of round 2, then a kill
     add_rounds(store, 2)
     assert to_mlflow(tmp_path, server).look()
-    for name in ("accuracy/test", "round/seconds", "bytes/up"):
-        assert server.steps(run, name) == [1, 2, 3]
+    for one in ("accuracy/test", "round/seconds", "bytes/up"):
+        assert server.steps(run, one) == [1, 2, 3]
 
 
 @pytest.mark.slow
