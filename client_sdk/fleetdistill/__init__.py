@@ -13,6 +13,7 @@ from fleetdistill.lazy import lazy_exports
 if TYPE_CHECKING:
     from fleetdistill.deployment.predictor import Predictor
     from fleetdistill.deployment.settings import Deployment
+    from fleetdistill.device.abilities import Abilities
     from fleetdistill.device.arguments import COLUMNS
     from fleetdistill.device.async_device import AsyncDevice
     from fleetdistill.device.device import Device
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLUMNS",
+    "Abilities",
     "AsyncDevice",
     "Budgets",
     "Deployment",
@@ -37,6 +39,7 @@ __all__ = [
 
 _WHERE = {
     "COLUMNS": "fleetdistill.device.arguments",
+    "Abilities": "fleetdistill.device.abilities",
     "AsyncDevice": "fleetdistill.device.async_device",
     "Budgets": "fleetdistill.eligibility.budgets",
     "Deployment": "fleetdistill.deployment.settings",

@@ -20,6 +20,7 @@ from fleetdistill.checked import (
 )
 from fleetdistill.data.samples import check_data
 from fleetdistill.deployment.settings import Deployment
+from fleetdistill.device.abilities import Abilities
 from fleetdistill.eligibility import Budgets, Eligibility
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.models import USUAL_PREDICTOR, check_predictor
@@ -145,7 +146,7 @@ def check_policies(eligibility: object, budgets: object, deployment: object, clo
 def check_names(run: object, device_id: object, model_name: object) -> None:
     """Raises ConfigurationError for names that are invalid or not text."""
     check_type("model_name", model_name, str, "text")
-    if run != "":
+    if run != "" and not isinstance(run, Abilities):
         check_name("run", run)
     if device_id is not None:
         check_name("device_id", device_id)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill.data.samples import digest_of_arrays, named
+from fleetdistill.device.abilities import check_fits
 from fleetdistill.device.events import Events
 from fleetdistill.device.identity import data_key, save_identity
 from fleetdistill.device.live_data import RereadsData, is_empty
@@ -93,6 +94,7 @@ class CheckIn:
             _set_compressions(profile)
         terms = self._send_check_in(profile, run)
         self._session.identity.run = terms.contract.run
+        self._session.identity.ClearField("abilities")
         failpoints.hit("device.check-in.before-save")
         self._save(profile)
         failpoints.hit("device.check-in.after-save")
@@ -107,8 +109,11 @@ class CheckIn:
         return terms
 
     def _send_check_in(self, profile: contract_pb2.DeviceProfile | None, run: str = "") -> service_pb2.CheckInResponse:
+        identity = self._session.identity
         terms = self._call_server(profile, run)
-        check_terms(terms, self._session.identity.run, self._max_threads)
+        check_terms(terms, identity.run, self._max_threads)
+        if identity.HasField("abilities"):
+            check_fits(terms.contract, identity.abilities)
         if self._only_private:
             check_is_private(terms.contract)
         return terms
@@ -117,7 +122,10 @@ class CheckIn:
         """Sends a check-in; one with a profile is recorded in the ledger first."""
         if profile is not None:
             self._storage.ledger.record(check_in_entry(run, profile.samples, profile.ByteSize()))
-        return self._session.link.check_in(self._session.identity, profile)
+        identity = self._session.identity
+        if run and identity.HasField("abilities"):  # the run that was chosen a moment ago, even if others fit now
+            identity = service_pb2.Identity(run=run, device=identity.device, secret=identity.secret)
+        return self._session.link.check_in(identity, profile)
 
     def _profile_of(self, compute: Compute) -> contract_pb2.DeviceProfile:
         # Imported here because it loads methods: the front imports this package and must not load them.

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fleetdistill.checked import check_function
 from fleetdistill.clock import Clock, SystemClock
 from fleetdistill.deployment.settings import Deployment
+from fleetdistill.device.abilities import Abilities
 from fleetdistill.device.app_models import AppModels
 from fleetdistill.device.arguments import (
     DEFAULT_COLUMNS,
@@ -94,7 +95,8 @@ class Device(Disclosure):
             takes the run's contract and returns a `fleetdistill.device.compute.Compute`.
         state_dir: Directory used only by this device. Stores its identity, its model and unfinished work. A new one
             must be empty. A simulation passes an open `Storage`, which the device closes.
-        run: Name of the run. Optional if the server has a single run.
+        run: Name of the run, or `Abilities`, from which the server chooses the run. Optional if the server has a single
+            run. Two runs on one machine are two `Device`s, each with its own `state_dir`.
         device_id: Name of the device, 1 to 64 letters, digits, '-', '_' or '.'. Default: a UUID stored in `state_dir`.
         allow: Columns that may leave the device, a subset of `COLUMNS`. Default: all except `labels`, which FedDKC
             requires. Every answer includes the number of samples. `metrics` includes the training loss; `counts`
@@ -143,7 +145,7 @@ class Device(Disclosure):
         data: Any = None,
         worker: MakeCompute | None = None,
         state_dir: str | Path | Storage,
-        run: str = "",
+        run: str | Abilities = "",
         device_id: str | None = None,
         allow: Sequence[str] = DEFAULT_COLUMNS,
         test_data: Any = None,
@@ -231,14 +233,16 @@ class Device(Disclosure):
         self,
         server: str | Link,
         enrolment: str | Path | None,
-        run: str,
+        run: str | Abilities,
         device_id: str | None,
         clock: Clock,
         allow: Sequence[str],
         permission: Permission,
         spans: Spans,
     ) -> Session:
-        identity = load_identity(self._storage, run, device_id)
+        identity = load_identity(self._storage, "" if isinstance(run, Abilities) else run, device_id)
+        if isinstance(run, Abilities) and not identity.run:
+            identity.abilities.CopyFrom(run.message())
         adopt_proxy_set(self._storage.directory)
         if isinstance(server, str):
             save_server(self._storage, server)

@@ -19,6 +19,7 @@ from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.event_kinds import LARGE_DEVICE
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.ask_times import SENT, AskTimes
+from fleetdistill_server.intake.choosing import fitting_run
 from fleetdistill_server.intake.commit import Commit, DirectCommit
 from fleetdistill_server.intake.downloads import Downloads
 from fleetdistill_server.intake.limiter import Limiter
@@ -98,7 +99,7 @@ class DeviceApi:
             RefusedError: The run is unknown or not ready, the device's id or secret is wrong, the profile does not
                 fit, or a limit is reached.
         """
-        run = self.sessions.run_name(request.identity.run)
+        run = self._run_of(request.identity)
         contract = self.sessions.contract(run)
         answer = service_pb2.CheckInResponse(contract=contract)
         if request.HasField("profile"):
@@ -118,6 +119,11 @@ class DeviceApi:
         answer.compression = choose(self.compression, request.profile.compressions)
         answer.blake3 = has_blake3()
         return answer
+
+    def _run_of(self, identity: service_pb2.Identity) -> str:
+        if identity.run or not identity.HasField("abilities"):
+            return self.sessions.run_name(identity.run)
+        return fitting_run(self.store, identity.abilities, self.sessions.contract)
 
     def _register(self, run: str, device: str, hashed: bytes, profile: bytes, store: Store) -> bool:
         if store.runs.get(run) is None:  # deleted after its contract was cached

@@ -33,26 +33,72 @@ class Identity(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    ABILITIES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run that the device takes part in; empty at check-in for the server's only run."""
     device: _builtins.str
     """1 to 64 characters of letters, digits, '-', '_' and '.', chosen by the app or a UUID."""
     secret: _builtins.bytes
     """32 bytes; empty at the first check-in of an id."""
+    @_builtins.property
+    def abilities(self) -> Global___Abilities:
+        """What the device can do, at check-in without a run: the server chooses the only open run that fits. Servers that do
+        not know this field choose as if it were absent.
+        """
+
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         device: _builtins.str = ...,
         secret: _builtins.bytes = ...,
+        abilities: Global___Abilities | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abilities", b"abilities"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "run", b"run", "secret", b"secret"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abilities", b"abilities", "device", b"device", "run", b"run", "secret", b"secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Identity: _TypeAlias = Identity  # noqa: Y015
+
+@_typing.final
+class Abilities(_message.Message):
+    """What a device can do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLASSES_FIELD_NUMBER: _builtins.int
+    CLASS_NAMES_FIELD_NUMBER: _builtins.int
+    INPUT_SHAPE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    classes: _builtins.int
+    """Number of classes of its labels."""
+    model: _builtins.str
+    """Name of its model or of its extractor, as in the run's settings; empty for any."""
+    @_builtins.property
+    def class_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the classes in the order of the labels; empty if the device has only their number."""
+
+    @_builtins.property
+    def input_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Shape of one input, without the batch."""
+
+    def __init__(
+        self,
+        *,
+        classes: _builtins.int = ...,
+        class_names: _abc.Iterable[_builtins.str] | None = ...,
+        input_shape: _abc.Iterable[_builtins.int] | None = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_names", b"class_names", "classes", b"classes", "input_shape", b"input_shape", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Abilities: _TypeAlias = Abilities  # noqa: Y015
 
 @_typing.final
 class ComeBack(_message.Message):
