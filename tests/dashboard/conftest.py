@@ -9,9 +9,9 @@ import pytest
 from support.dashboards import TOKEN, Watched, browser_arguments, chromium
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
-    """One headless Chromium for all tests of the session."""
+    """One headless Chromium for the tests of this folder: Playwright's event loop must have ended for other tests."""
     path = chromium()
     if path is None:
         pytest.skip("no chromium, chromium-browser or google-chrome on PATH")

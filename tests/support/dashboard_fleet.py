@@ -21,8 +21,11 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 SAMPLES = 40
 
 
-def make_device(address: str, work: Path, run: str, number: int) -> Device:
-    """A device with random images, which reports its accuracy and how many samples of each class it has."""
+def make_device(address: str, work: Path, run: str, number: int, **more: Any) -> Device:
+    """A device with random images, which reports its accuracy and how many samples of each class it has.
+
+    `more` are further arguments of `Device`.
+    """
     random = np.random.default_rng(number)
     images = random.random((SAMPLES, 1, 8, 8), np.float32)
     labels = np.arange(SAMPLES) % 10
@@ -37,6 +40,7 @@ def make_device(address: str, work: Path, run: str, number: int) -> Device:
         device_id=f"device-{number}",
         allow=["parameters", "counts", "metrics"],
         export_onnx="never",
+        **more,
     )
 
 

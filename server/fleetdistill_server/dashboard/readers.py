@@ -56,6 +56,11 @@ def participants(run: str) -> Subject[View]:
     return Subject(("participants", run), lambda: lambda source: source.participants(run))
 
 
+def device(run: str, device: str) -> Subject[View]:
+    """Returns one device in detail."""
+    return Subject(("device", run, device), lambda: lambda source: source.device(run, device))
+
+
 def classes(run: str) -> Subject[View]:
     """Returns the number of samples by device and class."""
     return Subject(("classes", run), lambda: lambda source: source.classes(run), SLOW_SECONDS)

@@ -100,11 +100,12 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound to an address. Raises ConfigurationError if it cannot be."""
+    """Returns a socket that listens on an address. Raises ConfigurationError if it cannot be."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
+        bound.listen()  # browsers wait from now on, even if they are faster than the start
     except OSError as error:
         bound.close()
         text = f"the dashboard cannot listen on {host}:{port} ({error.strerror})"

@@ -1,15 +1,57 @@
-"""One device of a run."""
+"""One device of a run: its figures, asks and answers, what was refused, and its certificates."""
 
 from __future__ import annotations
 
+import time
+from calendar import timegm
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
 from nicegui import ui
 
+from fleetdistill_server.dashboard import readers, table
+from fleetdistill_server.dashboard.actions import RevokeButton
 from fleetdistill_server.dashboard.board import Board
-from fleetdistill_server.dashboard.layout import frame, run_link
+from fleetdistill_server.dashboard.chart import Curves, Point
+from fleetdistill_server.dashboard.layout import Notice, Tiles, frame, live, panel, run_link
+from fleetdistill_server.dashboard.panels.devices import presence
+from fleetdistill_server.dashboard.table import LiveTable
+from fleetdistill_server.dashboard.units import UNKNOWN, duration, percent
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.views.runs import View
+
+_PRESENCE, _MODEL, _SAMPLES, _ACCURACY = "Presence", "Model", "Training samples", "Last test accuracy"
+_ROUNDS, _ANSWERS, _UNANSWERED, _CERTIFICATE = "Rounds", "Answers", "Late, declined, refused", "Certificate"
+_SEEN, _SDK = "Last seen (UTC)", "SDK"
+_ASKS = [
+    table.number("round", "Round", width=120, sort="desc"),
+    table.text("step", "Step", width=130),
+    table.text("state", "State", width=140),
+    table.text("asked", "Asked (UTC)", width=180),
+    table.number("seconds", "Answered after (s)", width=190),
+    table.size("bytes", "Answer", width=110),
+    table.text("upload", "In the result", width=130),
+    table.text("why", "Why not", flex=1, minWidth=200, wrapText=True, autoHeight=True),
+]
+_EVENTS = [
+    table.text("at", "When (UTC)", width=185, sort="desc"),
+    table.number("round", "Round", width=110),
+    table.text("kind", "Kind", width=170),
+    table.text("code", "Code", width=150),
+    table.text("text", "What happened", flex=1, minWidth=320, wrapText=True, autoHeight=True),
+]
+_CERTIFICATES = [
+    table.text("serial", "Serial number", flex=1, minWidth=260),
+    table.text("run", "Only for run", width=160),
+    table.text("issued", "Issued (UTC)", width=190),
+    table.text("expires", "Valid until (UTC)", width=190, sort="desc"),
+]
+_USED = {"used": "yes", "reported": "no", "acknowledged": "not yet"}
 
 
 def show(board: Board, run: str, device: str) -> None:
-    """Shows a device.
+    """Shows a device and keeps it up to date.
 
     Args:
         board: What all pages share.
@@ -17,4 +59,103 @@ def show(board: Board, run: str, device: str) -> None:
         device: Id of the device.
     """
     with frame(board, device, [("Runs", "/"), (run, run_link(run))]):
-        ui.label(device)
+        notice, parts = Notice(), _Parts(board, run, device)
+
+        def update() -> None:
+            snapshot = board.feed.look(readers.device(run, device))
+            notice.show(snapshot)
+            if snapshot.value is not None:
+                parts.show(snapshot.value)
+
+        live(update)
+
+
+class _Parts:
+    """The parts of the page."""
+
+    def __init__(self, board: Board, run: str, device: str) -> None:
+        names = (_PRESENCE, _CERTIFICATE, _ACCURACY, _MODEL, _SAMPLES, _ROUNDS, _ANSWERS, _UNANSWERED, _SEEN, _SDK)
+        with ui.element("div").classes("fd-row"):
+            self._revoke = RevokeButton(board, device)
+        self._tiles = Tiles(names)
+        with ui.element("div").classes("fd-columns"):
+            with panel("Accuracy"):
+                self._accuracy = Curves("Accuracy", "%")
+            with panel("Loss"):
+                self._loss = Curves("Loss", "nats")
+        with panel("Asks and answers"):
+            self._asks = LiveTable("Asks and answers", _ASKS, f"Run {run} has not asked this device yet.", "26rem")
+        with panel("Refusals and other events"):
+            empty = "Nothing of this device was refused, late or unusual."
+            self._events = LiveTable("Events of the device", _EVENTS, empty, "16rem")
+        with panel("Certificates"):
+            empty = "The device has no certificate: it has not enrolled, or the server uses plain text."
+            self._certificates = LiveTable("Certificates of the device", _CERTIFICATES, empty, "11rem")
+
+    def show(self, view: View) -> None:
+        """Shows a view of the device."""
+        facts, waits = view.facts, "Shown once the device has reported it; its app must allow metrics."
+        self._revoke.update(facts["revoked"])
+        self._tiles.show(tiles(facts))
+        self._accuracy.show(series(view.lists["figures"], "accuracy", 100), "round", "", waits)
+        self._loss.show(series(view.lists["figures"], "loss", 1), "round", "", waits)
+        self._asks.show([ask_cells(row) for row in view.lists["asks"]])
+        self._events.show([{**row, "id": number} for number, row in enumerate(view.lists["events"])])
+        self._certificates.show([{**row, "id": row["serial"]} for row in view.lists["certificates"]])
+
+
+def tiles(facts: Row) -> dict[str, str]:
+    """Returns the figures at the top of the page."""
+    named = facts["model"] or UNKNOWN
+    return {
+        _PRESENCE: presence(facts),
+        _CERTIFICATE: certificate(facts),
+        _ACCURACY: percent(facts["test_accuracy"]),
+        _MODEL: f"{named} ({facts['parameters']:,} parameters)" if facts["parameters"] else named,
+        _SAMPLES: f"{facts['samples']:,}",
+        _ROUNDS: f"{facts['rounds']:,}",
+        _ANSWERS: f"{facts['answers']:,} of {facts['asks']:,} asks",
+        _UNANSWERED: f"{facts['late']:,}, {facts['declined']:,}, {facts['refusals']:,}",
+        _SEEN: facts["last_seen"],
+        _SDK: facts["sdk"] or UNKNOWN,
+    }
+
+
+def certificate(facts: Row, now: float | None = None) -> str:
+    """Returns the state of a device's newest certificate in words.
+
+    Args:
+        facts: The device, with `revoked` and `certificate_expires`, ISO 8601 in UTC or None.
+        now: Seconds since 1970; default: the current time.
+    """
+    if facts["revoked"]:
+        return "revoked"
+    if facts["certificate_expires"] is None:
+        return "none (plain text)"
+    left = timegm(time.strptime(facts["certificate_expires"], "%Y-%m-%dT%H:%M:%SZ")) - (
+        time.time() if now is None else now
+    )
+    return f"valid for {duration(left)}" if left > 0 else f"expired {duration(-left)} ago"
+
+
+def series(figures: Sequence[Row], name: str, factor: float) -> dict[str, list[Point]]:
+    """Returns the reported figures with a name, or of a further variant of it, by variant and split."""
+    found: defaultdict[str, list[Point]] = defaultdict(list)
+    for row in figures:
+        variant, _, last = row["name"].rpartition("/")
+        if last == name and row["mean"] is not None:
+            found[f"{variant} {row['split']}".strip()].append((row["round"], round(factor * row["mean"], 4)))
+    return dict(found)
+
+
+def ask_cells(row: Row) -> dict[str, Any]:
+    """Returns an ask as a row of the table."""
+    answered, asked = row["acknowledged_at"], row["asked_at"]
+    return {
+        **{name: row[name] for name in ("round", "step", "state", "bytes")},
+        "id": f"{row['round']}/{row['step_number']}",
+        "asked": None if asked is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(asked)),
+        "seconds": None if None in (answered, asked) else round(answered - asked, 2),
+        "upload": _USED.get(row["upload"] or "", ""),
+        "why": row["not_used_because"] or row["reason"],
+    }

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from nicegui import ui
 
+from fleetdistill_server.dashboard.actions import RunActions
 from fleetdistill_server.dashboard.board import Board
 from fleetdistill_server.dashboard.layout import Notice, Tiles, frame, live
 from fleetdistill_server.dashboard.panels.classes import ClassesPanel
@@ -51,7 +52,7 @@ def show(board: Board, run: str) -> None:
         run: Name of the run.
     """
     with frame(board, run, [("Runs", "/")]):
-        notice, head = Notice(), Head()
+        notice, actions, head = Notice(), RunActions(board, run), Head()
         tabs = Tabs(board, run)
 
         def update() -> None:
@@ -63,6 +64,7 @@ def show(board: Board, run: str) -> None:
             if row is None:
                 notice.fail(f"There is no run {run!r}: it was deleted, or never existed.")
                 return
+            actions.update(row["status"])
             head.show(row)
             tabs.update()
 

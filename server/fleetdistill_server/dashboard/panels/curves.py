@@ -72,12 +72,26 @@ def axis(name: str, rows: Sequence[Row]) -> tuple[str, str, list[float]]:
         name: One of `AXES`.
         rows: Rounds that have ended, in order.
     """
+    found = positions(name, rows)
+    x_name, unit, one = scale(name, max(found, default=0))
+    return x_name, unit, [position / one for position in found]
+
+
+def positions(name: str, rows: Sequence[Row]) -> list[float]:
+    """Returns for each round its number, the bytes until its end, or the seconds until its end."""
     if name == "Bytes":
-        totals = list(accumulate(row["bytes_up"] + row["bytes_down"] for row in rows))
-        one, unit = next((found for found in _BYTES if max(totals, default=0) >= found[0]), _BYTES[-1])
-        return "sent and received by the fleet", unit, [total / one for total in totals]
+        return list(accumulate(row["bytes_up"] + row["bytes_down"] for row in rows))
     if name == "Time":
-        since = [row["ended_at"] - rows[0]["started_at"] for row in rows]
-        _, one, unit = next(found for found in _SECONDS if max(since, default=0) >= found[0])
-        return "time since the first round began", unit, [seconds / one for seconds in since]
-    return "round", "", [row["round"] for row in rows]
+        return [row["ended_at"] - rows[0]["started_at"] for row in rows]
+    return [row["round"] for row in rows]
+
+
+def scale(name: str, largest: float) -> tuple[str, str, float]:
+    """Returns the name and the unit of an axis up to `largest` bytes or seconds, and how many of them are one unit."""
+    if name == "Bytes":
+        one, unit = next((found for found in _BYTES if largest >= found[0]), _BYTES[-1])
+        return "sent and received by the fleet", unit, one
+    if name == "Time":
+        _, one, unit = next(found for found in _SECONDS if largest >= found[0])
+        return "time since the first round began", unit, one
+    return "round", "", 1

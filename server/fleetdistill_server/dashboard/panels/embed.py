@@ -9,6 +9,7 @@ from typing import Any
 
 from nicegui import ui
 
+from fleetdistill_server.dashboard.actions import EnrolButton
 from fleetdistill_server.dashboard.board import Board
 from fleetdistill_server.dashboard.layout import panel
 from fleetdistill_server.dashboard.readers import ABOUT, settings
@@ -28,12 +29,14 @@ class EmbedPanel:
             self._code = ui.code("", language="python").classes("fd-code").props('aria-label="Lines for an app"')
             with ui.element("div").classes("fd-row"):
                 copy = ui.button("Copy the lines", icon="content_copy").props("no-caps outline")
+                self._enrol = EnrolButton(board, run)
                 self._said = ui.label().props("role=status aria-live=polite")
             copy.on_click(self._copy)
             ui.label(_NOTE).classes("fd-muted")
 
     def update(self) -> None:
         """Shows the lines if they have changed."""
+        self._enrol.update()
         about, known = self._board.feed.look(ABOUT).value, self._board.feed.look(settings(self._run)).value
         if about is None or known is None:
             return
