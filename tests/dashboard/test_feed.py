@@ -1,0 +1,102 @@
+"""The feed reads a source once for all pages, keeps figures while it fails, and reads growing rows in parts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import wait_until
+
+from fleetdistill.errors import LinkError
+from fleetdistill_server.dashboard.feed import Feed
+from fleetdistill_server.dashboard.readers import Subject, rounds
+from fleetdistill_server.operations.source import LocalStore
+from fleetdistill_server.store.store import Store
+
+RUN = "r"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store.open(tmp_path / "store")
+    opened.runs.begin(RUN, {"run": {"name": RUN, "method": "fedavg", "rounds": 9}})
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def source(store: Store, tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+def feed(source: LocalStore) -> Iterator[Feed]:
+    feed = Feed(source, every_seconds=0.01)
+    feed.start()
+    yield feed
+    feed.stop()
+
+
+def test_many_pages_share_one_reader(feed: Feed) -> None:
+    made: list[str] = []
+
+    def reader() -> Any:
+        made.append("reader")
+        return lambda source: "value"
+
+    subject: Subject[str] = Subject("shared", reader)
+    wait_until(lambda: all(feed.look(subject).value == "value" for _ in range(100)), "the value")
+    assert made == ["reader"]
+
+
+def test_while_the_source_fails_the_last_figures_stay_with_the_reason(feed: Feed) -> None:
+    fails = threading.Event()
+
+    def read(source: object) -> str:
+        if fails.is_set():
+            raise LinkError("the server cannot be reached")
+        return "figures"
+
+    subject: Subject[str] = Subject("flaky", lambda: read)
+    wait_until(lambda: feed.look(subject).value, "the first figures")
+    fails.set()
+    wait_until(lambda: feed.look(subject).error, "the error")
+    failed = feed.look(subject)
+    assert (failed.value, failed.error) == ("figures", "the server cannot be reached")
+    assert failed.read_at > 0
+    fails.clear()
+    wait_until(lambda: not feed.look(subject).error, "the figures to be current again")
+
+
+def test_equal_figures_keep_their_version(feed: Feed) -> None:
+    reads: list[object] = []
+
+    def read(source: object) -> str:
+        reads.append(source)
+        return "same"
+
+    subject: Subject[str] = Subject("same", lambda: read)
+    wait_until(lambda: feed.look(subject).version and len(reads) > 5, "several reads")
+    assert feed.look(subject).version == 1
+
+
+def close_rounds(store: Store, count: int) -> None:
+    for _ in range(count):
+        number = store.runs.start_round(RUN, ["d0"])
+        store.runs.close_round(RUN, number, b"state" * 6, [], {})
+
+
+def test_rounds_are_read_in_parts_and_anew_after_a_rollback(store: Store, source: LocalStore) -> None:
+    read = rounds(RUN).reader()
+    close_rounds(store, 6)
+    assert [row["round"] for row in read(source)] == [1, 2, 3, 4, 5, 6]
+    close_rounds(store, 2)
+    assert list(read(source)) == source.rounds(RUN).lists["rounds"]
+    store.runs.delete(RUN)
+    store.runs.begin(RUN, {"run": {"name": RUN, "method": "fedavg", "rounds": 9}})
+    close_rounds(store, 3)
+    assert list(read(source)) == source.rounds(RUN).lists["rounds"]
+    assert len(read(source)) == 3
