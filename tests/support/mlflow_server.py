@@ -32,7 +32,7 @@ class MlflowServer:
         """Starts the server, and waits until it answers."""
         files = [f"--backend-store-uri=sqlite:///{self._folder}/mlflow.db", f"--artifacts-destination={self._folder}"]
         where = ["--host=127.0.0.1", f"--port={self._port}", "--workers=1"]
-        environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+        environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         command = [sys.executable, "-m", "mlflow", "server", *files, *where]
         with (self._folder / "mlflow.log").open("ab") as log:
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
