@@ -59,6 +59,8 @@ def test_every_alert_has_a_section_of_the_runbook() -> None:
     alerts = re.findall(r"- alert: (\w+)", ALERTS.read_text())
     runbooks = re.findall(r"runbook: (\S+)", ALERTS.read_text())
     assert runbooks == [f"docs/operations.md#{name.lower()}" for name in alerts]
+    headings = re.findall(r"^#+ (\w+)$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
+    assert set(alerts) <= set(headings)
 
 
 @needs_promtool

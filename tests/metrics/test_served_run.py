@@ -19,6 +19,7 @@ from support.served import RUN, served
 from fleetdistill import COLUMNS, Device
 from fleetdistill.models import build_model
 from fleetdistill_server.metrics.catalogue import CATALOGUE
+from fleetdistill_server.metrics.engine import PHASES
 from fleetdistill_server.security.tokens import create_tokens
 from fleetdistill_server.service.enrol_port import load_enrol_port
 from fleetdistill_server.store.store import Store
@@ -26,8 +27,6 @@ from fleetdistill_server.store.store import Store
 pytestmark = pytest.mark.slow
 DEVICES = ("camera-7", "camera-8")
 MISSING = {
-    "fleetdistill_engine_phase",
-    "fleetdistill_engine_progress_ratio",
     "fleetdistill_engine_gpu_memory_bytes",  # without a GPU
     "fleetdistill_uploads_refused_total",  # see test_crashes.py
 }
@@ -98,7 +97,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
         wait_until(lambda: load_enrol_port(work / "store"), "the enrolment port")
         tokens = create_tokens(store, authority, load_enrol_port(work / "store") or 0, 2, 600.0, "", [])
         store.close()
-        during = [Scraped(port)]
+        during = [scraped_until(port, lambda now: now.value("engine_phase", phase="waiting"), "the engine")]
         parts = [pool.submit(take_part, address, work, *one) for one in zip(DEVICES, tokens, strict=True)]
         while not all(part.done() for part in parts):
             during.append(Scraped(port))
@@ -106,8 +105,12 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
             part.result()
         after = scraped_until(
             port,
-            lambda now: now.value("run_info", status="finished") and not now.value("devices_present"),
-            "the end of the run",
+            lambda now: (
+                now.value("run_info", status="finished")
+                and not now.value("devices_present")
+                and not now.by("engine_phase")
+            ),
+            "the end of the run, of its devices and of its engine",
         )
     return Watched(during, after, work, tokens)
 
@@ -152,6 +155,13 @@ def test_figures_of_the_run_are_those_of_the_store(watched: Watched, store: Stor
     assert f'"global_accuracy": {now.value("last_round_server_accuracy_ratio", run=RUN)}' in figures
     assert now.by("asks", run=RUN) == {(RUN, "answered"): 4.0, (RUN, "open"): 0.0, (RUN, "out"): 0.0}
     assert max(one.value("devices_present", run=RUN) for one in watched.during) == 2
+
+
+def test_the_engine_says_what_it_does_until_its_end(watched: Watched) -> None:
+    phases = {key for one in watched.during for key, value in one.by("engine_phase").items() if value}
+    assert phases <= {(name, RUN) for name in PHASES}
+    assert ("waiting", RUN) in phases
+    assert watched.after.by("engine_phase") == {}
 
 
 def test_nothing_in_the_metrics_is_secret_or_names_a_device(watched: Watched) -> None:

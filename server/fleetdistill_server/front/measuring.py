@@ -27,6 +27,7 @@ class MeasuredCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc h
 
     def __init__(self, meter: FrontMeter) -> None:
         self._meter = meter
+        self._forms: dict[str, tuple[str, bool]] = {}  # of each method: attribute with its function, a generator or not
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call_details: Any) -> Any:
         """Wraps a method's handler; methods that do not exist are not counted, because callers name them."""
@@ -34,10 +35,13 @@ class MeasuredCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc h
         return None if handler is None else self._wrapped(handler, call_details.method)
 
     def _wrapped(self, handler: Any, method: str) -> Any:
-        name = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
-        work = getattr(handler, name)
-        make = self._stream if inspect.isasyncgenfunction(work) else self._call
-        return handler._replace(**{name: make(work, method)})
+        form = self._forms.get(method)
+        if form is None:
+            name = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
+            form = self._forms[method] = name, inspect.isasyncgenfunction(getattr(handler, name))
+        name, generates = form
+        make = self._stream if generates else self._call
+        return handler._replace(**{name: make(getattr(handler, name), method)})
 
     def _call(self, work: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Any]:
         async def call(requests: Any, context: Any) -> Any:

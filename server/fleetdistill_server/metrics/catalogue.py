@@ -110,7 +110,9 @@ LAG = _histogram(
 )
 TICK = _gauge("front_last_tick_timestamp_seconds", "Last time at which the front's event loop ran a timer.")
 PHASE = _gauge("engine_phase", "1 for what a run's engine does at present, 0 for everything else.", "run", "phase")
-PROGRESS = _gauge("engine_progress_ratio", "Completed part of the engine's current training or inference.", "run")
+PROGRESS = _gauge(
+    "engine_progress_ratio", "Completed part of the engine's current training; 0 outside one and for short ones.", "run"
+)
 GPU_MEMORY = _gauge(
     "engine_gpu_memory_bytes",
     "Memory of the engine's GPU: used by tensors (allocated), kept by PyTorch (reserved), free and total.",

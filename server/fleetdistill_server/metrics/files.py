@@ -12,13 +12,14 @@ from pathlib import Path
 
 from prometheus_client import values
 from prometheus_client.metrics_core import Metric
-from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from fleetdistill_server.store.blobs import disk_errors
 
 _DIRECTORY = "metrics"
-_KINDS = ("counter", "histogram", "gauge_livemostrecent")
-"""Beginnings of the names that prometheus-client gives to its files."""
+_GAUGES = "gauge_livemostrecent"
+OF_A_FRONT, OF_AN_ENGINE = ("counter", "histogram", _GAUGES), (_GAUGES,)
+"""Beginnings of the names that prometheus-client gives to a process's files, by type and merging of the metrics."""
 _FILE_BYTES = 256 << 10
 """Room for more samples than a process can have: about 250 bytes for each of the methods' codes."""
 FRONT = "front"
@@ -36,7 +37,7 @@ def clear(store: Path) -> None:
         (store / _DIRECTORY).mkdir(mode=0o700, exist_ok=True)
 
 
-def keep_values(store: Path, task: str) -> None:
+def keep_values(store: Path, task: str, kinds: Iterable[str]) -> None:
     """Makes this process's metrics live in files of its task, from the values of an earlier process on.
 
     Call it before the first metric is created. The files get their full size at once, because a page of a mapped file
@@ -47,17 +48,23 @@ def keep_values(store: Path, task: str) -> None:
     """
     directory = store / _DIRECTORY
     directory.mkdir(mode=0o700, exist_ok=True)
-    for kind in _KINDS:
-        _write_zeros(directory / f"{kind}_{task}.db")
+    for kind in kinds:
+        _write_zeros(_path(store, kind, task))
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)
     values.ValueClass = values.MultiProcessValue(lambda: task)
 
 
-def forget_values(store: Path, tasks: Iterable[str]) -> None:
-    """Deletes the gauges of ended processes, which would otherwise stay as they were."""
-    for task in tasks:
-        with contextlib.suppress(FileNotFoundError):
-            mark_process_dead(task, str(store / _DIRECTORY))
+def keep_only_engines(store: Path, runs: Iterable[str]) -> None:
+    """Deletes the gauges of all engines but those of some runs; they would otherwise stay as they were."""
+    kept = {_path(store, _GAUGES, engine_of(run)) for run in runs}
+    with contextlib.suppress(OSError):
+        for path in (store / _DIRECTORY).glob(f"{_GAUGES}_engine-*.db"):
+            if path not in kept:
+                path.unlink(missing_ok=True)
+
+
+def _path(store: Path, kind: str, task: str) -> Path:
+    return store / _DIRECTORY / f"{kind}_{task}.db"
 
 
 def _write_zeros(path: Path) -> None:

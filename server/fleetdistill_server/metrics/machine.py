@@ -18,7 +18,7 @@ from fleetdistill.link.credentials import AUTHORITIES
 from fleetdistill.version import VERSION
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.metrics import catalogue
-from fleetdistill_server.metrics.files import engine_of, forget_values
+from fleetdistill_server.metrics.files import keep_only_engines
 from fleetdistill_server.metrics.samples import Samples
 from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.service.process_state import ENGINE, ProcessState
@@ -75,15 +75,13 @@ class MachineCollector:
                 samples.add(catalogue.CERTIFICATE, first.not_valid_after_utc.timestamp(), name)
 
     def _add_processes(self, samples: Samples) -> None:
-        ended = []
-        for one in self._processes():
+        processes = self._processes()
+        keep_only_engines(self._store, [one.run for one in processes if one.name == ENGINE and one.pid is not None])
+        for one in processes:
             samples.add(catalogue.UP, int(one.pid is not None), one.name, one.run)
             samples.add(catalogue.RESTARTS, one.restarts, one.name, one.run)
             if one.pid is not None:
                 _add_use(samples, one, one.pid)
-            elif one.name == ENGINE:
-                ended.append(engine_of(one.run))
-        forget_values(self._store, ended)
 
 
 def _add_use(samples: Samples, one: ProcessState, pid: int) -> None:

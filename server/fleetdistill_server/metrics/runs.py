@@ -29,7 +29,7 @@ MOST_RUNS = 50
 KEPT_SECONDS = 2.0
 """Time for which a reading answers further scrapes."""
 _PATIENCE_SECONDS = 3.0
-STATUSES = ("preparing", "running", "finished", "stopped", "cancelled")
+STATUSES = ("created", "preparing", "running", "paused", "stopped", "finished", "cancelled")
 
 
 class RunsCollector:
