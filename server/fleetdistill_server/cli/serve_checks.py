@@ -22,6 +22,7 @@ from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.service.serve_lock import is_served
 from fleetdistill_server.store.location import Location, has_store
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.tracing.export import check_traces
 from fleetdistill_server.views.runs import UNTIL_STOPPED
 from fleetdistill_server.views.units import readable_bytes
 
@@ -29,11 +30,12 @@ _LOOK_SECONDS = 0.1
 
 
 def check_security(server: ServerSection, insecure: bool) -> str:
-    """Rejects plain text on public addresses and an unusable PKI; returns a warning or "".
+    """Rejects plain text on public addresses, an unusable PKI and traces that cannot be sent; returns a warning or "".
 
     Raises:
         ConfigurationError: The server must not listen with these settings.
     """
+    check_traces(server.traces)
     tls = server.tls()
     if tls is not None:
         check_files(tls.directory)

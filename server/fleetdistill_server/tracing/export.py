@@ -70,6 +70,13 @@ def make_provider(process: str) -> tuple[TracerProvider, ContextVar[tuple[int, i
     return provider, _GIVEN
 
 
+def check_traces(traces: str) -> None:
+    """Raises ConfigurationError if `[server] traces` is on and a package is missing or a variable is invalid."""
+    if traces != "off":
+        _check_endpoint()
+        _exporter().shutdown()
+
+
 def close(provider: TracerProvider) -> None:
     """Exports the remaining spans, and gives up after `CLOSE_SECONDS`."""
     closing = threading.Thread(target=provider.shutdown, name="close-tracing", daemon=True)
