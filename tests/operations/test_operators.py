@@ -102,12 +102,17 @@ def test_commands_beside_the_store_are_stored_with_the_local_user(
     run("devices", "revoke", "camera-7", *here)
     run("enrol", "--pki", str(place.work / "pki"), *here)
     run("devices", "forget", RUN, "nobody", *here, code=1)
+    run("runs", "prune", RUN, "--dry-run", *here)
+    run("runs", "prune", RUN, *here)
+    run("runs", "cancel", RUN, *here)
     found = place.calls()
     assert {(row["role"], row["name"], row["address"]) for row in found} == {("local", "root-of-this", "local")}
     assert [(row["call"], row["result"].partition(":")[0]) for row in reversed(found)] == [
         ("RevokeDevice", "done"),
         ("CreateTokens", "done"),
         ("ForgetDevice", "failed"),
+        ("PruneRun", "done"),
+        ("CancelRun", "done"),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated
 
 import typer
@@ -19,7 +20,7 @@ from fleetdistill_server.cli.options import (
     report_errors,
     show,
 )
-from fleetdistill_server.operations.client import connect
+from fleetdistill_server.operations.local_calls import noted_around
 from fleetdistill_server.operations.source import open_source, open_store
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.views.deleted import left_for_later, payloads
@@ -74,14 +75,18 @@ def runs_prune(
     """Deletes old rounds' payloads, events and figures. Example: fleetdistill runs prune digits --keep-rounds 1"""
     from fleetdistill_server.store.retention import prune
 
-    pruned = prune(
-        open_store(store),
-        run,
-        keep_rounds=keep_rounds,
-        older_than_seconds=None if older_than is None else parse_duration("--older-than", older_than),
-        dry_run=dry_run,
-        served=serving(store) is not None,
-    )
+    opened = open_store(store)
+    wanted = {"keep_rounds": keep_rounds, "older_than": older_than}
+    note = contextlib.nullcontext() if dry_run else noted_around(opened, "PruneRun", {"run": run, **wanted})
+    with note:
+        pruned = prune(
+            opened,
+            run,
+            keep_rounds=keep_rounds,
+            older_than_seconds=None if older_than is None else parse_duration("--older-than", older_than),
+            dry_run=dry_run,
+            served=serving(store) is not None,
+        )
     what = f"{counted(pruned.rounds, 'round')} with {counted(pruned.events, 'event')}, "
     what += f"{counted(pruned.figures, 'figure')}, {payloads(pruned.freed)}"
     typer.echo(f"would free {what}" if dry_run else f"freed {what}")
@@ -103,7 +108,8 @@ def runs_rollback(
     from fleetdistill_server.store.rollback import roll_back
 
     opened = open_store(store)
-    with serve_lock.take(store, run):  # keeps servers from starting the run
+    lock = serve_lock.take(store, run)  # keeps servers from starting the run
+    with lock, noted_around(opened, "RollBackRun", {"run": run, "to": to}):
         done = roll_back(opened, run, to)
     undone, completed = counted(done.undone, "round"), counted(done.completed_rounds, "completed round")
     text = f"run {run!r} is rolled back to round {to}: {undone} undone, {completed} left"
@@ -120,13 +126,8 @@ def runs_cancel(
     Devices keep their models and are notified that the run has ended. To start another run from its model, set [run]
     start_from.
     """
-    from fleetdistill_server.engine.cancelling import cancel
-
-    if server is not None:
-        with connect(server, identity) as remote:
-            done = remote.cancel(run)
-    else:
-        done = cancel(open_store(store), run)
+    with open_source(store, server, identity) as source:
+        done = source.cancel(run)
     typer.echo(f"run {run!r} is cancelled" if done else f"run {run!r} had already ended")
 
 
