@@ -9,9 +9,9 @@ import pytest
 from support.dashboards import TOKEN, Watched, browser_arguments, chromium
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One headless Chromium for the tests of this folder: Playwright's event loop must have ended for other tests."""
+    """A headless Chromium for the tests of a file: Playwright's event loop must have ended before other tests."""
     path = chromium()
     if path is None:
         pytest.skip("no chromium, chromium-browser or google-chrome on PATH")
