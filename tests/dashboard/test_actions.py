@@ -124,6 +124,7 @@ def test_an_operator_enrols_devices_sees_them_work_and_revokes_one(service: Serv
             for number, token in enumerate(tokens)
         ]
         try:
+            pause_and_resume(page)
             page.get_by_role("tab", name="Devices").click()
             page.get_by_role("link", name="device-1").click()
             see_a_device_at_work(page)
@@ -134,6 +135,16 @@ def test_an_operator_enrols_devices_sees_them_work_and_revokes_one(service: Serv
         finally:
             for worker in workers:
                 worker.stop()
+
+
+def pause_and_resume(page: Any) -> None:
+    """Pauses the run at work and resumes it, on its page."""
+    page.get_by_text(re.compile("^[1-9][0-9]* rounds$")).wait_for()
+    for verb, then in (("Pause", "Resume"), ("Resume", "Pause")):
+        page.get_by_role("button", name=verb, exact=True).click()
+        page.get_by_role("button", name=f"{verb} the run").click()
+        page.get_by_role("button", name=then, exact=True).wait_for()
+        picture(page, verb.lower())
 
 
 def see_a_device_at_work(page: Any) -> None:
@@ -190,11 +201,13 @@ def test_a_viewer_sees_no_actions_and_the_server_would_refuse_them(service: Serv
         page.get_by_role("button", name="Copy the lines").wait_for()
         page.get_by_text("enrolment=token").wait_for()  # the page knows the role by now
         names = page.get_by_role("button").all_inner_texts()
-        assert not {"Cancel", "Pause", "Stop", "Create tokens"} & set(names)
+        assert not {"Start", "Pause", "Resume", "Stop", "Create tokens"} & set(names)
     with open_source(Path(), service.address, service.viewer) as source:
         for call in (
             lambda: source.revoke("device-0", ""),
-            lambda: source.cancel(RUN),
+            lambda: source.pause(RUN),
+            lambda: source.resume(RUN),
+            lambda: source.stop(RUN),
             lambda: source.tokens(1, 60.0, RUN),
         ):
             with pytest.raises(RefusedError, match="viewer"):

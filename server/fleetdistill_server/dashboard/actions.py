@@ -40,11 +40,30 @@ class RunAction:
 _AT_WORK = frozenset({"running", "preparing", "queued"})
 RUN_ACTIONS = (
     RunAction(
-        "Cancel",
-        "The run ends for good. The round under way is undone, and devices are told at their next call. Completed "
-        "rounds, figures and models stay.",
+        "Start",
+        "The run goes on with its next round as soon as an engine is free.",
+        frozenset({"created", "stopped"}),
+        lambda source, run: source.start(run),
+    ),
+    RunAction(
+        "Pause",
+        "The run's engine ends, also within a round, and frees its memory. What devices have sent stays, and "
+        "devices wait until the run is resumed.",
         _AT_WORK,
-        lambda source, run: f"run {run!r} is cancelled" if source.cancel(run) else f"run {run!r} had already ended",
+        lambda source, run: source.pause(run),
+    ),
+    RunAction(
+        "Resume",
+        "The run continues its open round as soon as an engine is free.",
+        frozenset({"paused"}),
+        lambda source, run: source.resume(run),
+    ),
+    RunAction(
+        "Stop",
+        "The run's engine ends, and the round under way is closed without a result. Completed rounds stay, and the run "
+        "can be started again.",
+        _AT_WORK | {"paused"},
+        lambda source, run: source.stop(run),
     ),
 )
 
