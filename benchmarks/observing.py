@@ -148,11 +148,12 @@ def drive(fronts: Sequence[Server], pairs: int) -> tuple[list[int], list[float]]
 
 
 def ratios(calls: Sequence[int]) -> list[float]:
-    """Calls of the second front for each call of the first, by pair of turns."""
+    """Calls of the second front for each call of the first, by pair of turns in which both made some."""
     found = []
     for number in range(0, len(calls), 2):
         first, second = calls[number : number + 2] if number % 4 == 0 else calls[number : number + 2][::-1]
-        found.append(second / first)
+        if first:
+            found.append(second / first)
     return found
 
 
