@@ -49,7 +49,7 @@ class CallSpans:
     """
 
     def __init__(self, spans: Spans | None, api: DeviceApi, pool: ThreadPoolExecutor) -> None:
-        self._spans, self._sessions, self._store, self._pool = spans, api.sessions, api.store, pool
+        self._spans, self._api, self._pool = spans, api, pool
 
     @property
     def on(self) -> bool:
@@ -105,13 +105,15 @@ class CallSpans:
         if call.name is not None:
             number, step_number = call.name.round, call.name.step_number
         else:
-            ask = self._store.asks.naming(self._sessions.run_name(call.identity.run), call.identity.device, call.sha256)
+            ask = self._api.store.asks.naming(
+                self._api.sessions.run_name(call.identity.run), call.identity.device, call.sha256
+            )
             if ask is not None:
                 number, step_number = ask["round"], ask["step_number"]
         ids = self._ids(call.identity, number) if number else None
         return None if ids is None else (ids, step_number)
 
     def _ids(self, identity: service_pb2.Identity, number: int) -> RoundIds | None:
-        run = self._sessions.run_name(identity.run)
-        created = created_at(self._store.database, run)
+        run = self._api.sessions.run_name(identity.run)
+        created = created_at(self._api.store.database, run)
         return None if self._spans is None or created is None else self._spans.ids(run, created, number)
