@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,7 @@ from typer.testing import CliRunner
 from fleetdistill.traceparent import Place, place_in
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.cli.app import app
+from fleetdistill_server.service.processes import EXIT_CONFIGURATION
 from fleetdistill_server.store.traced import created_at
 from fleetdistill_server.tracing.ids import RoundIds
 
@@ -119,3 +123,17 @@ def test_a_wrong_variable_is_an_error_before_anything_is_served(
     assert told in " ".join(done.output.split())
     assert "hunter2" not in done.output
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.slow
+def test_a_front_with_a_wrong_variable_says_so_and_ends(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(f'[server]\nlisten = "127.0.0.1:0"\nstore = "{tmp_path}"\ntraces = "otlp"\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "fleetdistill_server.front", str(tmp_path / "run.toml")],
+        env={**os.environ, "OTEL_EXPORTER_OTLP_PROTOCOL": "smoke-signals"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == EXIT_CONFIGURATION
+    assert "OTEL_EXPORTER_OTLP_PROTOCOL is 'smoke-signals', expected one of grpc, http/protobuf" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -14,6 +14,7 @@ from fleetdistill_server.front.tls import Ports
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION, allow_open_files, end_with_parent
 from fleetdistill_server.service.wakeups import Ends
+from fleetdistill_server.tracing.export import check_traces
 
 logger = logging.getLogger("fleetdistill.server.front")
 
@@ -34,6 +35,7 @@ def main() -> int:
     end_with_parent(given.parent)
     try:
         config = load_server_config(given.config)
+        check_traces(config.server.traces)
     except ConfigurationError as error:
         logger.error("%s", error)
         return EXIT_CONFIGURATION
