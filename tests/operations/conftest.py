@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from support.linear_devices import take_part
 from support.processes import wait_until
 from support.secured import make_pki
 from support.served import RUN, served
 
-from fleetdistill import COLUMNS, Device
-from fleetdistill.models import build_model
 from fleetdistill_server.operations.client import connect
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.security.certificates import Role
@@ -40,14 +38,6 @@ class Played:
 
     def there(self, who: str = "viewer") -> list[str]:
         return ["--server", self.address, "--identity", str(self.work / who)]
-
-
-def digits(part: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ten classes of images, 4 of each."""
-    labels = np.arange(40) % 10
-    images = np.random.default_rng(part).random((40, 1, 8, 8)) * 0.3
-    images[np.arange(40), 0, labels % 8] += 0.5 + labels[:, None] // 8
-    return images.astype(np.float32), labels
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +69,3 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
             lambda: all(row["upload_at"] for row in store.round(RUN).lists["asks"]), "the times of the last asks"
         )
         yield Played(work, address)
-
-
-def take_part(work: Path, address: str, name: str, part: int, token: str) -> None:
-    with Device(
-        server=address,
-        model=lambda: build_model("digits_linear"),
-        data=digits(part),
-        test_data=digits(part + 2),
-        state_dir=work / name,
-        device_id=name,
-        run=RUN,
-        allow=COLUMNS,
-        enrolment=token,
-        export_onnx="never",
-    ) as device:
-        device.run()

@@ -20,17 +20,18 @@ RUN = "clients"
 
 
 @contextlib.contextmanager
-def served(work: Path, settings: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def served(work: Path, settings: Mapping[str, Mapping[str, Any]], *options: str) -> Iterator[str]:
     """Serves a run as `supervised`; yields its host and port."""
-    with supervised(work, settings) as (address, _):
+    with supervised(work, settings, *options) as (address, _):
         yield address
 
 
 @contextlib.contextmanager
-def supervised(work: Path, settings: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, int]]:
+def supervised(work: Path, settings: Mapping[str, Mapping[str, Any]], *options: str) -> Iterator[tuple[str, int]]:
     """Serves a run named `RUN` from the store `work`/store, in plain text unless [server] has a `pki`.
 
-    Yields its host and port, and the supervisor's process id.
+    `options` are those of the command; its output goes to `work`/server.log. Yields its host and port, and the
+    supervisor's process id.
     """
     address = f"127.0.0.1:{free_port()}"
     run = {"min_devices": 2, "quorum": 1.0, **settings["run"], "name": RUN}
@@ -39,7 +40,7 @@ def supervised(work: Path, settings: Mapping[str, Mapping[str, Any]]) -> Iterato
     (work / "run.toml").write_text(as_toml(run_config({**settings, "run": run, "server": server})))
     with (work / "server.log").open("w") as log:
         process = subprocess.Popen(
-            [*COMMAND, "serve", "run.toml"],
+            [*COMMAND, "serve", "run.toml", *options],
             cwd=work,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=log,
