@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import sqlite3
 import subprocess
 import threading
 from pathlib import Path
@@ -11,13 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from store.test_migrations import GOLDEN, restore, schema
 from support.processes import COMMAND
+from support.record_schema import recorded_config
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.cli.serve_checks import check_new_run
-from fleetdistill_server.config.run_config import load_run_config
+from fleetdistill_server.config.run_config import RunConfig, load_run_config
+from fleetdistill_server.config.section import as_toml
+from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.store.store import Store
 
@@ -189,3 +195,51 @@ def test_a_check_can_be_stopped(tmp_path: Path) -> None:
     before = len(os.listdir(tmp_path))
     check_new_run(path, load_run_config(path), stopped)
     assert len(os.listdir(tmp_path)) == before
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> RunConfig:
+    """A run in the store that 0.1 recorded."""
+    config = recorded_config(restore(GOLDEN[0], tmp_path / "store"))
+    with contextlib.closing(sqlite3.connect(tmp_path / "store/store.sqlite")) as database:
+        database.execute("PRAGMA journal_mode=WAL")  # as the release left it
+    update = {"listen": "127.0.0.1:0", "keep_free_bytes": 0}
+    return config.model_copy(update={"server": config.server.model_copy(update=update)})
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_store_of_an_earlier_version_is_checked_and_not_migrated(old: RunConfig, tmp_path: Path) -> None:
+    path, one = tmp_path / "run.toml", tmp_path / "server.toml"
+    path.write_text(as_toml(old))
+    one.write_text(f'[server]\nlisten = "127.0.0.1:0"\nstore = "{old.server.store}"\nkeep_free_bytes = 0\n')
+    before = files(tmp_path)
+    code, said = check(path)
+    assert code == 0, said
+    assert "run 'recorded': running, 2 rounds completed" in said
+    code, said = check(one)
+    assert code == 0, said
+    assert any(line.startswith("runs in the store: recorded") for line in said), said
+    assert files(tmp_path) == before
+
+
+def test_a_refused_run_leaves_the_store_of_an_earlier_version_as_it_is(old: RunConfig, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(as_toml(old.model_copy(update={"contract": old.contract.model_copy(update={"classes": 4})})))
+    before = files(tmp_path)
+    code, said = check(path)
+    assert code == 1
+    assert "classes" in said[0]
+    assert files(tmp_path) == before
+
+
+def test_doctor_does_not_migrate_the_store_of_a_running_earlier_version(old: RunConfig, tmp_path: Path) -> None:
+    path, directory = tmp_path / "run.toml", Path(old.server.store)
+    path.write_text(as_toml(old))
+    tables = schema(directory)
+    with serve_lock.take(directory, old.run.name):
+        said = CliRunner().invoke(app, ["doctor", str(path)]).output
+    assert "a server serves run 'recorded'" in said
+    assert schema(directory) == tables

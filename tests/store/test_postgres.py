@@ -18,9 +18,9 @@ from fleetdistill_server.config.server_config import load_server_config
 from fleetdistill_server.front.revocations import open_revocations
 from fleetdistill_server.store import checks
 from fleetdistill_server.store.backup import backup
-from fleetdistill_server.store.location import Location, set_location
+from fleetdistill_server.store.location import Location, read_location, set_location
 from fleetdistill_server.store.schema import NAMES, migrations
-from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.store import Store, open_for_reading, open_for_trial
 
 postgres_database = pytest.importorskip("fleetdistill_server.store.postgres_database")
 numbered = postgres_database.numbered
@@ -284,3 +284,12 @@ def test_a_revocation_reaches_every_front(directory: Path) -> None:
         assert not revocations.is_revoked("device:d2", "serial:aa")
     for store in (operator, front):
         store.close()
+
+
+def test_a_trial_leaves_no_tables_in_an_empty_database(directory: Path) -> None:
+    location = read_location(directory)
+    with open_for_trial(directory, location) as store:
+        assert store.runs.names() == []
+    database, _ = open_for_reading(directory, location)
+    with contextlib.closing(database):
+        assert database.applied_migrations() == []

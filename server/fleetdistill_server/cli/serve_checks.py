@@ -21,7 +21,7 @@ from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.service.serve_lock import is_served
 from fleetdistill_server.store.location import Location, has_store
-from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.store import Store, open_for_trial
 from fleetdistill_server.tracing.export import check_traces
 from fleetdistill_server.views.runs import UNTIL_STOPPED
 from fleetdistill_server.views.units import readable_bytes
@@ -215,8 +215,5 @@ def _existing_store(server: ServerSection) -> Iterator[Store | None]:
     if not has_store(directory):
         yield None
         return
-    store = Store.open(directory, Location.of(server))
-    try:
+    with open_for_trial(directory, Location.of(server)) as store:
         yield store
-    finally:
-        store.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import socket
 import stat
@@ -32,7 +31,8 @@ from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.processes import hard_limit_of_files
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.disk_space import bytes_under
-from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.location import Location
+from fleetdistill_server.store.store import open_for_trial
 from fleetdistill_server.views.units import readable_bytes
 
 _PACKAGES = ("grpcio", "torch", "onnxruntime", "cryptography", "psycopg", "s3fs")
@@ -103,7 +103,7 @@ def _processes(server: ServerSection) -> Found:
     if found is None:
         yield OK, f"no server uses the store {server.store}"
         return
-    with contextlib.closing(Store.open(directory)) as store:
+    with open_for_trial(directory, Location.of(server)) as store:
         now = served(directory, store)
     for run in sorted(now.hanging):
         text = f"the engine of run {run!r} sends no heartbeat"

@@ -23,6 +23,8 @@ store with the database `:memory:` and blobs in a dictionary.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -137,6 +139,33 @@ class Store:
         """
         if not self.blobs.has(checkpoint):
             self.blobs.put_state(state)
+
+
+class _Undo(Exception):
+    """Rolls back the transaction of a trial."""
+
+
+@contextlib.contextmanager
+def open_for_trial(directory: Path, location: Location) -> Iterator[Store]:
+    """Opens a store that exists, for checks. If its tables are missing or old, they are migrated in the block only.
+
+    Everything that the block does to such a store is rolled back with the migration. Other processes that write to it
+    wait meanwhile.
+
+    Raises:
+        ConfigurationError: An extra that the location needs is not installed.
+        StoreError: As `Store.open`.
+    """
+    with contextlib.closing(_open_database(directory, location)) as database:
+        blobs = _open_blobs(directory, location, database)
+        if is_current(database):
+            yield Store(database, blobs)
+            return
+        check_schema(database, blobs)
+        with contextlib.suppress(_Undo), database.transaction():
+            database.migrate()
+            yield Store(database, blobs)
+            raise _Undo
 
 
 def open_for_reading(directory: Path, location: Location) -> tuple[Database, Blobs]:
