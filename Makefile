@@ -12,7 +12,7 @@ PROTOC := .protos-venv/bin
 WIRE := fleetdistill/wire/v1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage mutation check docs format bench protos protos-check venv clean fuzz chaos kills lead-kills stores wheels soak
+.PHONY: help demo test coverage mutation check docs format bench protos protos-check venv clean fuzz chaos kills lead-kills stores wheels soak containers
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,10 +21,10 @@ demo: .venv/.installed  ## Train a small fleet on real digits (METHOD=feddkc, OU
 	@$(BIN)/python examples/demo.py --method $(METHOD) --out $(OUT)
 
 test: .venv/.installed  ## Run the tests (FAST=1 leaves out the slow ones, ARGS="-k name" passes options to pytest)
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal $(if $(filter 1,$(FAST)),-m "not slow") $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not containers$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)
 
 coverage: .venv/.installed  ## Run the tests and say which lines of both packages they reach (ARGS as for test)
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered $(if $(filter 1,$(FAST)),-m "not slow") $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered -m "not containers$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)
 
 MUTANTS ?= 100
 
@@ -72,6 +72,9 @@ lead-kills: .venv/.installed  ## Kill commands and processes while runs are paus
 stores: .venv/.installed  ## Replay and kill runs of every method over PostgreSQL and an object store, too (ARGS as for test)
 	@OMP_NUM_THREADS=1 FLEETDISTILL_TESTS_EVERY_RUN_APART=1 $(BIN)/pytest -n 2 --dist worksteal -m postgres \
 	  tests/methods tests/reliability tests/store tests/intake tests/front tests/service $(ARGS)
+
+containers: .venv/.installed  ## Build deploy/Containerfile and run the demo of deploy/compose.yaml, in minutes (Linux, as root)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -m containers tests/deploy $(ARGS)
 
 wheels: .venv/.installed  ## Look for wheels of every extra for each system and Python (needs an index; ARGS="--extras light")
 	@$(BIN)/python tests/platforms/wheels.py $(ARGS)

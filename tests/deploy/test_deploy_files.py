@@ -18,6 +18,7 @@ import yaml
 
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config
+from fleetdistill_server.config.server_config import load_service_config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
@@ -46,6 +47,15 @@ def test_files_that_compose_mounts_exist() -> None:
     services: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     mounted = [one.split(":")[0] for service in services.values() for one in service.get("volumes", [])]
     assert [one for one in mounted if one.startswith(".") and not (DEPLOY / one).exists()] == []
+
+
+def test_every_service_of_the_image_is_confined() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    own = {name: service for name, service in services.items() if service["image"].startswith("fleetdistill")}
+    assert own
+    for name, service in own.items():
+        assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"]), name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
 
 
 def manifests() -> Iterator[dict[str, Any]]:
@@ -116,8 +126,16 @@ def test_stopping_a_server_leaves_its_processes_the_time_that_they_are_given() -
 
 @pytest.mark.parametrize("config", sorted(DEPLOY.rglob("server.toml")), ids=lambda path: path.parent.name)
 def test_a_configuration_is_read(config: Path) -> None:
-    loaded = load_run_config(config)
-    assert loaded.server.pki, "it listens on every address"
+    server = load_service_config(config).server
+    assert server.pki, "it listens on every address"
+
+
+def test_the_devices_of_compose_take_part_in_the_run_that_it_creates() -> None:
+    run = load_run_config(DEPLOY / "demo.toml").run
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    devices = [one["entrypoint"] for one in services.values() if "--state-dir" in one.get("entrypoint", [])]
+    assert len(devices) == run.min_devices
+    assert {words[words.index("--run") + 1] for words in devices} == {run.name}
 
 
 def test_the_runbook_has_a_section_for_each_alert() -> None:
@@ -134,7 +152,7 @@ def commands(path: Path) -> Iterator[list[str]]:
     """Every command line of `fleetdistill` in a file: in a shell's words, and in lists of YAML and JSON."""
     text = re.sub(r"^(#|Description=).*", "", path.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     if path.suffix:  # the Containerfile's are all lists
-        yield from map(shlex.split, re.findall(r"(?:^|[\s/])fleetdistill ([a-z]+ .*)", text))
+        yield from map(shlex.split, re.findall(r"(?:^|[\s/])fleetdistill ([a-z]+ [^;|&<>\n]*)", text))
     for words in re.findall(r'\["?fleetdistill"?, ([^\]]*)\]', text):
         yield [word.strip(' "') for word in words.split(",")]
     for words in re.findall(r"(?:command|args|CMD):? \[\"?((?:serve|dashboard)[^\]]*)\]", text):
@@ -150,7 +168,7 @@ FOUND = {
 
 
 def test_the_commands_are_found() -> None:
-    for file in ("Containerfile", "compose.yaml", "server.yaml", "fleetdistill-server.service"):
+    for file in ("Containerfile", "compose.yaml", "server.yaml", "fleetdistill-server.service", "README.md"):
         assert any(name.startswith(file) for name in FOUND), (file, list(FOUND))
 
 
