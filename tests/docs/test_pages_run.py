@@ -107,6 +107,8 @@ class Reader:
                 self.serve(words, "is served on")
             elif words[:2] == ["fleetdistill", "dashboard"]:
                 self.serve([*words, "--port", "0"], "the dashboard is at")
+            elif words[:2] == ["fleetdistill", "simulate"] and "--open" in words:
+                self.serve([*words, *TINY.split()], "press Ctrl-C to stop")
             elif words[:1] == ["fleetdistill"]:
                 self.command(words[1:])
             elif words:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.outside import fresh_process
 
 from fleetdistill.methods import config_class, known_methods
 from fleetdistill_server.methods import server_class
@@ -53,7 +54,9 @@ def all_exchanges() -> Iterator[tuple[str, Exchange]]:
 
 def test_every_answer_has_the_parts_that_the_page_says() -> None:
     page, found = steps_on_the_page(), dict[tuple[str, str], set[tuple[str, str]]]()
-    for method, exchange in all_exchanges():
+    with fresh_process():
+        exchanges = list(all_exchanges())
+    for method, exchange in exchanges:
         parts = {(name, part.kind.wire_name) for name, part in exchange.up.items()}
         found.setdefault((method, exchange.step), set()).update(parts)
     deliveries = {key: parts for key, parts in page.items() if key[1] == "deliver"}

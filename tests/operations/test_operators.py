@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,6 +204,5 @@ def add_certificate(place: Place, authority: Authority, device: str) -> None:
     holder = holder_of(pem)
     assert holder is not None
     row = {"serial": holder.serial, "device": device, "run": "", "public_key": holder.public_key, "pem": pem}
-    place.store.credentials.add_certificate(
-        {**row, "issued_at": holder.expires_at - 100, "expires_at": holder.expires_at}
-    )
+    # Certificates of the same second differ in the time at which they were issued.
+    place.store.credentials.add_certificate({**row, "issued_at": time.time(), "expires_at": holder.expires_at})

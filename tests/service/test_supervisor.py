@@ -162,7 +162,9 @@ def test_a_changed_configuration_is_refused_and_says_what_changed(tmp_path: Path
 def test_where_a_run_is_served_may_change(tmp_path: Path) -> None:
     for listen, lease in (("127.0.0.1:0", 60.0), ("localhost:0", 30.0)):
         path = write_config(tmp_path, server_listen=listen, server_lease_seconds=lease)
-        Supervisor(load_run_config(path)).store.close()
+        supervisor = Supervisor(load_run_config(path))
+        supervisor.store.close()
+        supervisor.lock.close()
 
 
 def test_ctrl_c_ends_cleanly_and_the_next_start_goes_on_until_it_is_killed(tmp_path: Path) -> None:

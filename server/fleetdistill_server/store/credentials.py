@@ -70,10 +70,10 @@ class Credentials:
         return self._db.rows("SELECT * FROM certificates WHERE device = ? ORDER BY expires_at, issued_at", device)
 
     def newest_certificates(self) -> list[Row]:
-        """Returns the certificate of each device that expires last, ordered by device."""
+        """Returns the certificate of each device that expires last, of equal ones the newest, ordered by device."""
         return self._db.rows(
             "SELECT c.* FROM certificates c WHERE NOT EXISTS (SELECT 1 FROM certificates n WHERE n.device = c.device "
-            "AND (n.expires_at > c.expires_at OR n.expires_at = c.expires_at AND n.serial > c.serial)) "
+            "AND (n.expires_at, n.issued_at, n.serial) > (c.expires_at, c.issued_at, c.serial)) "
             "ORDER BY c.device"
         )
 
