@@ -98,6 +98,18 @@ def test_a_server_that_holds_the_lock_and_does_not_listen_is_named(store: Store,
     assert error.startswith("ports: the server does not listen on")
 
 
+def test_a_server_that_listens_elsewhere_is_not_taken_for_one_on_this_port(store: Store, tmp_path: Path) -> None:
+    """Another server's port accepts connections too."""
+    with socket.create_server(("127.0.0.1", 0)) as another, socket.create_server(("127.0.0.1", 0)) as own:
+        wanted, served = (f"127.0.0.1:{one.getsockname()[1]}" for one in (another, own))
+        with serve_lock.take(tmp_path / "store", "digits"):
+            (tmp_path / "store" / serve_lock.SERVED_FILE).write_text(f'[server]\nlisten = "{served}"\n')
+            path = write_config(tmp_path, listen=wanted)
+            expected = f"ports: the server listens on {served}, not on {wanted}; restart it to change the address"
+            assert expected in said(path, "warning")
+            assert f"ports: the server listens on {served}" in said(path, "ok")
+
+
 def test_an_expired_certificate_is_named_with_the_command_that_renews_it(tmp_path: Path) -> None:
     authority = make_pki(tmp_path / "pki")
     authority.issue_server([], 1e-5)  # 0.9 s

@@ -110,7 +110,7 @@ def receipts(directory: Path) -> dict[str, str]:
 def test_the_runbook_upgrades_a_recorded_store_and_rolls_it_back(machine: Machine) -> None:
     recorded, tables = rows(machine.store), schema(machine.store)
     payloads = {path.name: path.read_bytes() for path in machine.store.rglob("*.safetensors")}
-    assert machine.follow("Upgrade") == ["cp"]
+    assert machine.follow("Upgrade") == ["mkdir", "cp"]
     machine.finish()
     machine.stop()
     upgraded = receipts(machine.store)

@@ -20,7 +20,7 @@ def dashboard(
     server: ServerOption = None,
     identity: IdentityOption = None,
     listen: Annotated[
-        str, typer.Option(help="Address to listen on; other than loopback only with --server.")
+        str, typer.Option(help="Host to listen on, without a port; other than loopback only with --server.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for a free one.", min=0, max=65535)] = DEFAULT_PORT,
     title: Annotated[str, typer.Option(help="Title of every page.")] = "fleetdistill",
@@ -32,7 +32,7 @@ def dashboard(
         typer.Option(help="Host name under which browsers open the pages, if it is not --listen; repeatable."),
     ] = None,
 ) -> None:
-    """Shows runs in a browser, without changing them. Example: fleetdistill dashboard --store fleetdistill-store
+    """Shows runs in a browser; operators can also lead them. Example: fleetdistill dashboard --store fleetdistill-store
 
     Ctrl-C stops it. It needs no access to the internet, and the server that it shows keeps running.
     """

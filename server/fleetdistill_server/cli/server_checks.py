@@ -29,7 +29,7 @@ from fleetdistill_server.config.server_config import ServerSection, load_server_
 from fleetdistill_server.security.pki import CA_KEY, SERVER
 from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.processes import hard_limit_of_files
-from fleetdistill_server.service.serve_lock import serving
+from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.location import Location
 from fleetdistill_server.store.store import open_for_trial
@@ -117,15 +117,19 @@ def _ports(server: ServerSection) -> Found:
         check_ports(server)
         yield OK, "free"
         return
-    host, _, port = server.listen.rpartition(":")
+    path = Path(server.store) / SERVED_FILE
+    listens = load_server_config(path).server.listen if path.exists() else server.listen
+    if listens != server.listen:
+        yield WARNING, f"the server listens on {listens}, not on {server.listen}; restart it to change the address"
+    host, _, port = listens.rpartition(":")
     if port == "0":
         yield OK, "chosen by the system; the server printed them when it started"
         return
     try:
         socket.create_connection((_reachable(host), int(port)), timeout=5).close()
-        yield OK, f"the server listens on {server.listen}"
+        yield OK, f"the server listens on {listens}"
     except OSError as error:
-        yield ERROR, f"the server does not listen on {server.listen}: {in_words(error)}; see its log"
+        yield ERROR, f"the server does not listen on {listens}: {in_words(error)}; see its log"
 
 
 def _reachable(host: str) -> str:

@@ -84,6 +84,9 @@ def _running(source: Source) -> Iterator[Feed]:
 
 
 def _check_host(host: str, server: str | None) -> None:
+    name, _, port = host.rpartition(":")
+    if name and ":" not in name and port.isdecimal():
+        raise ConfigurationError(f"--listen is {host}, expected a host without a port: --listen {name} --port {port}")
     if server is None and not is_loopback(host):
         raise ConfigurationError(
             f"--listen is {host}, but a dashboard of a store may only listen on a loopback address such as 127.0.0.1, "

@@ -78,10 +78,12 @@ class LiveTable:
 
     def __init__(self, caption: str, columns: Sequence[dict[str, Any]], empty: str, height: str = "24rem") -> None:
         self._rows: dict[str, Row] = {}
+        self._loading = True
         options = {
             "columnDefs": list(columns),
             "defaultColDef": {"sortable": True, "resizable": True, "floatingFilter": False, "minWidth": 80},
             "rowData": [],
+            "loading": True,  # else it would say that there are no rows before the first ones have been read
             ":getRowId": "params => String(params.data.id)",
             "ensureDomOrder": True,  # screen readers read the rows as they are sorted
             "enableCellTextSelection": True,
@@ -100,6 +102,9 @@ class LiveTable:
             "remove": [{ID: name} for name in self._rows if name not in new],
         }
         self._rows = new
+        if self._loading:
+            self._loading = False
+            self.grid.run_grid_method("setGridOption", "loading", False)
         if any(change.values()):
             self.grid.run_grid_method("applyTransaction", change)
 

@@ -33,13 +33,12 @@ from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
 _LOOK_SECONDS = 0.1
-_SERVED_FILE = "served.toml"
 _unavailable = Seldom(10.0)
 
 
 def _write_served(config: RunConfig | ServerConfig) -> Path:
     """Writes the configuration for the front, readable only by its owner. Raises StoreError."""
-    path = Path(config.server.store) / _SERVED_FILE
+    path = Path(config.server.store) / serve_lock.SERVED_FILE
     with disk_errors(f"writing {path}"):
         write_private(path, as_toml(config).encode())
     return path

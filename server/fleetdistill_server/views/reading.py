@@ -11,14 +11,13 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.version import VERSION
 from fleetdistill_server.service.enrol_port import load_enrol_port
 from fleetdistill_server.service.heartbeat import served
-from fleetdistill_server.service.serve_lock import serving
+from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import fleet, overview, progress, runs
 from fleetdistill_server.views.runs import View
 
 MOST_EVENTS = 1000
 """Largest number of events in a page."""
-_SERVED_FILE = "served.toml"
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def read(store: Store, directory: Path, query: Query) -> View:
 
 def _about(store: Store, directory: Path, query: Query) -> View:
     try:
-        server = tomllib.loads((directory / _SERVED_FILE).read_text(encoding="utf-8")).get("server", {})
+        server = tomllib.loads((directory / SERVED_FILE).read_text(encoding="utf-8")).get("server", {})
     except (OSError, ValueError):
         server = {}  # no server has started with this store
     facts = {

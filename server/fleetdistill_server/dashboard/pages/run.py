@@ -83,7 +83,7 @@ class Head:
     def show(self, row: Row) -> None:
         """Shows a row of the overview."""
         done, wanted = row["completed_rounds"], row["wanted_rounds"]
-        self._reason.text = row["reason"]
+        self._reason.text = f"{row['status']}: {row['reason']}"
         self._reason.set_visibility(bool(row["reason"]))
         self._bar.set_visibility(bool(wanted))
         self._bar.value = done / wanted if wanted else 0.0
