@@ -363,7 +363,8 @@ def test_a_configuration_that_cannot_work_is_not_tried_again(tmp_path: Path) -> 
     with serve(path) as served:
         assert served.process.wait(PATIENCE_SECONDS) == 1
     said = "".join(served.said)
-    assert said.count("the engine stops: ") == 1
+    (stops,) = [line for line in said.splitlines() if "the engine stops: " in line]
+    assert stops.endswith(f"run={RUN} event=engine-failed")
     last = said.splitlines()[-1]
     assert last.startswith(
         "error: the engine cannot run this configuration: [model] server: server model 'no_such_module:make': cannot"

@@ -150,9 +150,11 @@ def main() -> int:
     if given.supervisor is not None:
         end_with(given.supervisor)
     allow_open_files()  # averaging maps the payloads of all answers at the same time
+    run = ""
     try:
         store = Path(load_server_config(given.config).server.store)
-        directory = engine_directory(store, _run_of(given.config))
+        run = _run_of(given.config)
+        directory = engine_directory(store, run)
         with disk_errors(f"creating {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
         arguments = _Arguments(given.config, store, given.wakeups, given.most_short_rounds, given.token, directory)
@@ -163,12 +165,12 @@ def main() -> int:
         start_heartbeat(directory)
         asyncio.run(_main(arguments, group))
     except (ConfigurationError, RunError) as error:
-        logger.error("the engine stops: %s", error, extra=about(event=ENGINE_FAILED))
+        logger.error("the engine stops: %s", error, extra=about(run=run, event=ENGINE_FAILED))
         return EXIT_CONFIGURATION
     except NoSpaceError as error:
-        logger.warning("%s", error)
+        logger.warning("%s", error, extra=about(run=run))
         return EXIT_NO_SPACE
     except Exception:  # logged here; the supervisor restarts the engine
-        logger.exception("the engine failed", extra=about(event=ENGINE_FAILED))
+        logger.exception("the engine failed", extra=about(run=run, event=ENGINE_FAILED))
         return 1
     return 0
