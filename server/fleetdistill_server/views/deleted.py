@@ -22,4 +22,5 @@ def payloads(freed: Freed) -> str:
 
 def left_for_later(later: Freed) -> str:
     """Returns a sentence on the payloads that are too new to delete while a server runs, or an empty string."""
-    return f"{payloads(later)} are less than an hour old; the server deletes them later" if later.payloads else ""
+    age = "is" if later.payloads == 1 else "are"
+    return f"{payloads(later)} {age} less than an hour old; the server deletes them later" if later.payloads else ""

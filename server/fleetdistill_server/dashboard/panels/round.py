@@ -124,7 +124,7 @@ def sentence(asks: Sequence[Row], facts: Row, now: float) -> str:
     text = f"Round {facts['round']} is {facts['status']}: {done:,} of {len(asks):,} devices acknowledged"
     took = duration(now - facts["started_at"])
     if facts["status"] != "open":
-        return f"{text}, in {took}. The next round has not begun."
+        return f"{text}, in {took}."
     deadlines = [ask["deadline_at"] for ask in asks if ask["deadline_at"] is not None]
     left = f", deadline in {duration(max(max(deadlines) - now, 0))}" if deadlines and done < len(asks) else ""
     return f"{text}, {took} since its beginning{left}."
