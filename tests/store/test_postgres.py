@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlite_utils
@@ -22,6 +23,7 @@ from fleetdistill_server.store.location import Location, read_location, set_loca
 from fleetdistill_server.store.schema import NAMES, migrations
 from fleetdistill_server.store.store import Store, open_for_reading, open_for_trial
 
+psycopg = pytest.importorskip("psycopg")
 postgres_database = pytest.importorskip("fleetdistill_server.store.postgres_database")
 numbered = postgres_database.numbered
 pytestmark = pytest.mark.postgres
@@ -177,6 +179,21 @@ def test_one_process_writes_at_a_time(directory: Path) -> None:
     assert texts(first) == ["first", "second"]
     for store in (first, second):
         store.close()
+
+
+def test_the_lock_for_deletions_is_free_before_the_server_notices_a_closed_connection(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unnoticed: list[Any] = []
+    database = postgres_database.PostgresDatabase(database_url)
+    with monkeypatch.context() as patch:
+        patch.setattr(psycopg.Connection, "close", lambda connection: unnoticed.append(connection))
+        for _ in range(2):
+            with database.exclusive() as free:
+                assert free
+    assert len(unnoticed) == 2
+    for connection in [*unnoticed, database]:
+        connection.close()
 
 
 def test_texts_with_a_nul_are_stored(directory: Path) -> None:

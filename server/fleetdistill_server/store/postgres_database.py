@@ -121,6 +121,9 @@ class PostgresDatabase(Database):
                 row = connection.execute("SELECT pg_try_advisory_lock($1) AS free", (self.key ^ 1,)).fetchone()
             yield bool(row and row["free"])
         finally:
+            # A server may notice a closed connection late; until then it would refuse the lock to the next process.
+            with contextlib.suppress(psycopg.Error):  # the connection is lost, and the lock with it
+                connection.execute("SELECT pg_advisory_unlock_all()")
             connection.close()
 
     def _errors(self) -> contextlib.AbstractContextManager[None]:
