@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +22,9 @@ from support.postgres import Postgres
 from support.processes import REGISTRY
 
 from fleetdistill_server.store.location import Location
+
+if TYPE_CHECKING:
+    from support.undisturbed import Undisturbed
 
 # Nothing in the suite may depend on how busy the machine is: an example that takes long is no failure.
 settings.register_profile("any-load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -92,6 +96,17 @@ def cheap_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     if drawing and importlib.util.find_spec("matplotlib") and request.node.get_closest_marker("pictures") is None:
         figure = importlib.import_module("matplotlib.figure")
         monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **given: Path(file).write_bytes(b""))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Runs that nothing disturbs; each is played once, also where several processes run the tests."""
+    from support.undisturbed import Undisturbed  # and so torch, which many a test does without
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "undisturbed"
+    folder.mkdir(exist_ok=True)
+    return Undisturbed(folder)
 
 
 @pytest.fixture(scope="session")

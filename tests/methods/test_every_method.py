@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fleets import RUN, RUNS, Undisturbed, prepare, record, run_in_memory
+from support.fleets import RUN, RUNS, prepare, record, run_in_memory
 from support.outside import fresh_process
+from support.undisturbed import Undisturbed
 
 from fleetdistill import COLUMNS
 from fleetdistill.errors import ConfigurationError

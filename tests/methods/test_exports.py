@@ -9,7 +9,8 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from support.fleets import RUNS, every_run, prepare, run_in_memory
+from support.fleets import RUNS, every_run
+from support.undisturbed import Undisturbed
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError
@@ -42,9 +43,11 @@ def assert_same(model: nn.Module, file: Path, inputs: Array) -> None:
 
 
 @every_run
-def test_the_servers_model_is_exported_as_the_last_checkpoint_has_it(name: str, tmp_path: Path) -> None:
-    prepared = prepare(RUNS[name], tmp_path / "work")
-    store, method = run_in_memory(prepared), build_method(prepared[0])
+def test_the_servers_model_is_exported_as_the_last_checkpoint_has_it(
+    name: str, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    played = undisturbed(name)
+    store, method = played.store, build_method(played.prepared[0])
     row = store.runs.get(RUN)
     assert row is not None
     method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
@@ -61,16 +64,14 @@ def test_the_servers_model_is_exported_as_the_last_checkpoint_has_it(name: str, 
             metadata_of(report.path).items()
             >= {"run": RUN, "round": str(RUNS[name].rounds), "method": RUNS[name].method}.items()
         )
-    store.close()
 
 
 @every_run
-def test_every_device_exports_the_model_that_its_app_uses(name: str, tmp_path: Path) -> None:
+def test_every_device_exports_the_model_that_its_app_uses(name: str, undisturbed: Undisturbed) -> None:
     """Where a method's answers are apart from the network that the app gave, that one is a file of its own."""
-    prepared, config = prepare(RUNS[name], tmp_path / "work"), RUNS[name].configuration()
+    config = RUNS[name].configuration()
     own_file = "own.onnx" if device_class(RUNS[name].method, config).own_variant == OWN else "model.onnx"
-    run_in_memory(prepared, durable=True).close()  # with the files that an app's device has
-    for spec in prepared[1]:
+    for spec in undisturbed(name, durable=True).prepared[1]:  # with the files that an app's device has
         state, (inputs, _) = Path(spec.state_dir), load_arrays(spec.test_file)
         model = build_device_model(spec, inputs.shape[1:])
         first = [parameter.clone() for parameter in model.parameters()]

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 from support.fleets import (
     RUNS,
-    Played,
     Prepared,
-    Undisturbed,
     assert_no_upload_lost,
     device_files,
     every_run,
@@ -22,6 +20,7 @@ from support.fleets import (
 )
 from support.forked import ForkedEngine, forked_device
 from support.stores import runs_apart
+from support.undisturbed import Played, Undisturbed
 
 from fleetdistill import Device, Step
 from fleetdistill.methods import METHODS

@@ -12,7 +12,6 @@ from support.fleets import (
     RUN,
     RUNS,
     Prepared,
-    Undisturbed,
     assert_no_upload_lost,
     every_run,
     prepare,
@@ -20,6 +19,7 @@ from support.fleets import (
     run_in_memory,
 )
 from support.stores import runs_apart
+from support.undisturbed import Undisturbed
 
 from fleetdistill import Device, Step
 from fleetdistill_server.engine.engine import Engine

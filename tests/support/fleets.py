@@ -6,7 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,19 +112,6 @@ def run_in_memory(
 ) -> Store:
     """The undisturbed run that every other one is compared with."""
     return run_over_memory(*prepared, watch, durable=durable)
-
-
-@dataclass(frozen=True)
-class Played:
-    """A run that nothing disturbed, for several tests to compare with; none of them may change it."""
-
-    store: Store
-    record: dict[str, Any]
-    files: dict[str, bytes]
-
-
-Undisturbed = Callable[..., Played]
-"""`undisturbed(name, rounds)`, the fixture of tests/methods: a run of `RUNS`, by default with its own rounds."""
 
 
 def outcome(store: Store) -> tuple[bytes, list[tuple[int, str, float, int]]]:

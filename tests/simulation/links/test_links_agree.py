@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from support.fleets import (
 )
 from support.forked import ForkedEngine, forked_grpc_devices
 from support.live_front import live_front
+from support.undisturbed import Undisturbed
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill_server.service.wakeups import Ends
@@ -71,14 +73,13 @@ def test_both_links_leave_the_same_device_out(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @every_run
-def test_both_links_agree_to_the_bit(tmp_path: Path, name: str) -> None:
-    near, far = (prepare(RUNS[name], tmp_path / link) for link in ("near", "far"))
-    stores = run_in_memory(near), run_in_processes(far)
-    assert record(stores[1]) == record(stores[0])
-    assert device_files(far) == device_files(near)
-    for store in stores:
+def test_both_links_agree_to_the_bit(tmp_path: Path, undisturbed: Undisturbed, name: str) -> None:
+    near, far = undisturbed(name), prepare(RUNS[name], tmp_path / "far")
+    with closing(run_in_processes(far)) as store:
+        assert record(store) == near.record
+        assert device_files(far) == near.files
         assert_no_upload_lost(store)
-        store.close()
+    assert_no_upload_lost(near.store)
 
 
 def test_another_seed_gives_another_result(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.fleets import RUNS, SMALL, device_files, every_run, prepare, record, run_in_memory
+from support.fleets import SMALL, device_files, every_run, prepare, record, run_in_memory
+from support.undisturbed import Undisturbed
 
 from fleetdistill_server.simulation.links.links import run_over_memory
 from fleetdistill_server.simulation.spec.plan import RUN
@@ -23,11 +24,10 @@ def files_of(folder: Path) -> set[str]:
 
 @pytest.mark.slow
 @every_run
-def test_a_durable_run_gives_the_same_to_the_bit(tmp_path: Path, name: str) -> None:
-    fast, durable = (prepare(RUNS[name], tmp_path / kind) for kind in ("fast", "durable"))
-    with closing(run_in_memory(fast)) as one, closing(run_in_memory(durable, durable=True)) as other:
-        assert record(one) == record(other)
-        assert device_files(fast) == device_files(durable)
+def test_a_durable_run_gives_the_same_to_the_bit(undisturbed: Undisturbed, name: str) -> None:
+    fast, durable = undisturbed(name), undisturbed(name, durable=True)
+    assert fast.record == durable.record
+    assert fast.files == durable.files
 
 
 def test_only_a_durable_run_has_state_directories(tmp_path: Path) -> None:
