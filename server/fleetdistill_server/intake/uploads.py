@@ -256,6 +256,9 @@ class Uploads:
     def refuse(self, run: str, ask: Row, refusal: RefusedError, received: int = 0) -> RefusedError:
         """Records a refusal; a final one also closes the ask, so that the round does not wait for the device.
 
+        An upload that continues after the refusal is not an event: gRPC reports a lost connection as the end of the
+        stream.
+
         Args:
             run: Name of the run.
             ask: The ask whose answer is refused.
@@ -265,7 +268,8 @@ class Uploads:
         Returns:
             `refusal`, for the caller to raise.
         """
-        self._refusals.note(run, ask["round"], ask["device"], refusal)
+        if refusal.code not in RESUMABLE:
+            self._refusals.note(run, ask["round"], ask["device"], refusal)
         self.count_refused(ask, received)
         if is_final(refusal.code):
             self._commit(lambda store: store.asks.close(ask["id"], f"refused: {refusal}"))
