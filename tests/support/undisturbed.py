@@ -46,7 +46,11 @@ class Undisturbed:
     _played: dict[Path, Played] = field(default_factory=dict)
 
     def __call__(self, name: str, rounds: int | None = None, *, durable: bool = False) -> Played:
-        """A run over memory; by default with as many rounds as in `RUNS`, and devices without state directories."""
+        """A run over memory, by default with as many rounds as in `RUNS`.
+
+        Only a durable one has devices with state directories, and all payloads in its store: others end with the
+        process that played them.
+        """
         rounds = rounds or RUNS[name].rounds
         work = self.folder / f"{list(RUNS).index(name)}-{rounds}{'-durable' if durable else ''}"
         if work not in self._played:
