@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -67,6 +68,7 @@ def _names_private(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and private(node.value)
 
 
+@cache
 def found() -> list[tuple[str, int, str]]:
     return [
         (str(path.relative_to(TESTS)), line, name)
