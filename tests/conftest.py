@@ -22,6 +22,7 @@ from support.postgres import Postgres
 from support.processes import REGISTRY
 
 from fleetdistill_server.store.location import Location
+from fleetdistill_server.store.sqlite_database import SqliteDatabase
 
 if TYPE_CHECKING:
     from support.undisturbed import Undisturbed
@@ -58,6 +59,29 @@ def forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(REGISTRY, str(tmp_path_factory.mktemp("forked") / "processes"))
         patch.setattr(subprocess, "Popen", popen)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def copied_tables() -> Iterator[None]:
+    """A store in memory begins as a copy of an empty one: to migrate each takes longer than what most tests do with it.
+
+    Tests of migrations and of stores on a disk have the real thing.
+    """
+    make, empty = SqliteDatabase.in_memory, b""
+
+    def in_memory() -> SqliteDatabase:
+        nonlocal empty
+        database = make()
+        if not empty:
+            database.migrate()
+            empty = database.tables.conn.serialize()
+        else:
+            database.tables.conn.deserialize(empty)
+        return database
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SqliteDatabase, "in_memory", in_memory)
         yield
 
 
