@@ -21,10 +21,10 @@ demo: .venv/.installed  ## Train a small fleet on real digits (METHOD=feddkc, OU
 	@$(BIN)/python examples/demo.py --method $(METHOD) --out $(OUT)
 
 test: .venv/.installed  ## Run the tests (FAST=1 leaves out the slow ones, ARGS="-k name" passes options to pytest)
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not containers$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not containers$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)
 
 coverage: .venv/.installed  ## Run the tests and say which lines of both packages they reach (ARGS as for test)
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered -m "not containers$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered -m "not containers$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)
 
 MUTANTS ?= 100
 
