@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from metrics.test_names import needs_promtool, promtool
-from support.processes import free_port, wait_until
+from support.processes import PATIENCE_SECONDS, free_port, wait_until
 from support.scraping import Scraped, scraped_until
 from support.secured import make_pki
 from support.served import RUN, served
+from torch import nn
 
 from fleetdistill import COLUMNS, Device
 from fleetdistill.models import build_model
@@ -58,6 +60,21 @@ def digits(part: int) -> tuple[np.ndarray, np.ndarray]:
     return images.astype(np.float32), labels
 
 
+SCRAPED = threading.Event()
+"""Set once a scrape has both devices; they do not train before."""
+
+
+def wait_for_scrape(model: nn.Module, inputs: object) -> None:
+    if model.training:
+        SCRAPED.wait(PATIENCE_SECONDS)
+
+
+def make_model() -> nn.Module:
+    model = build_model("digits_linear")
+    model.register_forward_pre_hook(wait_for_scrape)
+    return model
+
+
 def take_part(address: str, work: Path, name: str, token: str) -> None:
     """A device of the SDK, until the end of the run."""
     inputs, labels = digits(DEVICES.index(name))
@@ -69,7 +86,7 @@ def take_part(address: str, work: Path, name: str, token: str) -> None:
     with Device(
         server=address,
         enrolment=token,
-        model=lambda: build_model("digits_linear"),
+        model=make_model,
         state_dir=work / name,
         device_id=name,
         export_onnx="never",
@@ -99,6 +116,15 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
         store.close()
         during = [scraped_until(port, lambda now: now.value("engine_phase", phase="waiting"), "the engine")]
         parts = [pool.submit(take_part, address, work, *one) for one in zip(DEVICES, tokens, strict=True)]
+        wanted = "fleetdistill_run_unfinished_since_timestamp_seconds"
+        during.append(
+            scraped_until(
+                port,
+                lambda now: wanted in now.names and now.value("devices_present", run=RUN) == len(DEVICES),
+                "both devices in an open run",
+            )
+        )
+        SCRAPED.set()
         while not all(part.done() for part in parts):
             during.append(Scraped(port))
         for part in parts:

@@ -103,6 +103,21 @@ def test_a_short_round_has_figures_and_an_open_or_undone_one_has_none(store: Sto
     assert 2 not in [one.step for one in points_since(store, RUN, 0)]
 
 
+def test_rounds_that_end_while_figures_are_read_wait_for_the_next_look(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_rounds(store, 1)
+    read = store.summaries.mean_figures_by_split
+
+    def read_while_rounds_end(*span: Any) -> Any:
+        found = list(read(*span))
+        add_rounds(store, 2)
+        return found
+
+    monkeypatch.setattr(store.summaries, "mean_figures_by_split", read_while_rounds_end)
+    assert ["accuracy/test" in one.values for one in points_since(store, RUN, 0)] == [True]
+
+
 def test_devices_cannot_fill_a_tracker_with_names_or_break_it_with_numbers(store: Store) -> None:
     number = store.runs.start_round(RUN, ["a", "b"])
     made_up = [Metric(name=f"{name}/accuracy", split="test", sum=1, count=10) for name in "abcdefgh"]

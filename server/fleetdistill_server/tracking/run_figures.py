@@ -42,13 +42,15 @@ def points_since(store: Store, run: str, after: int) -> list[Points]:
     """
     reported, sent = defaultdict[int, list[Row]](list), defaultdict[int, dict[str, float]](_no_bytes)
     span = (run, after + 1, EVERY)
+    # Before their figures: a round that ends between two reads would lack some, and might not be read again.
+    rounds = list(store.summaries.rounds(*span))
     for row in store.summaries.mean_figures_by_split(*span):
         reported[row["round"]].append(row)
     for row in store.summaries.bytes(run, ("round",), *span[1:]):
         sent[row["round"]][f"bytes/{row['direction']}"] = row["sent"]
     guards = store.summaries.guards(*span)
     found = []
-    for row in store.summaries.rounds(*span):
+    for row in rounds:
         number = row["round"]
         if row["status"] in ("closed", "short"):
             values = {**_values(row, reported[number]), **sent[number], "round/guards": float(guards.get(number, 0))}
