@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from fleetdistill_server.simulation.progress import Progress
 from fleetdistill_server.simulation.show import interrupted_line
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.store.checks import is_current
+from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.store import Store
 
 FLEET = Simulation(devices=2, rounds=3, train_limit=60, test_limit=20, torch_device="cpu")
@@ -124,13 +127,21 @@ def start(out: Path, *options: str) -> ForkedProgram:
     return program
 
 
+def has_tables(file: Path) -> bool:
+    """Whether a store opens at once: without its tables, it waits for the transaction that lasts for a round."""
+    if not file.exists():
+        return False
+    with closing(SqliteDatabase.open_for_reading(file)) as database:
+        return is_current(database)
+
+
 def interrupt(program: ForkedProgram, out: Path, rounds: int, number: signal.Signals) -> int | None:
     """Sends a signal once so many rounds are complete; returns the exit status."""
     store: list[Store] = []
 
     def there() -> bool:
         assert program.is_alive, program.said
-        if not store and (out / "work" / "store" / "store.sqlite").exists():
+        if not store and has_tables(out / "work" / "store" / "store.sqlite"):
             store.append(Store.open(out / "work" / "store"))
         row = store[0].runs.get(RUN) if store else None
         return row is not None and row["completed_rounds"] >= rounds
