@@ -241,6 +241,7 @@ def inspect_releases(directory: Path) -> int:
     return len(json.loads((directory / "privacy.json").read_text())["releases"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["after-mark", "after-files"])
 def test_a_device_killed_while_it_erases_completes_it_at_the_next_start(fleet: Fleet, used: Path, point: str) -> None:
     """At `device.forget.after-mark` all files are there, at `device.forget.after-files` none."""

@@ -150,6 +150,7 @@ def test_an_ask_ends_at_its_deadline_and_at_the_limit_of_staleness(settings: dic
     assert {ask["status"] for ask in asks if ask is not None} == {"out"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment", ["engine.asks.after-commit", "engine.answer.after-read", "engine.close.after-commit"]
 )

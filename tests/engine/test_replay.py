@@ -102,6 +102,7 @@ def checkpoint(store: Store) -> bytes:
     return bytes(row["checkpoint"])
 
 
+@pytest.mark.slow
 def test_an_engine_may_die_between_any_two_steps() -> None:
     undisturbed = Fuse()
     expected = run_with_crash(undisturbed)
@@ -443,6 +444,7 @@ def test_the_number_of_short_rounds_outlives_the_engine() -> None:
     assert len(drive.store.runs.rounds(RUN)) == 5
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_any_step_ends_the_engine_as_such_and_the_next_one_goes_on() -> None:
     """Only then does the supervisor know that it is no failure."""
 

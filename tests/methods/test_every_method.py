@@ -94,6 +94,7 @@ def test_the_device_half_has_a_handler_for_every_step(method: str) -> None:
     assert set(half.metrics_steps(config)) <= asked.keys()
 
 
+@pytest.mark.slow
 @every_method
 def test_a_small_fleet_learns_and_every_upload_is_used(method: str, tmp_path: Path) -> None:
     """A method of one exchange has learned all in its first round, so that it is held against chance."""
@@ -114,6 +115,7 @@ def test_a_small_fleet_learns_and_every_upload_is_used(method: str, tmp_path: Pa
     assert (tmp_path / "report.json").exists()
 
 
+@pytest.mark.slow
 @every_method
 def test_the_same_seed_gives_the_same_fleet_and_another_seed_another(
     method: str, undisturbed: Undisturbed, tmp_path: Path

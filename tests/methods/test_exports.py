@@ -42,6 +42,7 @@ def assert_same(model: nn.Module, file: Path, inputs: Array) -> None:
         np.testing.assert_allclose(logits_of(file, batch), expected[: len(batch)], atol=1e-4 * largest)
 
 
+@pytest.mark.slow
 @every_run
 def test_the_servers_model_is_exported_as_the_last_checkpoint_has_it(
     name: str, undisturbed: Undisturbed, tmp_path: Path
@@ -66,6 +67,7 @@ def test_the_servers_model_is_exported_as_the_last_checkpoint_has_it(
         )
 
 
+@pytest.mark.slow
 @every_run
 def test_every_device_exports_the_model_that_its_app_uses(name: str, undisturbed: Undisturbed) -> None:
     """Where a method's answers are apart from the network that the app gave, that one is a file of its own."""

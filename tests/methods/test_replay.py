@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
+import pytest
 from support.driving import DriveDevices
 from support.fleets import (
     HOSTILE,
@@ -62,6 +63,7 @@ def _drive(store: Store, config: object, devices: list[Device]) -> int:
     raise AssertionError(f"the run was not over after {MOST_RESTARTS} engines")
 
 
+@pytest.mark.slow
 @every_run
 def test_an_engine_that_dies_between_any_two_waits_ends_in_the_same_state(
     name: str, undisturbed: Undisturbed, tmp_path: Path

@@ -73,6 +73,7 @@ def state_of(folder: Path) -> Any:
         store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "point"), CASES)
 def test_a_killed_command_is_repeated_and_ends_the_same(command: str, point: str, tmp_path: Path) -> None:
     actions, words = COMMANDS[command]

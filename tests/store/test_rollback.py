@@ -169,6 +169,7 @@ def test_a_checkpoint_that_cannot_be_read_leaves_the_run_as_it_is(played: tuple[
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["rollback.before-commit", "rollback.after-commit"])
 def test_a_rollback_that_is_killed_is_whole_or_not_there(point: str, played: tuple[Prepared, Path]) -> None:
     given = ["runs", "rollback", RUN, "--to", "1", "--store", str(played[1])]
