@@ -124,7 +124,10 @@ def test_an_operator_enrols_devices_sees_them_work_and_revokes_one(service: Serv
             for number, token in enumerate(tokens)
         ]
         try:
-            pause_and_resume(page)
+            lead(page)
+            calls = [row["call"] for row in operators(service)]
+            assert calls[:4] == ["StartRun", "StopRun", "ResumeRun", "PauseRun"]
+            assert {(row["role"], row["name"]) for row in operators(service)[:4]} == {("operator", "kim")}
             page.get_by_role("tab", name="Devices").click()
             page.get_by_role("link", name="device-1").click()
             see_a_device_at_work(page)
@@ -137,10 +140,16 @@ def test_an_operator_enrols_devices_sees_them_work_and_revokes_one(service: Serv
                 worker.stop()
 
 
-def pause_and_resume(page: Any) -> None:
-    """Pauses the run at work and resumes it, on its page."""
+def operators(service: Service) -> list[dict[str, Any]]:
+    """Operators' calls, newest first, as an operator reads them from elsewhere."""
+    with open_source(Path(), service.address, service.operator) as source:
+        return source.operators().lists["operators"]
+
+
+def lead(page: Any) -> None:
+    """Pauses the run at work, resumes, stops and starts it, on its page."""
     page.get_by_text(re.compile("^[1-9][0-9]* rounds$")).wait_for()
-    for verb, then in (("Pause", "Resume"), ("Resume", "Pause")):
+    for verb, then in (("Pause", "Resume"), ("Resume", "Pause"), ("Stop", "Start"), ("Start", "Pause")):
         page.get_by_role("button", name=verb, exact=True).click()
         page.get_by_role("button", name=f"{verb} the run").click()
         page.get_by_role("button", name=then, exact=True).wait_for()
@@ -201,7 +210,7 @@ def test_a_viewer_sees_no_actions_and_the_server_would_refuse_them(service: Serv
         page.get_by_role("button", name="Copy the lines").wait_for()
         page.get_by_text("enrolment=token").wait_for()  # the page knows the role by now
         names = page.get_by_role("button").all_inner_texts()
-        assert not {"Start", "Pause", "Resume", "Stop", "Create tokens"} & set(names)
+        assert not {"Start", "Pause", "Resume", "Stop", "Delete", "Create tokens"} & set(names)
     with open_source(Path(), service.address, service.viewer) as source:
         for call in (
             lambda: source.revoke("device-0", ""),

@@ -15,8 +15,8 @@ import pytest
 from support.dashboards import TOKEN, dashboard
 from support.processes import PATIENCE_SECONDS
 from typer.testing import CliRunner
-from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
 
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.store.store import Store
@@ -147,6 +147,52 @@ def test_other_origins_may_only_link_to_pages(
 ) -> None:
     sent = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": dest}
     assert signed_in.get("/", headers=sent).status_code == status
+
+
+def receive_all(socket: ClientConnection) -> None:
+    """Receives until the websocket is closed, which is an exception; a timeout is another one."""
+    while True:
+        socket.recv(timeout=PATIENCE_SECONDS)
+
+
+def test_signing_out_ends_the_session_its_copied_cookie_and_its_websockets(address: str) -> None:
+    with client(address) as opened, client(address) as other:
+        for one in (opened, other):
+            one.post("/login", data={"token": TOKEN})
+        copied = {"Cookie": "=".join(cookie(opened)), "Origin": address}
+        with connect(address.replace("http", "ws", 1) + SOCKET, additional_headers=copied, open_timeout=60) as socket:
+            assert opened.get("/logout").status_code == 404  # a link cannot sign out
+            assert opened.post("/logout", headers={"Origin": "http://attacker.example"}).status_code == 403
+            assert opened.get("/").status_code == 200
+            assert opened.post("/logout").headers["location"] == "/login"
+            assert not list(opened.cookies.jar)
+            with pytest.raises(ConnectionClosed):
+                receive_all(socket)
+        assert httpx.get(address, headers=copied, timeout=PATIENCE_SECONDS).status_code == 401
+        assert websocket_status(address, **copied) == 401
+        assert other.get("/").status_code == 200
+
+
+def test_a_browser_that_signs_out_goes_to_the_sign_in_page_in_all_its_windows(address: str, page: Any) -> None:
+    page.goto(address)
+    page.get_by_text(RUN).wait_for()
+    second = page.context.new_page()
+    second.goto(f"{address}/compare")
+    second.get_by_role("heading", name="Compare").wait_for()
+    page.get_by_role("button", name="Sign out").click()
+    for one in (page, second):
+        one.get_by_role("heading", name="Sign in").wait_for()
+    page.go_back()
+    page.get_by_role("heading", name="Sign in").wait_for()
+    assert RUN not in page.content()
+
+
+def test_the_health_check_needs_no_session_and_reveals_nothing(address: str) -> None:
+    answer = httpx.get(f"{address}/health", timeout=PATIENCE_SECONDS)
+    assert (answer.status_code, answer.text) == (200, "ok\n")
+    assert "set-cookie" not in answer.headers
+    elsewhere = httpx.get(f"{address}/health", headers={"Host": "attacker.example"}, timeout=PATIENCE_SECONDS)
+    assert elsewhere.status_code == 400
 
 
 @pytest.mark.parametrize("content", ["short", "two words" * 8, ""])

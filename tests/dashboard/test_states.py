@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.dashboards import Watched, dashboard, picture
 
+from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
@@ -79,6 +80,27 @@ def test_a_run_that_is_deleted_while_it_is_shown_is_said_to_be_gone(store: Path,
     opened.close()
     page.get_by_text("There is no run 'digits': it was deleted, or never existed.").wait_for()
     picture(page, "deleted")
+
+
+def test_a_run_is_deleted_only_once_its_name_is_typed(store: Path, url: str, page: Any) -> None:
+    page.goto(f"{url}/runs/digits")
+    page.get_by_role("button", name="Delete", exact=True).click()
+    confirm = page.get_by_role("button", name="Delete the run")
+    confirm.wait_for()
+    assert confirm.is_disabled()
+    page.get_by_label("Name of the run, to confirm").fill("digit")
+    page.wait_for_timeout(1000)
+    assert confirm.is_disabled()
+    picture(page, "delete")
+    page.get_by_label("Name of the run, to confirm").fill("digits")
+    confirm.click()
+    page.get_by_text("There is no run 'digits'").wait_for()
+    page.get_by_role("tab", name="Overview").wait_for(state="hidden")
+    opened = Store.open(store)
+    names = opened.runs.names()
+    calls = [row["call"] for row in LocalStore(store).operators().lists["operators"]]
+    opened.close()
+    assert (list(names), calls) == ([], ["DeleteRun"])
 
 
 def test_events_are_filtered_by_kind_and_text_and_shown_as_text(url: str, page: Any, watched: Watched) -> None:

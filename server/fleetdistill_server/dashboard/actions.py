@@ -27,14 +27,16 @@ class RunAction:
     Attributes:
         verb: Its name, as on the button.
         says: What happens.
-        statuses: Statuses of a run in which it makes sense.
+        statuses: Statuses of a run in which it makes sense; None for all.
         do: Does it and returns a sentence on the result.
+        is_final: Whether it cannot be undone: the run's name must be typed.
     """
 
     verb: str
     says: str
-    statuses: frozenset[str]
+    statuses: frozenset[str] | None
     do: Callable[[Source, str], str]
+    is_final: bool = False
 
 
 _AT_WORK = frozenset({"running", "preparing", "queued"})
@@ -65,6 +67,14 @@ RUN_ACTIONS = (
         _AT_WORK | {"paused"},
         lambda source, run: source.stop(run),
     ),
+    RunAction(
+        "Delete",
+        "The run is deleted with its rounds, answers, events and models. Its devices are refused. This "
+        "cannot be undone.",
+        None,
+        lambda source, run: source.delete(run),
+        is_final=True,
+    ),
 )
 
 
@@ -87,7 +97,7 @@ class RunActions:
         word = status.partition(" ")[0]
         acts = may_act(self._board)
         for action, button in self._buttons:
-            button.set_visibility(acts and word in action.statuses)
+            button.set_visibility(acts and (action.statuses is None or word in action.statuses))
 
     def _button(self, action: RunAction) -> ui.button:
         button = ui.button(action.verb, on_click=lambda: self._ask(action)).props("outline no-caps")
@@ -97,7 +107,11 @@ class RunActions:
     def _ask(self, action: RunAction) -> None:
         heading = f"{action.verb} run {self._run}?"
         verb = f"{action.verb} the run"
-        Confirmation(self._board, heading, action.says, verb, lambda source: action.do(source, self._run), ui.notify)
+        asked = Confirmation(
+            self._board, heading, action.says, verb, lambda source: action.do(source, self._run), ui.notify
+        )
+        if action.is_final:
+            asked.require("Name of the run, to confirm", self._run)
 
 
 class RevokeButton:

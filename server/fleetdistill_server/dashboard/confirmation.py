@@ -62,6 +62,12 @@ class Confirmation(Generic[T]):
                 ui.button("Cancel", on_click=self._dialog.close).props("flat no-caps autofocus")
                 self._button = ui.button(verb, on_click=self.confirm).props("unelevated no-caps")
 
+    def require(self, label: str, text: str) -> None:
+        """Adds a field, and lets the action be confirmed only while the field contains a text."""
+        with self.fields:
+            field = ui.input(label).props("dense outlined autocomplete=off")
+        self._button.bind_enabled_from(field, "value", lambda typed: (typed or "").strip() == text)
+
     async def confirm(self) -> None:
         """Does what the dialog names; a second call while it works does nothing."""
         if self._works:

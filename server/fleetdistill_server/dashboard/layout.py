@@ -12,10 +12,18 @@ from nicegui import app, ui
 
 from fleetdistill_server.dashboard.board import Board
 from fleetdistill_server.dashboard.feed import Snapshot
+from fleetdistill_server.dashboard.session import LOGOUT
 
 LOOK_SECONDS = 0.5
 """Seconds between two looks of a page at the feed, which reads less often."""
 _DARK = "dark"
+_SIGN_IN_AGAIN = """
+window.socket.io.on("reconnect_attempt", async () => {
+  const answer = await fetch(location.href).catch(() => null);
+  if (answer?.status === 401) location.reload();
+});
+"""
+"""Shows the page for signing in once the session has ended: signed out elsewhere, or the dashboard restarted."""
 
 
 def run_link(run: str) -> str:
@@ -47,6 +55,9 @@ def frame(board: Board, heading: str, trail: Sequence[tuple[str, str]] = ()) -> 
             ui.link("Compare", "/compare")
         ui.label(board.place).classes("fd-place").props('title="What this dashboard reads"')
         _dark_switch(dark)
+        with ui.element("form").props(f"method=post action={LOGOUT}"):
+            ui.button("Sign out").props("type=submit flat no-caps")
+    ui.run_javascript(_SIGN_IN_AGAIN)
     ui.colors(primary="var(--fd-accent)")
     ui.query("main.q-page").props("role=presentation")  # NiceGUI puts the header into a main landmark of its own
     main = ui.element("main").classes("fd-main")

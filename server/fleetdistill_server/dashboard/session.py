@@ -17,10 +17,14 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fleetdistill.errors import ConfigurationError, in_words
+from fleetdistill_server.dashboard.open_sessions import OpenSessions
 
 LOGIN = "/login"
+LOGOUT = "/logout"
+HEALTH = "/health"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
-_SIGNED_IN = "signed_in"
+_SESSION = "session"
+"""Where a cookie has the name of its session."""
 _PUBLIC = ("/static/", "/favicon.ico")
 """Paths of files that are the same for everybody and needed by the page for signing in."""
 _LEAST_CHARACTERS = 32
@@ -74,7 +78,7 @@ def protect(web: FastAPI, access: Access) -> None:
     web.add_middleware(_Gate, token=access.token)
     web.add_middleware(
         SessionMiddleware,
-        secret_key=secrets.token_hex(32),  # a session ends with the process, and is worth nothing elsewhere
+        secret_key=secrets.token_hex(32),  # a cookie is worth nothing after a restart, or elsewhere
         session_cookie=f"fleetdistill-{access.port}",
         max_age=None,
         same_site="lax",
@@ -85,33 +89,37 @@ def protect(web: FastAPI, access: Access) -> None:
 
 
 class _Gate:
-    """Refuses what another origin asks for, and everything without a session but signing in."""
+    """Refuses what another origin asks for, and everything without a session but signing in and the health check."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token
+        self._app, self._token, self._sessions = app, token, OpenSessions()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        answer = await self._answer(HTTPConnection(scope), receive)
-        await (answer or self._app)(scope, receive, _with_headers(send))
+        asked = HTTPConnection(scope)
+        answer = await self._answer(asked, receive)
+        if answer is not None or scope["type"] == "http":
+            await (answer or self._app)(scope, receive, _with_headers(send))
+        else:
+            await self._sessions.serve(_named(asked), self._app, scope, receive, send)
 
     async def _answer(self, asked: HTTPConnection, receive: Receive) -> Response | None:
         """Returns the response if the request is not for the pages, else None."""
         if _is_foreign(asked):
             return PlainTextResponse("refused: another origin asked for this", 403)
-        path = asked.url.path
+        path, method = asked.url.path, asked.scope.get("method", "")
+        if path == HEALTH:
+            return PlainTextResponse("ok\n")
         if path == LOGIN:
             return await self._login(Request(asked.scope, receive))
-        if self._knows(asked.headers.get("authorization", "").removeprefix("Bearer ")):
-            _sign_in(asked)
-        if asked.session.get(_SIGNED_IN) or path.startswith(_PUBLIC):
-            return None
-        if asked.scope["type"] == "http" and self._knows(asked.query_params.get("token", "")):
-            _sign_in(asked)
+        if method and self._knows(asked.query_params.get("token", "")):
+            self._sign_in(asked)
             return RedirectResponse(asked.url.remove_query_params("token").replace(scheme="", netloc=""), 303)
-        return _form(401)
+        if self._sessions.has(_named(asked)):
+            return self._sign_out(asked) if (path, method) == (LOGOUT, "POST") else None
+        return None if method and path.startswith(_PUBLIC) else _form(401)
 
     async def _login(self, request: Request) -> Response:
         if request.scope["type"] != "http" or request.method != "POST":
@@ -120,8 +128,18 @@ class _Gate:
             known = self._knows(str(sent.get("token", "")).strip())
         if not known:
             return _form(403, "This is not the token of this dashboard.")
-        _sign_in(request)
+        self._sign_in(request)
         return RedirectResponse("/", 303)
+
+    def _sign_in(self, asked: HTTPConnection) -> None:
+        self._sessions.end(_named(asked))
+        asked.session.clear()  # whoever planted a session before does not know this one
+        asked.session[_SESSION] = self._sessions.begin()
+
+    def _sign_out(self, asked: HTTPConnection) -> Response:
+        self._sessions.end(_named(asked))
+        asked.session.clear()
+        return RedirectResponse(LOGIN, 303)
 
     def _knows(self, token: str) -> bool:
         return secrets.compare_digest(token.encode(), self._token.encode())
@@ -140,10 +158,9 @@ def _is_foreign(asked: HTTPConnection) -> bool:
     return elsewhere and not (follows and asked.scope.get("method") == "GET")
 
 
-def _sign_in(asked: HTTPConnection) -> None:
-    if not asked.session.get(_SIGNED_IN):
-        asked.session.clear()  # whoever planted a session before does not know this one
-        asked.session[_SIGNED_IN] = True
+def _named(asked: HTTPConnection) -> str:
+    """Returns the name of the session in the cookie of a request, empty without one."""
+    return str(asked.session.get(_SESSION, ""))
 
 
 def _with_headers(send: Send) -> Send:

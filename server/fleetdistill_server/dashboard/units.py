@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from fleetdistill_server.views.overview import RECENT
 from fleetdistill_server.views.units import readable_bytes
 
 UNKNOWN = "–"
 """Shown for a figure that is not known."""
+ROUND_SECONDS = f"Mean duration of the last {RECENT} rounds"
+"""Name of the column `round_seconds` of the overview."""
 
 
 def percent(rate: float | None) -> str:

@@ -11,7 +11,7 @@ from fleetdistill_server.store.summaries import EVERY
 from fleetdistill_server.views import figures
 from fleetdistill_server.views.runs import View, contract_of, event_row, existing, run_row
 
-_RECENT = 5
+RECENT = 5
 """Number of the newest closed rounds whose mean duration is used for the time left."""
 
 
@@ -22,8 +22,8 @@ def overview(store: Store, served: Served = NOT_SERVED) -> View:
 
 def _glance(store: Store, row: Row) -> Row:
     run, wanted = row["name"], json.loads(row["config"]).get("run", {}).get("rounds") or None
-    newest = figures.rounds(store, run, max(store.summaries.last_round(run) - 4 * _RECENT, 0))
-    lasting = [one["seconds"] for one in newest if one["status"] == "closed"][-_RECENT:]
+    newest = figures.rounds(store, run, max(store.summaries.last_round(run) - 4 * RECENT, 0))
+    lasting = [one["seconds"] for one in newest if one["status"] == "closed"][-RECENT:]
     mean = sum(lasting) / len(lasting) if lasting else None
     left = None if mean is None or wanted is None else mean * max(wanted - row["completed_rounds"], 0)
     sent = {one["direction"]: one["sent"] for one in store.summaries.bytes(run, ("run",), 0, EVERY)}

@@ -14,7 +14,7 @@ from fleetdistill_server.dashboard.chart import Curves, Point
 from fleetdistill_server.dashboard.layout import Notice, frame, live, panel, run_link
 from fleetdistill_server.dashboard.panels.curves import ACCURACIES, AXES, positions, scale
 from fleetdistill_server.dashboard.readers import RUNS, rounds, settings
-from fleetdistill_server.dashboard.units import UNKNOWN, duration, percent, size
+from fleetdistill_server.dashboard.units import ROUND_SECONDS, UNKNOWN, duration, percent, size
 from fleetdistill_server.store.database import Row
 
 MOST_RUNS = 5
@@ -181,7 +181,7 @@ def figures(row: Row) -> dict[str, str]:
         "Accuracy, fleet": percent(row["test_accuracy"]),
         "Accuracy, server's model": percent(row["server_accuracy"]),
         "Accuracy, global model": percent(row["global_accuracy"]),
-        "Duration of a round": duration(row["round_seconds"]),
+        ROUND_SECONDS: duration(row["round_seconds"]),
         "Received from devices": size(row["bytes_up"]),
         "Sent to devices": size(row["bytes_down"]),
         "Devices": f"{row['devices']:,}",

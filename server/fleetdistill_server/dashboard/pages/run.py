@@ -20,7 +20,7 @@ from fleetdistill_server.dashboard.panels.rounds import RoundsPanel
 from fleetdistill_server.dashboard.panels.settings import SettingsPanel
 from fleetdistill_server.dashboard.panels.traffic import TrafficPanel
 from fleetdistill_server.dashboard.readers import RUNS
-from fleetdistill_server.dashboard.units import UNKNOWN, duration, percent, size
+from fleetdistill_server.dashboard.units import ROUND_SECONDS, UNKNOWN, duration, percent, size
 from fleetdistill_server.store.database import Row
 
 
@@ -40,7 +40,7 @@ TABS: dict[str, Sequence[Callable[[Board, str], Panel]]] = {
     "Settings": (SettingsPanel,),
     "Add a device": (EmbedPanel,),
 }
-_STATUS, _PROGRESS, _LEFT, _ROUND = "Status", "Progress", "Time left", "Duration of a round"
+_STATUS, _PROGRESS, _LEFT = "Status", "Progress", "Time left"
 _ACCURACY, _DEVICES, _UP, _DOWN = "Last accuracy", "Devices present", "Received from devices", "Sent to devices"
 
 
@@ -52,8 +52,9 @@ def show(board: Board, run: str) -> None:
         run: Name of the run.
     """
     with frame(board, run, [("Runs", "/")]):
-        notice, actions, head = Notice(), RunActions(board, run), Head()
-        tabs = Tabs(board, run)
+        notice = Notice()
+        with ui.element("div").classes("fd-main-part") as content:
+            actions, head, tabs = RunActions(board, run), Head(), Tabs(board, run)
 
         def update() -> None:
             snapshot = board.feed.look(RUNS)
@@ -61,6 +62,7 @@ def show(board: Board, run: str) -> None:
             if snapshot.value is None:
                 return
             row = next((one for one in snapshot.value.lists["runs"] if one["run"] == run), None)
+            content.set_visibility(row is not None)
             if row is None:
                 notice.fail(f"There is no run {run!r}: it was deleted, or never existed.")
                 return
@@ -75,7 +77,7 @@ class Head:
     """The progress of a run as figures and a bar."""
 
     def __init__(self) -> None:
-        names = (_STATUS, _PROGRESS, _LEFT, _ROUND, _ACCURACY, _DEVICES, _UP, _DOWN)
+        names = (_STATUS, _PROGRESS, _LEFT, ROUND_SECONDS, _ACCURACY, _DEVICES, _UP, _DOWN)
         self._reason = ui.label().classes("fd-muted")
         self._tiles = Tiles(names)
         self._bar = ui.linear_progress(0, show_value=False).props('aria-label="Rounds completed" rounded size=8px')
@@ -92,7 +94,7 @@ class Head:
                 _STATUS: row["status"],
                 _PROGRESS: f"{done} of {wanted} rounds" if wanted else f"{done} rounds",
                 _LEFT: time_left(row),
-                _ROUND: duration(row["round_seconds"]),
+                ROUND_SECONDS: duration(row["round_seconds"]),
                 _ACCURACY: last_accuracy(row),
                 _DEVICES: f"{row['present']:,} of {row['devices']:,}",
                 _UP: size(row["bytes_up"]),

@@ -1,4 +1,4 @@
-"""The round under way: how many devices are in each state, and a timeline of those that are furthest behind."""
+"""The latest round, open or closed: the number of devices in each state, and a timeline of those furthest behind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RoundPanel:
     def __init__(self, board: Board, run: str) -> None:
         self._board, self._run = board, run
         self._shown: object = None
-        with panel("Round under way"):
+        with panel("Latest round"):
             self._sentence = ui.label("Loading …").props("role=status aria-live=off")
             self._bar = ui.element("div").classes("fd-states").props("role=list")
             self._note = ui.label().classes("fd-muted")
