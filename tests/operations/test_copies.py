@@ -49,8 +49,8 @@ def test_a_model_from_elsewhere_is_the_one_on_the_servers_machine(played: Played
 
 
 def test_only_operators_copy(played: Played, tmp_path: Path) -> None:
-    assert "may not call" in said("backup", str(tmp_path / "copy"), *played.there(), code=1)
-    assert "may not call" in said("export", RUN, "--out", str(tmp_path / "m.onnx"), *played.there(), code=1)
+    assert "may not back up the store" in said("backup", str(tmp_path / "copy"), *played.there(), code=1)
+    assert "may not export a model" in said("export", RUN, "--out", str(tmp_path / "m.onnx"), *played.there(), code=1)
     assert "no run 'nothing'" in said("export", "nothing", *played.there("operator"), code=1)
 
 

@@ -140,7 +140,7 @@ def test_an_operator_leads_a_run_and_a_viewer_does_not(elsewhere: Elsewhere) -> 
         assert elsewhere.twice("runs", "start", RUN) == f"run {RUN!r} is started\n"
         elsewhere.advances()
         code, refused = elsewhere.call("runs", "stop", RUN, who="viewer")
-        assert (code, "may not call" in refused) == (1, True)
+        assert (code, "may not stop a run" in refused) == (1, True)
         assert elsewhere.through_a_kill("runs", "pause", RUN) == f"run {RUN!r} is paused\n"
         assert elsewhere.rows()[RUN]["status"] == "paused"
         assert elsewhere.twice("runs", "clone", RUN, "copy") == "run 'copy' is created\n"
@@ -152,6 +152,9 @@ def test_an_operator_leads_a_run_and_a_viewer_does_not(elsewhere: Elsewhere) -> 
         assert changes.count((call, "the-operator")) >= 2, f"{call}, once for each call"
     (one,) = [row for row in elsewhere.calls() if row["name"] == "the-viewer"]
     assert (one["call"], one["result"].startswith("refused: not-allowed")) == ("StopRun", True)
+    assert json.loads(one["arguments"]) == {"run": RUN}, "the run that the viewer wanted to stop"
+    created = [row for row in elsewhere.calls() if row["call"] == "CreateRun"]
+    assert {json.loads(row["arguments"])["run"] for row in created} == {RUN}
     assert [row["call"] for row in elsewhere.calls() if row["result"] == "begun"] == [
         "PauseRun",
         "DeleteRun",

@@ -82,7 +82,9 @@ def test_changes_from_elsewhere_are_stored_with_who_what_where_and_result(place:
     assert [row["call"] for row in json.loads(run("operators", "--call", "CancelRun", "--json", *there))] == [
         "CancelRun"
     ]
-    assert "may not call" in run("operators", *place.as_("viewer-vera"), code=1)
+    assert "viewer 'vera' may not read the operators' calls; an operator may: use an operator's identity (--id" in run(
+        "operators", *place.as_("viewer-vera"), code=1
+    )
 
 
 def test_refused_calls_are_stored_whoever_makes_them(place: Place) -> None:
@@ -90,7 +92,8 @@ def test_refused_calls_are_stored_whoever_makes_them(place: Place) -> None:
     run("runs", "cancel", "nothing", *place.as_("operator-olga"), code=1)
     wait_until(lambda: len(place.calls()) == 2, "both refusals")
     found = {row["name"]: row for row in place.calls()}
-    assert found["vera"]["result"].startswith("refused: not-allowed: ")
+    assert found["vera"]["result"].startswith("refused: not-allowed: viewer 'vera' may not revoke a device; ")
+    assert json.loads(found["vera"]["arguments"]) == {"device": "camera-7"}
     assert found["olga"]["result"].startswith("refused: unknown-run: ")
     assert place.store.credentials.revocations() == []
 
@@ -165,7 +168,7 @@ def test_an_operator_revokes_itself_only_with_yes(place: Place) -> None:
     assert run("runs", "list", *there)
     run(*words, "--yes", *there)
     assert "was revoked" in run("runs", "list", *there, code=1)
-    assert "may not call" in run(
+    assert "may not revoke a person" in run(
         "pki", "revoke", "--role", "operator", "--name", "otto", *place.as_("viewer-vera"), code=1
     )
 

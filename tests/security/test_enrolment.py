@@ -376,7 +376,7 @@ def test_the_enrolment_port_names_itself(service: Service) -> None:
     ):
         check_in = channel.unary_unary("/fleetdistill.wire.v1.DeviceService/CheckIn")
         check_in(b"", timeout=CALL_SECONDS)
-    assert "This is the enrolment port; use the port of [server] listen" in found[0].text
+    assert "this is the enrolment port; use the port of [server] listen" in found[0].text
 
 
 def test_a_missing_token_file_is_named(tmp_path: Path) -> None:

@@ -280,8 +280,8 @@ def test_an_operator_works_over_the_network_and_a_viewer_looks(tmp_path: Path) -
         olga, vera = [*here, tmp_path / "olga"], [*here, tmp_path / "vera"]
         assert f'"run": "{RUN}"' in done("runs", "list", "--json", *vera)
         assert '"cohort": 1' in done("runs", "show", RUN, "--json", *vera)
-        assert "viewer 'vera' may not call" in error_of("devices", "revoke", "d1", *vera)
-        assert "viewer 'vera' may not call" in error_of("enrol", *vera)
+        assert "viewer 'vera' may not revoke a device; an operator may" in error_of("devices", "revoke", "d1", *vera)
+        assert "viewer 'vera' may not create enrolment tokens" in error_of("enrol", *vera)
         assert done("devices", "revoke", "d1", "--reason", "far away", *olga) == "device 'd1' is revoked\n"
         token = read_token(done("enrol", "--expires", "1m", *olga).strip())
         assert token.port == front.enrol_port

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -350,12 +351,23 @@ def test_a_device_cannot_have_another_ones_ask_by_its_own_name(world: World) -> 
     assert row["status"] == "open"
 
 
+@pytest.mark.parametrize("path", ALL)
+def test_a_refusal_says_in_words_what_was_refused_and_what_to_do(world: World, path: str) -> None:
+    for who in ("device", "operator", "viewer"):
+        if who in WHO[path]:
+            continue
+        with world.front.channel(world.everyone[who]) as channel, refused() as found:
+            call(channel, path, REQUESTS[path](world, identity_of(DEVICE)))
+        assert re.fullmatch(rf"{who} '[a-z-]+' may not [a-z' ]+; .* may.*", found[0].text)
+        assert "fleetdistill.wire" not in found[0].text
+
+
 def test_a_method_that_is_not_in_the_table_is_refused_to_all(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     guard = Guard(world.store.credentials, tls=False)
     heartbeat = f"{_service}/Heartbeat"
     assert guard.admit(heartbeat, None) is None
     monkeypatch.delitem(ALLOWED_CALLERS, heartbeat)
-    with pytest.raises(RefusedError, match="allowed callers: none"):
+    with pytest.raises(RefusedError, match="a caller without TLS may not report a device as present; nobody may"):
         guard.admit(heartbeat, None)
 
 

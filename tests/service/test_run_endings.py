@@ -175,7 +175,7 @@ def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path
             assert "still has devices to forget; try again after the run's next round, or cancel it on the" in said
             store.devices.mark_forgotten(RUN, "d1")
             code, said = cancels(Role.VIEWER, RUN)
-            assert (code, "viewer 'olga' may not call" in said, row_of(store)["status"]) == (1, True, "running")
+            assert (code, "viewer 'olga' may not cancel a run" in said, row_of(store)["status"]) == (1, True, "running")
             assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' is cancelled\n")
             told = device.NextAsk(service_pb2.NextAskRequest(identity=identity))
             assert told.finished == "cancelled: by the operator, after 1 rounds"

@@ -24,13 +24,12 @@ from fleetdistill_server.front.errors import abort
 from fleetdistill_server.front.receiving import Receiver
 from fleetdistill_server.front.revocations import Revocations, open_revocations
 from fleetdistill_server.intake.limiter import Limiter
+from fleetdistill_server.security.calls_in_words import refusal
 from fleetdistill_server.security.certificates import Holder, Role, holder_of
 from fleetdistill_server.security.roles import ALLOWED_CALLERS, LONG_LIVED, Caller
 from fleetdistill_server.store.store import Store
 
 T = TypeVar("T")
-
-_ENROLMENT_PORT = ". This is the enrolment port; use the port of [server] listen"
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no annotations
@@ -46,13 +45,14 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         limits: Limits on reading requests and on open calls of operators and viewers.
 
     Attributes:
-        on_refusal: Called with the method, the call's context and the error when a call is refused; must not wait.
+        on_refusal: Called with the method, the call's context, the error and the request (None if it was not read) when
+            a call is refused; must not wait.
     """
 
     def __init__(self, revocations: Revocations, tls: bool, limits: Limits = Limits()) -> None:  # noqa: B008  (it is frozen)
         self._revocations = revocations
         self.tls = tls
-        self.on_refusal: Callable[[str, Any, FleetDistillError], None] = lambda method, context, refusal: None
+        self.on_refusal: Callable[[str, Any, FleetDistillError, Any], None] = lambda *refused: None
         self.receiver = Receiver(limits)
         self._limiter = Limiter(limits)
 
@@ -80,10 +80,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         if holder is not None:
             self.check_valid(holder)
         if caller not in ALLOWED_CALLERS.get(method, ()):
-            name = f" {holder.name!r}" if holder else ""
-            may = ", ".join(sorted(ALLOWED_CALLERS.get(method, ()))) or "none"
-            hint = _ENROLMENT_PORT if caller is Caller.ANONYMOUS else ""
-            raise RefusedError(Code.NOT_ALLOWED, f"{caller}{name} may not call {method}; allowed callers: {may}{hint}")
+            raise RefusedError(Code.NOT_ALLOWED, refusal(caller, holder.name if holder else "", method))
         return holder
 
     async def _wrong_port(self, method: str, requests: AsyncIterator[bytes], context: Any) -> None:
@@ -143,6 +140,7 @@ class _Guarded:
         return make(self._stream if streams else self._call, None, self._handler.response_serializer)
 
     async def _call(self, requests: AsyncIterator[bytes], context: Any) -> Any:
+        request = None
         try:
             holder = self._guard.admit(self._method, context)
             caller = _caller(context, holder)
@@ -151,11 +149,11 @@ class _Guarded:
                 answer = await self._work(request, _Context(context, self._guard, holder))
                 self._guard.check_valid(holder)  # the certificate may have expired during a long poll
         except FleetDistillError as error:
-            self._guard.on_refusal(self._method, context, error)
-            await abort(context, error)
+            await self._refuse(requests, context, error, request)
         return answer
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        request = None
         try:
             holder = self._guard.admit(self._method, context)
             caller = _caller(context, holder)
@@ -165,8 +163,19 @@ class _Guarded:
                     self._guard.check_valid(holder)
                     yield answer
         except FleetDistillError as error:
-            self._guard.on_refusal(self._method, context, error)
-            await abort(context, error)
+            await self._refuse(requests, context, error, request)
+
+    async def _refuse(
+        self, requests: AsyncIterator[bytes], context: Any, error: FleetDistillError, request: Any
+    ) -> None:
+        """Ends a call with an error, and reports the refused call."""
+        if request is None and _may_do_less(error, holder_in(context)):
+            with contextlib.suppress(FleetDistillError):
+                caller = _caller(context, holder_in(context))
+                data = await self._guard.receiver.first(requests, self._method, caller)
+                request = self._handler.request_deserializer(data)
+        self._guard.on_refusal(self._method, context, error, request)
+        await abort(context, error)
 
     async def _begin(
         self, requests: AsyncIterator[bytes], caller: str, holder: Holder | None
@@ -225,6 +234,12 @@ def holder_in(context: Any) -> Holder | None:
     """Returns the holder of the connection's certificate; None without a certificate or with an unknown role."""
     pem = context.auth_context().get("x509_pem_cert")
     return holder_of(pem[0]) if pem else None
+
+
+def _may_do_less(error: FleetDistillError, holder: Holder | None) -> bool:
+    """Returns whether a person with a valid identity was refused a call, of which the trail shows the request."""
+    not_allowed = isinstance(error, RefusedError) and error.code == Code.NOT_ALLOWED
+    return not_allowed and holder is not None and holder.role is not Role.DEVICE
 
 
 def _caller(context: Any, holder: Holder | None) -> str:

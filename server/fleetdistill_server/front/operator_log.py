@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.json_format import MessageToJson
+from google.protobuf.message import Message
 
 from fleetdistill.errors import FleetDistillError, RefusedError, StoreError
 from fleetdistill_server.front.guard import holder_in
@@ -31,10 +33,19 @@ _OPERATIONS = "/fleetdistill.wire.v1.OperationsService/"
 def call_of(context: Any, name: str, request: Any = None) -> Call:
     """Returns who makes a call of a method, from where, and with which request."""
     holder = holder_in(context)
-    given = {} if request is None else json.loads(MessageToJson(request, preserving_proto_field_name=True))
-    arguments = {field: value for field, value in given.items() if field not in _LONG}
+    known = isinstance(request, Message)  # an undecodable request has no arguments
+    given = json.loads(MessageToJson(request, preserving_proto_field_name=True)) if known else {}
+    arguments = _created_run(given) | {field: value for field, value in given.items() if field not in _LONG}
     role, who = ("unknown", "") if holder is None else (str(holder.role), holder.name)
     return Call(role, who, name, arguments, str(context.peer()))
+
+
+def _created_run(given: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the name of the run that a request creates; nothing for other requests, or if it cannot be read."""
+    try:
+        return {"run": str(tomllib.loads(given["run_toml"])["run"]["name"])}
+    except (KeyError, TypeError, tomllib.TOMLDecodeError):
+        return {}
 
 
 class OperatorLog:
@@ -94,12 +105,12 @@ class OperatorLog:
         except StoreError as error:
             logger.error("a refused call could not be stored: %s", error)
 
-    def refusals(self, pool: ThreadPoolExecutor) -> Callable[[str, Any, FleetDistillError], None]:
+    def refusals(self, pool: ThreadPoolExecutor) -> Callable[[str, Any, FleetDistillError, Any], None]:
         """Returns a function for the guard that stores refused calls of operations without waiting."""
 
-        def note(method: str, context: Any, refusal: FleetDistillError) -> None:
+        def note(method: str, context: Any, refusal: FleetDistillError, request: Any) -> None:
             if method.startswith(_OPERATIONS):
-                call = call_of(context, method.removeprefix(_OPERATIONS))
+                call = call_of(context, method.removeprefix(_OPERATIONS), request)
                 asyncio.get_running_loop().run_in_executor(pool, partial(self.refuse, call, refusal))
 
         return note
