@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ def test_changes_from_elsewhere_are_stored_with_who_what_where_and_result(place:
     assert json.loads(found[-1]["arguments"]) == {"device": "camera-7", "reason": "stolen"}
     assert not any(token in json.dumps(found) for token in tokens)
     assert json.loads(run("operators", "--json", *there)) == found
+    assert re.search(r"operator olga from 127\.0\.0\.1 +cancel a run +digits ", run("operators", *there))
     assert [row["call"] for row in json.loads(run("operators", "--call", "CancelRun", "--json", *there))] == [
         "CancelRun"
     ]

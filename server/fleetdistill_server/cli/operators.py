@@ -12,10 +12,11 @@ from fleetdistill_server.cli.options import (
     JsonOption,
     ServerOption,
     StoreOption,
+    open_console,
     report_errors,
-    show,
 )
 from fleetdistill_server.operations.source import open_source
+from fleetdistill_server.views.operators import table
 from fleetdistill_server.views.runs import View
 
 
@@ -36,6 +37,10 @@ def operators(
     """
     with open_source(store, server, identity) as source:
         found = source.operators(before=before, call=call, text=text, most=most)
-    show(View(found.lists), as_json)
-    if found.facts["more"] and not as_json:
+    if as_json:
+        typer.echo(View(found.lists).json())
+        return
+    console = open_console()
+    console.print(table(found.lists["operators"], console.width))
+    if found.facts["more"]:
         typer.echo(f"there are older calls: --before {found.lists['operators'][-1]['id']}")

@@ -68,10 +68,15 @@ def parse_duration(option: str, span: str) -> float:
 
 def show(view: views.View, as_json: bool) -> None:
     """Prints a view as tables, or as JSON."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
     if as_json:
         typer.echo(view.json())
     else:
-        console.print(*view.tables(), sep="\n\n")
+        open_console().print(*view.tables(), sep="\n\n")
+
+
+def open_console() -> Console:
+    """Returns the console for tables, as wide as the terminal, or wide enough for most tables without one."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
+    return console

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetdistill.errors import FleetDistillError, StoreError
-from fleetdistill_server.store.operator_calls import BEGUN, Call
+from fleetdistill_server.store.operator_calls import BEGUN, LOCAL, Call
 from fleetdistill_server.store.store import Store
-
-LOCAL = "local"
-"""Role and address of a caller on the store's machine."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from fleetdistill_server.config.tls import ENROL_PORT
 from fleetdistill_server.engine.cancelling import cancel
 from fleetdistill_server.operations.client import connect
 from fleetdistill_server.operations.interface import Exported, Source
-from fleetdistill_server.operations.local_calls import LOCAL, local_user, noted, noted_around
+from fleetdistill_server.operations.local_calls import local_user, noted, noted_around
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens
@@ -23,6 +23,7 @@ from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.store.backup import BackedUp, backup
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import has_store
+from fleetdistill_server.store.operator_calls import LOCAL
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.deleted import deleted
 from fleetdistill_server.views.reading import Query, read

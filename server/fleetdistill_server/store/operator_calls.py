@@ -13,6 +13,8 @@ from fleetdistill_server.texts import shortened
 KEPT = 10_000
 """Number of the newest calls that are kept, of those that were carried out and of those that were refused, each."""
 _LONGEST_LIST = 20
+LOCAL = "local"
+"""Role and address of a caller on the store's machine."""
 BEGUN = "begun"
 """Result of a call that is being carried out, or that was interrupted by the end of its process."""
 
