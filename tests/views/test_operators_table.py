@@ -50,7 +50,7 @@ def test_every_call_is_readable_at_every_width(width: int) -> None:
 def test_a_call_says_when_who_from_where_what_on_which_run_and_with_which_result() -> None:
     text = "\n".join(re.sub(" +", " ", line).strip() for line in printed(240))
     assert (
-        "2026-11-23 09:42:33 viewer vera from 10.1.2.3 stop a run digits refused: viewer 'vera' may not stop a run; an op"
+        "2026-11-23 09:42:33 viewer vera from 10.1.2.3 stop a run digits refused: viewer 'vera' may not stop a run; an"
         in text
     )
     assert "revoke a device device camera-7, reason stolen" in text

@@ -16,9 +16,11 @@ from fleetdistill_server.cli.options import (
     StoreOption,
     report_errors,
 )
+from fleetdistill_server.cli.pki import warn_without_server
 from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.operations.source import create_here, open_source
 from fleetdistill_server.service.creation import NewRun
+from fleetdistill_server.store.location import has_store
 
 StartOption = Annotated[bool, typer.Option("--start", help="Start the run too.")]
 
@@ -43,7 +45,10 @@ def runs_create(
     if server is None:
         own = settings.get("server", {})
         directory = store or Path(str(own.get("store", DEFAULT_STORE) if isinstance(own, dict) else DEFAULT_STORE))
-        typer.echo(create_here(directory, run))
+        place = "" if has_store(directory) else f" in the new store {directory}"
+        typer.echo(create_here(directory, run) + place)
+        if start:
+            warn_without_server(directory)
         return
     with open_source(DEFAULT_STORE, server, identity) as source:
         typer.echo(source.create(run))
@@ -68,6 +73,8 @@ def runs_clone(
     with open_source(store, server, identity) as source:
         wanted = NewRun(settings={"run": {"name": new}}, start=start, clone_of=run, changes=changes or [])
         typer.echo(source.create(wanted))
+    if start and server is None:
+        warn_without_server(store)
 
 
 @report_errors
@@ -77,6 +84,8 @@ def runs_start(
     """Starts a run that was created or stopped, or failed. Example: fleetdistill runs start digits"""
     with open_source(store, server, identity) as source:
         typer.echo(source.start(run))
+    if server is None:
+        warn_without_server(store)
 
 
 @report_errors
@@ -98,6 +107,8 @@ def runs_resume(
     """Resumes a paused run, with its open round if it has one. Example: fleetdistill runs resume digits"""
     with open_source(store, server, identity) as source:
         typer.echo(source.resume(run))
+    if server is None:
+        warn_without_server(store)
 
 
 @report_errors

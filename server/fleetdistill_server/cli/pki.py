@@ -239,11 +239,10 @@ def enrol(
 
 
 def warn_without_server(directory: Path) -> None:
-    """Warns if no server works on the store, because revocations affect only the servers of their store."""
+    """Warns if no server works on the store: revocations and started runs concern only the servers of their store."""
     if serving(directory) is None:
-        typer.echo(
-            f"warning: no server is running on the store {directory}; use --store to name your server's store", err=True
-        )
+        text = f"warning: no server is running on the store {directory}; use --store to name your server's store"
+        typer.echo(f"{text}, or start one with `fleetdistill serve`", err=True)
 
 
 def _list_or_revoke(store: Store, revoke: Sequence[str], as_json: bool) -> None:

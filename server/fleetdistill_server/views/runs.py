@@ -59,7 +59,7 @@ class View:
 
     def tables(self) -> Sequence[Table | Text | str]:
         """Returns the view as tables. Markup is disabled, because devices choose some of the texts."""
-        shown = _display_row(self.facts)
+        shown = {name: value for name, value in _display_row(self.facts).items() if value != ""}
         facts = [Text("\n".join(f"{name}: {printable(str(value))}" for name, value in shown.items()))] if shown else []
         lists = {title: [_display_row(row) for row in rows] for title, rows in self.lists.items()}
         return [*facts, *(_table(title, rows) if rows else Text(f"{title} (0)") for title, rows in lists.items())]
@@ -147,7 +147,7 @@ def run_row(row: Row, served: Served) -> Row:
         "completed_rounds": row["completed_rounds"],
         "wanted_rounds": config.get("run", {}).get("rounds") or None,
         "devices": row["devices"],
-        "started": when(row["created_at"]),
+        "created": when(row["created_at"]),
     }
 
 

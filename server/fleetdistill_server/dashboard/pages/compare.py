@@ -185,7 +185,7 @@ def figures(row: Row) -> dict[str, str]:
         "Received from devices": size(row["bytes_up"]),
         "Sent to devices": size(row["bytes_down"]),
         "Devices": f"{row['devices']:,}",
-        "Created (UTC)": row["started"],
+        "Created (UTC)": row["created"],
     }
 
 

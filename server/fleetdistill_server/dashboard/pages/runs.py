@@ -44,7 +44,7 @@ _COLUMNS = [
     table.number("devices", "Devices", width=110),
     table.size("bytes_up", "Received", width=120),
     table.size("bytes_down", "Sent", width=120),
-    table.text("started", "Created (UTC)", width=190),
+    table.text("created", "Created (UTC)", width=190),
 ]
 
 
