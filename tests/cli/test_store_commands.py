@@ -124,7 +124,7 @@ def test_backup_and_restore(directory: Path, tmp_path: Path) -> None:
     code, said = call("backup", str(tmp_path / "backup"), "--store", str(directory))
     assert (code, "4 payloads and the database" in said) == (0, True)
     code, said = call("restore", str(tmp_path / "backup"), "--store", str(tmp_path / "restored"))
-    assert (code, "continues from there" in said) == (0, True)
+    assert (code, "a server whose [server] store is this directory continues from the backup" in said) == (0, True)
     assert status(tmp_path / "restored") == "running (no server)"
     code, said = call("restore", str(tmp_path / "backup"), "--store", str(directory))
     assert (code, "is not an empty directory" in said) == (1, True)

@@ -46,4 +46,5 @@ def restore(
     from fleetdistill_server.store.backup import restore as make_store
 
     payloads = make_store(backup, store)
-    typer.echo(f"{store}: {counted(payloads, 'payload')} and the database; `fleetdistill serve` continues from there")
+    restored = f"{store}: {counted(payloads, 'payload')} and the database"
+    typer.echo(f"{restored}; a server whose [server] store is this directory continues from the backup")
