@@ -155,8 +155,4 @@ def test_an_operator_leads_a_run_and_a_viewer_does_not(elsewhere: Elsewhere) -> 
     assert json.loads(one["arguments"]) == {"run": RUN}, "the run that the viewer wanted to stop"
     created = [row for row in elsewhere.calls() if row["call"] == "CreateRun"]
     assert {json.loads(row["arguments"])["run"] for row in created} == {RUN}
-    assert [row["call"] for row in elsewhere.calls() if row["result"] == "begun"] == [
-        "PauseRun",
-        "DeleteRun",
-        "DeleteRun",
-    ]
+    assert [row["call"] for row in elsewhere.calls() if row["result"] == "begun"] == ["DeleteRun", "DeleteRun"]

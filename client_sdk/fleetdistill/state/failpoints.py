@@ -58,6 +58,12 @@ FAILPOINTS = {
     "supervisor.engine.before-token": "a run's turn has come, but it has no engine",
     "supervisor.engine.after-token": "the fencing token of a run's engine is committed, but no engine is started",
     "supervisor.engine.after-start": "a run's engine is started",
+    # An operator's call is stored in the transaction of its change, or as begun before and with its result after it.
+    "operators.before-entry": "an operator's call is admitted, but nothing is stored",
+    "operators.before-commit": "a change and its entry are written in the open transaction",
+    "operators.after-begun": "a call that is not one transaction is stored as begun, but has changed nothing",
+    "operators.before-result": "the call's work is done, but the call is stored as begun",
+    "operators.after-result": "the call is stored with its result, but has not answered",
     # The engine runs rounds.
     "engine.contract.before-commit": "the payloads of the contract are stored, but the contract is not published",
     "engine.contract.after-commit": "the contract is published, but the run has no checkpoint",

@@ -18,10 +18,11 @@ from fleetdistill_server.service.leading import clone_settings, create
 from fleetdistill_server.service.processes import end_with_parent
 from fleetdistill_server.service.registration import is_prepared
 from fleetdistill_server.store.location import Location, has_store, set_location
+from fleetdistill_server.store.operator_calls import Call
 from fleetdistill_server.store.store import Store
 
 
-def _created(directory: Path, run: NewRun) -> str:
+def _created(directory: Path, run: NewRun, call: Call) -> str:
     if not has_store(directory):
         set_location(directory, Location.of(run_config(_settings(run.settings, directory)).server))
     store = Store.open(directory)
@@ -31,7 +32,9 @@ def _created(directory: Path, run: NewRun) -> str:
             given = clone_settings(store, run.clone_of, run.settings["run"]["name"], run.changes)
         config = run_config(_settings(given, directory))
         _check(store, config)
-        return create(store, config, start_it=run.start)
+        with store.operator_calls.with_change(call) as outcome:
+            outcome.text = create(store, config, start_it=run.start)
+        return outcome.text
     finally:
         store.close()
 
@@ -49,10 +52,11 @@ def _check(store: Store, config: RunConfig) -> None:
 
 
 def main() -> int:
-    """Reads a run as JSON from standard input; prints a sentence on it, or the error and returns 1."""
+    """Reads a run and its operator's call as JSON from standard input; prints a sentence, or an error and returns 1."""
     end_with_parent()
     try:
-        print(_created(Path(sys.argv[1]), NewRun(**json.load(sys.stdin))))
+        given = json.load(sys.stdin)
+        print(_created(Path(sys.argv[1]), NewRun(**given["run"]), Call(**given["call"])))
     except FleetDistillError as error:
         print(error)
         return 1

@@ -29,7 +29,7 @@ from fleetdistill_server.front.file_streams import (
 )
 from fleetdistill_server.front.guard import holder_in
 from fleetdistill_server.front.operator_log import OperatorLog, call_of
-from fleetdistill_server.front.remote_leading import RemoteLeading
+from fleetdistill_server.front.remote_leading import RemoteLeading, led
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.certificates import Holder
 from fleetdistill_server.security.pki import Authority
@@ -40,7 +40,7 @@ from fleetdistill_server.service.leading import pause, resume, start, stop
 from fleetdistill_server.service.run_endings import mark_cancelled
 from fleetdistill_server.service.wakeups import POLL_SECONDS
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.operator_calls import Call
+from fleetdistill_server.store.operator_calls import Call, Outcome
 from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
@@ -137,7 +137,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         changed = await in_pool(
             self._pool,
             context,
-            partial(self._log.commit, call, partial(_revoke_person, request, holder_in(context)), _done),
+            partial(self._log.commit, call, partial(_revoke_person, request, holder_in(context)), Outcome),
         )
         return operations_pb2.RevokePersonResponse(changed=changed)
 
@@ -183,7 +183,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         async with self._copying:
             with contextlib.ExitStack() as ends:
                 folder = await in_pool(self._copies, context, lambda: ends.enter_context(folder_in(self._directory)))
-                work = partial(self._log.around, call, partial(make, folder), lambda made: f"done: {made[1]}")
+                work = partial(self._log.around, call, partial(make, folder), lambda made: Outcome(text=made[1]))
                 parts = parts_of_files(folder, *await in_pool(self._copies, context, work))
                 while (part := await in_pool(self._copies, context, partial(next, parts, None))) is not None:
                     yield part
@@ -191,50 +191,50 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     async def CreateRun(
         self, request: operations_pb2.CreateRunRequest, context: Any
     ) -> operations_pb2.CreateRunResponse:
-        work = partial(self._leading.create, request)
-        text = await self._lead(self._creations, context, "CreateRun", request, work)
+        text = await self._create_run(context, "CreateRun", request, self._leading.create)
         return operations_pb2.CreateRunResponse(text=text)
 
     async def CloneRun(self, request: operations_pb2.CloneRunRequest, context: Any) -> operations_pb2.CloneRunResponse:
-        work = partial(self._leading.clone, request)
-        text = await self._lead(self._creations, context, "CloneRun", request, work)
+        text = await self._create_run(context, "CloneRun", request, self._leading.clone)
         return operations_pb2.CloneRunResponse(text=text)
 
     async def StartRun(self, request: operations_pb2.StartRunRequest, context: Any) -> operations_pb2.StartRunResponse:
-        work = partial(self._leading.lead, start, request.run)
-        text = await self._lead(self._pool, context, "StartRun", request, work)
+        text = await self._lead(context, "StartRun", request, start)
         return operations_pb2.StartRunResponse(text=text)
 
     async def PauseRun(self, request: operations_pb2.PauseRunRequest, context: Any) -> operations_pb2.PauseRunResponse:
-        work = partial(self._leading.lead, pause, request.run)
-        text = await self._lead(self._pool, context, "PauseRun", request, work)
+        text = await self._lead(context, "PauseRun", request, pause)
         return operations_pb2.PauseRunResponse(text=text)
 
     async def ResumeRun(
         self, request: operations_pb2.ResumeRunRequest, context: Any
     ) -> operations_pb2.ResumeRunResponse:
-        work = partial(self._leading.lead, resume, request.run)
-        text = await self._lead(self._pool, context, "ResumeRun", request, work)
+        text = await self._lead(context, "ResumeRun", request, resume)
         return operations_pb2.ResumeRunResponse(text=text)
 
     async def StopRun(self, request: operations_pb2.StopRunRequest, context: Any) -> operations_pb2.StopRunResponse:
-        work = partial(self._leading.lead, stop, request.run)
-        text = await self._lead(self._pool, context, "StopRun", request, work)
+        text = await self._lead(context, "StopRun", request, stop)
         return operations_pb2.StopRunResponse(text=text)
 
     async def DeleteRun(
         self, request: operations_pb2.DeleteRunRequest, context: Any
     ) -> operations_pb2.DeleteRunResponse:
-        work = partial(self._leading.delete, request.run)
-        text = await self._lead(self._pool, context, "DeleteRun", request, work)
+        call = call_of(context, "DeleteRun", request)
+        work = partial(self._log.around, call, partial(self._leading.delete, request.run), _said)
+        text = await in_pool(self._pool, context, work)
         return operations_pb2.DeleteRunResponse(text=text)
 
-    async def _lead(
-        self, pool: ThreadPoolExecutor, context: Any, name: str, request: Any, work: Callable[[], str]
-    ) -> str:
-        """Stores the call before and after its work, which commits by itself."""
+    async def _create_run(self, context: Any, name: str, request: Any, create: Callable[[Any, Call], str]) -> str:
+        """Creates a run in a process of its own, which stores the call with the run."""
         call = call_of(context, name, request)
-        return await in_pool(pool, context, partial(self._log.around, call, work, lambda text: f"done: {text}"))
+        work = partial(self._log.unless_refused, call, partial(create, request, call))
+        return await in_pool(self._creations, context, work)
+
+    async def _lead(self, context: Any, name: str, request: Any, change: Callable[[Store, str], str]) -> str:
+        """Changes a run in one transaction with the call's entry."""
+        job = partial(led, change, request.run)
+        work = partial(self._log.commit, call_of(context, name, request), job, _said)
+        return await in_pool(self._pool, context, work)
 
     def _list(self, skip: int) -> operations_pb2.ListRunsResponse:
         rows = views.runs(self._store, served(self._directory, self._store)).lists["runs"][skip:]
@@ -270,11 +270,11 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             return read(self._store, self._directory, query)
 
     def _revoke(self, request: operations_pb2.RevokeDeviceRequest, call: Call) -> operations_pb2.RevokeDeviceResponse:
-        changed = self._log.commit(call, partial(_revoke_device, request), _done)
+        changed = self._log.commit(call, partial(_revoke_device, request), Outcome)
         return operations_pb2.RevokeDeviceResponse(changed=changed)
 
     def _cancel(self, run: str, call: Call) -> operations_pb2.CancelRunResponse:
-        changed = self._log.commit(call, partial(_cancel_run, run), _done)
+        changed = self._log.commit(call, partial(_cancel_run, run), Outcome)
         return operations_pb2.CancelRunResponse(changed=changed)
 
     def _create(self, request: operations_pb2.CreateTokensRequest, call: Call) -> operations_pb2.CreateTokensResponse:
@@ -290,7 +290,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             with _bad_message():
                 return create_tokens(store, *given)
 
-        made = self._log.commit(call, create, lambda tokens: f"done: {len(tokens)} tokens")
+        made = self._log.commit(call, create, lambda tokens: Outcome(text=f"{len(tokens)} tokens"))
         return operations_pb2.CreateTokensResponse(tokens=made)
 
 
@@ -350,9 +350,8 @@ def _revoke_person(request: operations_pb2.RevokePersonRequest, caller: Holder |
         return revoke_person(store, request.role, request.name, request.reason)
 
 
-def _done(changed: bool) -> str:
-    """Returns the result of a change in words."""
-    return "done" if changed else "nothing to change"
+def _said(text: str) -> Outcome:
+    return Outcome(text=text)
 
 
 def _cancel_run(run: str, store: Store) -> bool:

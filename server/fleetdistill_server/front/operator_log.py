@@ -18,7 +18,7 @@ from fleetdistill.errors import FleetDistillError, RefusedError, StoreError
 from fleetdistill_server.front.guard import holder_in
 from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.limiter import Allowance
-from fleetdistill_server.store.operator_calls import BEGUN, Call
+from fleetdistill_server.store.operator_calls import Call, Outcome
 from fleetdistill_server.store.store import Store
 
 T = TypeVar("T")
@@ -59,40 +59,45 @@ class OperatorLog:
         self._commit = commit
         self._allowance = Allowance(_REFUSED_PER_HOUR)
 
-    def commit(self, call: Call, change: Callable[[Store], T], describe: Callable[[T], str]) -> T:
+    def commit(self, call: Call, change: Callable[[Store], T], describe: Callable[[T], Outcome]) -> T:
         """Makes a change and stores its call in the same transaction.
 
         Args:
             call: The call.
             change: Makes the change.
-            describe: Returns the result of the change in words.
+            describe: Returns the outcome of the change.
 
         Raises:
             RefusedError: The change was refused; the refused call is stored.
         """
 
         def job(store: Store) -> T:
-            with store.transaction():
+            with store.operator_calls.with_change(call) as outcome:
                 result = change(store)
-                store.operator_calls.add(call, describe(result))
+                found = describe(result)
+                outcome.changed, outcome.text = found.changed, found.text
             return result
 
+        return self.unless_refused(call, lambda: self._commit(job))
+
+    def unless_refused(self, call: Call, work: Callable[[], T]) -> T:
+        """Does work that stores the call with its change; stores the call if it is refused."""
         try:
-            return self._commit(job)
+            return work()
         except RefusedError as refusal:
             self.refuse(call, refusal)
             raise
 
-    def around(self, call: Call, work: Callable[[], T], describe: Callable[[T], str]) -> T:
+    def around(self, call: Call, work: Callable[[], T], describe: Callable[[T], Outcome]) -> T:
         """Stores a call as begun, does its work, which is not one transaction, and stores the result."""
-        number = self._commit(lambda store: store.operator_calls.add(call, BEGUN))
+        number = self._commit(lambda store: store.operator_calls.begin(call))
         try:
             result = work()
         except FleetDistillError as error:
             refused, text = isinstance(error, RefusedError), f"failed: {error}"
             self._commit(lambda store: store.operator_calls.settle(number, text, refused=refused))
             raise
-        self._commit(lambda store: store.operator_calls.settle(number, describe(result)))
+        self._commit(lambda store: store.operator_calls.settle(number, describe(result).words))
         return result
 
     def refuse(self, call: Call, refusal: FleetDistillError) -> None:

@@ -1,7 +1,7 @@
 """Creates, starts, pauses, resumes, stops, clones and deletes runs for operators elsewhere.
 
-Each call has a connection of its own instead of the front's commit thread, so the change is durable when the function
-returns, exactly as for a command on the server's machine.
+Runs are created in a process of its own and deleted over a connection of its own, because neither is one short
+transaction of the front's commit thread.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.service.creation import NewRun, create_checked
 from fleetdistill_server.service.run_endings import delete
+from fleetdistill_server.store.operator_calls import Call
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import shortened
 from fleetdistill_server.views.deleted import deleted
 
 
+def led(change: Callable[[Store, str], str], run: str, store: Store) -> str:
+    """Changes a run with a function of `service.leading`. Raises RefusedError if the change is not possible."""
+    with _refusals():
+        return change(store, run)
+
+
 class RemoteLeading:
-    """Leads the runs of the store in a directory; every method returns a sentence on the run.
+    """Creates and deletes runs of the store in a directory; every method returns a sentence on the run.
 
     The methods raise RefusedError if the change is not possible.
     """
@@ -30,22 +37,18 @@ class RemoteLeading:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def create(self, request: operations_pb2.CreateRunRequest) -> str:
+    def create(self, request: operations_pb2.CreateRunRequest, call: Call) -> str:
         """Checks and creates a run."""
         with _refusals():
-            return create_checked(self._directory, NewRun(settings=_parsed(request.run_toml), start=request.start))
+            run = NewRun(settings=_parsed(request.run_toml), start=request.start)
+            return create_checked(self._directory, run, call)
 
-    def clone(self, request: operations_pb2.CloneRunRequest) -> str:
+    def clone(self, request: operations_pb2.CloneRunRequest, call: Call) -> str:
         """Checks and creates a run with another run's settings."""
         settings = {"run": {"name": request.new_run}}
         with _refusals():
             run = NewRun(settings=settings, start=request.start, clone_of=request.run, changes=list(request.changes))
-            return create_checked(self._directory, run)
-
-    def lead(self, change: Callable[[Store, str], str], run: str) -> str:
-        """Changes a run with a function of `service.leading`."""
-        with _refusals(), contextlib.closing(Store.open(self._directory)) as store:
-            return change(store, run)
+            return create_checked(self._directory, run, call)
 
     def delete(self, run: str) -> str:
         """Deletes a run with everything that belongs to it."""

@@ -5,44 +5,22 @@ from __future__ import annotations
 import contextlib
 import getpass
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fleetdistill.errors import FleetDistillError, StoreError
-from fleetdistill_server.store.operator_calls import BEGUN, LOCAL, Call
+from fleetdistill_server.store.operator_calls import LOCAL, Call, Outcome
 from fleetdistill_server.store.store import Store
-
-
-@dataclass
-class Outcome:
-    """Result of a change.
-
-    Attributes:
-        changed: Whether anything changed.
-        text: What changed; empty if the arguments say it.
-    """
-
-    changed: bool = True
-    text: str = ""
-
-    @property
-    def words(self) -> str:
-        """The result in words."""
-        done = "done" if self.changed else "nothing to change"
-        return f"{done}: {self.text}" if self.text else done
 
 
 @contextlib.contextmanager
 def noted(store: Store, call: str, arguments: Mapping[str, Any]) -> Iterator[Outcome]:
     """Makes the block one transaction, which also stores the call with its outcome; a failed call is stored too."""
-    entry, outcome = Call(LOCAL, local_user(), call, arguments, LOCAL), Outcome()
+    entry = local_call(call, arguments)
     try:
-        with store.transaction():
+        with store.operator_calls.with_change(entry) as outcome:
             yield outcome
-            store.operator_calls.add(entry, outcome.words)
     except FleetDistillError as error:
-        with contextlib.suppress(StoreError):  # the first error says more
-            store.operator_calls.add(entry, f"failed: {error}", refused=True)
+        note_failure(store, entry, error)
         raise
 
 
@@ -50,7 +28,7 @@ def noted(store: Store, call: str, arguments: Mapping[str, Any]) -> Iterator[Out
 def noted_around(store: Store, call: str, arguments: Mapping[str, Any]) -> Iterator[Outcome]:
     """Stores a call as begun before a block that cannot be one transaction, and its outcome afterwards."""
     outcome = Outcome()
-    number = store.operator_calls.add(Call(LOCAL, local_user(), call, arguments, LOCAL), BEGUN)
+    number = store.operator_calls.begin(local_call(call, arguments))
     try:
         yield outcome
     except FleetDistillError as error:
@@ -58,6 +36,17 @@ def noted_around(store: Store, call: str, arguments: Mapping[str, Any]) -> Itera
             store.operator_calls.settle(number, f"failed: {error}", refused=True)
         raise
     store.operator_calls.settle(number, outcome.words)
+
+
+def note_failure(store: Store, call: Call, error: FleetDistillError) -> None:
+    """Stores a failed call if the store can be written; the error of the call says more than one of the store."""
+    with contextlib.suppress(StoreError):
+        store.operator_calls.add(call, f"failed: {error}", refused=True)
+
+
+def local_call(call: str, arguments: Mapping[str, Any]) -> Call:
+    """Returns a call that this process makes."""
+    return Call(LOCAL, local_user(), call, arguments, LOCAL)
 
 
 def local_user() -> str:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill_server.config.tls import ENROL_PORT
 from fleetdistill_server.engine.cancelling import cancel
 from fleetdistill_server.operations.client import connect
 from fleetdistill_server.operations.interface import Exported, Source
-from fleetdistill_server.operations.local_calls import local_user, noted, noted_around
+from fleetdistill_server.operations.local_calls import local_call, local_user, note_failure, noted, noted_around
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens
@@ -97,9 +97,7 @@ class LocalStore(Source):
 
     def create(self, run: NewRun) -> str:
         """Checks and creates a run; returns a sentence on it. Relative paths belong to the current directory."""
-        with noted_around(self._store, *_creation(run)) as result:
-            result.text = create_checked(self._directory, run)
-        return result.text
+        return create_here(self._directory, run)
 
     def start(self, run: str) -> str:
         """Starts a run that was created or stopped; returns a sentence on it."""
@@ -119,10 +117,12 @@ class LocalStore(Source):
 
     def delete(self, run: str) -> str:
         """Deletes a run with everything that belongs to it; returns a sentence on what was deleted."""
-        return self._lead("DeleteRun", lambda store, name: deleted(name, delete(self._directory, store, name)), run)
+        with noted_around(self._store, "DeleteRun", {"run": run}) as result:
+            result.text = deleted(run, delete(self._directory, self._store, run))
+        return result.text
 
     def _lead(self, call: str, change: Callable[[Store, str], str], run: str) -> str:
-        with noted_around(self._store, call, {"run": run}) as result:
+        with noted(self._store, call, {"run": run}) as result:
             result.text = change(self._store, run)
         return result.text
 
@@ -137,12 +137,13 @@ class LocalStore(Source):
 
 def create_here(directory: Path, run: NewRun) -> str:
     """Checks and creates a run in a store on this machine, and the store if there is none; see `Source.create`."""
-    if has_store(directory):
-        return LocalStore(directory).create(run)
-    text = create_checked(directory, run)
-    with noted(open_store(directory), *_creation(run)) as result:
-        result.text = text
-    return text
+    call = local_call(*_creation(run))
+    try:
+        return create_checked(directory, run, call)
+    except FleetDistillError as error:
+        if has_store(directory):
+            note_failure(open_store(directory), call, error)
+        raise
 
 
 def _creation(run: NewRun) -> tuple[str, Mapping[str, Any]]:

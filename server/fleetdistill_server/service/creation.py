@@ -15,6 +15,7 @@ from typing import Any
 
 from fleetdistill.errors import RunError
 from fleetdistill_server.service.processes import child_environment
+from fleetdistill_server.store.operator_calls import Call
 
 CREATION_SECONDS = 600.0
 """Time limit for creating a run; loading torch and a large model may take minutes."""
@@ -37,20 +38,24 @@ class NewRun:
     changes: Sequence[str] = field(default_factory=list)
 
 
-def create_checked(directory: Path, run: NewRun) -> str:
+def create_checked(directory: Path, run: NewRun, call: Call) -> str:
     """Checks a run as `serve --check` does, and creates it; returns a sentence on the run.
+
+    The operator's call is stored in the transaction that creates the run, and not at all if it cannot be created.
 
     Relative paths in its settings are relative to the current directory of this process.
 
     Args:
         directory: The store's directory.
         run: The run.
+        call: The operator's call.
 
     Raises:
         RunError: The run cannot be created; nothing was stored.
     """
     command = [sys.executable, "-m", "fleetdistill_server.engine.creation", str(directory)]
-    given = json.dumps(asdict(run), default=str)  # a date in TOML is no valid setting anyway
+    # a date in TOML is no valid setting anyway
+    given = json.dumps({"run": asdict(run), "call": asdict(call)}, default=str)
     try:
         done = subprocess.run(
             command, input=given, stdout=subprocess.PIPE, text=True, env=child_environment(), timeout=CREATION_SECONDS

@@ -182,8 +182,8 @@ def _row(store: Store, run: str) -> Row:
 
 @contextlib.contextmanager
 def _durably(store: Store) -> Iterator[None]:
-    """Runs the block in one transaction, which is durable afterwards."""
+    """Runs the block in one transaction, durable afterwards unless the caller has opened a larger one."""
     with store.transaction():
         yield
         failpoints.hit("runs.lead.before-commit")
-    failpoints.hit("runs.lead.after-commit")
+        store.database.after_commit(lambda: failpoints.hit("runs.lead.after-commit"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fleetdistill.state import failpoints
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.texts import shortened
 
@@ -38,6 +40,25 @@ class Call:
     address: str = "local"
 
 
+@dataclass
+class Outcome:
+    """Result of a change.
+
+    Attributes:
+        changed: Whether anything changed.
+        text: What changed; empty if the arguments say it.
+    """
+
+    changed: bool = True
+    text: str = ""
+
+    @property
+    def words(self) -> str:
+        """The result in words."""
+        done = "done" if self.changed else "nothing to change"
+        return f"{done}: {self.text}" if self.text else done
+
+
 class OperatorCalls:
     """Reads and writes the table `operator_calls`."""
 
@@ -61,10 +82,31 @@ class OperatorCalls:
             )
         return number
 
+    @contextlib.contextmanager
+    def with_change(self, call: Call) -> Iterator[Outcome]:
+        """Makes the block, a change, one transaction with its entry; stores nothing if the block fails."""
+        failpoints.hit("operators.before-entry")
+        outcome = Outcome()
+        with self._db.transaction():
+            yield outcome
+            self.add(call, outcome.words)
+            failpoints.hit("operators.before-commit")
+            self._db.after_commit(_hit_after_result)
+
+    def begin(self, call: Call) -> int:
+        """Stores a call as begun, before work that is not one transaction; returns its id for `settle`."""
+        failpoints.hit("operators.before-entry")
+        with self._db.transaction():
+            self._db.after_commit(lambda: failpoints.hit("operators.after-begun"))
+            return self.add(call, BEGUN)
+
     def settle(self, number: int, result: str, *, refused: bool = False) -> None:
-        """Stores the result of a call that was added as begun."""
+        """Stores the result of a call that was stored as begun."""
+        failpoints.hit("operators.before-result")
         sql = "UPDATE operator_calls SET result = ?, refused = ? WHERE id = ?"
-        self._db.write(sql, shortened(result), int(refused), number)
+        with self._db.transaction():
+            self._db.write(sql, shortened(result), int(refused), number)
+            self._db.after_commit(_hit_after_result)
 
     def newest(self, *, before: int | None, call: str, text: str, most: int) -> list[Row]:
         """Returns calls, newest first.
@@ -88,6 +130,10 @@ class OperatorCalls:
             values += [containing(text)] * len(columns)
         where = " AND ".join(conditions)
         return self._db.rows(f"SELECT * FROM operator_calls WHERE {where} ORDER BY id DESC LIMIT ?", *values, most)
+
+
+def _hit_after_result() -> None:
+    failpoints.hit("operators.after-result")
 
 
 def containing(text: str) -> str:
