@@ -14,7 +14,7 @@ import pytest
 from chaos.leading import LED, Killer, checkpoint_of, server_toml, summary
 from service.test_supervisor import serve, write_config
 from support.answering import AnsweringFleet
-from support.processes import COMMAND, wait_until
+from support.processes import COMMAND, children, is_alive, wait_until
 
 from fleetdistill.state.failpoints import VARIABLE
 from fleetdistill_server.config.run_config import load_run_config
@@ -91,6 +91,20 @@ def test_a_killed_command_is_repeated_and_ends_the_same(command: str, point: str
     assert state_of(killed) == after
     assert run_command(killed, words).stdout == repeated.stdout or command == "delete"
     assert state_of(killed) == after
+
+
+@pytest.mark.slow
+@pytest.mark.cold_start
+def test_nothing_is_created_once_the_command_was_killed(tmp_path: Path) -> None:
+    """The process that creates the run is still importing torch; a command after this one would not expect the run."""
+    write_config(tmp_path, run_name=LED)
+    command = subprocess.Popen([*COMMAND, "runs", "create", "run.toml", "--store", "store"], cwd=tmp_path)
+    (creating,) = wait_until(lambda: children(command.pid, "fleetdistill_server.engine.creation"), "the process")
+    command.kill()
+    command.wait()
+    wait_until(lambda: not is_alive(creating), "the process to end")
+    with contextlib.closing(Store.open(tmp_path / "store")) as store:
+        assert store.runs.names() == []
 
 
 # --- the supervisor

@@ -53,7 +53,7 @@ def _check(store: Store, config: RunConfig) -> None:
 
 def main() -> int:
     """Reads a run and its operator's call as JSON from standard input; prints a sentence, or an error and returns 1."""
-    end_with_parent()
+    end_with_parent(int(sys.argv[2]))
     try:
         given = json.load(sys.stdin)
         print(_created(Path(sys.argv[1]), NewRun(**given["run"]), Call(**given["call"])))

@@ -6,6 +6,7 @@ Neither the front nor a command loads torch, a method or an operator's own modul
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -53,7 +54,7 @@ def create_checked(directory: Path, run: NewRun, call: Call) -> str:
     Raises:
         RunError: The run cannot be created; nothing was stored.
     """
-    command = [sys.executable, "-m", "fleetdistill_server.engine.creation", str(directory)]
+    command = [sys.executable, "-m", "fleetdistill_server.engine.creation", str(directory), str(os.getpid())]
     # a date in TOML is no valid setting anyway
     given = json.dumps({"run": asdict(run), "call": asdict(call)}, default=str)
     try:
