@@ -102,7 +102,7 @@ def store() -> Iterator[Store]:
 def test_an_event_is_logged_once_with_all_that_it_is_about(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with store.transaction():
-        store.history.add_event("digits", "refused", "the reason", number=3, device="d1", code="bad-shape")
+        store.history.add_event("digits", "refused", "the reason", number=3, device="d1", code="bad-shape", ask=7)
         assert caplog.records == [], "not before it is committed"
     store.history.add_event("digits", "declined", "another")
     first, second = caplog.records
@@ -110,7 +110,7 @@ def test_an_event_is_logged_once_with_all_that_it_is_about(store: Store, caplog:
         "run": "digits",
         "round": 3,
         "device": "d1",
-        "ask": None,
+        "ask": 7,
         "event": "refused",
         "code": "bad-shape",
         "trace_id": None,

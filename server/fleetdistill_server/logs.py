@@ -99,7 +99,7 @@ def log_event(row: Mapping[str, Any]) -> None:
     if row["kind"] in _LOGGED_ELSEWHERE:
         return
     level = logging.INFO if row["kind"] in _ORDINARY else logging.WARNING
-    what = {name: row[name] for name in ("run", "round", "device", "code")}
+    what = {name: row[name] for name in ("run", "round", "device", "ask", "code")}
     _events.log(level, "%s", row["text"], extra=about(event=row["kind"], **what))
 
 

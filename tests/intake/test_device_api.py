@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 
 import pytest
@@ -285,3 +286,18 @@ def test_what_the_events_say_can_be_read_by_a_machine(fleet: Fleet) -> None:
     (event,) = fleet.store.history.events(RUN)
     assert json.loads(json.dumps(event))["code"] == "bad-value"
     assert event["text"] == "device d1: label 7 outside [0, 3) at row 2 of knowledge/labels"
+
+
+def test_log_lines_of_events_about_an_ask_have_its_id(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    """Ask 1 is declined, ask 2 has a bad answer, ask 3 is late."""
+    caplog.set_level(logging.INFO, "fleetdistill.server.events")
+    identity = fleet.join()
+    fleet.ask()
+    fleet.api.decline(service_pb2.DeclineRequest(identity=identity, round=1, step_number=1))
+    fleet.ask(step_number=2)
+    with pytest.raises(RefusedError):
+        fleet.send(identity, make_payload(labels=i32([0, 0, 7, 0])), step_number=2)
+    fleet.ask(step_number=3)
+    fleet.store.asks.expire(RUN, time.time() + 10_000)
+    told = [tuple(getattr(one, f"about_{name}") for name in ("event", "round", "ask")) for one in caplog.records]
+    assert told == [("declined", 1, 1), ("refused", 1, 2), ("late", 1, 3)]

@@ -30,6 +30,7 @@ from fleetdistill_server.intake.uploads import Uploads
 from fleetdistill_server.logs import about
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.fleet_sizes import FleetSizes
+from fleetdistill_server.store.history import about_ask
 from fleetdistill_server.store.states import OVER, PAUSED, STOPPED
 from fleetdistill_server.store.store import Store
 
@@ -227,4 +228,4 @@ def _note(run: str, kind: str, text: str, device: str, store: Store) -> None:
 def _close_declined(run: str, ask: Row, text: str, store: Store) -> None:
     with store.transaction():
         store.asks.close(ask["id"], "declined")
-        store.history.add_event(run, "declined", text, number=ask["round"], device=ask["device"])
+        store.history.add_event(run, "declined", text, **about_ask(ask))

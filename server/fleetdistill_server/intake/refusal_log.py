@@ -54,13 +54,24 @@ class RefusalLog:
         self._quota = RefusalQuota(per_hour)
         self._rows: dict[DeviceKey, int | None] = {}
 
-    def note(self, run: str, number: int, device: str, refusal: RefusedError, *, known: bool = True) -> None:
-        """Records that a device was refused; `known` is True if the device is registered in the run."""
+    def note(
+        self, run: str, number: int, device: str, refusal: RefusedError, *, known: bool = True, ask: int = 0
+    ) -> None:
+        """Records a refusal.
+
+        Args:
+            run: Name of the run.
+            number: Round; 0 for none.
+            device: Device that was refused.
+            refusal: The refusal.
+            known: Whether the device is registered in the run.
+            ask: Id of the ask that the device answered; 0 for none.
+        """
         if not self._quota.take(run, device if known else ""):
             return  # counted instead; see `note_left_out`
         self._commit(
             lambda store: store.history.add_event(
-                run, "refused", str(refusal), number=number, device=device[:64], code=refusal.code
+                run, "refused", str(refusal), number=number, device=device[:64], code=refusal.code, ask=ask
             )
         )
 

@@ -229,7 +229,7 @@ class Uploads:
             refusal = other_ask(ask)
         else:
             return ask
-        self._refusals.note(run, number, device, refusal)
+        self._refusals.note(run, number, device, refusal, ask=ask["id"] if ask else 0)
         raise refusal
 
     def deletions(self) -> int:
@@ -269,7 +269,7 @@ class Uploads:
             `refusal`, for the caller to raise.
         """
         if refusal.code not in RESUMABLE:
-            self._refusals.note(run, ask["round"], ask["device"], refusal)
+            self._refusals.note(run, ask["round"], ask["device"], refusal, ask=ask["id"])
         self.count_refused(ask, received)
         if is_final(refusal.code):
             self._commit(lambda store: store.asks.close(ask["id"], f"refused: {refusal}"))

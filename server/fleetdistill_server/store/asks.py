@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from fleetdistill_server.store.clock import PROCESS
 from fleetdistill_server.store.credentials import REVOKED
 from fleetdistill_server.store.database import Database, Row
-from fleetdistill_server.store.history import History
+from fleetdistill_server.store.history import History, about_ask
 from fleetdistill_server.store.states import DEADLINE_PASSED
 from fleetdistill_server.texts import shortened
 
@@ -147,7 +147,7 @@ class Asks:
             for ask in late:
                 self.close(ask["id"], DEADLINE_PASSED)
                 text = f"{ask['device']} did not answer step {ask['step']!r} before its deadline"
-                self._history.add_event(run, "late", text, number=ask["round"], device=ask["device"])
+                self._history.add_event(run, "late", text, **about_ask(ask))
         return late
 
     def end_step(self, run: str, number: int, step_number: int, enough: int, among: Sequence[str]) -> bool:
@@ -217,7 +217,7 @@ class Asks:
             )
             then = "the device is asked again" if again else f"the device drops out of the round: {out}"
             text = f"the answer of {row['device']} to step {row['step']!r} was lost on the server; {then}. {why}"
-            self._history.add_event(row["run"], "quarantined", text, number=row["round"], device=row["device"])
+            self._history.add_event(row["run"], "quarantined", text, **about_ask(row))
 
     def accept_upload(self, ask: int, attempt: int, sha256: bytes, data_bytes: int, samples: int) -> Row | None:
         """Stores an answer. Only the first answer to an ask is accepted.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from typing import Any
 
 from fleetdistill.knowledge import Metrics
 from fleetdistill_server.store.database import Database, Row
@@ -17,11 +18,26 @@ class History:
     def __init__(self, database: Database) -> None:
         self._db = database
 
-    def add_event(self, run: str, kind: str, text: str, *, number: int = 0, device: str = "", code: str = "") -> int:
-        """Stores and logs an event for the operator, truncating text over the limit; returns the event's id."""
+    def add_event(
+        self, run: str, kind: str, text: str, *, number: int = 0, device: str = "", code: str = "", ask: int = 0
+    ) -> int:
+        """Stores an event for the operator, truncating text over the limit, and logs it.
+
+        Args:
+            run: Name of the run.
+            kind: Kind of the event.
+            text: What happened.
+            number: Round that it is about; 0 for none.
+            device: Device that it is about; empty for none.
+            code: Code of a refusal.
+            ask: Id of the ask that it is about, for the log only; 0 for none.
+
+        Returns:
+            The event's id.
+        """
         row = {"run": run, "round": number, "device": device, "kind": kind, "code": code, "text": shortened(text)}
         with self._db.transaction():
-            self._db.log(row)
+            self._db.log({**row, "ask": ask})
             return int(self._db.insert("events", {**row, "at": self._db.now()}, "RETURNING id")["id"])
 
     def note_refusals_left_out(self, run: str, device: str, text: str, known: int | None) -> int | None:
@@ -149,6 +165,11 @@ class History:
         The kind of headers is "envelope"; rows written by older versions have an empty kind.
         """
         return self._db.rows("SELECT * FROM traffic WHERE run = ? ORDER BY round, device, direction, kind", run)
+
+
+def about_ask(ask: Row) -> dict[str, Any]:
+    """Returns the arguments of `History.add_event` for an event about an ask."""
+    return {"number": ask["round"], "device": ask["device"], "ask": ask["id"]}
 
 
 _COUNTS = ("payloads", "tensor_bytes", "envelope_bytes", "sent_bytes")
