@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +82,31 @@ def collecting() -> Iterator[tuple[Collector, dict[str, str]]]:
         yield collector, environment(port)
     finally:
         server.stop(None).wait()
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[tuple[list[socket.socket], dict[str, str]]]:
+    """Accepts connections on a free port and never answers; yields them, and the environment of exporting processes.
+
+    An exporter that waits for an answer waits for an hour.
+    """
+    accepted: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):  # it is closed
+                while True:
+                    accepted.append(listening.accept()[0])
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield accepted, environment(listening.getsockname()[1]) | {"OTEL_EXPORTER_OTLP_TIMEOUT": "3600"}
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for one in accepted:
+                one.close()
 
 
 def environment(port: int) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.collector import APP, Collector, Received, collecting, environment
+from support.collector import APP, Collector, Received, collecting, environment, silent
 from support.processes import free_port, wait_until
 from support.small_run import DEVICES, SmallRun, small_run, store_of
 
@@ -110,10 +110,24 @@ def test_an_engine_that_is_killed_twice_in_a_round_continues_its_trace(tmp_path:
         assert len(collector.spans(name="ask", trace=root.trace)) == root.attributes["asks"]
 
 
-def test_a_collector_that_is_not_there_or_never_answers_costs_spans_and_no_round(tmp_path: Path) -> None:
-    with small_run(tmp_path / "w", traced=environment(free_port())) as run:
-        run.finish()
-        with store_of(run.place) as store:
-            rounds = store.runs.rounds(RUN)
+def assert_undisturbed(run: SmallRun) -> None:
+    """Every round ended as it does without traces."""
+    with store_of(run.place) as store:
+        rounds = store.runs.rounds(RUN)
     assert [row["status"] for row in rounds] == ["short", "closed", "closed", "closed"]
     assert [row["used"] for row in rounds[1:-1]] == [2, 2]
+
+
+def test_a_collector_that_is_not_there_costs_spans_and_no_round(tmp_path: Path) -> None:
+    with small_run(tmp_path / "w", traced=environment(free_port())) as run:
+        run.finish()
+        assert_undisturbed(run)
+
+
+@pytest.mark.parametrize("queue", [{}, {"OTEL_BSP_MAX_QUEUE_SIZE": "1", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "1"}])
+def test_a_collector_that_accepts_and_never_answers_holds_up_no_round(tmp_path: Path, queue: dict[str, str]) -> None:
+    """If front, engine or a device waited for it once, also because a queue is full, the run would take an hour."""
+    with silent() as (accepted, variables), small_run(tmp_path / "w", traced=variables | queue) as run:
+        run.finish()
+        assert_undisturbed(run)
+        assert len(accepted) >= 2, "front and engine have connected"
