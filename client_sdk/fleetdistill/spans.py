@@ -80,7 +80,7 @@ class ProviderSpans:
             import opentelemetry.trace  # noqa: F401
         except ImportError as error:
             raise ConfigurationError(
-                "tracer_provider needs the package opentelemetry-api; install fleetdistill[otel]"
+                "tracer_provider needs opentelemetry-api, which is not installed: pip install 'fleetdistill[otel]'"
             ) from error
         self._tracer = provider.get_tracer("fleetdistill")
         self._given: Place | None = None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.tracking import targets
 from fleetdistill_server.tracking.targets import Target, read_targets
 
 
@@ -25,15 +23,6 @@ def test_targets_are_read_once_each_and_in_order(tmp_path: Path) -> None:
 def test_anything_else_is_an_error_that_shows_what_is_expected(given: str) -> None:
     with pytest.raises(ConfigurationError, match=r"expected mlflow:URI.* or tensorboard:DIRECTORY"):
         read_targets([given])
-
-
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(name: str) -> object:
-        return None if name == "mlflow" else importlib.util.find_spec(name)
-
-    monkeypatch.setattr(targets, "find_spec", without)
-    with pytest.raises(ConfigurationError, match=r"pip install 'fleetdistill\[mlflow\]'"):
-        read_targets(["mlflow:http://127.0.0.1:5000"])
 
 
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:

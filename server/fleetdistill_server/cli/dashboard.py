@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import webbrowser
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.cli.options import DEFAULT_STORE, IdentityOption, ServerOption, StoreOption, report_errors
 from fleetdistill_server.dashboard.server import DEFAULT_PORT, run_dashboard, show_simulation
+from fleetdistill_server.extras import require
 
 
 @report_errors
@@ -52,8 +51,7 @@ def dashboard(
 
 def check_installed() -> None:
     """Raises ConfigurationError if the packages of the pages are missing."""
-    if importlib.util.find_spec("nicegui") is None:
-        raise ConfigurationError("the pages in the browser need NiceGUI; install fleetdistill[dashboard]")
+    require("the dashboard", "nicegui", "dashboard")
 
 
 def open_simulation(out: Path) -> None:

@@ -63,7 +63,7 @@ def serve(
     if not check:
         for number in (signal.SIGINT, signal.SIGTERM):  # before the slow imports
             signal.signal(number, lambda signum, frame: stopped.set())
-    from fleetdistill_server.cli.serve_checks import check_new_run, check_security
+    from fleetdistill_server.cli.serve_checks import check_extras, check_new_run, check_security
     from fleetdistill_server.config.run_config import load_run_config
     from fleetdistill_server.config.section import read_toml
     from fleetdistill_server.config.server_config import load_service_config
@@ -79,6 +79,7 @@ def serve(
         _print_check(loaded, config, insecure)
         return
     configure("serve", log_format, log_level)
+    check_extras(loaded.server)
     warning = check_security(loaded.server, insecure)
     if warning:
         logger.warning("%s", warning)

@@ -15,6 +15,7 @@ from fleetdistill.link.grpc_link import is_loopback
 from fleetdistill.methods.classstats.private_merge import rows_needed
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.server_config import ServerSection
+from fleetdistill_server.extras import require
 from fleetdistill_server.front.tls import check_files
 from fleetdistill_server.service.engine_slots import engines_at_once
 from fleetdistill_server.service.processes import child_environment
@@ -27,15 +28,21 @@ from fleetdistill_server.views.runs import UNTIL_STOPPED
 from fleetdistill_server.views.units import readable_bytes
 
 _LOOK_SECONDS = 0.1
+_OPTIONAL = {
+    "database": ("psycopg", "postgres"),
+    "blobs": ("s3fs", "s3"),
+    "pki": ("cryptography", "tls"),
+    "metrics": ("prometheus_client", "server"),
+}
+"""Settings of [server] that need an optional module, with the module and the extra that installs it."""
 
 
 def check_security(server: ServerSection, insecure: bool) -> str:
-    """Rejects plain text on public addresses, an unusable PKI and traces that cannot be sent; returns a warning or "".
+    """Rejects plain text on public addresses and an unusable PKI; returns a warning or "".
 
     Raises:
         ConfigurationError: The server must not listen with these settings.
     """
-    check_traces(server.traces)
     tls = server.tls()
     if tls is not None:
         check_files(tls.directory)
@@ -49,6 +56,14 @@ def check_security(server: ServerSection, insecure: bool) -> str:
             "allow plain text with --insecure"
         )
     return f"serving in plain text on {server.listen}; anyone on the network path can read and modify the traffic"
+
+
+def check_extras(server: ServerSection) -> None:
+    """Raises ConfigurationError if a package that a setting needs is not installed."""
+    for setting, (module, extra) in _OPTIONAL.items():
+        if getattr(server, setting):
+            require(f"[server] {setting}", module, extra)
+    check_traces(server.traces)
 
 
 def check_new_run(path: Path, config: RunConfig, stopped: threading.Event) -> None:
@@ -102,7 +117,8 @@ def service_summary(server: ServerSection) -> list[str]:
 
 
 def _of_server(server: ServerSection, run: str, insecure: bool) -> tuple[Callable[[], object], ...]:
-    return lambda: check_security(server, insecure), lambda: _check_own_ports(server, run)
+    checks = (lambda: check_extras(server), lambda: check_security(server, insecure))
+    return *checks, lambda: _check_own_ports(server, run)
 
 
 def _failures(*checks: Callable[[], object]) -> list[str]:

@@ -7,7 +7,6 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from fleetdistill.device.doctor import (
@@ -22,7 +21,7 @@ from fleetdistill.device.doctor import (
 )
 from fleetdistill.errors import ConfigurationError, StoreError, in_words
 from fleetdistill.link.credentials import AUTHORITIES, split
-from fleetdistill_server.cli.serve_checks import check_ports, check_security
+from fleetdistill_server.cli.serve_checks import check_extras, check_ports, check_security
 from fleetdistill_server.cli.store_checks import store_findings
 from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
@@ -85,16 +84,8 @@ def _settings(path: Path) -> Found:
 
 
 def _extras(server: ServerSection) -> Found:
-    wanted = {
-        "postgres": ("psycopg", bool(server.database), "database"),
-        "s3": ("s3fs", bool(server.blobs), "blobs"),
-        "tls": ("cryptography", bool(server.pki), "pki"),
-    }
-    lacking = [name for name, (package, used, _) in wanted.items() if used and find_spec(package) is None]
-    for name in lacking:
-        yield ERROR, f"[server] {wanted[name][2]} needs an extra: pip install 'fleetdistill[{name}]'"
-    if not lacking:
-        yield OK, "everything that the settings need is installed"
+    check_extras(server)
+    yield OK, "everything that the settings need is installed"
 
 
 def _processes(server: ServerSection) -> Found:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.extras import missing
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -25,6 +26,7 @@ _EXPORTERS = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 }
+_SETTING, _EXTRA = "[server] traces", "'fleetdistill[otel]'"
 _GIVEN: ContextVar[tuple[int, int]] = ContextVar("fleetdistill_span_ids", default=(0, 0))
 
 
@@ -44,7 +46,7 @@ def make_provider(process: str) -> tuple[TracerProvider, ContextVar[tuple[int, i
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
     except ImportError as error:
-        raise _missing("opentelemetry-sdk") from error
+        raise missing(_SETTING, "opentelemetry-sdk", _EXTRA) from error
 
     class Ids(RandomIdGenerator):  # type: ignore[misc, unused-ignore]
         """Gives the next span the ids that the caller chose."""
@@ -94,13 +96,8 @@ def _exporter() -> Any:
     try:
         return importlib.import_module(_EXPORTERS[protocol]).OTLPSpanExporter()
     except ImportError as error:
-        raise _missing(f"opentelemetry-exporter-otlp-proto-{protocol.partition('/')[0]}") from error
-
-
-def _missing(package: str) -> ConfigurationError:
-    return ConfigurationError(
-        f'[server] traces needs the package {package}; install fleetdistill[otel], or set traces = "off"'
-    )
+        package = f"opentelemetry-exporter-otlp-proto-{protocol.partition('/')[0]}"
+        raise missing(_SETTING, package, _EXTRA if protocol == "grpc" else package) from error
 
 
 def _check_endpoint() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from fleetdistill.errors import ConfigurationError, in_words
+from fleetdistill_server.extras import require
 
 MLFLOW, TENSORBOARD = "mlflow", "tensorboard"
 _PACKAGES = {MLFLOW: "mlflow", TENSORBOARD: "tensorboard"}
@@ -77,8 +77,7 @@ def _read(given: str) -> Target:
             f"--track is {str(target) if where else given!r}, expected mlflow:URI, such as "
             "mlflow:http://127.0.0.1:5000, or tensorboard:DIRECTORY"
         )
-    if find_spec(_PACKAGES[kind]) is None:
-        raise ConfigurationError(f"--track {kind} needs the extra: pip install 'fleetdistill[{kind}]'")
+    require(f"--track {kind}", _PACKAGES[kind], kind)
     if kind == TENSORBOARD:
         return Target(kind, _directory(where))
     return target

@@ -1,0 +1,27 @@
+"""Optional packages, and the error about one that is not installed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from fleetdistill.errors import ConfigurationError
+
+
+def require(what: str, module: str, extra: str) -> None:
+    """Checks that a module can be found; does not import it.
+
+    Args:
+        what: Setting or option that needs the module.
+        module: Name of the module.
+        extra: Extra of fleetdistill that installs it.
+
+    Raises:
+        ConfigurationError: The module is not installed.
+    """
+    if find_spec(module) is None:
+        raise missing(what, module, f"'fleetdistill[{extra}]'")
+
+
+def missing(what: str, package: str, wanted: str) -> ConfigurationError:
+    """Returns the error about a package that is not installed; `wanted` is what to install with pip."""
+    return ConfigurationError(f"{what} needs {package}, which is not installed: pip install {wanted}")
