@@ -3,6 +3,7 @@
     python benchmarks/dashboard.py                                  # 1,000 devices, 1,000 rounds that ask all of them
     python benchmarks/dashboard.py --per-round 10                   # rounds that ask ten
     python benchmarks/dashboard.py --store DIR                      # a store that an earlier call has filled
+    python benchmarks/dashboard.py --store DIR --reads              # only the processor time of reads, no browser
 
 Fills a store through the store's own calls (for 1,000,000 asks this takes a quarter of an hour and 1 GB), starts
 `fleetdistill dashboard` as a process, and opens the run's page in headless Chromium, each time with an empty cache.
@@ -17,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,10 @@ from playwright.sync_api import Browser, sync_playwright
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the same run as in the tests
 from support.dashboards import TOKEN, browser_arguments, chromium, dashboard
-from support.large_run import RUN, fill
+from support.large_run import RUN, device_name, fill
+
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.views import fleet, overview, runs
 
 TABS = ("Devices", "Rounds", "Events", "Data and bytes", "Settings", "Add a device")
 
@@ -38,6 +43,7 @@ def main() -> None:
     parser.add_argument("--per-round", type=int, default=1000, help="devices that each round asks")
     parser.add_argument("--store", type=Path, help="directory of the store; filled if it does not exist")
     parser.add_argument("--repeats", type=int, default=5, help="browsers that open the page, each with an empty cache")
+    parser.add_argument("--reads", action="store_true", help="only print the processor time of reads")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         store = given.store or Path(folder) / "store"
@@ -45,7 +51,34 @@ def main() -> None:
             began = time.perf_counter()
             fill(store, given.devices, given.rounds, given.per_round)
             print(f"store filled in {time.perf_counter() - began:.0f} s")
-        measure(store.resolve(), Path(folder), given.repeats)
+        if given.reads:
+            measure_reads(store, given.repeats)
+        else:
+            measure(store.resolve(), Path(folder), given.repeats)
+
+
+def measure_reads(directory: Path, repeats: int) -> None:
+    """Prints the processor time of what commands and the dashboard read."""
+    store = Store.open(directory)
+    reads: dict[str, Callable[[], object]] = {
+        "overview": lambda: overview.overview(store),
+        "runs show": lambda: runs.run(store, RUN),
+        "devices": lambda: runs.devices(store, RUN),
+        "page of a device": lambda: fleet.device(store, RUN, device_name(7)),
+        "curves": lambda: overview.round_figures(store, RUN, 0),
+        "bytes by round": lambda: overview.traffic(store, RUN, 0),
+        "progress": lambda: store.runs.progress(RUN),
+    }
+    for name, read in reads.items():
+        print(f"{name}: {in_words(tuple(processor_seconds(read) for _ in range(repeats)), 3)}")
+    store.close()
+
+
+def processor_seconds(read: Callable[[], object]) -> float:
+    """Returns the processor time of a call in seconds."""
+    began = time.process_time()
+    read()
+    return time.process_time() - began
 
 
 def measure(store: Path, work: Path, repeats: int) -> None:
@@ -105,9 +138,10 @@ def look_at_all(browser: Browser, url: str) -> None:
     page.context.close()
 
 
-def in_words(seconds: tuple[float, ...]) -> str:
+def in_words(seconds: tuple[float, ...], digits: int = 2) -> str:
     """Returns the median and the range."""
-    return f"{statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})"
+    median, least, most = (f"{one:.{digits}f}" for one in (statistics.median(seconds), min(seconds), max(seconds)))
+    return f"{median} s ({least} to {most})"
 
 
 def show_memory(process: psutil.Process, when: str) -> None:

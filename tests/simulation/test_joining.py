@@ -29,7 +29,7 @@ from fleetdistill_server.store.guards import (
     replacement_rows,
 )
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.store.summaries import EVERY
+from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.views import runs as views
 
 SMALL = Simulation(

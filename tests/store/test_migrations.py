@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store.test_sums import assert_sums_are_true
 from support.parroting import ParrotDevice
 from support.record_schema import DEVICES, RUN, recorded_config
 
@@ -73,6 +74,12 @@ def test_every_row_of_an_old_store_is_kept(recorded: Path, tmp_path: Path) -> No
     for table in before.keys() - {"traffic"}:
         kept = [{name: new[name] for name in was} for was, new in zip(before[table], after[table], strict=True)]
         assert kept == before[table]
+
+
+@every_release
+def test_the_sums_of_an_old_store_are_those_of_its_answers(recorded: Path, tmp_path: Path) -> None:
+    with closing(Store.open(restore(recorded, tmp_path / "store"))) as store:
+        assert_sums_are_true(store, RUN)
 
 
 def _traffic(tables: Tables) -> tuple[int, int]:

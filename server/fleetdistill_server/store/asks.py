@@ -11,6 +11,7 @@ from fleetdistill_server.store.credentials import REVOKED
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.history import History, about_ask
 from fleetdistill_server.store.states import DEADLINE_PASSED
+from fleetdistill_server.store.sums import Sums
 from fleetdistill_server.texts import shortened
 
 
@@ -25,6 +26,7 @@ class Asks:
         self.clock = PROCESS
         self._db = database
         self._history = history
+        self._sums = Sums(database)
 
     def write(self, rows: Sequence[Row]) -> None:
         """Inserts the asks of one step; existing asks stay unchanged.
@@ -34,6 +36,8 @@ class Asks:
         """
         now = self._db.now()
         with self._db.transaction():
+            for run, number in {(row["run"], row["round"]) for row in rows}:
+                self._sums.drop_rounds(run, number, number)
             for row in rows:
                 gone = self._db.value(_WHY_ABSENT, row["run"], row["device"])
                 status = {"status": "out" if gone else "open", "reason": gone, "expects": json.dumps(row["expects"])}
@@ -207,6 +211,7 @@ class Asks:
             late = row["deadline_at"] < self.clock.now()
             out = "deadline passed" if late else "device not present" if not row["present"] else "round closed"
             again = row["round_status"] == "open" and not late and row["present"]
+            self._sums.drop_rounds(row["run"], row["round"], row["round"])
             self._db.write(
                 "UPDATE uploads SET status = 'reported', reason = ?, quarantined_at = ? WHERE receipt = ?",
                 *(shortened(f"the payload was lost on the server: {why}"), self._db.now(), row["receipt"]),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from fleetdistill.knowledge import Metrics
 from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.sums import Sums, figures_of_devices
 from fleetdistill_server.store.traffic import ENVELOPE, REFUSED, Counted
 from fleetdistill_server.texts import shortened
 
@@ -17,6 +19,7 @@ class History:
 
     def __init__(self, database: Database) -> None:
         self._db = database
+        self._sums = Sums(database)
 
     def add_event(
         self, run: str, kind: str, text: str, *, number: int = 0, device: str = "", code: str = "", ask: int = 0
@@ -94,12 +97,13 @@ class History:
             by_class = {one.label: [one.sum, one.count] for one in metric.by_class}
             row = {"run": run, "round": number, "device": device, "name": metric.name, "split": metric.split}
             rows.append({**row, "sum": metric.sum, "count": metric.count, "by_class": json.dumps(by_class)})
-        self._db.insert_many(
-            "figures",
-            rows,
-            "ON CONFLICT (run, round, device, name, split) "
-            "DO UPDATE SET sum=excluded.sum, count=excluded.count, by_class=excluded.by_class",
-        )
+        with self._db.transaction():
+            summed = self._sums.contain(run, number)
+            if summed:
+                self._sums.change_figures(run, number, device, -1)
+            self._db.insert_many("figures", rows, _REPLACE_FIGURES)
+            if summed:
+                self._sums.change_figures(run, number, device, 1)
 
     def figures(self, run: str, name: str, split: str) -> list[Row]:
         """Returns all reported values of one figure of a run, ordered by round and device."""
@@ -115,16 +119,24 @@ class History:
             *(run, name, split),
         )
 
-    def newest_figures(self, run: str, name: str, split: str) -> list[Row]:
-        """Returns each device's newest value of a figure and of its `VARIANT/NAME` forms, by name and device."""
+    def newest_figures(self, run: str, name: str, split: str, device: str | None = None) -> list[Row]:
+        """Returns each device's newest value of a figure and of its `VARIANT/NAME` forms, by name and device.
+
+        Args:
+            run: Name of the run.
+            name: Name of the figure.
+            split: Data that the figure is about.
+            device: Only this device; None for all.
+        """
+        named = "split = ?2 AND (name = ?3 OR (length(name) > ?4 AND substr(name, length(name) + 1 - ?4) = ?5))"
+        known = figures_of_devices(named if device is None else f"{named} AND device = ?6")
         form = f"/{name}"
         return self._db.rows(
-            "SELECT f.device, f.name, f.sum, f.count, f.round FROM figures f JOIN "
-            "(SELECT device, name, max(round) AS round FROM figures WHERE run = ?1 AND split = ?2 AND (name = ?3 OR "
-            "(length(name) > ?4 AND substr(name, length(name) + 1 - ?4) = ?5)) GROUP BY device, name) newest "
-            "ON newest.device = f.device AND newest.name = f.name AND newest.round = f.round "
-            "WHERE f.run = ?1 AND f.split = ?2 ORDER BY f.name, f.device",
-            *(run, split, name, len(form), form),
+            f"WITH newest AS (SELECT device, name, max(newest) AS round FROM {known} GROUP BY device, name) "
+            "SELECT f.device, f.name, f.sum, f.count, f.round FROM newest n CROSS JOIN figures f WHERE f.run = ?1 "
+            "AND f.split = ?2 AND f.round = n.round AND f.device = n.device AND f.name = n.name "
+            "ORDER BY f.name, f.device",
+            *(run, split, name, len(form), form, *(() if device is None else (device,))),
         )
 
     def add_traffic(
@@ -136,8 +148,7 @@ class History:
         for kind in sorted(counted.tensor.keys() | counted.sent.keys()):
             rows.append(_bytes_row({**name, "kind": kind}, 0, counted.tensor[kind], 0, counted.sent[kind]))
         with self._db.transaction():
-            for row in rows:
-                self._db.insert("traffic", row, _ADD_BYTES)
+            self._add_bytes(rows)
             kinds = {row["kind"]: row["sent_bytes"] for row in rows}
             self._db.after_commit(partial(self._db.meter.sent, direction, kinds))
 
@@ -146,9 +157,15 @@ class History:
         with self._db.transaction():
             name = self._db.row("SELECT run, round, device FROM asks WHERE id = ?", ask)
             if name is not None and sent_bytes:
-                row = _bytes_row({**name, "direction": "up", "kind": REFUSED}, 0, 0, 0, sent_bytes)
-                self._db.insert("traffic", row, _ADD_BYTES)
+                self._add_bytes([_bytes_row({**name, "direction": "up", "kind": REFUSED}, 0, 0, 0, sent_bytes)])
                 self._db.after_commit(partial(self._db.meter.sent, "up", {REFUSED: sent_bytes}))
+
+    def _add_bytes(self, rows: Sequence[Row]) -> None:
+        """Adds to the byte counts of one round."""
+        for row in rows:
+            self._db.insert("traffic", row, _ADD_BYTES)
+        if self._sums.contain(rows[0]["run"], rows[0]["round"]):
+            self._sums.add_bytes(rows)
 
     def traffic(self, run: str) -> list[Row]:
         """Returns uncompressed tensor and header bytes, and bytes on the link, by round, device and direction."""
@@ -172,6 +189,10 @@ def about_ask(ask: Row) -> dict[str, Any]:
     return {"number": ask["round"], "device": ask["device"], "ask": ask["id"]}
 
 
+_REPLACE_FIGURES = (
+    "ON CONFLICT (run, round, device, name, split) "
+    "DO UPDATE SET sum=excluded.sum, count=excluded.count, by_class=excluded.by_class"
+)
 _COUNTS = ("payloads", "tensor_bytes", "envelope_bytes", "sent_bytes")
 _ADD_BYTES = "ON CONFLICT (run, round, device, direction, kind) DO UPDATE SET " + ", ".join(
     f"{column} = traffic.{column} + excluded.{column}" for column in _COUNTS

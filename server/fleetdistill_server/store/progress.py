@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fleetdistill_server.store.sums import ANSWERS_OF_ROUNDS, BYTES_OF_ROUNDS, FIGURES_OF_ROUNDS
+
 _DIGITS = {"test_accuracy": 4, "seconds": 2}
 
 
@@ -32,14 +34,11 @@ RUN_PROGRESS = (
     "(SELECT count(*) FROM devices WHERE run = name AND present = 1) AS present FROM runs WHERE name = ?"
 )
 ROUND_PROGRESS = (
-    "WITH answers AS (SELECT a.round, count(*) AS answers, count(*) FILTER (WHERE u.status = 'used') AS used, "
-    "count(*) FILTER (WHERE u.status = 'reported') AS reported FROM uploads u JOIN asks a ON u.ask = a.id "
-    "WHERE a.run = ?1 GROUP BY a.round), "
+    f"WITH answers AS (SELECT * FROM {ANSWERS_OF_ROUNDS}), "
     "sent AS (SELECT round, sum(sent_bytes) FILTER (WHERE direction = 'up') AS up, "
-    "sum(sent_bytes) FILTER (WHERE direction = 'down') AS down FROM traffic WHERE run = ?1 GROUP BY round), "
+    f"sum(sent_bytes) FILTER (WHERE direction = 'down') AS down FROM {BYTES_OF_ROUNDS} GROUP BY round), "
     "guards AS (SELECT round, count(*) AS fired FROM events WHERE run = ?1 AND kind LIKE '%-guard' GROUP BY round), "
-    "scores AS (SELECT round, avg(sum / count) AS mean FROM figures WHERE run = ?1 AND name = 'accuracy' AND "
-    "split = 'test' AND count > 0 GROUP BY round) "
+    f"scores AS (SELECT round, mean FROM {FIGURES_OF_ROUNDS} WHERE name = 'accuracy' AND split = 'test') "
     "SELECT r.round, r.status, r.reason, json_array_length(r.cohort) AS devices, coalesce(n.answers, 0) AS answers, "
     "coalesce(n.used, 0) AS used, coalesce(n.reported, 0) AS reported, s.mean AS test_accuracy, "
     "coalesce(g.fired, 0) AS guards, coalesce(t.up, 0) AS bytes_up, coalesce(t.down, 0) AS bytes_down, "

@@ -17,7 +17,8 @@ from fleetdistill_server.store.back_off import update_back_off
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.history import History
 from fleetdistill_server.store.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress, rounded
-from fleetdistill_server.store.states import OVER
+from fleetdistill_server.store.states import MOST_STALENESS, OVER
+from fleetdistill_server.store.sums import EVERY, Sums, rounds_with_answers
 from fleetdistill_server.store.unsettled import first_needed_round, report_late_answers, settle, settle_until
 from fleetdistill_server.texts import shortened
 
@@ -29,6 +30,7 @@ class Runs:
         self._db = database
         self._history = history
         self._asks = asks
+        self._sums = Sums(database)
 
     def begin(self, name: str, config: Mapping[str, Any]) -> None:
         """Registers a run; does nothing if it exists with the same configuration.
@@ -61,12 +63,10 @@ class Runs:
         return int(self._db.value("SELECT completed_rounds FROM runs WHERE name = ?", name) or 0)
 
     def all(self) -> list[Row]:
-        """Returns all runs, oldest first, with their numbers of devices and uploads."""
+        """Returns all runs, oldest first, with their numbers of devices."""
         return self._db.rows(
             "SELECT name, status, reason, completed_rounds, config, created_at, "
-            "(SELECT count(*) FROM devices WHERE run = name) AS devices, "
-            "(SELECT count(*) FROM uploads u JOIN asks a ON u.ask = a.id WHERE a.run = name) AS uploads "
-            "FROM runs ORDER BY created_at, name"
+            "(SELECT count(*) FROM devices WHERE run = name) AS devices FROM runs ORDER BY created_at, name"
         )
 
     def names(self, *, without: Collection[str] = ()) -> list[str]:
@@ -142,6 +142,7 @@ class Runs:
                 raise RunError(f"run {run!r} has no checkpoint of round {number}")
             self.own(run)
             self._abandon_round(run, why)
+            self._sums.drop_rounds(run, number - MOST_STALENESS, EVERY)
             report_late_answers(self._db, run, number, why)
             later = "run = ? AND round > ?"
             asked = f"(SELECT id FROM asks WHERE {later})"
@@ -156,6 +157,7 @@ class Runs:
                 "UPDATE runs SET checkpoint = ?, completed_rounds = ?, status = 'stopped', reason = ? WHERE name = ?",
                 *(kept[number]["sha256"], kept[number]["completed_rounds"], why, run),
             )
+            self._sums.add_settled(run, EVERY, number - MOST_STALENESS)
             self._history.add_event(run, "rolled-back", why, number=number)
         return {row["sha256"] for one, row in kept.items() if one > number}
 
@@ -238,6 +240,7 @@ class Runs:
             )
             self._end_round(run, number, "closed", None, figures)
             settle(self._db, run, *(settles or (number, number)), "the round ended without using the answer")
+            self._sums.add_settled(run, number)
             self._db.write(_NOTE_CHECKPOINT, self._db.now(), run)
             return self._drop_old_checkpoints(run)
 
@@ -249,6 +252,7 @@ class Runs:
             settle_until(self._db, run, number, shortened(f"round short: {why}"))
 
     def _end_round(self, run: str, number: int, status: str, reason: str | None, figures: Mapping[str, Any]) -> None:
+        self._sums.add_round(run, number)
         self._db.write(
             "UPDATE rounds SET status = ?, reason = ?, figures = ?, ended_at = ?, data_versions = NULL "
             "WHERE run = ? AND round = ?",
@@ -281,13 +285,7 @@ class Runs:
 
     def rounds(self, run: str) -> list[Row]:
         """Returns all rounds of a run, with the numbers of used and reported uploads."""
-        return self._db.rows(
-            "SELECT r.*, (SELECT count(*) FROM uploads u JOIN asks a ON u.ask = a.id WHERE a.run = r.run AND "
-            "a.round = r.round AND u.status = 'used') AS used, (SELECT count(*) FROM uploads u JOIN asks a ON "
-            "u.ask = a.id WHERE a.run = r.run AND a.round = r.round AND u.status = 'reported') AS reported "
-            "FROM rounds r WHERE run = ? ORDER BY round",
-            run,
-        )
+        return rounds_with_answers(self._db, run, 0, EVERY)
 
     def remove_contributions(self, run: str, devices: Sequence[str], checkpoint: bytes) -> None:
         """Removes devices' contributions: sets a checkpoint without them and releases payloads that can contain them.
@@ -344,7 +342,9 @@ class Runs:
             kept_from = "UPDATE runs SET kept_from = ? WHERE name = ? AND kept_from < ?"
             self._db.write(kept_from, first_kept, run, first_kept)
             events = self._db.write(f"DELETE FROM events {old}", run, first_kept)
-            return events, self._db.write(f"DELETE FROM figures {old}", run, first_kept)
+            figures = self._db.write(f"DELETE FROM figures {old}", run, first_kept)
+            self._sums.prune(run, first_kept)
+        return events, figures
 
     def delete(self, run: str) -> tuple[int, int]:
         """Deletes a run and all rows about it, except enrolled devices' credentials.
@@ -356,6 +356,7 @@ class Runs:
             self._db.write("DELETE FROM uploads WHERE ask IN (SELECT id FROM asks WHERE run = ?)", run)
             for table in ("asks", "rounds", "traffic", "devices", "checkpoints"):
                 self._db.write(f"DELETE FROM {table} WHERE run = ?", run)
+            self._sums.delete(run)
             self._db.write("DELETE FROM runs WHERE name = ?", run)
             events = self._db.write("DELETE FROM events WHERE run = ?", run)
             return events, self._db.write("DELETE FROM figures WHERE run = ?", run)
@@ -383,7 +384,7 @@ class Runs:
         shown = {**row, "method": config.get("method", ""), "wanted_rounds": config.get("rounds") or None}
         return Progress(
             run={**shown, "reason": row["reason"] or ""},
-            rounds=[rounded(one) for one in self._db.rows(ROUND_PROGRESS, run)],
+            rounds=[rounded(one) for one in self._db.rows(ROUND_PROGRESS, run, 0, EVERY)],
             steps=self._db.rows(STEP_PROGRESS, run),
             events=self._db.rows("SELECT * FROM events WHERE run = ? AND id > ? ORDER BY id", run, after_event),
         )

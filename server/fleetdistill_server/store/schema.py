@@ -352,6 +352,52 @@ def m021_times_of_asks(db: Database) -> None:
     db.execute("CREATE INDEX asks_by_device ON asks (run, device, round, status)")
 
 
+@migrations()
+def m022_sums(db: Database) -> None:
+    # Sums over answers, see sums.py. The first three tables contain every round but open ones.
+    ended = (
+        "t WHERE NOT EXISTS (SELECT 1 FROM rounds r WHERE r.run = t.run AND r.round = t.round AND r.status = 'open')"
+    )
+    counts = {f"{one} BIGINT NOT NULL": f"sum({one})" for one in ("tensor_bytes", "envelope_bytes", "sent_bytes")}
+    signs = {
+        "positive BIGINT NOT NULL": "count(*) FILTER (WHERE t.sum > 0)",
+        "others BIGINT NOT NULL": "count(*) FILTER (WHERE t.sum <= 0)",
+    }
+    _add_sums(db, "round_bytes", "run TEXT, round BIGINT, direction TEXT, kind TEXT", counts, f"traffic {ended}")
+    _add_sums(db, "device_bytes", "run TEXT, device TEXT, direction TEXT", counts, f"traffic {ended}")
+    newest = {"newest BIGINT NOT NULL": "max(t.round)", **signs}
+    _add_sums(db, "device_figures", "run TEXT, device TEXT, name TEXT, split TEXT", newest, f"figures {ended}")
+    # The others contain the rounds that have ended without open asks and unused answers.
+    answers = {
+        "answers BIGINT NOT NULL": "count(u.receipt)",
+        "used BIGINT NOT NULL": "count(*) FILTER (WHERE u.status = 'used')",
+        "reported BIGINT NOT NULL": "count(*) FILTER (WHERE u.status = 'reported')",
+    }
+    asked = "rounds t LEFT JOIN asks a ON a.run = t.run AND a.round = t.round LEFT JOIN uploads u ON u.ask = a.id"
+    ended = f"{asked} WHERE t.status <> 'open'"
+    settled = "HAVING count(*) FILTER (WHERE a.status = 'open' OR u.status = 'acknowledged') = 0"
+    _add_sums(db, "round_answers", "run TEXT, round BIGINT", answers, ended, settled)
+    means = {
+        "mean FLOAT": "avg(t.sum / t.count) FILTER (WHERE t.count > 0)",
+        "devices BIGINT NOT NULL": "count(*) FILTER (WHERE t.count > 0)",
+        **signs,
+    }
+    settled = "figures t JOIN round_answers s ON s.run = t.run AND s.round = t.round"
+    _add_sums(db, "round_figures", "run TEXT, round BIGINT, name TEXT, split TEXT", means, settled)
+    # Answers that are in no result are few among many.
+    db.execute("CREATE INDEX reported_uploads ON uploads (ask) WHERE status = 'reported'")
+
+
+def _add_sums(db: Database, table: str, key: str, values: dict[str, str], source: str, having: str = "") -> None:
+    names = [column.split()[0] for column in key.split(", ")]
+    db.execute(f"CREATE TABLE {table} ({key}, {', '.join(values)}, PRIMARY KEY ({', '.join(names)}))")
+    of_source = ", ".join(f"t.{name}" for name in names)
+    db.execute(
+        f"INSERT INTO {table} SELECT {of_source}, {', '.join(values.values())} FROM {source} "
+        f"GROUP BY {of_source} {having}"
+    )
+
+
 NAMES = [one.name for one in migrations.pending(Database(memory=True))]
 """Names of all migrations, in order."""
 BASELINE = "m014_portable_view"

@@ -11,12 +11,17 @@ from fleetdistill.replacement import REPLACEMENT_METRICS, SPLIT
 from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.operator_calls import containing
+from fleetdistill_server.store.sums import (
+    BYTES_OF_DEVICES,
+    BYTES_OF_ROUNDS,
+    FIGURES_OF_ROUNDS,
+    figures_of_devices,
+    rounds_with_answers,
+)
 
-EVERY = 2**62
-"""A round after all rounds."""
 _SHOWN_FIGURES = "((name = 'loss' AND split = 'train') OR (name = 'accuracy' AND split = 'test'))"
 _BYTES = "sum(tensor_bytes + envelope_bytes) AS bytes, sum(envelope_bytes) AS envelope_bytes, sum(sent_bytes) AS sent"
-_REPLACEMENT_NAMES = ", ".join("?" for _ in REPLACEMENT_METRICS)
+_IS_REPLACEMENT = f"split = '{SPLIT}' AND name IN ({', '.join(repr(name) for name in REPLACEMENT_METRICS)})"
 
 
 class Summaries:
@@ -43,38 +48,37 @@ class Summaries:
 
     def rounds(self, run: str, first: int, last: int) -> list[Row]:
         """Returns the rows of rounds, with the numbers of used and reported uploads, ordered by round."""
-        return self._db.rows(
-            "WITH answers AS (SELECT a.round, count(*) FILTER (WHERE u.status = 'used') AS used, "
-            "count(*) FILTER (WHERE u.status = 'reported') AS reported FROM asks a JOIN uploads u ON u.ask = a.id "
-            "WHERE a.run = ?1 AND a.round BETWEEN ?2 AND ?3 GROUP BY a.round) "
-            "SELECT r.*, coalesce(n.used, 0) AS used, coalesce(n.reported, 0) AS reported FROM rounds r "
-            "LEFT JOIN answers n USING (round) WHERE r.run = ?1 AND r.round BETWEEN ?2 AND ?3 ORDER BY r.round",
-            *(run, first, last),
-        )
+        return rounds_with_answers(self._db, run, first, last)
 
     def mean_figures(self, run: str, first: int, last: int) -> list[Row]:
         """Returns the mean over devices of the training loss and the test accuracy, by round and name."""
         return self._db.rows(
-            "SELECT round, name, avg(sum / count) AS mean FROM figures WHERE run = ? AND round BETWEEN ? AND ? "
-            f"AND count > 0 AND {_SHOWN_FIGURES} GROUP BY round, name",
+            f"SELECT round, name, mean FROM {FIGURES_OF_ROUNDS} WHERE devices > 0 AND {_SHOWN_FIGURES}",
             *(run, first, last),
         )
 
     def mean_figures_by_split(self, run: str, first: int, last: int) -> list[Row]:
         """Returns the mean over devices of every reported figure: round, name, split, mean, and number of devices."""
         return self._db.rows(
-            "SELECT round, name, split, avg(sum / count) AS mean, count(*) AS devices FROM figures WHERE run = ? AND "
-            "round BETWEEN ? AND ? AND count > 0 GROUP BY round, name, split ORDER BY round, name, split",
+            f"SELECT round, name, split, mean, devices FROM {FIGURES_OF_ROUNDS} WHERE devices > 0 "
+            "ORDER BY round, name, split",
             *(run, first, last),
         )
 
-    def replacements(self, run: str, column: str, first: int, last: int) -> list[Row]:
-        """Returns how many app models were replaced and kept, by `round` or `device`."""
+    def replacements(self, run: str, first: int, last: int) -> list[Row]:
+        """Returns how many app models were replaced and kept, by round."""
         return self._db.rows(
-            f"SELECT {column}, count(*) FILTER (WHERE sum > 0) AS replaced, count(*) FILTER (WHERE sum <= 0) AS kept "
-            f"FROM figures WHERE run = ? AND round BETWEEN ? AND ? AND split = ? AND name IN ({_REPLACEMENT_NAMES}) "
-            f"GROUP BY {column}",
-            *(run, first, last, SPLIT, *REPLACEMENT_METRICS),
+            f"SELECT round, sum(positive) AS replaced, sum(others) AS kept FROM {FIGURES_OF_ROUNDS} "
+            f"WHERE {_IS_REPLACEMENT} GROUP BY round",
+            *(run, first, last),
+        )
+
+    def replacements_of_devices(self, run: str, device: str | None = None) -> list[Row]:
+        """Returns how many app models were replaced and kept, by device; only of one device if given."""
+        known = figures_of_devices(_IS_REPLACEMENT if device is None else f"{_IS_REPLACEMENT} AND device = ?2")
+        return self._db.rows(
+            f"SELECT device, sum(positive) AS replaced, sum(others) AS kept FROM {known} GROUP BY device",
+            *((run,) if device is None else (run, device)),
         )
 
     def guards(self, run: str, first: int, last: int) -> dict[int, int]:
@@ -87,20 +91,23 @@ class Summaries:
         return {row["round"]: int(row["fired"]) for row in rows}
 
     def bytes(self, run: str, columns: Sequence[str], first: int, last: int) -> list[Row]:
-        """Returns byte counts by direction and by further columns, of `round`, `device` and `kind`, in their order."""
-        names = ", ".join(columns)
-        rows = self._db.rows(
-            f"SELECT {names}, direction, {_BYTES} FROM traffic WHERE run = ? AND round BETWEEN ? AND ? "
-            f"GROUP BY {names}, direction ORDER BY {names}, direction",
-            *(run, first, last),
-        )
+        """Returns byte counts by direction and by further columns, of `round`, `kind` and `run`, in their order."""
+        return self._bytes(columns, BYTES_OF_ROUNDS, run, first, last)
+
+    def bytes_of_devices(self, run: str) -> list[Row]:
+        """Returns byte counts by device and direction, in this order."""
+        return self._bytes(("device",), BYTES_OF_DEVICES, run)
+
+    def _bytes(self, columns: Sequence[str], counted: str, *values: object) -> list[Row]:
+        names = ", ".join((*columns, "direction"))
+        rows = self._db.rows(f"SELECT {names}, {_BYTES} FROM {counted} GROUP BY {names} ORDER BY {names}", *values)
         return [{**row, **{name: int(row[name]) for name in ("bytes", "envelope_bytes", "sent")}} for row in rows]
 
     def reported_uploads(self, run: str) -> list[Row]:
         """Returns the accepted answers that are not in a result, with their asks, oldest first."""
         return self._db.rows(
-            "SELECT a.round, a.step, a.device, u.receipt, u.reason FROM uploads u JOIN asks a ON u.ask = a.id "
-            "WHERE a.run = ? AND u.status = 'reported' ORDER BY u.received_at",
+            "SELECT a.round, a.step, a.device, u.receipt, u.reason FROM uploads u CROSS JOIN asks a "  # in this order
+            "WHERE u.ask = a.id AND a.run = ? AND u.status = 'reported' ORDER BY u.received_at",
             run,
         )
 
@@ -185,6 +192,14 @@ class Summaries:
         return self._db.rows(
             "SELECT * FROM figures WHERE run = ? AND round = ? AND device = ? ORDER BY name, split",
             *(run, number, device),
+        )
+
+    def figures_of_device(self, run: str, device: str) -> list[Row]:
+        """Returns the figures that a device reported in rounds that asked it, ordered by round, name and split."""
+        return self._db.rows(
+            "SELECT * FROM figures WHERE run = ?1 AND device = ?2 AND round IN "
+            "(SELECT round FROM asks WHERE run = ?1 AND device = ?2) ORDER BY round, name, split",
+            *(run, device),
         )
 
     def certificate_ends(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ import json
 from fleetdistill_server.store.asks import Asks
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.states import MOST_STALENESS, STALENESS
+from fleetdistill_server.store.sums import Sums
 
 
 def settle(db: Database, run: str, first: int, last: int, unused: str) -> None:
@@ -25,8 +26,10 @@ def settle(db: Database, run: str, first: int, last: int, unused: str) -> None:
 
 
 def settle_until(db: Database, run: str, last: int, unused: str) -> None:
-    """Settles all asks up to a round."""
-    settle(db, run, last - MOST_STALENESS, last, unused)
+    """Settles all asks up to a round, and adds the rounds that are settled now to the sums."""
+    with db.transaction():
+        settle(db, run, last - MOST_STALENESS, last, unused)
+        Sums(db).add_settled(run, last)
 
 
 def report_late_answers(db: Database, run: str, number: int, why: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.store.summaries import EVERY
+from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.tracking.tracker import Points
 from fleetdistill_server.views.figures import server_figures
 

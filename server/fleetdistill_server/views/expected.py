@@ -41,16 +41,17 @@ class Expected:
         return {"general": self.general / self.rows, "personal": self.personal / self.rows}
 
 
-def expected(store: Store, run: str) -> dict[str, Expected]:
+def expected(store: Store, run: str, only: str | None = None) -> dict[str, Expected]:
     """Returns the expected accuracy by device, without devices that are forgotten or to be forgotten.
 
+    Only of one device if `only` is given.
     The result is empty for methods without these figures.
     """
     forgotten = {row["device"] for row in store.devices.all(run) if row["forget_asked_at"] is not None}
     reported = {
         (row["device"], row["name"], row["round"]): row
         for name in (LEAVE_ONE_OUT, OWN_KEPT)
-        for row in store.history.newest_figures(run, name, SPLIT)
+        for row in store.history.newest_figures(run, name, SPLIT, only)
         if row["device"] not in forgotten
     }
     newest = {device: number for device, name, number in reported if name == LEAVE_ONE_OUT}

@@ -9,7 +9,7 @@ from typing import Any
 
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.store.summaries import EVERY
+from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.views.suspects import suspects_by_round
 
 
@@ -18,7 +18,7 @@ def rounds(store: Store, run: str, first: int = 0, last: int = EVERY) -> list[Ro
     span = (run, first, last)
     guards = store.summaries.guards(*span)
     means = {(row["round"], row["name"]): round(row["mean"], 4) for row in store.summaries.mean_figures(*span)}
-    replaced = {row["round"]: row for row in store.summaries.replacements(run, "round", *span[1:])}
+    replaced = {row["round"]: row for row in store.summaries.replacements(*span)}
     suspects = suspects_by_round(store, run)
     sent: defaultdict[int, Row] = defaultdict(lambda: dict.fromkeys(("bytes_up", "bytes_down"), 0))
     for row in store.summaries.bytes(run, ("round",), *span[1:]):
@@ -94,7 +94,7 @@ def bytes_by_device(store: Store, run: str) -> list[Row]:
     """Returns per device: uncompressed bytes of tensors and headers, header bytes, and bytes on the link."""
     rows: dict[str, Row] = {}
     nothing = dict.fromkeys(("up", "down", "envelope_bytes", "up_sent", "down_sent"), 0)
-    for one in store.summaries.bytes(run, ("device",), 0, EVERY):
+    for one in store.summaries.bytes_of_devices(run):
         row = rows.setdefault(one["device"], {"device": one["device"], **nothing})
         row[one["direction"]] += one["bytes"]
         row["envelope_bytes"] += one["envelope_bytes"]

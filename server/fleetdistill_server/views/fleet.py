@@ -57,12 +57,14 @@ def device(store: Store, run: str, name: str) -> View:
     if not found:
         raise ConfigurationError(f"run {run!r} has no device {name[:64]!r}; `fleetdistill devices` lists them")
     asks = store.summaries.asks_of_device(run, name, MOST_ASKS)
+    answered = {row["round"] for row in asks if row["status"] == "answered"}
+    reported = [row for row in store.summaries.figures_of_device(run, name) if row["round"] in answered]
     events = store.summaries.events(run, before=None, device=name, most=MOST_DEVICE_EVENTS)[::-1]
     certificates = store.credentials.certificates(name)
     return View(
         {
             "asks": [_ask_row(row) for row in asks],
-            "figures": [_figure_row(row) for number in _rounds_of(asks) for row in _figures(store, run, number, name)],
+            "figures": [_figure_row(row) for row in reported],
             "events": [event_row(row) for row in events],
             "certificates": [_certificate_row(row) for row in certificates],
         },
@@ -90,20 +92,13 @@ def classes(store: Store, run: str) -> View:
 def _counts(store: Store, run: str, part: Row) -> Row | None:
     if part["last_answer"] is None:
         return None
-    found = {row["split"]: row for row in _figures(store, run, part["last_answer"], part["device"], "accuracy")}
+    figures = store.summaries.figures_of(run, part["last_answer"], part["device"])
+    found = {row["split"]: row for row in figures if row["name"] == "accuracy"}
     for split in _SPLITS:
         counts = json.loads(found[split]["by_class"] or "{}") if split in found else {}
         if counts:
             return {"split": split, "counts": {label: count for label, (_, count) in counts.items()}}
     return None
-
-
-def _figures(store: Store, run: str, number: int, device: str, name: str = "") -> list[Row]:
-    return [row for row in store.summaries.figures_of(run, number, device) if name in ("", row["name"])]
-
-
-def _rounds_of(asks: list[Row]) -> list[int]:
-    return sorted({row["round"] for row in asks if row["status"] == "answered"})
 
 
 def _figure_row(row: Row) -> Row:

@@ -7,7 +7,7 @@ import json
 from fleetdistill_server.service.heartbeat import NOT_SERVED, Served
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.store.summaries import EVERY
+from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.views import figures
 from fleetdistill_server.views.runs import View, contract_of, event_row, existing, run_row
 

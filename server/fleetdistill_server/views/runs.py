@@ -24,7 +24,7 @@ from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.store.summaries import EVERY
+from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.views import figures
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
 
@@ -84,7 +84,7 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
     found = {row["name"]: row for row in store.runs.all()}
     if name not in found:
         raise ConfigurationError(no_such_run(name, list(found)))
-    expectations, replaced = expected(store, name), store.summaries.replacements(name, "round", 0, EVERY)
+    expectations, replaced = expected(store, name), store.summaries.replacements(name, 0, EVERY)
     lists = {
         "rounds": figures.rounds(store, name),
         **_answers(store, name),
@@ -113,10 +113,10 @@ def devices(store: Store, only: str | None) -> View:
 
 def device_rows(store: Store, run: str, only: str | None = None) -> list[Row]:
     """Returns the rows of a run's devices, ordered by id; only of one device if `only` is given."""
-    replaced = {row["device"]: row for row in store.summaries.replacements(run, "device", 0, EVERY)}
-    newest = store.history.newest_figures(run, "accuracy", "test")
+    replaced = {row["device"]: row for row in store.summaries.replacements_of_devices(run, only)}
+    newest = store.history.newest_figures(run, "accuracy", "test", only)
     reported = _Reported(
-        replaced, {row["device"]: row for row in newest if row["name"] == "accuracy"}, expected(store, run)
+        replaced, {row["device"]: row for row in newest if row["name"] == "accuracy"}, expected(store, run, only)
     )
     revoked = {row["subject"] for row in store.credentials.revocations()}
     rows = [row for row in store.devices.all(run) if only in (None, row["device"])]
