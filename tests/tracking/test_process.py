@@ -26,6 +26,17 @@ pytestmark = pytest.mark.slow
 
 RUN, ROUNDS = "tracked", 6
 TRACKER = "fleetdistill_server.tracking"
+NEW_RUN = """
+[run]
+name = "first"
+rounds = 1
+min_devices = 2
+[contract]
+classes = 10
+input_shape = [1, 8, 8]
+[method]
+server_epochs = 1
+"""
 
 
 @contextlib.contextmanager
@@ -104,3 +115,27 @@ def test_a_simulation_has_its_figures_controls_settings_and_models_in_event_file
     assert b"| simulation.seed | `0` |" in settings.tensor_proto.string_val[0]
     models = {path.relative_to(own).as_posix() for path in own.rglob("*.onnx")}
     assert models == {"onnx/server.onnx", *(one.onnx_file for one in report.devices)}
+
+
+def test_all_runs_of_a_server_are_tracked_also_those_created_later(tmp_path: Path) -> None:
+    port, events, store = free_port(), tmp_path / "events", tmp_path / "store"
+    server, run = tmp_path / "server.toml", tmp_path / "new.toml"
+    server.write_text(
+        f"[server]\nlisten = '127.0.0.1:{port}'\nstore = '{store}'\ntorch_device = 'cpu'\nengines_at_once = 2\n"
+    )
+    run.write_text(NEW_RUN)
+    words = [*COMMAND, "serve", str(server), "--track", f"tensorboard:{events}"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log)
+    try:
+        wait_until(lambda: "is served on" in (tmp_path / "log").read_text(), "the server")
+        for change in (["create", str(run), "--start"], ["clone", "first", "second", "--start"]):
+            subprocess.run([*COMMAND, "runs", *change, "--store", str(store)], check=True)
+            with AnsweringFleet(port, "first" if change[0] == "create" else "second", 2) as fleet:
+                wait_until(lambda: all(one.finished for one in fleet.devices), "the devices to hear of the end")
+        wait_until(lambda: written(events) >= 2, "the rounds of both runs in the event files")
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE_SECONDS)
+    assert [one.name.partition("-")[0] for one in directories(events)] == ["first", "second"]
+    assert all(steps_in(one, "round/seconds") for one in directories(events))
