@@ -14,7 +14,8 @@ import pytest
 from support.answering import AnsweringFleet
 from support.fleets import assert_no_upload_lost
 from support.load_balancer import MISSING, load_balancer
-from support.processes import COMMAND, PATIENCE_SECONDS, wait_until
+from support.processes import COMMAND, PATIENCE_SECONDS, free_port, wait_until
+from support.scraping import scraped_until
 from typer.testing import CliRunner
 
 from fleetdistill_server.cli.app import app
@@ -37,6 +38,7 @@ torch_device = "cpu"
 store = "{store}"
 database = "{database}"
 blobs = "{blobs}"
+metrics = "127.0.0.1:{metrics}"
 """
 
 
@@ -46,8 +48,9 @@ class Host:
     def __init__(self, directory: Path, database: str, blobs: str) -> None:
         directory.mkdir()
         self._config, self._log = directory / "run.toml", directory / "server.log"
-        self.store = directory / "store"
-        self._config.write_text(CONFIG.format(store=self.store, database=database, blobs=blobs))
+        self.store, self.metrics = directory / "store", free_port()
+        given = {"store": self.store, "database": database, "blobs": blobs, "metrics": self.metrics}
+        self._config.write_text(CONFIG.format(**given))
 
     @contextlib.contextmanager
     def serve(self, only: str) -> Iterator[subprocess.Popen[bytes]]:
@@ -80,6 +83,7 @@ def test_two_fronts_and_an_engine_on_three_machines_end_a_run(
         for host, part in ((fronts[0], "front"), (fronts[1], "front"), (engine, "engine")):
             stack.enter_context(host.serve(part))
         with AnsweringFleet([host.port() for host in fronts], RUN, 2) as fleet:
+            assert_metrics_of_each(fronts, engine)
             wait_until(lambda: all(device.finished for device in fleet.devices), "the devices to hear of the end")
         store = Store.open(fronts[1].store)  # every host's directory leads to the same store
         assert (store.runs.get(RUN) or {})["status"] == "finished"
@@ -118,6 +122,19 @@ def test_a_run_behind_a_load_balancer_survives_the_loss_of_a_front(
         store.close()
 
 
+def assert_metrics_of_each(fronts: Sequence[Host], engine: Host) -> None:
+    """Each server has an endpoint of its own with its own processes; the runs are in the engine's only, once."""
+    for host in fronts:
+        front = scraped_until(host.metrics, lambda now: now.by("process_up"), "the metrics of a front")
+        assert set(front.by("process_up")) == {("front", "")}
+        assert not front.by("run_info")
+    told = scraped_until(
+        engine.metrics, lambda now: now.by("run_info") and now.by("process_up"), "the engine's metrics"
+    )
+    assert set(told.by("process_up")) == {("engine", RUN)}
+    assert [key for key in told.by("run_info") if RUN in key]
+
+
 def secrets() -> list[str]:
     return [os.environ["PGPASSWORD"], os.environ["AWS_SECRET_ACCESS_KEY"]]
 
@@ -133,7 +150,7 @@ def assert_private(hosts: Sequence[Host]) -> None:
 
 def test_a_part_alone_needs_what_the_machines_share(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(CONFIG.format(store=tmp_path / "store", database="postgresql://nowhere/db", blobs=""))
+    path.write_text(CONFIG.format(store=tmp_path / "store", database="postgresql://nowhere/db", blobs="", metrics=9464))
     done = CliRunner().invoke(app, ["serve", "--only", "front", str(path)])
     assert done.exit_code == 1
     assert "--only front requires [server] database and blobs" in done.stderr
