@@ -165,7 +165,11 @@ def test_a_client_of_before_is_shown_rounds_and_events(shown: Shown) -> None:
             response_deserializer=known.FromString,
         )
         answer = call(operations_pb2.ShowRunRequest(run=RUN), timeout=CALL_SECONDS)
+        stub = operations_pb2_grpc.OperationsServiceStub(channel)
+        (listed,) = stub.ListRuns(operations_pb2.ListRunsRequest(), timeout=CALL_SECONDS).runs
     assert answer.run.status == "finished"
+    created = json.loads(said("--json", *shown.here))["created"]
+    assert answer.run.started == listed.started == created, "it knows no other name for this time"
     assert [(one.round, one.status, one.global_accuracy) for one in answer.rounds] == [
         (number, "closed", 0.75) for number in range(1, 5)
     ]

@@ -238,7 +238,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 
     def _list(self, skip: int) -> operations_pb2.ListRunsResponse:
         rows = views.runs(self._store, served(self._directory, self._store)).lists["runs"][skip:]
-        page = next(pages((_filled(operations_pb2.RunSummary, row) for row in rows), PAGE_BYTES), [])
+        page = next(pages(map(_summary, rows), PAGE_BYTES), [])
         return operations_pb2.ListRunsResponse(runs=page, more=len(page) < len(rows))
 
     def _changes(self, run: str, seen: dict[str, Row]) -> list[Row]:
@@ -249,7 +249,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         with _unknown_run():
             view = views.run(self._store, run, served(self._directory, self._store))
         return operations_pb2.ShowRunResponse(
-            run=_filled(operations_pb2.RunSummary, view.facts),
+            run=_summary(view.facts),
             totals=_filled(operations_pb2.RunTotals, view.facts),
             rounds=_newest(operations_pb2.RoundSummary, view.lists["rounds"]),
             events=_newest(operations_pb2.RunEvent, view.lists["events"]),
@@ -368,6 +368,12 @@ def _filled(kind: type[Any], row: Row) -> Any:
     """Returns a message with the values of a row for which it has fields; None leaves a field unset."""
     fields = kind.DESCRIPTOR.fields_by_name
     return kind(**{name: value for name, value in row.items() if name in fields and value is not None})
+
+
+def _summary(row: Row) -> operations_pb2.RunSummary:
+    """Returns the summary of a run; its field `started` was named before the views had `created`."""
+    summary: operations_pb2.RunSummary = _filled(operations_pb2.RunSummary, {**row, "started": row["created"]})
+    return summary
 
 
 def _answers(row: Row) -> operations_pb2.AnswersOfDevice:
