@@ -66,7 +66,7 @@ KILLS ?= 200
 kills: .venv/.installed  ## Kill apps with a device at random moments, and check their states and receipts (KILLS=200, SEED=1)
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos.app_kills --kills $(KILLS) --seed $(SEED)
 
-lead-kills: .venv/.installed  ## Kill commands and processes while runs are paused and resumed (KILLS=200, SEED=1)
+lead-kills: .venv/.installed  ## Kill commands and processes while operators lead runs (KILLS=200, SEED=1)
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos.leading --kills $(KILLS) --seed $(SEED)
 
 stores: .venv/.installed  ## Replay and kill runs of every method over PostgreSQL and an object store, too (ARGS as for test)

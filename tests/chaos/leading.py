@@ -3,7 +3,8 @@
 python -m chaos.leading --kills 100 --seed 1
 
 After each kill the command is repeated, and the supervisor started again if it was killed. Every run must end with the
-checkpoint of a run that nobody disturbed, with no round short, and with every receipt of its devices used once.
+checkpoint of a run that nobody disturbed, with no round short, and with every receipt of its devices used once. A
+quarter of the kills hit the front while it answers an operator from elsewhere (`chaos.operators`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Self
 
+from chaos.operators import OperatorKiller
 from service.test_supervisor import ENGINE, FRONT, Served, serve, write_config
 from support.answering import AnsweringFleet
 from support.processes import COMMAND, children, free_port, wait_until
@@ -169,6 +171,14 @@ def _play(folder: Path, seed: int, kills: int) -> tuple[bytes, Counter[str]]:
     return checkpoint, killer.kills
 
 
+def _kill_for_operators(folder: Path, seed: int, kills: int) -> None:
+    """Kills the front so often during an operator's calls; an AssertionError tells what was not as it must be."""
+    folder.mkdir()
+    with OperatorKiller(folder, random.Random(seed)) as killer:
+        killer.kill(kills)
+    print(f"{kills} kills during an operator's calls {dict(killer.kills)}; each change has its entry", flush=True)
+
+
 def main() -> int:
     """Runs until there were so many kills; returns 1 if a run ended otherwise than the undisturbed one."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -176,14 +186,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     total, number, seed, differ = Counter[str](), 0, given.seed, 0
+    for_operators = given.kills // 4
+    of_runs = given.kills - for_operators
     with tempfile.TemporaryDirectory() as name:
+        _kill_for_operators(Path(name) / "operators", seed, for_operators)
         (Path(name) / "0").mkdir()
         expected, _ = _play(Path(name) / "0", seed, 0)
-        while sum(total.values()) < given.kills:
+        while sum(total.values()) < of_runs:
             number += 1
             folder = Path(name) / str(number)
             folder.mkdir()
-            checkpoint, kills = _play(folder, seed + number, min(_KILLS_OF_A_RUN, given.kills - sum(total.values())))
+            checkpoint, kills = _play(folder, seed + number, min(_KILLS_OF_A_RUN, of_runs - sum(total.values())))
             total += kills
             differ += checkpoint != expected
             print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import subprocess
 from collections.abc import Callable
 from functools import cache
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos.operators import OperatorKiller
 from service.test_leading_kills import COMMANDS, LED, prepare, run_command, state_of, write_config
 from support.live_front import RUN, prepare_store
 from support.processes import COMMAND, wait_until
@@ -162,3 +164,11 @@ def test_a_remote_change_and_its_entry_are_in_one_group(
         done = [("RevokeDevice", "done")] if moment == "after" else []
         assert entries(tmp_path / "store") == done
         assert len(store.credentials.revocations()) == len(done)
+
+
+def test_kills_at_random_moments_lose_no_entry(tmp_path: Path) -> None:
+    """The short form of the operators' part of `make lead-kills`, without creations and deletions."""
+    prepare(tmp_path / "led", ["create"])
+    with OperatorKiller(tmp_path / "led", random.Random(1), [LED, "other"]) as killer:
+        killer.kill(3)
+    assert sum(killer.kills.values()) == 3
