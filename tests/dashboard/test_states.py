@@ -46,6 +46,13 @@ UNNAMED = """() => [...document.querySelectorAll('a, button, input, select, [rol
   .map(one => one.outerHTML.slice(0, 120))"""
 """Controls and pictures without a name that a screen reader can read."""
 
+CUT_OFF = """() => [...document.querySelectorAll(
+    '.ag-header-cell-text, .ag-cell[col-id=status], .fd-h2, .fd-tile *, .q-btn, .q-tab__label, .fd-header *')]
+  .filter(one => one.checkVisibility() && one.scrollWidth > one.clientWidth + 1 && one.clientWidth
+    && one.textContent.trim())
+  .map(one => one.textContent)"""
+"""Headings, figures, statuses and names of controls that are wider than the place for them."""
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
@@ -162,6 +169,22 @@ def test_every_control_has_a_name_and_every_text_enough_contrast(scheme: str, ur
         page.get_by_role("tabpanel", name=re.compile(tab.inner_text())).wait_for()
         page.wait_for_timeout(300)
         assert (tab.inner_text(), page.evaluate(CONTRAST), page.evaluate(UNNAMED)) == (tab.inner_text(), [], [])
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_no_heading_status_or_figure_is_cut_off(width: int, url: str, page: Any) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    page.goto(url)
+    page.get_by_role("gridcell", name="preparing (no server)").wait_for()
+    page.wait_for_timeout(300)
+    assert page.evaluate(CUT_OFF) == []
+    page.goto(f"{url}/runs/digits")
+    page.get_by_text("Shown once a round is complete").locator("visible=true").wait_for()  # once for both charts
+    for tab in ("Overview", "Devices", "Rounds", "Events", "Data and bytes"):
+        page.get_by_role("tab", name=tab).click()
+        page.get_by_role("tabpanel", name=tab).wait_for()
+        page.wait_for_timeout(300)
+        assert (tab, page.evaluate(CUT_OFF)) == (tab, [])
 
 
 def test_the_theme_is_switched_and_kept_on_the_next_page(url: str, page: Any) -> None:

@@ -10,6 +10,7 @@ from nicegui import ui
 Point = tuple[float, float]
 MOST_POINTS = 400
 """Largest number of points sent of a series; more cannot be told apart on a screen."""
+Series = Mapping[str, Sequence[Point]]
 _COLOURS = [f"var(--fd-{number})" for number in range(1, 7)]
 _DASHES = ["solid", "dashed", "dotted"]
 
@@ -45,7 +46,7 @@ class Curves:
         self._chart.props("role=img")
         self._empty = ui.label().classes("fd-empty")
 
-    def show(self, series: Mapping[str, Sequence[Point]], x_name: str, x_unit: str, empty: str) -> None:
+    def show(self, series: Series, x_name: str, x_unit: str, empty: str) -> None:
         """Shows series; sends them only if they differ from those shown.
 
         Args:
@@ -69,7 +70,7 @@ class Curves:
         ]
         self._chart.update()
 
-    def _sentence(self, series: Mapping[str, Sequence[Point]], x_name: str, x_unit: str) -> str:
+    def _sentence(self, series: Series, x_name: str, x_unit: str) -> str:
         if not series:
             return self._label
         last = [f"{name} {points[-1][1]:.4g} {self._unit}".strip() for name, points in series.items()]
@@ -83,8 +84,14 @@ class Curves:
         return {
             "animation": False,
             "color": _COLOURS,
-            "grid": {"left": 8, "right": 24, "top": 40, "bottom": 30, "containLabel": True},
-            "legend": {"top": 0, "left": 0, "icon": "roundRect", "textStyle": {"color": "var(--fd-text)"}},
+            "grid": {"left": 8, "right": 24, "top": 52, "bottom": 30, "containLabel": True},
+            "legend": {
+                "type": "scroll",
+                "top": 0,
+                "left": 0,
+                "icon": "roundRect",
+                "textStyle": {"color": "var(--fd-text)"},
+            },
             "tooltip": {
                 "trigger": "axis",
                 "confine": True,
@@ -115,6 +122,27 @@ class Curves:
             },
             "series": [],
         }
+
+
+class AccuracyAndLoss:
+    """Two charts side by side; a sentence in their place while neither has a figure."""
+
+    def __init__(self, loss: str = "Loss") -> None:
+        self._empty = ui.label().classes("fd-empty")
+        with ui.element("div").classes("fd-columns") as self._box:
+            with ui.element("div"):
+                self._accuracy = Curves("Accuracy", "%")
+            with ui.element("div"):
+                self._loss = Curves(loss, "nats")
+
+    def show(self, accuracy: Series, loss: Series, x_name: str, x_unit: str, empty: str) -> None:
+        """Shows both as `Curves.show` does; `empty` is shown once, or in place of the chart without figures."""
+        filled = any(accuracy.values()) or any(loss.values())
+        self._empty.text = empty
+        self._empty.set_visibility(not filled)
+        self._box.set_visibility(filled)
+        self._accuracy.show(accuracy, x_name, x_unit, empty)
+        self._loss.show(loss, x_name, x_unit, empty)
 
 
 def _line(name: str, points: Sequence[Point], number: int) -> dict[str, Any]:

@@ -66,6 +66,10 @@ def rate(field: str, heading: str, **more: Any) -> dict[str, Any]:
     return number(field, heading, **{":valueFormatter": _PERCENT, **more})
 
 
+_WRAPPED = {"wrapHeaderText": True, "autoHeaderHeight": True}
+"""Headings use more lines in a narrow column instead of being cut off."""
+
+
 class LiveTable:
     """A table whose rows are identified by their column `id`.
 
@@ -81,7 +85,7 @@ class LiveTable:
         self._loading = True
         options = {
             "columnDefs": list(columns),
-            "defaultColDef": {"sortable": True, "resizable": True, "floatingFilter": False, "minWidth": 80},
+            "defaultColDef": {"sortable": True, "resizable": True, "floatingFilter": False, "minWidth": 80} | _WRAPPED,
             "rowData": [],
             "loading": True,  # else it would say that there are no rows before the first ones have been read
             ":getRowId": "params => String(params.data.id)",

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 from nicegui import ui
 
 from fleetdistill_server.dashboard.board import Board
-from fleetdistill_server.dashboard.chart import Curves, Point
+from fleetdistill_server.dashboard.chart import AccuracyAndLoss, Point
 from fleetdistill_server.dashboard.layout import Notice, frame, live, panel, run_link
 from fleetdistill_server.dashboard.panels.curves import ACCURACIES, AXES, positions, scale
 from fleetdistill_server.dashboard.readers import RUNS, rounds, settings
@@ -104,20 +104,16 @@ class _Compared:
                 self._axis = ui.toggle(list(AXES), value=AXES[0], on_change=self.update).props("dense no-caps")
                 self._whose = ui.select(ACCURACIES, value=next(iter(ACCURACIES)), label="Accuracy of")
                 self._whose.props("dense outlined options-dense").on_value_change(self.update)
-            with ui.element("div").classes("fd-columns"):
-                with ui.element("div"):
-                    self._accuracy = Curves("Accuracy", "%")
-                with ui.element("div"):
-                    self._loss = Curves("Training loss", "nats")
+            self._charts = AccuracyAndLoss("Training loss")
 
     def update(self) -> None:
         """Shows what has changed."""
         read = {name: self._board.feed.look(rounds(name)).value for name in self._names}
         ended = {name: [row for row in rows or () if row["ended_at"] is not None] for name, rows in read.items()}
         waits = "None of these runs has this figure yet."
-        for chart, figure, factor in ((self._accuracy, str(self._whose.value), 100), (self._loss, _LOSS, 1)):
-            series, x_name, x_unit = drawn(ended, str(self._axis.value), figure, factor)
-            chart.show(series, x_name, x_unit, waits)
+        accuracy, x_name, x_unit = drawn(ended, str(self._axis.value), str(self._whose.value), 100)
+        loss, _, _ = drawn(ended, str(self._axis.value), _LOSS, 1)
+        self._charts.show(accuracy, loss, x_name, x_unit, waits)
 
 
 class _Differences:

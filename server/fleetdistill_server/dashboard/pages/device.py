@@ -13,7 +13,7 @@ from nicegui import ui
 from fleetdistill_server.dashboard import readers, table
 from fleetdistill_server.dashboard.actions import RevokeButton
 from fleetdistill_server.dashboard.board import Board
-from fleetdistill_server.dashboard.chart import Curves, Point
+from fleetdistill_server.dashboard.chart import AccuracyAndLoss, Point
 from fleetdistill_server.dashboard.layout import Notice, Tiles, frame, live, panel, run_link
 from fleetdistill_server.dashboard.panels.devices import presence
 from fleetdistill_server.dashboard.table import LiveTable
@@ -78,11 +78,8 @@ class _Parts:
         with ui.element("div").classes("fd-row"):
             self._revoke = RevokeButton(board, device)
         self._tiles = Tiles(names)
-        with ui.element("div").classes("fd-columns"):
-            with panel("Accuracy"):
-                self._accuracy = Curves("Accuracy", "%")
-            with panel("Loss"):
-                self._loss = Curves("Loss", "nats")
+        with panel("Accuracy and loss"):
+            self._charts = AccuracyAndLoss()
         with panel("Asks and answers"):
             self._asks = LiveTable("Asks and answers", _ASKS, f"Run {run} has not asked this device yet.", "26rem")
         with panel("Refusals and other events"):
@@ -97,8 +94,8 @@ class _Parts:
         facts, waits = view.facts, "Shown once the device has reported it; its app must allow metrics."
         self._revoke.update(facts["revoked"])
         self._tiles.show(tiles(facts))
-        self._accuracy.show(series(view.lists["figures"], "accuracy", 100), "round", "", waits)
-        self._loss.show(series(view.lists["figures"], "loss", 1), "round", "", waits)
+        figures = view.lists["figures"]
+        self._charts.show(series(figures, "accuracy", 100), series(figures, "loss", 1), "round", "", waits)
         self._asks.show([ask_cells(row) for row in view.lists["asks"]])
         self._events.show([{**row, "id": number} for number, row in enumerate(view.lists["events"])])
         self._certificates.show([{**row, "id": row["serial"]} for row in view.lists["certificates"]])

@@ -124,8 +124,8 @@ class Tabs:
     def __init__(self, board: Board, run: str) -> None:
         self._board, self._run = board, run
         self._panels: list[Panel] = []
-        tabs = ui.tabs(on_change=lambda event: self._open(str(event.value))).props("no-caps align=left dense")
-        tabs.classes("fd-tabs").props('aria-label="Parts of the run"')
+        tabs = ui.tabs(on_change=lambda event: self._open(str(event.value))).classes("fd-tabs")
+        tabs.props("no-caps align=left dense outside-arrows").props('aria-label="Parts of the run"')
         with tabs:
             for name in TABS:
                 ui.tab(name)

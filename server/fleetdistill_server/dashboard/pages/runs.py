@@ -35,12 +35,12 @@ def show(board: Board) -> None:
 
 _COLUMNS = [
     table.link("run", "Run", "link", flex=2, minWidth=150, pinned="left"),
-    table.text("status", "Status", flex=2, minWidth=130),
-    table.text("method", "Method", width=115),
-    table.text("progress", "Rounds completed", width=165),
+    table.text("status", "Status", flex=2, minWidth=205),
+    table.text("method", "Method", width=120),
+    table.text("progress", "Rounds completed", width=170),
     table.seconds("seconds_left", "Time left", width=120),
-    table.rate("accuracy", "Last accuracy", width=140),
-    table.number("present", "Devices present", width=150),
+    table.rate("accuracy", "Last accuracy", width=125),
+    table.number("present", "Devices present", width=125),
     table.number("devices", "Devices", width=110),
     table.size("bytes_up", "Received", width=120),
     table.size("bytes_down", "Sent", width=120),

@@ -8,7 +8,7 @@ from itertools import accumulate
 from nicegui import ui
 
 from fleetdistill_server.dashboard.board import Board
-from fleetdistill_server.dashboard.chart import Curves, Point
+from fleetdistill_server.dashboard.chart import AccuracyAndLoss, Point
 from fleetdistill_server.dashboard.layout import panel
 from fleetdistill_server.dashboard.readers import rounds
 from fleetdistill_server.store.database import Row
@@ -34,11 +34,7 @@ class CurvesPanel:
             with ui.element("div").props('role=group aria-label="Draw against"').classes("fd-row"):
                 ui.label("Against").classes("fd-muted")
                 self._axis = ui.toggle(list(AXES), value=AXES[0], on_change=self.update).props("dense no-caps")
-            with ui.element("div").classes("fd-columns"):
-                with ui.element("div"):
-                    self._accuracy = Curves("Accuracy", "%")
-                with ui.element("div"):
-                    self._loss = Curves("Loss", "nats")
+            self._charts = AccuracyAndLoss()
 
     def update(self) -> None:
         """Shows the newest rounds."""
@@ -48,8 +44,8 @@ class CurvesPanel:
         ended = [row for row in rows if row["ended_at"] is not None]
         x_name, x_unit, xs = axis(str(self._axis.value), ended)
         waits = "Shown once a round is complete and devices whose apps allow metrics have reported it."
-        self._accuracy.show(_series(ACCURACIES, ended, xs, lambda rate: 100 * rate), x_name, x_unit, waits)
-        self._loss.show(_series(LOSSES, ended, xs, lambda loss: loss), x_name, x_unit, waits)
+        accuracy = _series(ACCURACIES, ended, xs, lambda rate: 100 * rate)
+        self._charts.show(accuracy, _series(LOSSES, ended, xs, lambda loss: loss), x_name, x_unit, waits)
 
 
 def _series(

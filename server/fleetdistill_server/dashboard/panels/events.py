@@ -15,7 +15,7 @@ PAGE, MOST = 200, 1000
 """Number of events shown at first, and after More."""
 _COLUMNS = [
     table.text("at", "When (UTC)", width=185),
-    table.number("round", "Round", width=95),
+    table.number("round", "Round", width=120),
     table.text("device", "Device", width=170),
     table.text("kind", "Kind", width=170),
     table.text("code", "Code", width=150),

@@ -173,6 +173,7 @@ def _options() -> dict[str, Any]:
         "animation": False,
         "grid": {"left": 8, "right": 110, "top": 34, "bottom": 30, "containLabel": True},
         "legend": {
+            "type": "scroll",  # on one line, also in a narrow window
             "top": 0,
             "left": 0,
             "icon": "roundRect",

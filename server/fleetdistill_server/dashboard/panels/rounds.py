@@ -9,7 +9,7 @@ from fleetdistill_server.dashboard.readers import rounds
 from fleetdistill_server.dashboard.table import LiveTable
 
 _COLUMNS = [
-    table.number("round", "Round", width=95, sort="desc", pinned="left"),
+    table.number("round", "Round", width=125, sort="desc", pinned="left"),
     table.text("status", "Status", flex=1, minWidth=120),
     table.number("cohort", "Devices asked", width=135),
     table.number("used", "Answers used", width=130),
