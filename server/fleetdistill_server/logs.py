@@ -38,6 +38,10 @@ FIELDS = ("run", "round", "device", "ask", "event", "code", "trace_id")
 """Names of the fields of a log line; `event` and `code` as in `fleetdistill runs show`, `trace_id` with traces only."""
 _ORDINARY = (
     "settings-changed",
+    "started",
+    "paused",
+    "resumed",
+    "stopped",
     "started-from",
     "lease-ended",
     "declined",

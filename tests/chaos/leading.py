@@ -47,9 +47,12 @@ def server_toml(folder: Path, port: int = 0) -> Path:
 
 
 def summary(store: Store) -> Any:
-    """All that a repeated command must leave as it is: runs, rounds and events, without times and tokens."""
+    """All that a repeated command must leave as it is: runs, rounds and events, without times, tokens and callers."""
     rows = [store.runs.get(name) or {} for name in store.runs.names()]
-    events = {name: [(row["kind"], row["text"]) for row in store.history.events(name)] for name in store.runs.names()}
+    events = {
+        name: [(row["kind"], row["text"].partition("by ")[0]) for row in store.history.events(name)]
+        for name in store.runs.names()
+    }
     rounds = {name: [(row["round"], row["status"]) for row in store.runs.rounds(name)] for name in store.runs.names()}
     return [{key: row[key] for key in row if key not in _CHANGING} for row in rows], events, rounds
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from fleetdistill_server.cli.app import app
+from fleetdistill_server.operations.local_calls import local_user
 
 RUN = """
 [run]
@@ -66,4 +68,6 @@ def test_a_run_without_a_reason_has_no_line_for_it(folder: Path) -> None:
     assert "created: 20" in shown
     runs("start", "digits")
     runs("pause", "digits")
-    assert "reason: by " in runs("show", "digits").stdout
+    shown = runs("show", "digits").stdout
+    assert "reason: by the operator" in shown, "devices get the reason, so it names nobody"
+    assert re.search(rf"paused +by {re.escape(local_user())} on the store's machine", shown)

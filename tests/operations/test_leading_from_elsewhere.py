@@ -137,6 +137,7 @@ def test_an_operator_leads_a_run_and_a_viewer_does_not(elsewhere: Elsewhere) -> 
         elsewhere.advances()
         assert elsewhere.twice("runs", "stop", RUN) == f"run {RUN!r} is stopped\n"
         assert elsewhere.rows()[RUN]["status"] == "stopped"
+        assert "by operator the-operator" in elsewhere.call("runs", "show", RUN)[1]
         assert elsewhere.twice("runs", "start", RUN) == f"run {RUN!r} is started\n"
         elsewhere.advances()
         code, refused = elsewhere.call("runs", "stop", RUN, who="viewer")

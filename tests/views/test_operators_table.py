@@ -55,7 +55,7 @@ def test_a_call_says_when_who_from_where_what_on_which_run_and_with_which_result
     )
     assert "revoke a device device camera-7, reason stolen" in text
     assert "2 tokens (expires seconds 86400)" in text
-    assert "ada on this machine pause a run digits run 'digits' is paused" in text
+    assert "ada on the store's machine pause a run digits run 'digits' is paused" in text
     assert "failed: there is no such file (start)" in text
     assert "begun, or interrupted (devices d1, d2)" in text
     for host in ("10.1.2.3", "[::1]"):

@@ -33,7 +33,7 @@ def _created(directory: Path, run: NewRun, call: Call) -> str:
         config = run_config(_settings(given, directory))
         _check(store, config)
         with store.operator_calls.with_change(call) as outcome:
-            outcome.text = create(store, config, start_it=run.start)
+            outcome.text = create(store, config, start_it=run.start, who=call.who)
         return outcome.text
     finally:
         store.close()

@@ -46,6 +46,7 @@ from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 from fleetdistill_server.views.reading import FOR_OPERATORS, MOST_EVENTS, VIEWS, Query, ViewReader, read
 from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.units import counted
 from fleetdistill_server.views.watch import changes, is_over
 
 T = TypeVar("T", bound=Message)
@@ -230,10 +231,11 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         work = partial(self._log.unless_refused, call, partial(create, request, call))
         return await in_pool(self._creations, context, work)
 
-    async def _lead(self, context: Any, name: str, request: Any, change: Callable[[Store, str], str]) -> str:
+    async def _lead(self, context: Any, name: str, request: Any, change: Callable[[Store, str, str], str]) -> str:
         """Changes a run in one transaction with the call's entry."""
-        job = partial(led, change, request.run)
-        work = partial(self._log.commit, call_of(context, name, request), job, _said)
+        call = call_of(context, name, request)
+        job = partial(led, change, request.run, call.who)
+        work = partial(self._log.commit, call, job, _said)
         return await in_pool(self._pool, context, work)
 
     def _list(self, skip: int) -> operations_pb2.ListRunsResponse:
@@ -290,7 +292,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             with _bad_message():
                 return create_tokens(store, *given)
 
-        made = self._log.commit(call, create, lambda tokens: Outcome(text=f"{len(tokens)} tokens"))
+        made = self._log.commit(call, create, lambda tokens: Outcome(text=counted(len(tokens), "token")))
         return operations_pb2.CreateTokensResponse(tokens=made)
 
 

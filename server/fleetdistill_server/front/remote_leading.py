@@ -22,10 +22,10 @@ from fleetdistill_server.texts import shortened
 from fleetdistill_server.views.deleted import deleted
 
 
-def led(change: Callable[[Store, str], str], run: str, store: Store) -> str:
+def led(change: Callable[[Store, str, str], str], run: str, who: str, store: Store) -> str:
     """Changes a run with a function of `service.leading`. Raises RefusedError if the change is not possible."""
     with _refusals():
-        return change(store, run)
+        return change(store, run, who)
 
 
 class RemoteLeading:

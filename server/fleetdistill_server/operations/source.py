@@ -28,6 +28,7 @@ from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.deleted import deleted
 from fleetdistill_server.views.reading import Query, read
 from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.units import counted
 from fleetdistill_server.views.watch import follow
 
 
@@ -121,9 +122,9 @@ class LocalStore(Source):
             result.text = deleted(run, delete(self._directory, self._store, run))
         return result.text
 
-    def _lead(self, call: str, change: Callable[[Store, str], str], run: str) -> str:
+    def _lead(self, call: str, change: Callable[[Store, str, str], str], run: str) -> str:
         with noted(self._store, call, {"run": run}) as result:
-            result.text = change(self._store, run)
+            result.text = change(self._store, run, local_call(call, {}).who)
         return result.text
 
     def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
@@ -162,7 +163,7 @@ def create_noted_tokens(
     arguments = {"count": count, "expires_seconds": seconds, "run": run, "devices": list(devices)}
     with noted(store, "CreateTokens", arguments) as result:
         made = create_tokens(store, authority, port, count, seconds, run, devices)
-        result.text = f"{len(made)} tokens"
+        result.text = counted(len(made), "token")
     return made
 
 

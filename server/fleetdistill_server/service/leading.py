@@ -22,15 +22,18 @@ from fleetdistill_server.store.states import ACTIVE, CREATED, FINISHED, OVER, PA
 from fleetdistill_server.store.store import Store
 
 _BY_OPERATOR = "by the operator"
+"""The run's reason, which devices get too; they need not know who it was."""
+_SOMEBODY = "an operator"
 
 
-def create(store: Store, config: RunConfig, *, start_it: bool = False) -> str:
+def create(store: Store, config: RunConfig, *, start_it: bool = False, who: str = _SOMEBODY) -> str:
     """Creates a run; gives a known one the settings that may change; see `registration.create_run`.
 
     Args:
         store: Store for the run.
         config: The run's configuration, which must have been checked.
         start_it: Whether to start the run too.
+        who: The operator, for the run's events.
 
     Returns:
         A sentence on the run.
@@ -42,11 +45,11 @@ def create(store: Store, config: RunConfig, *, start_it: bool = False) -> str:
     with _durably(store):
         create_run(store, config)
         if start_it and _row(store, config.run.name)["status"] not in OVER:
-            _start(store, config.run.name)
+            _start(store, config.run.name, who)
     return f"run {config.run.name!r} is {'created and started' if start_it else 'created'}"
 
 
-def start(store: Store, run: str) -> str:
+def start(store: Store, run: str, who: str = _SOMEBODY) -> str:
     """Starts a run that was created, was stopped or failed; it gets an engine as soon as one is free.
 
     Raises:
@@ -54,11 +57,11 @@ def start(store: Store, run: str) -> str:
         RunError: The run is paused or has ended, or the store does not have its configuration.
     """
     with _durably(store):
-        _start(store, run)
+        _start(store, run, who)
     return f"run {run!r} is started"
 
 
-def pause(store: Store, run: str) -> str:
+def pause(store: Store, run: str, who: str = _SOMEBODY) -> str:
     """Pauses a run: its engine ends, its open round and everything that devices have sent stay.
 
     Raises:
@@ -69,13 +72,13 @@ def pause(store: Store, run: str) -> str:
         status = _row(store, run)["status"]
         if status in ACTIVE:
             store.led.hold(run, PAUSED, _BY_OPERATOR)
-            store.history.add_event(run, "paused", _BY_OPERATOR)
+            store.history.add_event(run, "paused", f"by {who}")
         elif status != PAUSED:
             raise RunError(f"run {run!r} is {status}, so it cannot be paused")
     return f"run {run!r} is paused"
 
 
-def resume(store: Store, run: str) -> str:
+def resume(store: Store, run: str, who: str = _SOMEBODY) -> str:
     """Resumes a paused run; it continues its open round as soon as an engine is free.
 
     Raises:
@@ -86,7 +89,7 @@ def resume(store: Store, run: str) -> str:
         status = _row(store, run)["status"]
         if status == PAUSED:
             store.led.activate(run)
-            store.history.add_event(run, "resumed", _BY_OPERATOR)
+            store.history.add_event(run, "resumed", f"by {who}")
         elif status in (CREATED, STOPPED):
             raise RunError(f"run {run!r} is {status}, not paused; start it with `fleetdistill runs start {run}`")
         elif status in OVER:
@@ -94,7 +97,7 @@ def resume(store: Store, run: str) -> str:
     return f"run {run!r} is resumed"
 
 
-def stop(store: Store, run: str) -> str:
+def stop(store: Store, run: str, who: str = _SOMEBODY) -> str:
     """Stops a run until it is started again: its engine ends, and an open round is closed as short.
 
     Raises:
@@ -106,7 +109,7 @@ def stop(store: Store, run: str) -> str:
             return f"run {run!r} had already ended"
         if status != STOPPED:
             store.runs.cancel(run, _BY_OPERATOR, STOPPED)
-            store.history.add_event(run, "stopped", _BY_OPERATOR)
+            store.history.add_event(run, "stopped", f"by {who}")
     return f"run {run!r} is stopped"
 
 
@@ -147,7 +150,7 @@ def _parse_change(change: str) -> tuple[str, str, Any]:
         return section, key, text.strip()
 
 
-def _start(store: Store, run: str) -> None:
+def _start(store: Store, run: str, who: str) -> None:
     row = _row(store, run)
     status = row["status"]
     if status == PAUSED:
@@ -163,7 +166,7 @@ def _start(store: Store, run: str) -> None:
         raise RunError(_without_setup(run))
     if status not in ACTIVE:
         store.led.activate(run)
-        store.history.add_event(run, "started", _BY_OPERATOR)
+        store.history.add_event(run, "started", f"by {who}")
 
 
 def _without_setup(run: str) -> str:

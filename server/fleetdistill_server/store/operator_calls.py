@@ -39,6 +39,16 @@ class Call:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     address: str = "local"
 
+    @property
+    def who(self) -> str:
+        """The caller in words, such as `operator olga`."""
+        return caller_in_words(self.role, self.name)
+
+
+def caller_in_words(role: str, name: str) -> str:
+    """Returns a caller in words, such as `operator olga`."""
+    return f"{name} on the store's machine" if role == LOCAL else f"{role} {name}"
+
 
 @dataclass
 class Outcome:

@@ -14,7 +14,7 @@ from rich.text import Text
 from fleetdistill.printable import printable
 from fleetdistill_server.security.calls_in_words import in_words
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.operator_calls import BEGUN, LOCAL
+from fleetdistill_server.store.operator_calls import BEGUN, LOCAL, caller_in_words
 
 _WIDE = 110
 """Columns of a terminal from which the time and the caller have one line each."""
@@ -46,10 +46,11 @@ def _cells(call: Row) -> list[str]:
 
 
 def _who(call: Row) -> str:
+    caller = caller_in_words(call["role"], call["name"])
     if call["role"] == LOCAL:
-        return f"{call['name']} on this machine"
+        return caller
     host = unquote(call["address"]).partition(":")[2].rpartition(":")[0]  # such as ipv4:127.0.0.1:40412
-    return f"{call['role']} {call['name']} from {host or call['address']}"
+    return f"{caller} from {host or call['address']}"
 
 
 def _parsed(text: str) -> dict[str, Any]:
