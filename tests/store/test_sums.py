@@ -254,6 +254,7 @@ def play(store: Store, changes: Changes) -> str:
 @example(changes=[*A_ROUND, ("lose_answer", 0, 0), *A_ROUND])
 @example(changes=[*LATE, ("begin_round", 0, 0), ("report", 4, 2), ("close", 0, 0)])
 @example(changes=[*A_ROUND, *A_ROUND, ("roll_back", 0, 0), *A_ROUND, ("forget", 1, 0)])
+@example(changes=[*A_ROUND, *A_ROUND, ("prune", 0, 2), ("prune", 0, 3)])
 def test_sums_are_what_the_answers_add_up_to_after_every_change(store: Store, changes: Changes) -> None:
     play(store, changes)
 
