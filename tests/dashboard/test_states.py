@@ -47,7 +47,8 @@ UNNAMED = """() => [...document.querySelectorAll('a, button, input, select, [rol
 """Controls and pictures without a name that a screen reader can read."""
 
 CUT_OFF = """() => [...document.querySelectorAll(
-    '.ag-header-cell-text, .ag-cell[col-id=status], .fd-h2, .fd-tile *, .q-btn, .q-tab__label, .fd-header *')]
+    '.ag-header-cell-label, .ag-cell[col-id=status] .ag-cell-value, ' +
+    '.fd-h2, .fd-tile *, .q-btn, .q-tab__label, .fd-header *')]
   .filter(one => one.checkVisibility() && one.scrollWidth > one.clientWidth + 1 && one.clientWidth
     && one.textContent.trim())
   .map(one => one.textContent)"""
