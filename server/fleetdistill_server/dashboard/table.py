@@ -18,6 +18,11 @@ _LINK = """params => {
   link.textContent = params.value;
   return link;
 }"""
+_OPEN_LINK = """params => {
+  if (params.event.key !== 'Enter') return;
+  params.event.target.closest('.ag-cell').querySelector('a')?.click();
+}"""
+"""AG Grid gives the focus to the cell, so Enter would do nothing."""
 _BYTES = """params => {
   const value = params.value;
   if (value === null || value === undefined) return '';
@@ -94,6 +99,7 @@ class LiveTable:
             "overlayNoRowsTemplate": f"<span>{empty}</span>",
             "animateRows": False,
             ":onGridReady": f"params => params.api.setGridAriaProperty('label', {json.dumps(caption)})",
+            ":onCellKeyDown": _OPEN_LINK,
         }
         self.grid = ui.aggrid(options, auto_size_columns=False).classes("fd-table").style(f"height: {height}")
 
