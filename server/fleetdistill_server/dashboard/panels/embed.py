@@ -49,7 +49,7 @@ class EmbedPanel:
         self._said.text = "Copied."
 
 
-_INSTALL = 'pip install "fleetdistill[train,onnx]"'
+_INSTALL = 'pip install "fleetdistill[train,onnx,tls]"'
 _NOTE = (
     "The state directory belongs to one device. allow lists what may leave it: what the method needs, and counts and "
     "metrics, from which this page shows classes and accuracies."
