@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from urllib.error import URLError
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -43,8 +45,10 @@ def scraped_until(port: int, condition: Callable[[Scraped], object], what: str) 
     kept: list[Scraped] = []
 
     def look() -> object:
-        kept[:] = [Scraped(port)]
-        return condition(kept[0])
+        kept.clear()
+        with contextlib.suppress(URLError):  # the server still starts
+            kept.append(Scraped(port))
+        return kept and condition(kept[0])
 
     wait_until(look, what)
     return kept[0]
