@@ -8,7 +8,14 @@ import math
 import pytest
 
 from fleetdistill.errors import ConfigurationError, PrivacyBudgetError, StateError
-from fleetdistill.privacy.accountant import composed, discrete_mu_for, epsilon_for, mu_for, zcdp_delta
+from fleetdistill.privacy.accountant import (
+    composed,
+    discrete_mu_for,
+    epsilon_for,
+    epsilon_for_zcdp,
+    mu_for,
+    zcdp_delta,
+)
 from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files
 from fleetdistill.state.privacy_ledger import PrivacyBudget, PrivacyLedger, fingerprint
@@ -49,6 +56,34 @@ def test_other_rows_do_not_reset_the_budget(tmp_path):
     record(ledger, rows=fingerprint([b"a"]), most=one)
     with pytest.raises(PrivacyBudgetError):
         record(ledger, rows=fingerprint([b"b"]), most=one)
+
+
+def test_releases_of_different_runs_add_up(tmp_path):
+    """The budget is of the rows, whichever run asks: epsilon 1 in each of two runs is 1.4651699604 (PRI-3)."""
+    ledger = PrivacyLedger(Files(tmp_path))
+    for run in ("a", "b"):
+        record(ledger, run=run)
+    assert ledger.spent(DELTA) == pytest.approx(1.4651699604, abs=5e-10)
+    assert [one.epsilon for one in ledger.releases] == pytest.approx([1, 1.4651699604])
+    with pytest.raises(PrivacyBudgetError):
+        record(ledger, run="c", most=PrivacyBudget(1.4651699605, DELTA))
+    assert [one.run for one in PrivacyLedger(Files(tmp_path)).releases] == ["a", "b"]
+
+
+@pytest.mark.parametrize("exact_first", [True, False])
+def test_exact_and_rounded_releases_add_up_as_zcdp(tmp_path, exact_first):
+    """A mu-GDP release is mu^2 / 2-zCDP, and only zCDP covers both kinds of noise."""
+    exact = discrete_mu_for(1, DELTA)
+    noise = [(exact, True), (ONE, False)]
+    for mu, is_exact in noise if exact_first else noise[::-1]:
+        record(PrivacyLedger(Files(tmp_path)), mu, exact=is_exact)
+    ledger = PrivacyLedger(Files(tmp_path))
+    assert ledger.spent(DELTA) == ledger.releases[-1].epsilon == epsilon_for_zcdp((exact**2 + ONE**2) / 2, DELTA)
+    assert zcdp_delta((exact**2 + ONE**2) / 2, ledger.spent(DELTA)) == pytest.approx(DELTA, rel=1e-6)
+    assert ledger.spent(DELTA) > epsilon_for(composed([exact, ONE]), DELTA), "never less than continuous noise"
+    refused = PrivacyBudget(ledger.spent(DELTA), DELTA)
+    with pytest.raises(PrivacyBudgetError):
+        record(ledger, 0.01, most=refused)
 
 
 def test_a_smaller_delta_needs_a_larger_epsilon(tmp_path):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleetdistill.methods.classstats import private_sums
 from fleetdistill.methods.classstats.private_merge import merge_private
 from fleetdistill.methods.classstats.private_sums import (
+    SHARES,
     NoiseScale,
     RowSums,
     class_sums,
+    on_grid,
     release_exact,
     release_rounded,
     unit_rows,
@@ -95,6 +99,37 @@ def test_every_row_changes_the_release_by_at_most_one(rows):
         one = class_sums(row[None], np.array([0]), 1)
         change = 0.10 * one.counts[0] ** 2 + 0.75 * (one.sums**2).sum() + 0.15 * (one.second_moment**2).sum()
         assert change <= 1 + 1e-12
+
+
+@given(rows=rows)
+def test_no_row_on_the_grid_is_longer_than_one(rows):
+    """Exactly, in integers: the sensitivity holds for the numbers that noise is added to, after their rounding."""
+    for row in on_grid(unit_rows(np.array(rows))):
+        steps = [Fraction(float(number)) * 2**16 for number in row]
+        assert all(step.denominator == 1 for step in steps)
+        assert sum(step**2 for step in steps) <= 2**32
+
+
+@given(rows=rows, mu=st.floats(0.01, 4))
+def test_exact_noise_is_added_to_rows_on_the_grid_and_never_has_less_than_its_variance(rows, mu):
+    """Exactly, in fractions: mu^2 share variance is at least 1 for each number, in grid steps of its own."""
+    variances: list[Fraction] = []
+
+    def no_noise(variance, random):
+        variances.append(variance)
+        return 0
+
+    rows, labels = np.array(rows), np.zeros(len(rows), int)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(private_sums, "discrete_gaussian", no_noise)
+        released = release_exact(unit_rows(rows), labels, 1, mu)
+    assert np.array_equal(released.sums, class_sums(on_grid(unit_rows(rows)), labels, 1).sums)
+    diagonal, beside, counts, sums = variances[:3], variances[3:6], variances[6:7], variances[7:]
+    assert len(sums) == 3
+    of_counts, of_sums, of_moment = (1 / (Fraction(mu) ** 2 * share) for share in SHARES)
+    for found, needed in ((counts, of_counts), (sums, of_sums * 2**32), (diagonal, of_moment * 2**64)):
+        assert all(needed <= one < needed + Fraction(1, 1024) for one in found)
+    assert all(of_moment * 2**63 <= one < of_moment * 2**63 + Fraction(1, 1024) for one in beside)
 
 
 @given(rows=rows)
