@@ -23,12 +23,15 @@ from support.processes import python
 from fleetdistill import Budgets, Eligibility, Event, Step
 from fleetdistill.clock import SystemClock
 from fleetdistill.eligibility.pace import PACE, Pace
+from fleetdistill.eligibility.permission import Permission
 from fleetdistill.eligibility.probes import resident_bytes
 from fleetdistill.eligibility.usage import USAGE, Usage
 from fleetdistill.errors import ConfigurationError, LinkError
 from fleetdistill.state.files import Files
 from fleetdistill.testing import FaultyLink, ManualClock, refused
 from fleetdistill.wire.v1 import service_pb2
+
+pytestmark = pytest.mark.timeout(120)  # a limit that does not hold makes a device work for ever
 
 MORNING = datetime(2026, 1, 1, 8).timestamp()
 DAY = 86_400.0
@@ -123,6 +126,36 @@ def test_counters_begin_anew_at_midnight_and_are_exact_after_a_clean_end(tmp_pat
     assert not Usage(files, clock, {"bytes": 100}).exceeded()
 
 
+def test_a_kill_after_midnight_gives_no_budget_back(tmp_path: Path) -> None:
+    """What was written ahead on the day before does not hide the use of the new day."""
+    clock, files = ManualClock(time=MORNING), Files(tmp_path)
+    usage = Usage(files, clock, {"bytes": 100})
+    usage.add("bytes", 90)
+    clock.advance(16 * 3600)
+    usage.add("bytes", 60)
+    killed = Usage(files, clock, {"bytes": 100})  # only what is in the file survives
+    assert not killed.exceeded()
+    killed.add("bytes", 40)
+    assert killed.exceeded() == "bytes"
+
+
+def test_computing_after_the_last_check_counts(tmp_path: Path) -> None:
+    clock, files = ManualClock(time=MORNING), Files(tmp_path)
+    permission = Permission(files, clock, None, Budgets(compute_seconds_per_day=10))
+    permission.compute(lambda: clock.advance(4))
+    assert json.loads((tmp_path / USAGE).read_text())["compute_seconds"] >= 4
+
+    def fails() -> None:
+        clock.advance(6)
+        raise ValueError("after the last check")
+
+    with pytest.raises(ValueError, match="after the last check"):
+        permission.compute(fails)
+    hold = permission.budget_hold()
+    assert hold is not None
+    assert hold.condition == "compute_seconds_per_day"
+
+
 def test_a_kill_while_a_counter_is_written_gives_no_budget_back(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
@@ -175,7 +208,9 @@ def test_bytes_are_limited_per_day_and_an_answer_goes_on_the_next_day(tmp_path: 
     budgets = Budgets(bytes_per_day=1500)
     device, _ = device_at(link, tmp_path, budgets=budgets, on_event=on_event, clock=clock)
     with device:
-        while len({one.name.round for one in link.uploads}) < 3:
+        for _ in range(100_000):  # steps of 5 seconds while a budget is used up
+            if len({one.name.round for one in link.uploads}) == 3:
+                break
             device.step()
     assert days["waiting"] == sorted(set(days["waiting"])), "once a day"
     assert len(set(days["answered"])) == len(days["answered"]) >= 3
@@ -311,7 +346,9 @@ def test_a_restarted_device_calls_no_earlier_than_the_server_asked(tmp_path: Pat
     link = FaultyLink(LyingLink(ask()))
     device, events = device_at(link, tmp_path, clock=clock)
     with device:
-        while clock.now() < 399:
+        for _ in range(1000):
+            if clock.now() >= 399:
+                break
             assert not link.calls
             assert device.step() is Step.WAITED
         device.run()
