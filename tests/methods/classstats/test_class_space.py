@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from support.class_statistics_fleet import CLASSES, SHAPE
-from support.one_exchange_fleet import fleet, images_of, make_device, space_of
+from support.class_statistics_fleet import CLASSES, SHAPE, Rounds
+from support.one_exchange_fleet import device_on, devices, fleet, images_of, make_device, make_server, space_of
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError, WireError
@@ -23,7 +23,14 @@ from fleetdistill.knowledge import (
     ClassSpace,
 )
 from fleetdistill.methods.base import Ask
-from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
+from fleetdistill.methods.classstats.class_space import (
+    TEMPERATURES,
+    coordinates,
+    leave_one_out,
+    logits,
+    make_space,
+    shrinkage_rule,
+)
 from fleetdistill.methods.classstats.class_variants import (
     LEAVE_ONE_OUT,
     OWN_KEPT,
@@ -32,8 +39,8 @@ from fleetdistill.methods.classstats.class_variants import (
     class_variants,
 )
 from fleetdistill.methods.classstats.exchange import SpacePlan, check_space
-from fleetdistill.methods.classstats.shared_statistics import from_wire, merge, moments_of, to_wire
-from fleetdistill.methods.classstats.space_model import SpaceModel, make_predictor
+from fleetdistill.methods.classstats.shared_statistics import Moments, from_wire, merge, moments_of, to_wire
+from fleetdistill.methods.classstats.space_model import ClosedForm, SpaceModel, make_predictor
 from fleetdistill.methods.classstats.space_training import draw_images, draw_in_space
 from fleetdistill.models import PREDICTORS
 from fleetdistill.training.local_training import extract
@@ -97,6 +104,99 @@ def test_leave_one_out_predicts_the_accuracy_on_unseen_rows() -> None:
     naive = (logits(space, coordinates(space, rows), 4).argmax(axis=1) == labels).mean()
     assert found.sum / found.count == pytest.approx(accuracy, abs=0.05)
     assert found.sum / found.count < naive
+
+
+def moments_without(moments: Moments, row: Array, label: int) -> tuple[Array, Array]:
+    """The means and the covariance without one row, from scratch; degrees of freedom as before."""
+    own, count = moments.labels.index(label), int(moments.counts[moments.labels.index(label)])
+    means = moments.means.copy()
+    means[own] = (count * means[own] - row) / (count - 1)
+    scatter = moments.df * moments.covariance
+    scatter += count * np.outer(moments.means[own], moments.means[own])  # sum of the rows' outer products
+    scatter -= np.outer(row, row) + (count - 1) * np.outer(means[own], means[own])
+    return means, scatter / moments.df
+
+
+def brute_force(
+    moments: Moments, share: float, rows: Array, labels: Array, counted: Collection[int], classes: int
+) -> Array:
+    """Logits of the rows, each really left out: new means, a new covariance, shrunk as before, and its inverse."""
+    added = np.diag(np.diag(moments.covariance)) * share + 1e-6 * np.diag(moments.covariance).mean() * np.eye(
+        rows.shape[1]
+    )
+    found = np.full((len(rows), classes), -np.inf)
+    for number, (row, label) in enumerate(zip(rows, labels, strict=True)):
+        means, covariance = moments.means, moments.covariance
+        if label in counted:
+            means, covariance = moments_without(moments, row, int(label))
+        away = row - means
+        inverse = np.linalg.inv((1 - share) * covariance + added)
+        found[number, list(moments.labels)] = -np.einsum("kd,de,ke->k", away, inverse, away) / 2
+    return found
+
+
+def hits_of(logits_nc: Array, labels: Array, prior: Array) -> Array:
+    """Right answers with the prior and the temperature of the largest likelihood."""
+    best, hits = -np.inf, np.zeros(0)
+    for temperature in TEMPERATURES:
+        scores = logits_nc / temperature + np.log(prior)
+        normal = scores - np.log(np.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
+        likelihood = (normal - scores.max(axis=1, keepdims=True))[np.arange(len(labels)), labels].mean()
+        if likelihood > best:
+            best, hits = likelihood, scores.argmax(axis=1) == labels
+    return hits
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_guard_and_leave_one_out_are_those_of_rows_that_are_really_left_out(seed: int) -> None:
+    """Four classes in three dimensions, so that the space has all of them, and few rows of two classes."""
+    generator = np.random.default_rng(seed)
+    centres = generator.standard_normal((4, 3)) * 0.8
+    labels, others = np.repeat([0, 1, 2, 3], [16, 9, 4, 3]), np.repeat([0, 1, 2, 3], 25)
+    rows, away = (generator.standard_normal((len(one), 3)) + centres[one] for one in (labels, others))
+    own = moments_of(rows, labels)
+    merged = merge([own, moments_of(away, others)])
+    counted, prior = (0, 1, 3), (np.array([16, 9, 4, 3]) + 0.5) / 34
+    found = class_variants(make_space(merged, 0.1), rows, labels, counted, 4, own)
+    figures = {one.name: one.sum for one in found.figures}
+
+    fleets = brute_force(merged, 0.1, rows, labels, counted, 4)
+    local = brute_force(own, shrinkage_rule(3, own.df), rows, labels, (0, 1, 2, 3), 4)
+    assert figures[LEAVE_ONE_OUT] == (fleets.argmax(axis=1) == labels).sum()
+    assert figures[PERSONAL_LEAVE_ONE_OUT] == hits_of(fleets, labels, prior).sum()
+    assert figures[OWN_LEAVE_ONE_OUT] == hits_of(local, labels, prior).sum()
+    assert found.own_kept is bool(hits_of(local, labels, prior).sum() > hits_of(fleets, labels, prior).sum())
+    assert_allclose(
+        leave_one_out(make_space(merged, 0.1), coordinates(make_space(merged, 0.1), rows), labels, counted, 4),
+        fleets,
+        rtol=1e-6,
+    )
+
+
+def test_a_personal_model_from_own_statistics_has_no_predictor_of_the_fleets_space() -> None:
+    """The predictor is trained in the fleet's space: it serves the general variant alone."""
+    settings: dict[str, Any] = {"predictor": "trained", "predictor_steps": 20, "robust": "off"}
+    halves = devices(**settings)
+    rows = images_of([20, 20, 20, 20], 7)
+    halves["odd"] = device_on(replace(rows, labels=(rows.labels + 1) % CLASSES), **settings)
+    played = Rounds(make_server(**settings), halves).play()
+    half = played.halves["odd"]
+    assert half.own.current_variants.own_kept
+    general, personal = half.variants()[GENERAL], half.variants()[PERSONAL]
+    assert isinstance(general, SpaceModel)
+    assert isinstance(personal, SpaceModel)
+    assert not isinstance(general.above.predictor, ClosedForm)
+    assert isinstance(personal.above.predictor, ClosedForm)
+    assert float(personal.above.temperature) == half.own.current_variants.personal.temperature
+    unseen = images_of([10, 10, 10, 10], 9)
+    right = extract(personal, unseen.inputs).argmax(dim=1) == (unseen.labels + 1) % CLASSES
+    assert right.float().mean() > 0.9
+    others = fleet("ab", own_statistics_guard=False, **settings).play().halves["a"]
+    assert not others.own.current_variants.own_kept
+    with_predictor = others.variants()[PERSONAL]
+    assert isinstance(with_predictor, SpaceModel)
+    assert not isinstance(with_predictor.above.predictor, ClosedForm)
+    assert float(with_predictor.above.temperature) == 1
 
 
 # --- a predictor of the device's own, and the app's own network

@@ -20,6 +20,7 @@ from fleetdistill.knowledge import (
     ClassSpace,
     Metric,
     Metrics,
+    SharedStatistics,
 )
 from fleetdistill.methods.base import Answer, Ask
 from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
@@ -310,6 +311,58 @@ def test_a_device_of_another_scale_is_left_out_of_the_merge() -> None:
     assert list(left_out_of_it) == ["c"]
     assert found is not None
     assert np.array_equal(found.covariance, merge(from_wire(parts[name]) for name in "ab").covariance)
+
+
+def test_statistics_with_classes_in_another_order_give_the_same_merge() -> None:
+    """Another implementation of the wire may send its classes in whatever order."""
+    parts = {name: statistics_of(half) for name, half in devices().items()}
+    for name, order in (("a", [2, 0, 1]), ("b", [1, 2, 0])):
+        sent = parts[name]
+        assert sent.counts is not None
+        assert sent.means is not None
+        order = order[: len(sent.labels)] if len(sent.labels) == 3 else list(range(len(sent.labels)))[::-1]
+        foreign = replace(
+            sent, labels=[sent.labels[one] for one in order], counts=sent.counts[order], means=sent.means[order]
+        )
+        assert foreign.labels != sent.labels
+        found, counted, _ = merged_moments({**parts, name: foreign}, Rules(robust="gross"), Silent())  # type: ignore[arg-type]
+        expected, counted_before, _ = merged_moments(parts, Rules(robust="gross"), Silent())  # type: ignore[arg-type]
+        assert found is not None
+        assert expected is not None
+        assert counted == counted_before
+        for field in ("labels", "counts", "means", "covariance", "df"):
+            assert np.array_equal(getattr(found, field), getattr(expected, field)), field
+
+
+class Silent:
+    """Notes that nobody reads."""
+
+    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None: ...
+
+
+def test_a_capped_device_weighs_less_in_covariance_and_degrees_too() -> None:
+    """One class, means at 0, 0 and 0: 11, 11 and 1,001 rows of variances 1, 1 and 9, of which 33 count.
+
+    df = 10 + 10 + 32 + 2 (one mean instead of three); the covariance is (10 x 1 + 10 x 1 + 32 x 9) / 54 = 308 / 54.
+    """
+
+    def sent(rows: int, variance: float) -> SharedStatistics:
+        return SharedStatistics(
+            labels=[0],
+            counts=np.array([rows], np.int32),
+            means=np.zeros((1, 2), np.float16),
+            directions=None,
+            steps=None,
+            variances=np.full(2, variance, np.float16),
+            df=np.array(rows - 1, np.int32),
+        )
+
+    parts = {"a": sent(11, 1), "b": sent(11, 1), "c": sent(1001, 9)}
+    found, _, _ = merged_moments(parts, Rules(robust="off", count_cap=3), Silent())  # type: ignore[arg-type]
+    assert found is not None
+    assert found.counts.tolist() == [11 + 11 + 33]
+    assert found.df == 54
+    np.testing.assert_allclose(found.covariance, np.diag([308 / 54, 308 / 54]), rtol=1e-12)
 
 
 def test_a_cap_bounds_what_one_device_counts_for() -> None:
