@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,30 @@ def test_the_ablation_brings_features_together_instead() -> None:
     assert float(after) < before
     nothing = learn_ask(server, device, 1).part("teacher", RefinedKnowledge)  # at layer 1 there is nothing between
     assert not nothing.valid
+
+
+def test_rows_without_features_of_the_fleet_do_not_train_towards_zeros() -> None:
+    """The server has features of every second row; the others must count as rows that are where they should be."""
+    how: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.1, "batch_size": 64}
+    settings: dict[str, Any] = {**how, "distance": "mse", "distill_epochs": 1, "label_epochs": 0}
+    server = disturbed_server(**settings)
+    models = []
+    for complete in (False, True):
+        device = make_device(**settings)
+        ask = learn_ask(server, device, 3)
+        sent = ask.part("features", SampleKnowledge)
+        there = np.arange(len(sent.sample_ids)) % 2 == 0
+        target = np.array(sent.features["c"], np.float32)
+        if complete:
+            own = device.model.features(device.local.data.inputs[:], 3).detach().numpy()
+            target[~there] = own[sent.sample_ids[~there]]
+            there[:] = True
+        part = SampleKnowledge(sample_ids=sent.sample_ids[there], features={"c": target[there]})
+        device.handle(replace(ask, parts={**ask.parts, "features": part}))
+        models.append(device.model)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert_close(one, other, atol=1e-6, rtol=1e-5)
+    assert changed(models[0], state_of(make_device(**settings).model)) == set("abc")
 
 
 def test_feature_distance_counts_rows_without_a_target_as_zero() -> None:

@@ -207,6 +207,13 @@ class TestClasses:
             assert (counts.sum(axis=0) == 100).all()
             assert all(counts[k, k] > 0 for k in range(10))
 
+    def test_random_classes_are_the_seeds(self) -> None:
+        """The seed decides which classes a device has, not only which of their rows."""
+        held = [classes_random(TEN_BY_100, 10, 4, seed).class_counts(TEN_BY_100, 10) > 0 for seed in (0, 0, 1, 2)]
+        assert (held[0] == held[1]).all()
+        assert (held[0] != held[2]).any()
+        assert (held[2] != held[3]).any()
+
     def test_lognormal_shares_are_unequal(self) -> None:
         even = classes_window(TEN_BY_100, 10, 2, 0).sizes
         uneven = classes_window(TEN_BY_100, 10, 2, 0, unbalanced=1.0).sizes

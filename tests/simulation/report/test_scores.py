@@ -128,6 +128,16 @@ def test_late_figures_by_hand() -> None:
     assert late_figures(many)["c_per_median"] == 0
 
 
+@pytest.mark.parametrize("rounds", [19, 20, 21, 40])
+def test_medians_are_over_exactly_the_last_20_rounds(rounds: int) -> None:
+    """Round k has the figure k / 100: of rounds 21 to 40 the median is 0.305, of all 19 it is 0.1."""
+    by_round: Any = [{"c_gen": k / 100, "c_spec": k / 100, "c_per": k / 100} for k in range(1, rounds + 1)]
+    expected = {19: 0.1, 20: 0.105, 21: 0.115, 40: 0.305}[rounds]
+    late = late_figures(by_round)
+    assert [late[f"{name}_median"] for name in ("c_gen", "c_spec", "c_per")] == pytest.approx([expected] * 3)
+    assert late["ua_mean"] == pytest.approx((2 * rounds - 9) / 200)  # over the last 10
+
+
 def test_the_figures_of_a_fleet_take_memory_for_each_device_and_not_for_each_pair() -> None:
     devices, classes, random = 1000, 10, np.random.default_rng(0)
     device_kcc = list(random.integers(1, 9, (devices, classes, classes)))
