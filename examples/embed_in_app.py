@@ -33,7 +33,7 @@ def main() -> int:
             run=given.run,
             device_id=given.device_id,
             enrolment=given.enrolment,
-            allow=COLUMNS,  # FedDKC requires the labels, which do not leave the device by default
+            allow=COLUMNS,  # FedDKC requires features, logits and labels, which do not leave the device by default
             on_event=show,
         ) as device:
             stop_on_ctrl_c(device)

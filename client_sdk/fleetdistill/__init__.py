@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from fleetdistill.deployment.predictor import Predictor
     from fleetdistill.deployment.settings import Deployment
     from fleetdistill.device.abilities import Abilities
-    from fleetdistill.device.arguments import COLUMNS
     from fleetdistill.device.async_device import AsyncDevice
     from fleetdistill.device.device import Device
     from fleetdistill.device.events import Event, Step
     from fleetdistill.eligibility import Budgets, Eligibility
     from fleetdistill.errors import FleetDistillError
     from fleetdistill.version import VERSION as __version__
+    from fleetdistill.wire.kind import COLUMNS
 
 __all__ = [
     "COLUMNS",
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _WHERE = {
-    "COLUMNS": "fleetdistill.device.arguments",
+    "COLUMNS": "fleetdistill.wire.kind",
     "Abilities": "fleetdistill.device.abilities",
     "AsyncDevice": "fleetdistill.device.async_device",
     "Budgets": "fleetdistill.eligibility.budgets",

@@ -14,7 +14,7 @@ import pytest
 from support.raw_device import SAMPLES, RawDevice
 from torch import nn
 
-from fleetdistill import Device
+from fleetdistill import COLUMNS, Device
 from fleetdistill.conformance import ListeningServer, Report
 from fleetdistill.conformance.player import payload_of
 from fleetdistill.knowledge import ModelParameters
@@ -60,7 +60,12 @@ def test_our_device_keeps_every_rule(tmp_path: Path) -> None:
 
     def run(address: str) -> None:
         with Device(
-            server=address, model=Linear, data=(inputs, labels), state_dir=tmp_path, export_onnx="never"
+            server=address,
+            model=Linear,
+            data=(inputs, labels),
+            state_dir=tmp_path,
+            allow=COLUMNS,
+            export_onnx="never",
         ) as device:
             device.run()
 

@@ -29,9 +29,9 @@ HOLDS: list[tuple[k.Kind, set[str]]] = [
     (k.ProxyKnowledge(valid=False), set()),
     (k.WeightedPredictions(noise_seed=1, values=ROW), {"logits"}),
     (k.SoftPredictions(noise_seed=1, values=ROW), {"logits"}),
-    (k.ClassStatistics(labels=[]), {"features", "counts"}),
-    (k.SharedStatistics(labels=[]), {"features", "counts"}),
-    (k.ClassSums(counts=ROW, sums=ROW, second_moment=ROW, mu=1.0, discrete=True), {"features", "counts"}),
+    (k.ClassStatistics(labels=[]), {"class_statistics", "counts"}),
+    (k.SharedStatistics(labels=[]), {"class_statistics", "counts"}),
+    (k.ClassSums(counts=ROW, sums=ROW, second_moment=ROW, mu=1.0, discrete=True), {"class_statistics", "counts"}),
     (MODEL, {"parameters"}),
     (k.Generator(parameters=MODEL, noise_size=3), {"parameters"}),
     (k.Discriminator(parameters=MODEL, shares_extractor=True), {"parameters"}),
@@ -72,7 +72,7 @@ def test_parts_pass_exactly_when_every_column_is_allowed(
     if all(columns <= allow for _, columns in held.values()):
         check_may_leave(parts, sorted(allow))
         return
-    with pytest.raises(ConfigurationError, match=r"which is not in Device\(allow=\.\.\.\); the answer was not sent"):
+    with pytest.raises(ConfigurationError, match="which the app does not allow; the answer was not sent"):
         check_may_leave(parts, sorted(allow))
 
 
@@ -80,7 +80,8 @@ def test_the_refusal_names_part_and_column() -> None:
     with pytest.raises(ConfigurationError) as error:
         check_may_leave({"metrics": make_metrics(), "knowledge": make_knowledge()}, ["metrics", "features", "logits"])
     assert str(error.value) == (
-        "part 'knowledge' contains labels, which is not in Device(allow=...); the answer was not sent"
+        "part 'knowledge' contains labels, which the app does not allow; the answer was not sent; to allow it, set "
+        'Device(allow=["metrics", "features", "logits", "labels"])'
     )
 
 

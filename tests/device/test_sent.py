@@ -133,7 +133,7 @@ def test_a_private_device_records_what_it_sends_and_not_what_it_has(tmp_path: Pa
         device.step(0)
         (sent,) = answers(device)
         assert {one.samples for one in device.ledger.entries} == {1}
-    assert sent.columns == {"statistics": ["features", "counts"]}
+    assert sent.columns == {"statistics": ["class_statistics", "counts"]}
 
 
 # --- allow

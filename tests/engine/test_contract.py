@@ -43,7 +43,7 @@ def test_the_contract_says_how_many_rows_and_which_file(tmp_path: Path, monkeypa
     assert said == [("statistics", 5, 128, 15), ("other", 0, 0, 0)]
     shapes = {one.part: {tensor.name: tuple(tensor.shape) for tensor in one.tensors} for one in contract.uploads}
     assert shapes == {"statistics": {"means": (4,), "variances": (4,)}, "other": {"values": (6, 3)}}
-    assert list(contract.requirements.columns) == ["features", "counts", "logits"]
+    assert list(contract.requirements.columns) == ["class_statistics", "counts", "logits"]
     assert extractor is not None
     assert contract.extractor_file == extractor.sha256
     (sent,) = decode(extractor).values()

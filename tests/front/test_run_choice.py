@@ -12,7 +12,7 @@ import pytest
 from support.live_front import RUN, LiveFront, live_front
 from support.small_device import small_device
 
-from fleetdistill import Abilities, Device
+from fleetdistill import COLUMNS, Abilities, Device
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError
 from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.models import build_model
@@ -73,7 +73,7 @@ def take_part(running: LiveFront, state: Path, run: Any, classes: int = 10) -> D
     data = digits()[0], digits()[1] % classes
     model = lambda: build_model("digits_linear", classes=classes)  # noqa: E731
     server = f"127.0.0.1:{running.port}"
-    return Device(server=server, run=run, model=model, data=data, state_dir=state, export_onnx="never")
+    return Device(server=server, run=run, model=model, data=data, state_dir=state, allow=COLUMNS, export_onnx="never")
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ def test_a_device_that_keeps_a_needed_column_back_is_refused(fleet: Fleet) -> No
     assert error.value.code == Code.COLUMN_NOT_ALLOWED
     assert str(error.value) == (
         "feddkc sends features, logits, labels; the app does not allow features, labels; "
-        "allow them with Device(allow=...) or join a run of another method"
+        'to allow it, set Device(allow=["metrics", "features", "logits", "labels"])'
     )
     assert error.value.details == {"columns": "features,labels"}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from support.driving import DriveDevices
 from support.fleets import RUNS, Prepared, every_run, prepare
 from torch import nn
 
-from fleetdistill import Device
+from fleetdistill import COLUMNS, Device
 from fleetdistill.errors import RefusedError
 from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codec import decode
@@ -35,6 +36,11 @@ Contract = contract_pb2.Contract
 Violation = tuple[Callable[[Profile], None], Code, str]
 """What a device is changed to, the code of its refusal, and the whole sentence."""
 ABSENT = "a" * 64
+
+
+def line(columns: Sequence[str]) -> str:
+    """The list of columns as a refusal prints it."""
+    return "[" + ", ".join(f'"{one}"' for one in COLUMNS if one in columns) + "]"
 
 
 def open_run(prepared: Prepared) -> tuple[Store, Contract]:
@@ -97,7 +103,7 @@ def required(contract: Contract, profile: Profile) -> Iterator[tuple[str, Violat
         left = [one for one in profile.allowed_columns if one != column]
         sentence = (
             f"{contract.method} sends {', '.join(needs.columns)}; the app does not allow {column}; "
-            "allow them with Device(allow=...) or join a run of another method"
+            f"to allow it, set Device(allow={line(profile.allowed_columns)})"
         )
         yield "columns", (changed(allowed_columns=left), Code.COLUMN_NOT_ALLOWED, sentence)
 
@@ -205,7 +211,8 @@ def test_an_app_that_keeps_everything_back_is_told_what_the_method_sends(name: s
     prepared = prepare(RUNS[name], tmp_path / "work")
     store, contract = open_run(prepared)
     sent = ", ".join(contract.requirements.columns)
-    sentence = rf"^{contract.method} sends {sent}; the app does not allow {sent}; allow them with Device\(allow=...\)"
+    sentence = rf"^{contract.method} sends {sent}; the app does not allow {sent}; to allow it, set "
+    sentence += re.escape(f"Device(allow={line(contract.requirements.columns)})")
     with an_app(prepared[1][0], DeviceApi(store), allow=()) as device, pytest.raises(RefusedError, match=sentence):
         device.step(0.0)
     store.close()

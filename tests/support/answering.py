@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fleetdistill.device.arguments import DEFAULT_COLUMNS
 from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.knowledge import Array, SampleKnowledge
 from fleetdistill.link.base import Link
 from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, encode
+from fleetdistill.wire.kind import COLUMNS
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
@@ -65,7 +65,7 @@ class AnsweringDevice:
             features=contract.features,
             extractor_fingerprint=contract.extractor_fingerprint,
             knowledge_types=[contract.knowledge_type],
-            allowed_columns=[*DEFAULT_COLUMNS, "labels"],
+            allowed_columns=COLUMNS,
             data_version=self.data_version,
         )
         self.identity.secret = self._link.check_in(self.identity, profile).secret or self.identity.secret

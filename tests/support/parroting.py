@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 
-from fleetdistill.device.arguments import DEFAULT_COLUMNS
 from fleetdistill.knowledge import Kind, Metric, Metrics, ModelParameters
 from fleetdistill.link.base import Link
 from fleetdistill.link.downloads import checked
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, decode, encode
+from fleetdistill.wire.kind import COLUMNS
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
@@ -54,7 +54,7 @@ class ParrotDevice:
             model_fingerprint=contract.model_fingerprint,
             extractor_fingerprint=contract.extractor_fingerprint,
             knowledge_types=[contract.knowledge_type],
-            allowed_columns=DEFAULT_COLUMNS,
+            allowed_columns=COLUMNS,
         )
         self.link.check_in(self.identity, profile)
         self.contract = contract

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 from fleetdistill.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fleetdistill.device.arguments import COLUMNS, DEFAULT_COLUMNS
     from fleetdistill.device.async_device import AsyncDevice
     from fleetdistill.device.device import Device
     from fleetdistill.device.events import Event, Step
     from fleetdistill.device.inspection import Inspection, inspect
+    from fleetdistill.wire.kind import COLUMNS, DEFAULT_COLUMNS
 
 __all__ = ["COLUMNS", "DEFAULT_COLUMNS", "AsyncDevice", "Device", "Event", "Inspection", "Step", "inspect"]
 
 _WHERE = {
     "AsyncDevice": "fleetdistill.device.async_device",
-    "COLUMNS": "fleetdistill.device.arguments",
-    "DEFAULT_COLUMNS": "fleetdistill.device.arguments",
+    "COLUMNS": "fleetdistill.wire.kind",
+    "DEFAULT_COLUMNS": "fleetdistill.wire.kind",
     "Device": "fleetdistill.device.device",
     "Event": "fleetdistill.device.events",
     "Inspection": "fleetdistill.device.inspection",

@@ -27,11 +27,8 @@ from fleetdistill.models import USUAL_PREDICTOR, check_predictor
 from fleetdistill.names import unknown_name
 from fleetdistill.state.own_files import check_can_be_state
 from fleetdistill.state.privacy_ledger import PrivacyBudget
+from fleetdistill.wire.kind import COLUMNS
 
-COLUMNS = ("features", "logits", "labels", "counts", "parameters", "gradients", "metrics")
-"""All columns that an app can allow to leave the device."""
-DEFAULT_COLUMNS = ("features", "logits", "counts", "parameters", "gradients", "metrics")
-"""Columns allowed by default: all except the labels of the training samples."""
 _TORCH_DEVICES = ("cpu", "cuda", "mps", "xpu", "xla", "hpu", "mtia", "vulkan", "privateuseone", "meta")
 _EXPORTS = ("round", "finish", "never")
 _PYTORCH_DEFAULTS: Mapping[str, object] = {
@@ -127,7 +124,7 @@ def checked_budget(given: object) -> PrivacyBudget | None:
 def check_columns(allow: Sequence[str]) -> None:
     """Raises ConfigurationError unless `allow` is a list of names in `COLUMNS`."""
     if isinstance(allow, str) or not isinstance(allow, Collection):
-        raise ConfigurationError(f'allow is {shown(allow)}, expected a list of columns, such as ("features", "logits")')
+        raise ConfigurationError(f'allow is {shown(allow)}, expected a list of columns, such as ["class_statistics"]')
     unknown = sorted({str(one) for one in allow if one not in COLUMNS})
     if unknown:
         raise ConfigurationError(f"allow has unknown columns {', '.join(unknown)}; must be in {', '.join(COLUMNS)}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from fleetdistill.device.arguments import check_columns
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.wire.kind import Parts
+from fleetdistill.wire.kind import Parts, allow_line
 
 
 class ColumnWithdrawn(ConfigurationError):
@@ -73,5 +73,6 @@ def check_may_leave(parts: Parts, allow: Sequence[str]) -> None:
         for column in kind.columns():
             if column not in allow:
                 raise ConfigurationError(
-                    f"part {name!r} contains {column}, which is not in Device(allow=...); the answer was not sent"
+                    f"part {name!r} contains {column}, which the app does not allow; the answer was not sent; "
+                    f"{allow_line({*allow, column})}"
                 )

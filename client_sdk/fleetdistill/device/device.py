@@ -22,7 +22,6 @@ from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.abilities import Abilities
 from fleetdistill.device.app_models import AppModels
 from fleetdistill.device.arguments import (
-    DEFAULT_COLUMNS,
     check_all_data,
     check_backend,
     check_columns,
@@ -61,6 +60,7 @@ from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.spans import NO_SPANS, ProviderSpans, Spans
 from fleetdistill.state.directory import MAX_SPOOL_BYTES, Storage
 from fleetdistill.state.sample_ids import SampleIds
+from fleetdistill.wire.kind import DEFAULT_COLUMNS
 from fleetdistill.wire.v1 import contract_pb2
 
 if TYPE_CHECKING:
@@ -98,9 +98,10 @@ class Device(Disclosure):
         run: Name of the run, or `Abilities`, from which the server chooses the run. Optional if the server has a single
             run. Two runs on one machine are two `Device`s, each with its own `state_dir`.
         device_id: Name of the device, 1 to 64 letters, digits, '-', '_' or '.'. Default: a UUID stored in `state_dir`.
-        allow: Columns that may leave the device, a subset of `COLUMNS`. Default: all except `labels`, which FedDKC
-            requires. Every answer includes the number of samples. `metrics` includes the training loss; `counts`
-            adds the figures of each class.
+        allow: Columns that may leave the device, a subset of `COLUMNS`. Default: `class_statistics`, `counts` and
+            `metrics`, which class statistics send. A run whose method sends others refuses the device, with the line to
+            add. Every answer includes the number of samples. `metrics` includes the training loss; `counts` adds the
+            figures of each class.
         test_data: Data on which each round's model is scored. The scores are sent to the server.
         validation_data: Data that decide whether a round's model replaces the app's model: only if its accuracy is at
             least as high. The scores and the decision are sent to the server.

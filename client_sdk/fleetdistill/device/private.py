@@ -28,7 +28,7 @@ SAMPLES = 1
 """Number of samples that a private device declares: the real number would be a release too."""
 DECLINED = "this device cannot answer"
 """Reason of every decline but that of the budget: another text could depend on the rows."""
-_COLUMNS = ("features", "counts")
+_COLUMNS = ("class_statistics", "counts")
 
 
 def guarantee_of(contract: contract_pb2.Contract) -> Guarantee | None:
@@ -60,7 +60,7 @@ def reason_to_send(reason: FleetDistillError) -> str:
 
 
 def private_columns(allow: Sequence[str]) -> tuple[str, ...]:
-    """Returns the columns that may leave a device in a private run: at most noisy features and counts."""
+    """Returns the columns that may leave a device in a private run: at most noisy class statistics and counts."""
     return tuple(column for column in allow if column in _COLUMNS)
 
 

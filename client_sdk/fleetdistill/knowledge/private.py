@@ -44,7 +44,7 @@ class ClassSums(Kind):
     """
 
     wire_name = "class_sums"
-    possible_columns = ("features", "counts")
+    possible_columns = ("class_statistics", "counts")
     description = "noisy class sums and counts"
 
     counts: Array

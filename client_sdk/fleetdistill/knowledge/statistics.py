@@ -22,7 +22,7 @@ _LEAST_INT8 = -127
 class _Statistics(Kind):
     """Base class of `ClassStatistics` and `SharedStatistics`."""
 
-    possible_columns = ("features", "counts")
+    possible_columns = ("class_statistics", "counts")
     description = "class moments and counts"
 
     @classmethod

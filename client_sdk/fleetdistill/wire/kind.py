@@ -15,8 +15,19 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+COLUMNS = ("class_statistics", "counts", "metrics", "features", "logits", "labels", "parameters", "gradients")
+"""All columns that an app can allow to leave the device."""
+DEFAULT_COLUMNS = ("class_statistics", "counts", "metrics")
+"""Columns allowed by default: those of class statistics, the recommended method."""
+
 KINDS: dict[str, type[Kind]] = {}
 """All kinds by name. Subclasses register themselves; `fleetdistill.knowledge` defines those of this package."""
+
+
+def allow_line(columns: Collection[str]) -> str:
+    """Returns the remedy in errors: the argument of `Device` that allows these columns, without unknown names."""
+    names = ", ".join(f'"{one}"' for one in COLUMNS if one in columns)
+    return f"to allow it, set Device(allow=[{names}])"
 
 
 class Kind:

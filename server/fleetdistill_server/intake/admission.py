@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
+from fleetdistill.wire.kind import allow_line
 from fleetdistill.wire.payload import DTYPES, MAX_AXES, MAX_NAME
 from fleetdistill.wire.v1 import contract_pb2
 
@@ -100,7 +101,7 @@ def _check_columns(contract: contract_pb2.Contract, profile: contract_pb2.Device
         raise RefusedError(
             Code.COLUMN_NOT_ALLOWED,
             f"{contract.method} sends {', '.join(contract.requirements.columns)}; the app does not allow "
-            f"{', '.join(missing)}; allow them with Device(allow=...) or join a run of another method",
+            f"{', '.join(missing)}; {allow_line({*profile.allowed_columns, *missing})}",
             {"columns": ",".join(missing)},
         )
 

@@ -16,13 +16,12 @@ from typing import Any, Literal
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import CUT, Weights
+from fleetdistill.wire.kind import COLUMNS
 from fleetdistill.wire.schema import PartSchema, Shapes
 
 KnowledgeType = Literal["float16", "float32", "uint8"]
 KNOWLEDGE_TYPES: tuple[KnowledgeType, ...] = ("float16", "float32", "uint8")
 UP, DOWN = "up", "down"
-COLUMNS = ("features", "counts", "parameters", "gradients", "logits", "labels")
-"""Kinds of data that may leave a device, in the contract's order."""
 MODEL = "parameters"
 """Name of the part with the model."""
 Message = Mapping[str, PartSchema]

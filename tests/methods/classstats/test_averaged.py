@@ -368,7 +368,7 @@ def test_a_trained_extractor_is_taken_as_it_is(factory: Any, channels: int, feat
     rounds = Rounds(server, halves).play(2)
     assert set(server.answer_kinds()) == {"summarise", "learn"}
     assert set(declared_parts(server.run_exchanges())) == {"statistics"}
-    assert server.columns(server.config) == ["features", "counts"]
+    assert server.columns(server.config) == ["class_statistics", "counts"]
     assert [step for step, _, parts in rounds.asked if "extractor" in parts] == []
     for module in (server.extractor, *(half.local.taps.extractor for half in halves.values())):
         assert equal(copied(module), given)

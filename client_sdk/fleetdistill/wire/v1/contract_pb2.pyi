@@ -39,8 +39,8 @@ class Requirements(_message.Message):
     """The device must use the contract's proxy set: download it by its digest before its first ask, and store it."""
     @_builtins.property
     def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Columns that the app must allow to leave the device: "features", "logits", "labels", "counts", "parameters",
-        "gradients", "metrics".
+        """Columns that the app must allow to leave the device: "class_statistics", "counts", "metrics", "features", "logits",
+        "labels", "parameters", "gradients".
         """
 
     @_builtins.property

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from fleetdistill import COLUMNS
 from fleetdistill.deployment.versions import Version, Versions
 from fleetdistill.device.private import guarantee_of, private_columns
 from fleetdistill.errors import RunError
@@ -20,7 +21,7 @@ from fleetdistill_server.simulation.backends.backend import (
     RunData,
     Task,
 )
-from fleetdistill_server.simulation.spec.device import COLUMNS, DeviceSpec
+from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.store.states import OVER
 
 AHEAD = 256

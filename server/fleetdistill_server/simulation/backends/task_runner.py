@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from fleetdistill import COLUMNS
 from fleetdistill.device.compute import Compute, Computed, NamesRows
 from fleetdistill.device.device import MAX_SECONDS_PER_ASK
 from fleetdistill.errors import FleetDistillError
@@ -20,7 +21,7 @@ from fleetdistill.wire.codec import decode
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.simulation.backends.backend import Description, Export, Result, RunData, Task
 from fleetdistill_server.simulation.spec.compute import Shared
-from fleetdistill_server.simulation.spec.device import COLUMNS, make_compute
+from fleetdistill_server.simulation.spec.device import make_compute
 
 MOST_PREPARED = 64
 """Largest number of devices whose model a worker keeps; preparing one again takes milliseconds."""

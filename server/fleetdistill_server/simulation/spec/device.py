@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill import Device, Event
+from fleetdistill import COLUMNS, Device, Event
 from fleetdistill.clock import Clock
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.knowledge import RECEIVED, RESULT
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from fleetdistill.device.torch_compute import TorchCompute
     from fleetdistill.wire.v1 import contract_pb2
     from fleetdistill_server.simulation.spec.compute import Shared
-
-COLUMNS = ("features", "logits", "labels", "parameters", "gradients", "counts", "metrics")
-"""Columns that simulated devices allow: all of them."""
 
 
 @dataclass(frozen=True)
