@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from fleetdistill import Device, Eligibility, Event
+from fleetdistill import COLUMNS, Device, Eligibility, Event
 from fleetdistill.eligibility import permission
 from fleetdistill.models import build_model
 from fleetdistill_server.config.run_config import run_config
@@ -43,6 +43,7 @@ class App:
         self.waiting, self.training = threading.Event(), threading.Event()
         self.waiting_at = 0.0
         self.device = Device(
+            allow=COLUMNS,
             server=server,
             model=self._model,
             data=digits(),

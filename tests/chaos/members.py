@@ -171,6 +171,7 @@ def _make_device(place: Place, terms: DeviceTerms, link: LoggedLink) -> Device:
             state_dir=state_dir,
             run=terms.run,
             device_id=terms.name,
+            allow=COLUMNS,
             export_onnx="never",
             on_event=note,
         )

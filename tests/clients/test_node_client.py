@@ -78,7 +78,7 @@ def test_it_takes_part_in_cdkt_with_a_device_of_the_sdk(tmp_path: Path, node: di
         )
         try:
             model = lambda: build_model("cdkt_digits_small")  # noqa: E731
-            more: dict[str, Any] = {"data": digits(1, 40), "export_onnx": "never"}
+            more: dict[str, Any] = {"data": digits(1, 40), "allow": ["logits", "metrics"], "export_onnx": "never"}
             with Device(server=address, model=model, state_dir=tmp_path / "sdk", device_id="sdk", **more) as device:
                 device.run()
             output, _ = client.communicate(timeout=PATIENCE_SECONDS)

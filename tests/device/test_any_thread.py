@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.processes import PATIENCE_SECONDS
 
-from fleetdistill import Device
+from fleetdistill import COLUMNS, Device
 from fleetdistill.errors import ConfigurationError, DeviceBusyError, ModelError, StateError
 from fleetdistill.light import light_worker
 from fleetdistill.models import build_model
@@ -48,7 +48,7 @@ def device_of(kind: str, link: Any, state_dir: Path, **changes: Any) -> Device:
     backend: dict[str, Any] = {"model": lambda: build_model("digits_linear"), "data": DATA}
     if kind == "light":
         backend = {"worker": light_worker(DATA)}
-    return Device(server=link, state_dir=state_dir, **{**backend, **changes})
+    return Device(server=link, state_dir=state_dir, **{"allow": COLUMNS, **backend, **changes})
 
 
 def members(device: Device, kind: str) -> dict[str, Callable[[], Any]]:

@@ -52,7 +52,7 @@ class Unfit(nn.Module):
         ({"max_spool_bytes": -1}, "max_spool_bytes is -1, must be at least 1"),
         ({"max_threads": "2"}, "max_threads is '2', expected an integer of at least 1"),
         ({"max_seconds_per_ask": "2"}, "max_seconds_per_ask is '2', expected a number"),
-        ({"allow": None}, r'allow is None, expected a list of columns, such as \("features", "logits"\)'),
+        ({"allow": None}, r'allow is None, expected a list of columns, such as \["class_statistics"\]'),
         ({"allow": "features"}, "allow is 'features', expected a list of columns"),
         ({"allow": ("features", 5)}, "allow has unknown columns 5; must be in"),
         ({"export_onnx": 5}, "unknown export_onnx 5"),

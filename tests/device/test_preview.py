@@ -113,7 +113,7 @@ def test_a_private_preview_has_noise_and_spends_nothing(tmp_path: Path) -> None:
         first, second = device.preview(), device.preview()
         assert state_files(tmp_path) == {}
         assert first.private
-        assert (first.samples, first.columns) == (1, ("counts", "features"))
+        assert (first.samples, first.columns) == (1, ("class_statistics", "counts"))
         assert [part.kind for part in first.parts] == ["class_sums"]
         assert histograms(first) != histograms(second), "each has noise of its own"
         fleet.ask()
@@ -148,7 +148,7 @@ def test_a_light_device_has_a_preview_too(tmp_path: Path) -> None:
     with Device(server=MemoryLink(fleet.api), state_dir=tmp_path, **given) as device:
         preview = device.preview()
     assert preview.private
-    assert preview.columns == ("counts", "features")
+    assert preview.columns == ("class_statistics", "counts")
 
 
 # --- every method
@@ -160,7 +160,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 CONTAINS = {
     "cdkt": ("logits", "metrics"),
-    "classstats": ("counts", "features"),
+    "classstats": ("class_statistics", "counts"),
     "dafkd": ("metrics", "parameters"),
     "fedavg": ("metrics", "parameters"),
     "fedd2s": ("features", "labels", "metrics"),

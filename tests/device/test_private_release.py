@@ -257,8 +257,11 @@ def test_a_decline_has_one_fixed_reason(fleet, tmp_path, monkeypatch, error):
     assert [message.reason for call, message in link.sent if call == "decline"] == ["this device cannot answer"]
 
 
-def test_an_app_that_allows_no_features_releases_nothing(fleet, tmp_path):
-    with pytest.raises(Exception, match="features"), make_device(MemoryLink(fleet.api), tmp_path, allow=()) as device:
+def test_an_app_that_allows_no_class_statistics_releases_nothing(fleet, tmp_path):
+    with (
+        pytest.raises(Exception, match="class_statistics"),
+        make_device(MemoryLink(fleet.api), tmp_path, allow=()) as device,
+    ):
         check_in_and_answer(device, fleet)
     assert not (tmp_path / "privacy.json").exists()
 

@@ -438,7 +438,7 @@ def test_figures_by_class_leave_only_with_consent(
 
 
 def test_without_consent_no_figure_leaves(offered: Offered, space: ClassSpace) -> None:
-    work = learned(offered.worker(test_data=digits(1)), space, ("features", "counts"))
+    work = learned(offered.worker(test_data=digits(1)), space, ("class_statistics", "counts"))
     assert work.answer.parts == {}
     assert set(work.scores) == {"test", "test/personal"}, "the app is told"
 

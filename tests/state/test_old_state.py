@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from fleetdistill import Device, Event, Step
+from fleetdistill import COLUMNS, Device, Event, Step
 from fleetdistill.knowledge import ModelParameters, ProxySet
 from fleetdistill.link.downloads import Downloads, adopt_proxy_set
 from fleetdistill.replacement import Replacement
@@ -83,6 +83,7 @@ def test_a_device_goes_on_with_it(state_dir: Path) -> None:
         model_name="linear",
         data=DATA,
         state_dir=state_dir,
+        allow=COLUMNS,
         export_onnx="never",
         on_event=events.append,
     ) as device:

@@ -43,7 +43,7 @@ def played(folder: Path) -> None:
     assert isinstance(worker, LightCompute)
     worker.profile(["metrics"])
     take_extractor(worker, folder)
-    summary = worker.answer(service_pb2.Ask(round=1, step="summarise"), {}, ["features", "counts"])
+    summary = worker.answer(service_pb2.Ask(round=1, step="summarise"), {}, ["class_statistics", "counts"])
     assert isinstance(summary.answer.parts["statistics"], SharedStatistics)
     with np.load(folder / "space.npz") as arrays:
         space = ClassSpace(**{**arrays, "labels": arrays["labels"].tolist()})
@@ -73,7 +73,7 @@ def released(folder: Path) -> None:
     assert guarantee is not None
     worker: Any = light_worker(arrays_of(folder / "data.npz"))(contract)
     take_extractor(worker, folder)
-    answer = worker.answer(service_pb2.Ask(round=1, step="summarise"), {}, ["features", "counts"]).answer
+    answer = worker.answer(service_pb2.Ask(round=1, step="summarise"), {}, ["class_statistics", "counts"]).answer
     private = PrivateAnswers(Files(folder), None, Events(Guard(lambda event: None), "light"))
     sent = private.private_answer(answer, contract, guarantee, 1).parts["statistics"]
     np.savez(folder / "sums.npz", **vars(sent))

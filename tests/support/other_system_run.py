@@ -74,10 +74,11 @@ def _computing(kind: str) -> dict[str, Any]:
     if kind == "light":
         from fleetdistill.light import light_worker
 
-        return {"worker": light_worker(data, validation_data=data), "allow": ("features", "counts", "metrics")}
+        return {"worker": light_worker(data, validation_data=data)}
     from fleetdistill.models import build_model
 
-    return {"model": lambda: build_model("digits_linear"), "data": data, "validation_data": data}
+    allow = ("parameters", "counts", "metrics")
+    return {"model": lambda: build_model("digits_linear"), "data": data, "validation_data": data, "allow": allow}
 
 
 def _check_second_device(kind: str, server: Any, folder: Path) -> None:

@@ -21,7 +21,7 @@ from support.forked import Forked, Pipe
 from support.processes import PATIENCE_SECONDS
 from support.stores import object_store_environment
 
-from fleetdistill import Device, Event
+from fleetdistill import COLUMNS, Device, Event
 from fleetdistill.device import contact
 from fleetdistill.device.compute import Computed
 from fleetdistill.errors import CannotAnswer
@@ -193,6 +193,7 @@ def _device(points: str, place: Place, name: str) -> None:
         state_dir=place.work / name,
         run=RUN,
         device_id=name,
+        allow=COLUMNS,
         export_onnx="never",
         on_event=note,
         tracer_provider=provider,

@@ -46,6 +46,7 @@ def device_of(link: Any, state_dir: Path, **changes: Any) -> Device:
     arguments: dict[str, Any] = {
         "model": lambda: build_model("digits_linear"),
         "data": (random.random((20, 1, 8, 8), np.float32), np.arange(20) % 10),
+        "allow": ["parameters", "metrics"],
         "export_onnx": "never",
     }
     return Device(server=link, state_dir=state_dir, **{**arguments, **changes})
