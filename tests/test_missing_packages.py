@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 from support.answering import AnsweringFleet
+from support.live_front import live_front
 from support.processes import COMMAND, PATIENCE_SECONDS, wait_until
 from support.uninstalled import without
+
+from fleetdistill.conformance import RUN_TOML as RUN_TOML_OF_CONFORMANCE
+from fleetdistill.version import VERSION
+from fleetdistill_server.store.store import Store
 
 OPTIONAL = ("opentelemetry", "mlflow", "tensorboard", "nicegui", "prometheus_client", "psycopg", "s3fs")
 RUN_TOML = """
@@ -74,6 +79,82 @@ def test_a_command_names_the_extra_that_it_needs(tmp_path: Path, environment: di
     said = refused(command, tmp_path, environment)
     assert f"which is not installed: pip install 'fleetdistill[{extra}]'" in said
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"], "nothing was stored"
+
+
+# --- a device's environment, with the extra `light` only
+
+SERVER = (
+    "click",
+    "cryptography",
+    "matplotlib",
+    "onnx",
+    "pydantic",
+    "rich",
+    "sklearn",
+    "sqlite_utils",
+    "torch",
+    "typer",
+)
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return without(tmp_path_factory.mktemp("light"), *SERVER)
+
+
+def ran(command: list[str], folder: Path, environment: dict[str, str]) -> tuple[int, str]:
+    done = subprocess.run([*COMMAND, *command], cwd=folder, env=environment, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_help_shows_what_a_device_has(tmp_path: Path, light: dict[str, str], words: list[str]) -> None:
+    status, text = ran(words, tmp_path, light)
+    assert status == 0
+    assert re.findall(r"^  (\w+)  ", text, re.MULTILINE) == ["device", "doctor", "health", "conformance"]
+    assert "pip install 'fleetdistill[server]'" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [("serve", "server"), ("runs", "server"), ("simulate", "sim"), ("audit", "sim"), ("dashboard", "dashboard")],
+)
+def test_a_servers_command_says_which_extra_it_needs(
+    tmp_path: Path, light: dict[str, str], command: str, extra: str
+) -> None:
+    status, text = ran([command], tmp_path, light)
+    assert status == 1
+    needs = (
+        rf"^error: `fleetdistill {command}` needs \w+, which is not installed: pip install 'fleetdistill\[{extra}\]'$"
+    )
+    assert re.match(needs, text.strip()), text
+
+
+def test_a_simulation_without_its_extra_says_so(tmp_path: Path) -> None:
+    """With the extra `server`, where the command line is complete."""
+    (tmp_path / "hidden").mkdir()
+    status, text = ran(["simulate"], tmp_path, without(tmp_path / "hidden", "matplotlib"))
+    assert status == 1
+    needs = "error: `fleetdistill simulate` needs matplotlib, which is not installed: pip install 'fleetdistill[sim]'"
+    assert needs in text
+
+
+def test_a_devices_commands_run_without_a_server(tmp_path: Path, light: dict[str, str]) -> None:
+    assert ran(["--version"], tmp_path, light) == (0, f"{VERSION}\n")
+    assert ran(["conformance", "--run-toml"], tmp_path, light) == (0, RUN_TOML_OF_CONFORMANCE)
+    status, text = ran(["device", "inspect", "nowhere"], tmp_path, light)
+    assert (status, text.split(":")[0]) == (1, "error")
+    status, text = ran(["doctor", "--state", "nowhere"], tmp_path, light)
+    assert status == 1
+    assert "nowhere" in text
+    Store.open(tmp_path / "store").close()
+    with live_front(tmp_path / "store") as front:
+        address = f"127.0.0.1:{front.port}"
+        assert ran(["health", address], tmp_path, light) == (0, f"{address} serves\n")
+    status, text = ran(["health", "127.0.0.1:1"], tmp_path, light)
+    assert status == 1
+    assert text.startswith("error: ")
 
 
 def test_a_device_names_the_extra_of_its_tracer_provider(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -6,6 +6,30 @@ from importlib.util import find_spec
 
 from fleetdistill.errors import ConfigurationError
 
+PACKAGES = frozenset(
+    (
+        "cryptography",
+        "grpc_reflection",
+        "matplotlib",
+        "onnx",
+        "onnxruntime",
+        "onnxscript",
+        "prometheus_client",
+        "pydantic",
+        "rich",
+        "safetensors",
+        "sklearn",
+        "sqlite_utils",
+        "tomli_w",
+        "torch",
+        "torchvision",
+        "typer",
+    )
+)
+"""Modules of the extras `server` and `sim` that commands import."""
+_EXTRAS_OF_COMMANDS = {"simulate": "sim", "audit": "sim", "dashboard": "dashboard"}
+"""Extras of the commands that need more than `server`."""
+
 
 def require(what: str, module: str, extra: str) -> None:
     """Checks that a module can be found; does not import it.
@@ -20,6 +44,12 @@ def require(what: str, module: str, extra: str) -> None:
     """
     if find_spec(module) is None:
         raise missing(what, module, f"'fleetdistill[{extra}]'")
+
+
+def missing_of_command(command: str, package: str) -> ConfigurationError:
+    """Returns the error about a package that a command of `fleetdistill` needs."""
+    extra = _EXTRAS_OF_COMMANDS.get(command, "server")
+    return missing(f"`fleetdistill {command}`", package, f"'fleetdistill[{extra}]'")
 
 
 def missing(what: str, package: str, wanted: str) -> ConfigurationError:

@@ -1,29 +1,38 @@
-"""Entry point of the command `fleetdistill`; handles signals before the slow imports."""
+"""Entry point of the command `fleetdistill`; handles signals before the slow imports.
+
+The commands of a device need only the SDK. They run without the extra `server`, as on a small computer.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from fleetdistill.version import VERSION
 
 INTERRUPTED = 130
 """Exit status that shells report for a program stopped by Ctrl-C."""
+DEVICE_COMMANDS = {
+    "device": ("fleetdistill.device.command", "Inspects or erases the state directory of a device."),
+    "doctor": ("fleetdistill.device.doctor", "Finds out what is wrong with a device."),
+    "health": ("fleetdistill_server.operations.health", "Exits with 0 if a server replies."),
+    "conformance": ("fleetdistill.conformance.__main__", "Checks a server or a device against the wire format."),
+}
+"""Module with `main`, and description, of each command that needs only the SDK."""
 
 
 def main() -> None:
     """Runs the command line; signals during the imports of `serve` end it in the same way as later ones."""
-    if sys.argv[1:2] == ["device"]:  # needs only the SDK; the other commands need the extra `server`
-        from fleetdistill.device.command import main as device
-
-        sys.exit(device(sys.argv[2:]))
-    if sys.argv[1:2] == ["doctor"] and any(word.partition("=")[0] == "--state" for word in sys.argv):  # the SDK's too
-        from fleetdistill.device.doctor import main as doctor
-
-        sys.exit(doctor(sys.argv[2:]))
-    if sys.argv[1:2] == ["serve"]:
+    command, *words = sys.argv[1:] or [""]
+    if command in ("device", "conformance") or (command == "doctor" and _names_state(words)):
+        sys.exit(_run_device_command(command, words))
+    if command == "serve":
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda signum, frame: sys.exit(0))
-    if sys.argv[1:2] == ["simulate"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if command == "simulate" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _not_begun)
     sys.path.append(os.getcwd())  # appended, so that local files do not shadow installed modules
     try:
@@ -31,7 +40,39 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted before anything was done; run the command again", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("fleetdistill"):
+            raise
+        sys.exit(_run_without_server(command, words, error.name or str(error)))
     app()
+
+
+def _names_state(words: Sequence[str]) -> bool:
+    return any(word.partition("=")[0] == "--state" for word in words)
+
+
+def _run_device_command(command: str, words: Sequence[str]) -> int:
+    status: int = import_module(DEVICE_COMMANDS[command][0]).main(words)
+    return status
+
+
+def _run_without_server(command: str, words: Sequence[str], package: str) -> int:
+    """Runs a command where the extra `server` is not installed; returns the exit status."""
+    if command in DEVICE_COMMANDS:
+        return _run_device_command(command, words)
+    if command == "--version":
+        print(VERSION)
+        return 0
+    if command in ("", "--help"):
+        print("Usage: fleetdistill COMMAND ...\n\nCommands of a device:")
+        print("\n".join(f"  {name:<12} {text}" for name, (_, text) in DEVICE_COMMANDS.items()))
+        print("\nThe commands of a server need the extra server, and simulate the extra sim:")
+        print("  pip install 'fleetdistill[server]'   pip install 'fleetdistill[sim]'")
+        return 0
+    from fleetdistill_server.extras import missing_of_command
+
+    print(f"error: {missing_of_command(command, package)}", file=sys.stderr)
+    return 1
 
 
 def _not_begun(number: int, frame: object) -> None:

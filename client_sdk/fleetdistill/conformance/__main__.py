@@ -1,9 +1,10 @@
-"""Command line of the conformance tests: `python -m fleetdistill.conformance --help`."""
+"""Command line of the conformance tests: `fleetdistill conformance --help`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from fleetdistill.conformance import RUN_TOML, ListeningServer, Report, check_server
 from fleetdistill.errors import FleetDistillError
@@ -11,7 +12,7 @@ from fleetdistill.errors import FleetDistillError
 _ANY_PORT = "127.0.0.1:0"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the checks and prints them; returns 0 if all passed, 1 otherwise and 2 if they could not be run."""
     given = _parser().parse_args(arguments)
     if given.run_toml:
@@ -36,7 +37,7 @@ def _check(given: argparse.Namespace) -> Report:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m fleetdistill.conformance",
+        prog="fleetdistill conformance",
         description="Checks a server or a device against docs/reference/wire-format.md.",
     )
     what = parser.add_mutually_exclusive_group(required=True)

@@ -19,7 +19,7 @@ from fleetdistill.version import VERSION
 from fleetdistill_server.cli import fleet_options
 from fleetdistill_server.cli.audit import audit
 from fleetdistill_server.cli.dashboard import check_installed, dashboard, open_simulation
-from fleetdistill_server.cli.device import device_app
+from fleetdistill_server.cli.device import conformance, device_app
 from fleetdistill_server.cli.devices import devices_app
 from fleetdistill_server.cli.doctor import doctor
 from fleetdistill_server.cli.health import health
@@ -61,6 +61,7 @@ app.add_typer(pki_app, name="pki")
 app.command("enrol")(enrol)
 app.add_typer(devices_app, name="devices")
 app.add_typer(device_app, name="device")
+app.command("conformance")(conformance)
 
 _SIZES = Sizes()
 _FIELDS = {

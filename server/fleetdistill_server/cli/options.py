@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill.printable import printable
+from fleetdistill_server.extras import PACKAGES, missing_of_command
 from fleetdistill_server.views import runs as views
 
 P = ParamSpec("P")
@@ -53,6 +54,12 @@ def report_errors(command: Callable[P, R]) -> Callable[P, R]:
             return command(*args, **kwargs)
         except FleetDistillError as error:
             typer.echo(f"error: {printable(str(error))}", err=True)
+            raise typer.Exit(1) from error
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in PACKAGES:
+                raise
+            typer.echo(f"error: {missing_of_command(command.__name__, package)}", err=True)
             raise typer.Exit(1) from error
 
     return wrapped

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, in_words
+from fleetdistill.errors import ConfigurationError, FleetDistillError, LinkError, RefusedError, in_words
 from fleetdistill.link.credentials import load_credentials
 from fleetdistill.link.grpc_link import errors_of
+from fleetdistill.printable import printable
 from fleetdistill.wire.codes import Code
 
 HEALTH_SECONDS = 5.0
@@ -75,3 +79,19 @@ def _authorities(path: Path) -> bytes:
     if not _CERTIFICATE.search(found):
         raise ConfigurationError(f"--ca {path} contains no certificate; name the ca.pem of the server's PKI")
     return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs `fleetdistill health` where the extra `server` is not installed; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="fleetdistill health", description="Exits with 0 if a server replies.")
+    parser.add_argument("server", metavar="HOST:PORT", help="server to ask")
+    parser.add_argument("--ca", type=Path, metavar="FILE", help="the server's ca.pem, for its enrolment port")
+    parser.add_argument("--identity", type=Path, metavar="DIR", help="directory with your identity, for its main port")
+    parser.add_argument("--service", default="", metavar="NAME", help="service to ask for, such as fleetdistill.engine")
+    given = parser.parse_args(arguments)
+    try:
+        print(given.server, check_health(given.server, ca=given.ca, identity=given.identity, service=given.service))
+    except FleetDistillError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return 1
+    return 0

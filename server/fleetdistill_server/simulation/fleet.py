@@ -93,10 +93,10 @@ def simulate(
     begun = False
     try:
         check_settings(wanted)
+        load_matplotlib()  # without it, the report could not be written
         check_folder(wanted, if_there)
         data = _load(wanted)
         check_plan(wanted, data)
-        load_matplotlib()
         with open_folder(wanted, if_there) as work, tracked(_followed(wanted, work, tracking), tracking):
             begun = True
             settled = replace(wanted, proxy_per_class=proxy_per_class(wanted, data))
