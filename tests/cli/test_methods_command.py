@@ -306,7 +306,7 @@ def test_what_leaves_is_what_the_answers_hold(method: str) -> None:
     [
         ("cdkt", CDKTConfig(knowledge="repfull"), ["features", "logits"]),
         ("cdkt", CDKTConfig(exchange=False), []),
-        ("dafkd", DaFKDConfig(discriminator_location="device"), ["parameters", "logits"]),
+        ("dafkd", DaFKDConfig(discriminator_location="device"), ["logits", "parameters"]),
         ("fedd2s", FedD2SConfig(), ["features", "labels"]),
         ("feddkc", FedDKCConfig(), ["features", "logits", "labels"]),
         ("feddkd", FedDKDConfig(dkd_steps=0), ["parameters"]),
