@@ -41,7 +41,11 @@ def test_a_plain_front_serves_and_its_engine_does_not(tmp_path: Path) -> None:
         assert (code, "has no service 'nobody'" in said) == (1, True)
         front.kill()
         code, said = health(server)
-        assert (code, said) == (1, f"error: server {server} cannot be reached")
+        assert (code, said) == (
+            1,
+            f"error: server {server} cannot be reached; nothing listens on this port; check the port, and whether the "
+            "server is running",
+        )
         front.start_again()
 
 

@@ -23,7 +23,6 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.link.credentials import load_credentials
 from fleetdistill.link.enrolment import PREFIX, read_token
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.config.tls import ENROL_PORT
 from fleetdistill_server.security.certificates import Role, holder_of
 from fleetdistill_server.security.pki import Authority, forget_old_authority, make_authority, rotate_authority
 from fleetdistill_server.service import serve_lock
@@ -204,7 +203,7 @@ def test_tokens_are_printed_once_listed_and_revoked(tmp_path: Path) -> None:
     assert done("enrol", *where, "--revoke", some[0]) == "1 token revoked\n"
     assert done("enrol", *where, "--revoke", some[0]) == "0 tokens revoked\n"
     assert done("enrol", *where, "--revoke", some[1], "--revoke", some[2]) == "2 tokens revoked\n"
-    assert done("enrol", *where).startswith(PREFIX)
+    assert done("enrol", *where, "--enrol-port", "6000").startswith(PREFIX)
     before = out.read_text()
     assert f"{out} already exists and may contain unused tokens" in error_of("enrol", *where, "--out", out)
     assert out.read_text() == before
@@ -215,9 +214,8 @@ def test_tokens_carry_the_port_that_the_front_took(tmp_path: Path) -> None:
     make_pki(tmp_path / "pki")
     prepare_store(tmp_path / "store").close()
     enrol = ["enrol", "--store", tmp_path / "store", "--pki", tmp_path / "pki"]
-    early = fleetdistill(*enrol)
-    assert read_token(early.stdout.strip()).port == ENROL_PORT
-    assert f"so the tokens use enrolment port {ENROL_PORT}" in early.stderr
+    assert "the enrolment port for the tokens is unknown; start the server first" in error_of(*enrol)
+    assert read_token(done(*enrol, "--enrol-port", "6000").strip()).port == 6000
     with secured_front(tmp_path / "store", tmp_path / "pki") as front:
         beside = fleetdistill(*enrol)
         assert (read_token(beside.stdout.strip()).port, beside.stderr) == (front.enrol_port, "")
@@ -244,7 +242,8 @@ def test_tokens_carry_the_port_that_the_front_took(tmp_path: Path) -> None:
 def test_wrong_options_of_enrol_are_refused(tmp_path: Path, words: list[str], sentence: str) -> None:
     make_pki(tmp_path / "pki")
     Store.open(tmp_path / "store").close()
-    assert sentence in error_of("enrol", "--store", tmp_path / "store", "--pki", tmp_path / "pki", *words)
+    port = () if "--enrol-port" in words else ("--enrol-port", "6000")
+    assert sentence in error_of("enrol", "--store", tmp_path / "store", "--pki", tmp_path / "pki", *port, *words)
 
 
 def test_devices_and_people_are_revoked_by_command(tmp_path: Path) -> None:

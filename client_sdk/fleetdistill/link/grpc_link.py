@@ -317,16 +317,37 @@ def _translated(error: Any, server: str) -> FleetDistillError:
     info = error_info(error)
     if info is not None and info.reason not in (Code.INTERNAL, Code.EXPIRED):
         return RefusedError(info.reason, error.details(), dict(info.metadata))
+    details = error.details() or ""
     if error.code() == grpc.StatusCode.UNAVAILABLE:
-        return LinkError(f"server {server} cannot be reached{_tls_reason(error.details() or '')}")
-    return LinkError(f"call to server {server} failed: {error.code().name}, {error.details()}")
+        reason = next((text for pattern, text in _REASONS.items() if re.search(pattern, details)), "")
+        return LinkError(f"server {server} cannot be reached{reason and '; '}{reason}")
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return LinkError(f"server {server} did not answer in time; check the network, and the server's log and load")
+    if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+        return LinkError(
+            f"{server} does not serve this call ({details}); pass the port of the server's `[server] listen`"
+        )
+    return LinkError(f"call to server {server} failed: {error.code().name}, {details}")
 
 
-def _tls_reason(details: str) -> str:
-    """Returns why a TLS handshake failed, or an empty text if there was no such failure."""
-    if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification Check failed" in details:
-        return "; its certificate is not from a trusted CA, or not for this host name"
-    return ""
+_REASONS = {
+    "CERTIFICATE_VERIFY_FAILED|Hostname Verification Check failed": (
+        "its certificate is not from a trusted CA, or not for this host name"
+    ),
+    "address lookup failed|DNS resolution failed|errors resolving": (
+        "the host name cannot be resolved; check the name and this machine's DNS"
+    ),
+    "SETTINGS frame|HTTP/2|http1": (
+        "what listens on this port does not answer as a gRPC server in plain text; check the port, and whether the "
+        "server requires TLS"
+    ),
+    "SSL_ERROR|handshake|WRONG_VERSION_NUMBER|TSI_": (
+        "the TLS handshake failed; check the port, and whether the server uses TLS and admits this certificate"
+    ),
+    "refused": "nothing listens on this port; check the port, and whether the server is running",
+    "timed out|Timeout|TIMEOUT": "the connection timed out; check the address, and firewalls on the way",
+}
+"""Reasons by a pattern in the details of gRPC's status UNAVAILABLE, of which the first that fits counts."""
 
 
 def error_info(error: Any) -> error_details_pb2.ErrorInfo | None:

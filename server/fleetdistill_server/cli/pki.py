@@ -23,7 +23,6 @@ from fleetdistill_server.cli.options import (
     report_errors,
     show,
 )
-from fleetdistill_server.config.tls import ENROL_PORT
 from fleetdistill_server.operations.client import connect
 from fleetdistill_server.operations.local_calls import noted
 from fleetdistill_server.operations.source import LocalStore, create_noted_tokens, open_store
@@ -38,7 +37,7 @@ from fleetdistill_server.security.pki import (
 )
 from fleetdistill_server.security.shut_out import check_rotation, is_last_operator, shut_out
 from fleetdistill_server.security.tokens import state_of
-from fleetdistill_server.service.enrol_port import load_enrol_port
+from fleetdistill_server.service.enrol_port import enrol_port_for_tokens
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import has_store
@@ -307,13 +306,9 @@ def _positive(days: float) -> float:
 
 
 def _port(given: int | None, store: Path) -> int:
-    """Returns the enrolment port to be written into tokens; devices cannot discover it otherwise."""
+    """Returns the enrolment port to be written into tokens."""
     if given is not None:
         if not 1 <= given <= 65535:
             raise ConfigurationError(f"--enrol-port is {given}, must be 1 to 65535")
         return given
-    known = load_enrol_port(store)
-    if known is None:
-        text = f"no server has started with the store {store} yet, so the tokens use enrolment port {ENROL_PORT}"
-        typer.echo(f"warning: {text}; if [server] enrol_listen has another port, set --enrol-port", err=True)
-    return ENROL_PORT if known is None else known
+    return enrol_port_for_tokens(store)

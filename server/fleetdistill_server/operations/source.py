@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError
-from fleetdistill_server.config.tls import ENROL_PORT
 from fleetdistill_server.engine.cancelling import cancel
 from fleetdistill_server.operations.client import connect
 from fleetdistill_server.operations.interface import Exported, Source
@@ -18,7 +17,7 @@ from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens
 from fleetdistill_server.service import leading
 from fleetdistill_server.service.creation import NewRun, create_checked
-from fleetdistill_server.service.enrol_port import load_enrol_port
+from fleetdistill_server.service.enrol_port import enrol_port_for_tokens
 from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.store.backup import BackedUp, backup
 from fleetdistill_server.store.database import Row
@@ -131,8 +130,7 @@ class LocalStore(Source):
         """Creates and returns enrolment tokens. Raises ConfigurationError without a PKI."""
         if self._pki is None:
             raise ConfigurationError("tokens need a PKI; create one with `fleetdistill pki init` and set --pki")
-        port = load_enrol_port(self._directory)
-        given = (ENROL_PORT if port is None else port, count, seconds, run, devices)
+        given = (enrol_port_for_tokens(self._directory), count, seconds, run, devices)
         return create_noted_tokens(self._store, Authority(self._pki), *given)
 
 

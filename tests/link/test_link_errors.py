@@ -1,0 +1,111 @@
+"""An error of the link says what is wrong: the name, the port, the network or TLS."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from fleetdistill.errors import LinkError
+from fleetdistill.link.grpc_link import GrpcLink, errors_of
+from fleetdistill.wire.v1 import service_pb2
+
+
+def error_of(server: str) -> str:
+    """What one call to a server says."""
+    link = GrpcLink(server)
+    try:
+        with pytest.raises(LinkError) as error:
+            link.next_ask(service_pb2.Identity(run="r", device="d"), 0)
+    finally:
+        link.close()
+    return str(error.value)
+
+
+@contextlib.contextmanager
+def http_server() -> Iterator[int]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def test_a_name_that_cannot_be_resolved() -> None:
+    name = "x" * 64 + ".invalid"  # a label has at most 63 characters, so no name server is asked
+    assert error_of(f"{name}:50051") == (
+        f"server {name}:50051 cannot be reached; the host name cannot be resolved; check the name and this "
+        "machine's DNS"
+    )
+
+
+def test_a_port_on_which_nothing_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    assert error_of(f"127.0.0.1:{port}") == (
+        f"server 127.0.0.1:{port} cannot be reached; nothing listens on this port; check the port, and whether the "
+        "server is running"
+    )
+
+
+def test_a_port_of_another_protocol() -> None:
+    with http_server() as port:
+        assert "what listens on this port does not answer as a gRPC server" in error_of(f"127.0.0.1:{port}")
+
+
+def test_a_port_of_another_grpc_server() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        said = error_of(f"127.0.0.1:{port}")
+        server.stop(0).wait()
+    assert said.startswith(f"127.0.0.1:{port} does not serve this call")
+    assert said.endswith("pass the port of the server's `[server] listen`")
+
+
+class Unavailable(grpc.RpcError):
+    """An error as gRPC raises it, with the details that it printed."""
+
+    def __init__(self, details: str, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
+        self._details, self._code = details, code
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> None:
+        return None
+
+
+TLS = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Tls handshake failed "
+
+
+@pytest.mark.parametrize(
+    ("details", "says"),
+    [
+        ("ipv4:192.0.2.1:1: connection attempt timed out before receiving SETTINGS frame", "does not answer as a gRPC"),
+        ("last error: UNKNOWN: ipv4:192.0.2.1:1: Connection timed out", "the connection timed out"),
+        ("last error: UNKNOWN: ipv4:192.0.2.1:1: Timeout occurred: FD Shutdown", "the connection timed out"),
+        (TLS + "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: WRONG_VERSION_NUMBER", "the TLS handshake failed"),
+        (TLS + "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED", "not from a trusted CA"),
+        ("Custom verification check failed with error: Hostname Verification Check failed.", "not for this host name"),
+    ],
+)
+def test_details_that_take_a_network_to_provoke(details: str, says: str) -> None:
+    with pytest.raises(LinkError, match=says), errors_of("fleet.example.org:1"):
+        raise Unavailable(details)
+
+
+def test_a_server_that_does_not_answer_in_time() -> None:
+    with pytest.raises(LinkError, match="did not answer in time"), errors_of("fleet.example.org:1"):
+        raise Unavailable("Deadline Exceeded", grpc.StatusCode.DEADLINE_EXCEEDED)
