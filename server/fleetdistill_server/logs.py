@@ -42,6 +42,7 @@ _ORDINARY = (
     "paused",
     "resumed",
     "stopped",
+    "engine-restarted",
     "started-from",
     "lease-ended",
     "declined",

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, StoreError
+from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, StoreError, StoreUnavailableError
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.engine import engine, process
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.service import engine_process
-from fleetdistill_server.service.engine_process import MAX_RESTARTS
 from fleetdistill_server.service.engine_slots import Slot
-from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE
+from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE, EXIT_STORE_AWAY
 from fleetdistill_server.service.reconciliation import Reconciliation
 from fleetdistill_server.service.registration import register, serve_run
+from fleetdistill_server.service.restarts import MAX_FAILURES, MAX_KILLS, Restarts
 from fleetdistill_server.service.wakeups import Ends
+from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
 
 RUN = "ends"
@@ -63,10 +67,14 @@ def failures(config: Path) -> list[str]:
     return texts
 
 
-def test_a_full_disk_has_an_exit_status_of_its_own_and_is_no_failure(
-    config: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(NoSpaceError("the disk is full"), EXIT_NO_SPACE), (StoreUnavailableError("no database"), EXIT_STORE_AWAY)],
+)
+def test_what_an_engine_waits_for_has_an_exit_status_of_its_own_and_is_no_failure(
+    config: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
 ) -> None:
-    assert end_of(config, monkeypatch, NoSpaceError("the disk is full")) == EXIT_NO_SPACE
+    assert end_of(config, monkeypatch, error) == status
     assert failures(config) == []
 
 
@@ -123,16 +131,15 @@ def test_what_nobody_foresaw_in_a_configuration_is_not_hidden(
 class Ended:
     """A child whose process always ends with one exit status."""
 
-    def __init__(self, code: int) -> None:
+    def __init__(self, code: int | None) -> None:
         self.process: Any = self
         self.arguments: list[str] = []
-        self.failures = 0
         self.starts = 0
         self.started = time.monotonic()
-        self._code = code
+        self.code = code
 
-    def poll(self) -> int:
-        return self._code
+    def poll(self) -> int | None:
+        return self.code
 
     def end(self, grace_seconds: float = 0.0) -> bool:
         return True
@@ -155,18 +162,27 @@ class Seconds:
 class Service:
     """A service whose engines end as the test says."""
 
+    start: Callable[[], Reconciliation]
     engines: Reconciliation
     store: Store
     seconds: Seconds
     failed: list[tuple[str, str]]
     child: Ended | None = None
 
-    def look(self, code: int, times: int) -> Ended:
+    def look(self, code: int | None, times: int) -> Ended:
+        """Looks once a second; the engine has always just ended with this code."""
         self.child = self.child or Ended(code)
+        self.child.code = code
         for _ in range(times):
             self.seconds.now += 1
             self.engines.look()
         return self.child
+
+    def row(self) -> Row:
+        return self.store.runs.get(RUN) or {}
+
+    def history(self) -> list[str]:
+        return [f"{one['kind']}: {one['text']}" for one in self.store.history.events(RUN)]
 
 
 @pytest.fixture
@@ -177,21 +193,31 @@ def service(config: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     seconds, failed = Seconds(time.monotonic()), list[tuple[str, str]]()
     settings = ServerConfig(server=loaded.server)
     told = lambda run, reason: failed.append((run, reason))  # noqa: E731
-    engines = Reconciliation(store, settings, [Slot(Ends())], "", None, [], told)
-    made = Service(engines, store, seconds, failed)
+    start = lambda: Reconciliation(store, settings, [Slot(Ends())], "", None, [], told)  # noqa: E731
+    made = Service(start, start(), store, seconds, failed)
     monkeypatch.setattr(engine_process, "Child", lambda *_: made.child)
     monkeypatch.setattr(engine_process.time, "monotonic", seconds)  # type: ignore[attr-defined]
     yield made
     store.close()
 
 
-def test_an_engine_without_space_is_started_again_and_again(service: Service) -> None:
-    child = service.look(EXIT_NO_SPACE, 1 + 11 * 4 * MAX_RESTARTS)
-    assert (child.starts, child.failures) == (4 * MAX_RESTARTS, 0)
-    assert (service.store.runs.get(RUN) or {})["status"] == "preparing"
+@pytest.mark.parametrize(("code", "what"), [(EXIT_NO_SPACE, "disk space"), (EXIT_STORE_AWAY, "the database")])
+def test_an_engine_that_waits_is_started_every_ten_seconds_with_one_line_at_the_begin_and_one_at_the_end(
+    service: Service, code: int, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = service.look(code, 1 + 11 * 20)
+    assert child.starts == 20
+    assert (service.row()["status"], service.history()) == ("preparing", [])
+    child.code = None
+    child.started = service.seconds.now
+    service.look(None, 100)
+    assert [one.getMessage() for one in caplog.records] == [
+        f"the engine waits for {what}; it is started again every 10 s",
+        f"the engine no longer waits for {what}",
+    ]
 
 
-def test_but_not_at_once(service: Service) -> None:
+def test_an_engine_that_waits_is_not_started_at_once(service: Service) -> None:
     child = service.look(EXIT_NO_SPACE, 9)
     assert child.starts == 0, "the front is looked after meanwhile"
 
@@ -201,19 +227,70 @@ def test_failures_of_an_engine_that_has_lived_long_do_not_add_up(
 ) -> None:
     """A run without an end may idle for months, with no round that would be completed between two failures."""
     monkeypatch.setattr(engine_process, "STEADY_SECONDS", 0.0)
-    child = service.look(1, 12 * MAX_RESTARTS)
-    assert child.starts >= 4 * MAX_RESTARTS
+    child = service.look(1, 12 * MAX_FAILURES)
+    assert child.starts >= 4 * MAX_FAILURES
     assert service.failed == []
 
 
-def test_a_run_whose_engine_is_given_up_is_stopped_with_the_reason(service: Service) -> None:
-    service.store.history.add_event(RUN, ENGINE_FAILED, "ZeroDivisionError: division")
-    child = service.look(1, 4 * MAX_RESTARTS)
-    reason = f"the engine failed {MAX_RESTARTS + 1} times at the same point, last with 1: ZeroDivisionError: division"
-    row = service.store.runs.get(RUN) or {}
-    assert (row["status"], row["reason"], row["engine"], child.starts) == ("stopped", reason, None, MAX_RESTARTS)
+def test_a_run_whose_engine_is_given_up_is_stopped_with_the_reason_of_then(service: Service) -> None:
+    old = "the engine hangs: it sent no heartbeat for 77 s and was killed"
+    service.store.history.add_event(RUN, ENGINE_FAILED, old)
+    child = service.look(9, 60)
+    cause = "the engine exited with status 9"
+    reason = f"the engine failed {MAX_FAILURES} times at the same point: {cause}"
+    row = service.row()
+    assert (row["status"], row["reason"], row["engine"]) == ("stopped", reason, None)
+    assert child.starts == MAX_FAILURES - 1
+    again = [f"{ENGINE_FAILED}: {cause}", "engine-restarted: the engine is started again after a failure"]
+    assert service.history() == [
+        f"{ENGINE_FAILED}: {old}",
+        *again * (MAX_FAILURES - 1),
+        f"{ENGINE_FAILED}: {cause}",
+        f"stopped: {reason}",
+    ]
     assert service.failed == [(RUN, reason)]
     assert service.engines.engines == {}, "its place is free for another run"
+
+
+def test_six_kills_within_seconds_stop_no_run_and_the_run_says_when_it_goes_on(service: Service) -> None:
+    cause = "the engine was killed by SIGKILL: by hand, or by the kernel because memory was short"
+    child = service.look(-signal.SIGKILL, 1)
+    while service.history().count(f"{ENGINE_FAILED}: {cause}") < 7:
+        service.look(-signal.SIGKILL, 1)
+    row = service.row()
+    assert (row["status"], service.failed) == ("preparing", [])
+    assert row["reason"] == f"the engine is started again after 12.8 s: {cause}"
+    service.look(-signal.SIGKILL, 13)
+    assert (child.starts, service.row()["reason"]) == (7, ""), "it works again"
+    service.look(-signal.SIGKILL, 1000)
+    assert service.row()["status"] == "stopped", "the kernel kills an engine that lacks memory each time"
+    assert child.starts == MAX_KILLS - 1
+
+
+def test_an_engine_says_why_it_failed_itself(service: Service) -> None:
+    service.look(None, 1)
+    service.store.history.add_event(RUN, ENGINE_FAILED, "ZeroDivisionError: division")
+    service.look(1, 1)
+    assert service.history() == [f"{ENGINE_FAILED}: ZeroDivisionError: division"]
+    service.look(1, 1)
+    service.look(-signal.SIGSEGV, 1)
+    assert service.history()[2:] == [f"{ENGINE_FAILED}: the engine was killed by SIGSEGV"]
+
+
+def test_an_engine_of_a_server_that_is_started_again_is_history_too(service: Service) -> None:
+    service.look(None, 1)
+    assert service.history() == []
+    service.engines = service.start()  # as after a crash of the server
+    service.look(None, 1)
+    assert service.history() == ["engine-restarted: the server was started again"]
+
+
+def test_progress_of_the_run_forgets_earlier_failures(service: Service) -> None:
+    for _ in range(3 * MAX_FAILURES):
+        number = service.store.runs.start_round(RUN, [])
+        service.look(1, 2)
+        service.store.runs.close_short_round(RUN, number, "too few answers")
+    assert service.row()["status"] == "preparing"
 
 
 def test_an_engine_that_is_given_up_is_told_though_the_disk_is_full(
@@ -223,6 +300,41 @@ def test_an_engine_that_is_given_up_is_told_though_the_disk_is_full(
         raise NoSpaceError("the disk is full")
 
     monkeypatch.setattr(service.store.led, "hold_failed", full)
+    monkeypatch.setattr(service.store.history, "add_event", full)
     service.look(EXIT_CONFIGURATION, 3)
-    assert service.failed[0][1].startswith("the engine cannot run this configuration: see ")
+    assert service.failed[0][1].startswith("the engine cannot run this configuration: the engine exited with status 2")
     assert list(service.engines.engines) == [RUN], "so that the reason is stored when there is space again"
+
+
+# --- when to start again
+
+
+@given(
+    failures=st.lists(
+        st.tuples(
+            st.sampled_from(["no memory at 0x2a: 17 bytes", "no memory at 0xb1: 9 bytes", "division"]),
+            st.integers(0, 2),
+        ),
+        max_size=60,
+    ),
+    killed=st.booleans(),
+)
+def test_only_the_same_failure_at_the_same_point_stops_a_run(failures: list[tuple[str, int]], killed: bool) -> None:
+    restarts, seen, before = Restarts(), list[str](), None
+    most = MAX_KILLS if killed else MAX_FAILURES
+    for cause, point in failures:
+        pause = restarts.pause_after(cause, point, killed=killed)
+        seen = [*(seen if point == before else []), cause[:9]]
+        before = point
+        assert restarts.repeated == seen.count(seen[-1])
+        if restarts.repeated >= most:
+            assert pause is None
+        else:
+            assert pause == min(0.2 * 2 ** (len(seen) - 1), 300)
+
+
+def test_the_pauses_before_a_killed_engine_is_given_up_last_minutes() -> None:
+    restarts = Restarts()
+    pauses = [restarts.pause_after("killed", 1, killed=True) for _ in range(MAX_KILLS)]
+    assert pauses[-1] is None
+    assert sum(pauses[:-1]) > 300  # type: ignore[arg-type]

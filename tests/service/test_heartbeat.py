@@ -116,7 +116,7 @@ class Hung:
     def __init__(self) -> None:
         self.process: Any = self
         self.arguments: list[str] = []
-        self.failures, self.started, self.code, self.starts = 0, time.monotonic(), None, 0
+        self.started, self.code, self.starts = time.monotonic(), None, 0
 
     def poll(self) -> int | None:
         return self.code
@@ -150,11 +150,10 @@ def hung(store: Store, tmp_path: Path, seconds: Seconds, monkeypatch: pytest.Mon
     return EngineProcess(RUN, token, store, config, Slot(Ends()), None), child
 
 
-def look(engine: EngineProcess, store: Store, seconds: Seconds, times: int) -> None:
-    (row,) = store.led.queue()
+def look(engine: EngineProcess, seconds: Seconds, times: int) -> None:
     for _ in range(times):
         seconds.now += 1
-        engine.look(row)
+        engine.look()
 
 
 def test_a_hung_engine_is_killed_and_started_again(
@@ -168,16 +167,16 @@ def test_a_hung_engine_is_killed_and_started_again(
     engine, child = hung
     monkeypatch.setattr(engine_process.time, "monotonic", seconds)  # type: ignore[attr-defined]
     beat(engine_directory(tmp_path / "store", RUN), 1e9)
-    look(engine, store, seconds, 60)
+    look(engine, seconds, 60)
     assert child.code is None
-    look(engine, store, seconds, 3)
+    look(engine, seconds, 3)
     assert (child.code, child.starts) == (None, 1)
     (event,) = store.history.events(RUN, ENGINE_FAILED)
     assert event["text"] == "the engine hangs: it sent no heartbeat for 60 s and was killed"
     assert [one.getMessage() for one in caplog.records].count(event["text"]) == 1
-    look(engine, store, seconds, 599)
+    look(engine, seconds, 599)
     assert child.starts == 1, "the new one is given the time that its start takes"
-    look(engine, store, seconds, 3)
+    look(engine, seconds, 3)
     assert child.starts == 2
 
 
@@ -188,7 +187,7 @@ def test_each_start_of_an_engine_has_a_token_of_its_own(
     monkeypatch.setattr(engine_process.time, "monotonic", seconds)  # type: ignore[attr-defined]
     first = engine.token
     child.code = 1  # type: ignore[assignment]
-    look(engine, store, seconds, 2)
+    look(engine, seconds, 2)
     assert child.starts == 1
     assert engine.token != first
     assert child.arguments[2] == engine.token == (store.runs.get(RUN) or {})["engine"]

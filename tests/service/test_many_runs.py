@@ -41,7 +41,6 @@ class FakeChild:
     run: str
     code: int | None = None
     arguments: list[str] = field(default_factory=list)
-    failures: int = 0
     started: float = 0.0
 
     @property

@@ -21,7 +21,7 @@ from support.processes import COMMAND, PATIENCE_SECONDS, children, is_alive, kil
 from fleetdistill.errors import FleetDistillError, LinkError, RefusedError, RunError
 from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill_server.config.run_config import load_run_config
-from fleetdistill_server.service import engine_process
+from fleetdistill_server.service import restarts
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
@@ -270,7 +270,7 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
     (tmp_path / "broken_predictor.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(tmp_path)  # the supervisor hands its own path on
-    monkeypatch.setattr(engine_process, "MAX_RESTARTS", 2)
+    monkeypatch.setattr(restarts, "MAX_FAILURES", 3)
     path = write_config(tmp_path, model_server="broken_predictor:make")
     log = tmp_path / "server.log"
     supervisor = Supervisor(load_run_config(path), log=log)

@@ -10,7 +10,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, StoreError
+from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, StoreError, StoreUnavailableError
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.config.server_config import load_server_config
@@ -25,6 +25,7 @@ from fleetdistill_server.service.heartbeat import start_heartbeat
 from fleetdistill_server.service.processes import (
     EXIT_CONFIGURATION,
     EXIT_NO_SPACE,
+    EXIT_STORE_AWAY,
     allow_open_files,
     end_with,
     end_with_parent,
@@ -106,7 +107,7 @@ async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group 
         await engine.run()
         if group is not None:
             group.send(None)
-    except NoSpaceError:
+    except (NoSpaceError, StoreUnavailableError):
         raise
     except Exception as error:
         if _is_taken(store, config.run.name, given.token):
@@ -170,6 +171,9 @@ def main() -> int:
     except NoSpaceError as error:
         logger.warning("%s", error, extra=about(run=run))
         return EXIT_NO_SPACE
+    except StoreUnavailableError as error:
+        logger.warning("%s", error, extra=about(run=run))
+        return EXIT_STORE_AWAY
     except Exception:  # logged here; the supervisor restarts the engine
         logger.exception("the engine failed", extra=about(run=run, event=ENGINE_FAILED))
         return 1

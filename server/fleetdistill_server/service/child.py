@@ -31,7 +31,6 @@ class Child:
         torchrun: Starts several processes of the module; None for one.
 
     Attributes:
-        failures: How often the process has failed, as its owner counts.
         restarts: How often it was started again.
         started: Monotonic seconds of the last start.
         process: The current process.
@@ -56,7 +55,6 @@ class Child:
         self._keep_output = keep_output
         self._torchrun = torchrun
         self._killed_at: float | None = None
-        self.failures = 0
         self.restarts = 0
         self.started = time.monotonic()
         self.process = self._start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,25 +14,35 @@ import tomli_w
 from fleetdistill.errors import StoreError
 from fleetdistill.link.credentials import write_private
 from fleetdistill_server.config.server_config import OF_A_RUN, ServerConfig
-from fleetdistill_server.event_kinds import ENGINE_FAILED
+from fleetdistill_server.event_kinds import ENGINE_FAILED, ENGINE_RESTARTED
 from fleetdistill_server.logs import about
 from fleetdistill_server.service.child import Child
 from fleetdistill_server.service.engine_files import engine_directory
 from fleetdistill_server.service.engine_slots import Slot
 from fleetdistill_server.service.heartbeat import HeartbeatMonitor, clear_heartbeat
 from fleetdistill_server.service.process_state import ENGINE, ProcessState
-from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE, child_environment
+from fleetdistill_server.service.processes import (
+    EXIT_CONFIGURATION,
+    EXIT_NO_SPACE,
+    EXIT_STORE_AWAY,
+    child_environment,
+)
+from fleetdistill_server.service.restarts import Restarts
 from fleetdistill_server.service.torchrun import Torchrun
 from fleetdistill_server.store.blobs import disk_errors
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
-MAX_RESTARTS = 5
-"""Restarts of a failing engine, without a completed round or `STEADY_SECONDS` in between, before the run is stopped."""
 STEADY_SECONDS = 3600.0
-"""Seconds without a failure after which an engine's failure count is reset; a run may idle for months."""
-NO_SPACE_SECONDS = 10.0
+"""Seconds without a failure after which earlier failures are forgotten; a run may idle for months."""
+WAIT_SECONDS = 10.0
+"""Pause before an engine that waits for disk space or for the database is started again."""
+_WAITED = {EXIT_NO_SPACE: "disk space", EXIT_STORE_AWAY: "the database"}
+"""What an engine waits for, by exit status; this is no failure."""
+_WORKS_SECONDS = 60.0
+"""Time for which an engine must run before it no longer waits; it may need the space only some time after its start."""
+_TERMINATIONS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that come from outside, also from the kernel when memory is short; others come from a fault of the engine."""
 _START_SECONDS = 600.0
 """Seconds until an engine's first heartbeat is required; importing torch may take minutes."""
 _GRACE_SECONDS = 10.0
@@ -67,18 +78,16 @@ class EngineProcess:
         self._options = options
         self._directory = engine_directory(Path(config.server.store), run)
         self._due: float | None = None  # when an engine that has exited is started again
-        self._completed = 0
+        self._restarts = Restarts()
+        self._waits_for = ""
+        self._known_failures = self._newest_failure()[0]
         setup = self._write_config()
         self._limit = float(setup["server"].get("engine_timeout_seconds", config.server.engine_timeout_seconds))
         self.reset_heartbeat()
         self.child = self._start(int(setup.get("engine", {}).get("processes", 1)))
 
-    def look(self, row: Row) -> None:
-        """Starts the engine again if it has failed or hangs; call this regularly while the run needs it.
-
-        Args:
-            row: The run's row in `LedRuns.queue`.
-        """
+    def look(self) -> None:
+        """Starts the engine again if it has failed or hangs; call this regularly while the run needs it."""
         code = self.child.process.poll()
         if self.failed:
             return
@@ -86,10 +95,9 @@ class EngineProcess:
             if time.monotonic() >= self._due:
                 self._start_again()
         elif code is None:
+            self._note_work()
             self._kill_if_hung()
         else:
-            self.reset_heartbeat()
-            self._note_progress(int(row["completed_rounds"]))
             self._after_exit(code)
 
     def end(self, *, at_once: bool = False) -> bool:
@@ -140,26 +148,49 @@ class EngineProcess:
 
     def _start_again(self) -> None:
         """Starts a new process with a token of its own, in case something of the old one is left."""
-        token = self._store.led.assign(self.run)
-        if token is not None:  # otherwise the run no longer needs an engine
-            self._due, self.token = None, token
-            self.child.arguments = self._arguments()
-            self.child.start_again()
+        with self._store.transaction():
+            token = self._store.led.assign(self.run)
+            if token is None:  # the run no longer needs an engine
+                return
+            if not self._waits_for:
+                self._store.led.set_reason(self.run, "")
+                self._store.history.add_event(self.run, ENGINE_RESTARTED, "the engine is started again after a failure")
+        self._due, self.token = None, token
+        self.reset_heartbeat()
+        self.child.arguments = self._arguments()
+        self.child.start_again()
 
     def _after_exit(self, code: int) -> None:
+        if code in _WAITED:
+            if not self._waits_for:
+                self._waits_for = _WAITED[code]
+                text = "the engine waits for %s; it is started again every %g s"
+                logger.warning(text, self._waits_for, WAIT_SECONDS, extra=about(run=self.run))
+            self._due = time.monotonic() + WAIT_SECONDS
+            return
+        self._waits_for = ""
+        number, cause = self._newest_failure()
+        if number > self._known_failures:
+            self._known_failures = number
+        else:  # the process could not say anything
+            cause = _in_words(code)
+            self._note_failure(cause)
         if code == EXIT_CONFIGURATION:
-            self._give_up(f"the engine cannot run this configuration: {self._last_failure() or self._see_log()}")
-        elif code == EXIT_NO_SPACE:
-            logger.warning("the engine waits for disk space; retrying in %g s", NO_SPACE_SECONDS)
-            self._due = time.monotonic() + NO_SPACE_SECONDS
-        elif self.child.failures >= MAX_RESTARTS:
-            last = self._last_failure()
-            why = f"last with {code}" + (f": {last}" if last else "")
-            self._give_up(f"the engine failed {self.child.failures + 1} times at the same point, {why}")
+            self._give_up(f"the engine cannot run this configuration: {cause}")
         else:
-            self.child.failures += 1
-            logger.warning("the engine exited with status %s; restarting it", code, extra=about(run=self.run))
-            self._due = time.monotonic() + min(0.2 * self.child.failures, 2.0)
+            self._after_failure(cause, killed=code == 0 or -code in _TERMINATIONS)
+
+    def _after_failure(self, cause: str, *, killed: bool = False) -> None:
+        """Plans the next start, or gives the engine up."""
+        if time.monotonic() - self.child.started >= STEADY_SECONDS:
+            self._restarts.forget()
+        pause = self._restarts.pause_after(cause, self._store.led.progress(self.run), killed=killed)
+        if pause is None:
+            self._give_up(f"the engine failed {self._restarts.repeated} times at the same point: {cause}")
+            return
+        self._due = time.monotonic() + pause
+        with contextlib.suppress(StoreError):  # the disk may be full too
+            self._store.led.set_reason(self.run, f"the engine is started again after {pause:.3g} s: {cause}")
 
     def _give_up(self, reason: str) -> None:
         self.failed = reason
@@ -170,23 +201,36 @@ class EngineProcess:
         silent = self._beats.silent_seconds()
         if silent < (self._limit if self._beats.seen else max(self._limit, _START_SECONDS)):
             return
-        text = f"the engine hangs: it sent no heartbeat for {silent:.0f} s and was killed"
-        logger.warning("%s", text, extra=about(run=self.run, event=ENGINE_FAILED))
         self.child.process.kill()
         self.child.process.wait()
-        with contextlib.suppress(StoreError):
-            self._store.history.add_event(self.run, ENGINE_FAILED, text)
+        text = f"the engine hangs: it sent no heartbeat for {silent:.0f} s and was killed"
+        self._note_failure(text)
+        self._after_failure(text)
 
-    def _note_progress(self, completed: int) -> None:
-        if completed > self._completed:
-            self._completed, self.child.failures = completed, 0
-        if time.monotonic() - self.child.started >= STEADY_SECONDS:
-            self.child.failures = 0
+    def _note_failure(self, text: str) -> None:
+        logger.warning("%s", text, extra=about(run=self.run, event=ENGINE_FAILED))
+        with contextlib.suppress(StoreError):  # the disk may be full too
+            self._known_failures = self._store.history.add_event(self.run, ENGINE_FAILED, text)
 
-    def _last_failure(self) -> str:
-        """Returns the engine's last recorded failure, or an empty string."""
-        failures = self._store.history.events(self.run, ENGINE_FAILED)
-        return str(failures[-1]["text"]) if failures else ""
+    def _note_work(self) -> None:
+        """Ends the wait for disk space or the database once the engine has run for a while."""
+        if self._waits_for and time.monotonic() - self.child.started >= _WORKS_SECONDS:
+            logger.warning("the engine no longer waits for %s", self._waits_for, extra=about(run=self.run))
+            self._waits_for = ""
 
-    def _see_log(self) -> str:
-        return f"see {self._log or 'the log above'}"
+    def _newest_failure(self) -> tuple[int, str]:
+        """Returns number and text of the newest failure that is recorded; 0 and an empty text without one."""
+        row = self._store.history.newest_event(self.run, ENGINE_FAILED)
+        return (0, "") if row is None else (int(row["id"]), str(row["text"]))
+
+
+def _in_words(code: int) -> str:
+    """Describes the end of a process that recorded no reason."""
+    if code >= 0:
+        return f"the engine exited with status {code}" + ("" if code else ", as after SIGTERM")
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = ": by hand, or by the kernel because memory was short" if -code == signal.SIGKILL else ""
+    return f"the engine was killed by {name}{hint}"

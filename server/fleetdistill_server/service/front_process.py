@@ -58,8 +58,7 @@ class FrontProcess:
             *self._arguments,
             *(f"{option}={port}" for option, port in known.items() if port is not None),
         ]
-        self._child.failures += 1
-        time.sleep(min(0.2 * self._child.failures, 2.0))
+        time.sleep(min(0.2 * (self._child.restarts + 1), 2.0))
         self._child.start_again()
         self._read_ports()
 

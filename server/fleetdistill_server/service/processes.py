@@ -18,6 +18,7 @@ except ImportError:  # Windows, which has no limit on open files
 EXIT_CONFIGURATION = 2
 EXIT_CANNOT_LISTEN = 3
 EXIT_NO_SPACE = 4
+EXIT_STORE_AWAY = 5
 _LOOK_SECONDS = 1.0
 _UNLIMITED_FILES = 1 << 20
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from fleetdistill.errors import StoreError
 from fleetdistill.state import failpoints
 from fleetdistill_server.config.server_config import ServerConfig
+from fleetdistill_server.event_kinds import ENGINE_RESTARTED
 from fleetdistill_server.service.engine_files import delete_engine_files
 from fleetdistill_server.service.engine_process import EngineProcess
 from fleetdistill_server.service.engine_slots import Slot
@@ -63,12 +64,12 @@ class Reconciliation:
         for run, engine in known.items():
             row = needed.get(run)
             if row is not None and row["engine"] == engine.token:
-                self._look_after(engine, row)
+                self._look_after(engine)
             else:
                 self._let_go(engine, row)
-        for run in needed:
+        for run, row in needed.items():
             if run not in known and self._free:  # what has just ended is looked at again before it gets another
-                self._start(run)
+                self._start(run, restarted=row["engine"] is not None)
 
     def stop(self, at_once: bool) -> None:
         """Ends all engines and waits for them."""
@@ -82,11 +83,15 @@ class Reconciliation:
         queue = [row for row in self._store.led.queue() if self._run in ("", row["name"])]
         return [row for row in queue if row["engine"] is None or self._foreign.get(row["name"]) != row["engine"]]
 
-    def _start(self, run: str) -> None:
+    def _start(self, run: str, *, restarted: bool) -> None:
+        """Starts the engine of a run, which an engine of an earlier server may have worked on."""
         failpoints.hit("supervisor.engine.before-token")
-        token = self._store.led.assign(run)
-        if token is None:
-            return
+        with self._store.transaction():
+            token = self._store.led.assign(run)
+            if token is None:
+                return
+            if restarted:
+                self._store.history.add_event(run, ENGINE_RESTARTED, "the server was started again")
         failpoints.hit("supervisor.engine.after-token")
         slot = self._free.pop(0)
         try:
@@ -96,8 +101,8 @@ class Reconciliation:
             raise
         failpoints.hit("supervisor.engine.after-start")
 
-    def _look_after(self, engine: EngineProcess, row: Row) -> None:
-        engine.look(row)
+    def _look_after(self, engine: EngineProcess) -> None:
+        engine.look()
         if not engine.failed:
             return
         held = True

@@ -68,6 +68,10 @@ class History:
             return self._db.rows("SELECT * FROM events WHERE run = ? ORDER BY id", run)
         return self._db.rows("SELECT * FROM events WHERE run = ? AND kind = ? ORDER BY id", run, kind)
 
+    def newest_event(self, run: str, kind: str) -> Row | None:
+        """Returns the newest event of a kind, or None."""
+        return self._db.row("SELECT * FROM events WHERE run = ? AND kind = ? ORDER BY id DESC LIMIT 1", run, kind)
+
     def has_event(self, run: str, kind: str, device: str, number: int | None = None, text: str | None = None) -> bool:
         """Returns whether a device has an event of this kind; without `number` or `text`, any round or text matches."""
         wanted: Row = {"run": run, "kind": kind, "device": device}

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.history import History
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.texts import shortened
 
@@ -21,8 +22,9 @@ _IS_ACTIVE = f"status IN ({', '.join(repr(one) for one in ACTIVE)})"
 class LedRuns:
     """Reads and writes the columns of the table `runs` by which an operator leads runs."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, history: History) -> None:
         self._db = database
+        self._history = history
 
     def set_setup(self, name: str, setup: Mapping[str, Any]) -> None:
         """Stores the complete configuration from which a run's engine starts the next time."""
@@ -47,6 +49,18 @@ class LedRuns:
             *(reason, self._db.now(), name),
         )
 
+    def set_reason(self, name: str, reason: str) -> None:
+        """Sets the reason in the status of a run that an engine works on."""
+        self._db.write(f"UPDATE runs SET reason = ? WHERE name = ? AND {_IS_ACTIVE}", shortened(reason), name)
+
+    def progress(self, name: str) -> Row | None:
+        """Returns how far a run's engine has come: preparation, rounds, and the step of the newest round."""
+        return self._db.row(
+            "SELECT contract IS NULL AS preparing, completed_rounds, next_round, (SELECT max(step_number) FROM asks "
+            "WHERE run = name AND round = next_round - 1) AS step FROM runs WHERE name = ?",
+            name,
+        )
+
     def hold(self, name: str, status: str, reason: str) -> None:
         """Takes a run from its engine without ending its open round: creates, pauses or fails it."""
         self._db.write(
@@ -56,11 +70,14 @@ class LedRuns:
 
     def hold_failed(self, name: str, token: str, reason: str) -> bool:
         """Stops a run whose engine failed, without ending its open round; False if it has another engine or none."""
-        changed = self._db.write(
-            f"UPDATE runs SET status = 'stopped', reason = ?, engine = NULL WHERE name = ? AND engine = ? "
-            f"AND {_IS_ACTIVE}",
-            *(shortened(reason), name, token),
-        )
+        with self._db.transaction():
+            changed = self._db.write(
+                f"UPDATE runs SET status = 'stopped', reason = ?, engine = NULL WHERE name = ? AND engine = ? "
+                f"AND {_IS_ACTIVE}",
+                *(shortened(reason), name, token),
+            )
+            if changed:
+                self._history.add_event(name, "stopped", reason)
         return bool(changed)
 
     def assign(self, name: str) -> str | None:

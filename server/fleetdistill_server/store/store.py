@@ -72,7 +72,7 @@ class Store:
         self.history = History(database)
         self.asks = Asks(database, self.history)
         self.runs = Runs(database, self.history, self.asks)
-        self.led = LedRuns(database)
+        self.led = LedRuns(database, self.history)
         self.devices = Devices(database)
         self.credentials = Credentials(database)
         self.deletions = Deletions(database)
