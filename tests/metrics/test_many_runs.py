@@ -35,6 +35,10 @@ def test_runs_come_and_engines_go(tmp_path: Path) -> None:
         )
         assert both.by("process_up", process="engine") == {("engine", "first"): 1.0, ("engine", "second"): 1.0}
         assert both.by("devices_present") == {("first",): 0.0, ("second",): 0.0}
+        waiting = scraped_until(
+            port, lambda now: now.value("runs", status="waiting for devices") == 2, "both runs to wait for devices"
+        )
+        assert {key[2] for key in waiting.by("run_info")} == {"waiting for devices"}
         call("runs", "pause", "first", *where)
         scraped_until(
             port,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from prometheus_client.metrics_core import Metric
 
-from fleetdistill_server.metrics.runs import MOST_RUNS, RunsCollector
+from fleetdistill_server.metrics.runs import MOST_RUNS, STATES, RunsCollector
+from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.store import Store
 
 
@@ -46,6 +47,32 @@ def test_a_run_that_tries_in_vain_says_since_when(tmp_path: Path) -> None:
     clock[0] = 500.0
     assert values(collector, "fleetdistill_run_short_rounds") == {"digits": 2.0}
     collector.close()
+    store.close()
+
+
+def test_a_run_that_waits_says_for_what(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    for name, waits_for in (("works", None), ("lonely", 2), ("idle", 0), ("next", None), ("over", None)):
+        store.runs.begin(name, {})
+        store.led.set_setup(name, {})
+        store.led.activate(name)
+        if waits_for is not None:
+            store.led.begin_wait(name, waits_for)
+    store.runs.end("over", "finished", "")
+    with serve_lock.take(tmp_path, "", 3):
+        collector = RunsCollector(tmp_path)
+        found = {one.name: one.samples for one in collector.collect()}
+        collector.close()
+    statuses = {
+        "works": "preparing",
+        "lonely": "waiting for devices",
+        "idle": "idle",
+        "next": "queued",
+        "over": "finished",
+    }
+    assert {one.labels["run"]: one.labels["status"] for one in found["fleetdistill_run_info"]} == statuses
+    counts = {one.labels["status"]: one.value for one in found["fleetdistill_runs"]}
+    assert counts == dict.fromkeys(STATES, 0) | dict.fromkeys(statuses.values(), 1)
     store.close()
 
 

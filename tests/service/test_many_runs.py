@@ -6,8 +6,9 @@ import contextlib
 import json
 import os
 import signal
+import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from fleetdistill_server.service.processes import EXIT_CONFIGURATION
 from fleetdistill_server.service.reconciliation import Reconciliation
 from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.service.wakeups import Ends, make_ends
+from fleetdistill_server.store.led_runs import WAIT_SECONDS
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 
@@ -183,6 +185,85 @@ def test_an_engine_reads_its_runs_settings_and_the_servers(service: Service) -> 
     assert written["server"]["store"] == str(service.directory)
 
 
+def wait(service: Service, run: str, devices: int) -> None:
+    """The run has waited for devices for longer than it keeps its engine."""
+    service.store.led.begin_wait(run, devices)
+    service.store.database.now = lambda: time.time() + WAIT_SECONDS
+
+
+def check_in(service: Service, run: str, device: str) -> None:
+    assert service.store.devices.register(run, device, b"secret", b"")
+
+
+def test_a_run_without_its_devices_gives_up_its_engine_and_joins_the_queue_when_they_come(service: Service) -> None:
+    create(service.store, "a", "b", "c", "d")
+    assert service.runs() == ["a", "b"]
+    service.store.led.begin_wait("a", 2)
+    assert service.runs() == ["a", "b"], "they may come at once"
+    wait(service, "a", 2)
+    assert service.runs() == ["b", "c"]
+    assert service.status() == {
+        "a": "waiting for devices",
+        "b": "preparing",
+        "c": "preparing",
+        "d": "queued (1 of 1)",
+    }
+    check_in(service, "a", "camera-1")
+    assert service.status()["a"] == "waiting for devices"
+    check_in(service, "a", "camera-2")
+    assert service.status()["a"] == "queued (2 of 2)"
+    assert service.runs() == ["b", "c"]
+    service.store.runs.end("b", "finished", "")
+    service.store.runs.end("c", "finished", "")
+    assert service.runs() == ["a", "d"]
+    assert service.failed == []
+
+
+def test_a_run_that_waits_keeps_an_engine_that_nobody_else_needs(service: Service) -> None:
+    create(service.store, "a", "b")
+    assert service.runs() == ["a", "b"]
+    wait(service, "a", 2)
+    assert service.runs() == ["a", "b"]
+    assert service.status()["a"] == "waiting for devices"
+    create(service.store, "c")
+    assert service.runs() == ["b", "c"]
+    for run in ("b", "c"):
+        wait(service, run, 1)
+    assert service.runs() == ["b", "c"], "runs that wait do not take each other's engines"
+    leading.stop(service.store, "b")
+    assert service.runs() == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda store: store.devices.register("a", "camera-2", b"secret", b""),
+        lambda store: store.devices.mark_absent("a", "camera-1", "device left"),
+        lambda store: store.devices.ask_to_forget("a", "camera-1"),
+    ],
+    ids=["join", "leave", "forget"],
+)
+def test_an_idle_run_is_queued_by_any_change_of_its_devices(service: Service, change: Callable[[Store], None]) -> None:
+    create(service.store, "a", "b", "c")
+    check_in(service, "a", "camera-1")
+    assert service.runs() == ["a", "b"]
+    wait(service, "a", 0)
+    assert service.runs() == ["b", "c"]
+    assert service.status()["a"] == "idle"
+    change(service.store)
+    assert service.status()["a"] == "queued (1 of 1)"
+
+
+def test_a_request_to_forget_a_device_queues_a_run_that_waits_for_others(service: Service) -> None:
+    create(service.store, "a", "b", "c")
+    check_in(service, "a", "camera-1")
+    assert service.runs() == ["a", "b"]
+    wait(service, "a", 2)
+    assert service.runs() == ["b", "c"]
+    service.store.devices.ask_to_forget("a", "camera-1")
+    assert service.status()["a"] == "queued (1 of 1)"
+
+
 # --- how many at once
 
 
@@ -275,3 +356,32 @@ def test_runs_are_created_paused_and_resumed_beside_a_server(tmp_path: Path) -> 
         assert "is deleted" in call("runs", "delete", "first", "--yes", *where)
         wait_until(lambda: children(running.process.pid, ENGINE) == [], "the engine of a deleted run to end")
         assert running.process.poll() is None
+
+
+@pytest.mark.slow
+def test_a_run_whose_devices_do_not_come_blocks_no_other(tmp_path: Path) -> None:
+    where = ["--store", str(tmp_path / "store")]
+    server = tmp_path / "server.toml"
+    server.write_text(
+        f"[server]\nlisten = '127.0.0.1:0'\nstore = {json.dumps(str(tmp_path / 'store'))}\nengines_at_once = 1\n"
+    )
+    run = write_config(tmp_path, run_name="first", run_rounds=2)
+    with serve(server) as running, contextlib.ExitStack() as stack:
+        port = running.port()
+        store = stack.enter_context(contextlib.closing(Store.open(tmp_path / "store")))
+
+        def status(name: str) -> str:
+            rows = json.loads(call("runs", "list", "--json", *where))
+            return str(next(row["status"] for row in rows if row["run"] == name))
+
+        call("runs", "create", str(run), "--start", *where)
+        wait_until(lambda: status("first") == "waiting for devices", "the first run to wait")
+        call("runs", "clone", "first", "second", "--start", *where)
+        stack.enter_context(AnsweringFleet(port, "second", 2))
+        wait_until(lambda: status("second") == "finished", "the second run's turn, to its end")
+        assert store.runs.completed_rounds("first") == 0
+        stack.enter_context(AnsweringFleet(port, "first", 2))
+        wait_until(lambda: status("first") == "finished", "the first run, whose devices have come")
+        lines = [line for line in "".join(running.said).splitlines() if "run=first" in line]
+    for text in ("waiting for 2 devices to be present", "the run gives up its engine: it waits for devices"):
+        assert sum(text in line for line in lines) >= 1

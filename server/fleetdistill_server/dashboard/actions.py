@@ -11,6 +11,7 @@ from fleetdistill_server.dashboard.board import Board
 from fleetdistill_server.dashboard.confirmation import Confirmation, dialog
 from fleetdistill_server.dashboard.readers import ABOUT
 from fleetdistill_server.operations.interface import Source
+from fleetdistill_server.store.states import ACTIVE, IDLE, QUEUED, WAITING
 
 _ACTING = ("operator", "local")
 """Roles whose calls change something."""
@@ -39,7 +40,7 @@ class RunAction:
     is_final: bool = False
 
 
-_AT_WORK = frozenset({"running", "preparing", "queued"})
+_AT_WORK = frozenset({*ACTIVE, QUEUED, WAITING, IDLE})
 RUN_ACTIONS = (
     RunAction(
         "Start",
@@ -94,7 +95,7 @@ class RunActions:
 
     def update(self, status: str) -> None:
         """Shows the buttons that make sense in a status, such as `queued (1 of 2)`."""
-        word = status.partition(" ")[0]
+        word = status.partition(" (")[0]
         acts = may_act(self._board)
         for action, button in self._buttons:
             button.set_visibility(acts and (action.statuses is None or word in action.statuses))

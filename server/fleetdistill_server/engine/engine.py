@@ -245,7 +245,7 @@ class Engine:
         The wait can take months, so requests to forget a device are processed during it.
         """
         checked: tuple[object, ...] = ()
-        logged = ""
+        waits = ""
         while True:
             self.forget()
             self._reload_if_changed()
@@ -255,13 +255,26 @@ class Engine:
                 checked = (self._checkpoint, profiles)
                 due = self._due(profiles)
                 if due is not None:
-                    return due
-            idle = "no round is due until a device joins, leaves or changes its data"
-            text = idle if enough else f"waiting for {_devices(self._needed_devices())}, {len(profiles)} present"
-            if text != logged:
-                logger.info("%s", text, extra=about(run=self._name))
-                logged = text
+                    break
+            waits = self._wait(waits, 0 if enough else self._needed_devices())
             await self._waker.wait()
+        if self._row()["waits_since"] is not None:
+            self._store.led.end_wait(self._name)
+        if waits:
+            logger.info("a round is due after a wait", extra=about(run=self._name))
+        return due
+
+    def _wait(self, waits: str, needed: int) -> str:
+        """Records that the run waits for devices, or for 0 for a change of them; returns this in words."""
+        idle = "no round is due until a device joins, leaves or changes its data"
+        now = f"waiting for {_devices(needed)} to be present" if needed else idle
+        if self._row()["waits_for"] != needed:
+            with self._store.transaction():
+                self._store.runs.assert_owner(self._name, self.token)
+                self._store.led.begin_wait(self._name, needed)
+        if now != waits:
+            logger.info("%s", now, extra=about(run=self._name))
+        return now
 
     def _due(self, profiles: Mapping[str, bytes]) -> Mapping[str, str] | None:
         """Returns the devices that may take part in the next round, with data versions; None if no round is due.

@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from fleetdistill.errors import FleetDistillError
 from fleetdistill_server.logs import Seldom
 from fleetdistill_server.metrics import catalogue
 from fleetdistill_server.metrics.samples import Samples
+from fleetdistill_server.service.heartbeat import placed, state_of
 from fleetdistill_server.store.run_figures import RunFigures, run_counts, run_figures
+from fleetdistill_server.store.states import IDLE, QUEUED, WAITING
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.metrics")
@@ -29,7 +32,8 @@ MOST_RUNS = 50
 KEPT_SECONDS = 2.0
 """Time for which a reading answers further scrapes."""
 _PATIENCE_SECONDS = 3.0
-STATUSES = ("created", "preparing", "running", "paused", "stopped", "finished", "cancelled")
+STATES = ("created", QUEUED, "preparing", "running", WAITING, IDLE, "paused", "stopped", "finished", "cancelled")
+"""States of a run, which the label `status` has."""
 
 
 class RunsCollector:
@@ -65,28 +69,36 @@ class RunsCollector:
     def _look(self) -> list[Metric]:
         samples = Samples()
         try:
-            found, counts = self._figures()
+            found, counts, states = self._figures()
         except FleetDistillError as error:
             if self._failed.is_due():
                 logger.warning("the metrics lack the runs: %s", error)
             return Samples().add(catalogue.STORE_UP, 0).metrics()
         samples.add(catalogue.STORE_UP, 1)
-        for status in sorted({*STATUSES, *counts}):
-            samples.add(catalogue.RUNS, counts.get(status, 0), status)
+        for state in sorted({*STATES, *counts}):
+            samples.add(catalogue.RUNS, counts.get(state, 0), state)
         for one in found:
-            _add(samples, one)
+            _add(samples, one, states.get(one.name, one.status))
         return samples.metrics()
 
-    def _figures(self) -> tuple[list[RunFigures], dict[str, int]]:
+    def _figures(self) -> tuple[list[RunFigures], dict[str, int], dict[str, str]]:
+        """Returns the figures of the newest runs, the number of runs by state, and the states of active runs."""
         if self._store is None:
             self._store = Store.open(self._directory)
             self._store.database.patience_seconds = _PATIENCE_SECONDS
-        return run_figures(self._store.database, MOST_RUNS), run_counts(self._store.database)
+        store, now = self._store, placed(self._directory, self._store)
+        counts = Counter(run_counts(store.database))
+        states = {}
+        for row in store.runs.active():
+            states[row["name"]] = state_of(row, now)
+            counts[row["status"]] -= 1
+            counts[states[row["name"]]] += 1
+        return run_figures(store.database, MOST_RUNS), counts, states
 
 
-def _add(samples: Samples, run: RunFigures) -> None:
+def _add(samples: Samples, run: RunFigures, state: str) -> None:
     name, settings = run.name, json.loads(run.config).get("run", {})
-    samples.add(catalogue.RUN_INFO, 1, name, str(settings.get("method", "")), run.status)
+    samples.add(catalogue.RUN_INFO, 1, name, str(settings.get("method", "")), state)
     samples.add(catalogue.PRESENT, run.present, name)
     for state, count in run.asks.items():
         samples.add(catalogue.ASKS, count, name, state)

@@ -13,11 +13,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fleetdistill_server.service.engine_files import engine_directory
 from fleetdistill_server.service.serve_lock import serving
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.states import ACTIVE, IDLE, QUEUED, WAITING
 from fleetdistill_server.store.store import Store
 
 FILE = "engine.beat"
@@ -81,12 +83,12 @@ class Served:
 
     Attributes:
         runs: Runs that have an engine.
-        waiting: Runs that wait for an engine, in order.
+        queued: Runs that wait only for an engine, in order.
         hanging: Runs whose engine hangs.
     """
 
     runs: frozenset[str] = frozenset()
-    waiting: tuple[str, ...] = ()
+    queued: tuple[str, ...] = ()
     hanging: frozenset[str] = frozenset()
 
 
@@ -96,14 +98,35 @@ NOT_SERVED = Served()
 
 def served(directory: Path, store: Store) -> Served:
     """Returns what a store's server works on; takes 3 s if engines seem to hang."""
+    found = placed(directory, store)
+    return replace(found, hanging=_hanging(directory, sorted(found.runs)))
+
+
+def placed(directory: Path, store: Store) -> Served:
+    """Returns which runs have engines and which are queued, without a look at the engines."""
     found = serving(directory)
     if found is None:
         return NOT_SERVED
-    queue = [row["name"] for row in store.led.queue() if found.includes(row["name"])]
+    queue = [row for row in store.led.queue() if found.includes(row["name"])]
     if found.run:  # also if an earlier version registered it
-        queue = [found.run]
-    runs = queue[: found.engines]
-    return Served(frozenset(runs), tuple(queue[found.engines :]), _hanging(directory, runs))
+        queue = [{"name": found.run, "waits_for": None}]
+    later = queue[found.engines :]
+    queued = tuple(row["name"] for row in later if row["waits_for"] is None)
+    return Served(frozenset(row["name"] for row in queue[: found.engines]), queued)
+
+
+def state_of(row: Row, served: Served) -> str:
+    """Returns the state that people are shown of a run: its status, or what an active one waits for.
+
+    Args:
+        row: The run's name, status and `waits_for`.
+        served: What its server works on.
+    """
+    if row["status"] not in ACTIVE or served == NOT_SERVED:
+        return str(row["status"])
+    if row["waits_for"] is not None:
+        return WAITING if row["waits_for"] else IDLE
+    return QUEUED if row["name"] in served.queued else str(row["status"])
 
 
 def _hanging(directory: Path, runs: Sequence[str]) -> frozenset[str]:

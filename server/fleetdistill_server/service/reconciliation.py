@@ -6,6 +6,7 @@ The store is the only truth. This object remembers only its own processes, so a 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from fleetdistill.errors import StoreError
 from fleetdistill.state import failpoints
 from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.event_kinds import ENGINE_RESTARTED
+from fleetdistill_server.logs import about
 from fleetdistill_server.service.engine_files import delete_engine_files
 from fleetdistill_server.service.engine_process import EngineProcess
 from fleetdistill_server.service.engine_slots import Slot
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
+
+logger = logging.getLogger("fleetdistill.server.supervisor")
 
 
 class Reconciliation:
@@ -59,8 +63,17 @@ class Reconciliation:
 
     def look(self) -> None:
         """Compares the processes with the store once, and starts or ends some; does not wait for them."""
-        needed = {row["name"]: row for row in self._queue()[: self._count]}
+        queue = self._queue()
+        needed = {row["name"]: row for row in queue[: self._count]}
         known = dict(self.engines)
+        for later in queue[self._count :]:
+            engine = known.get(later["name"])
+            if engine is None or later["engine"] != engine.token:
+                continue
+            if self._store.led.release(engine.run, engine.token):
+                logger.info("the run gives up its engine: it waits for devices", extra=about(run=engine.run))
+            else:  # its devices have come in this moment
+                needed[engine.run] = later
         for run, engine in known.items():
             row = needed.get(run)
             if row is not None and row["engine"] == engine.token:

@@ -7,6 +7,12 @@ from collections.abc import Mapping, Sequence
 from fleetdistill_server.store.credentials import REVOKED
 from fleetdistill_server.store.database import Database, Row
 
+HAS_ITS_DEVICES = (
+    "(waits_for > 0 AND waits_for <= (SELECT count(*) FROM devices WHERE run = name AND present = 1 "
+    "AND forget_asked_at IS NULL))"
+)
+"""Condition on a row of `runs` that waits for a number of devices: they are present."""
+
 
 class Devices:
     """Reads and writes the table `devices`."""
@@ -72,7 +78,9 @@ class Devices:
     def mark_present(self, run: str, device: str) -> None:
         """Marks an absent device as present again, unless it is revoked or to be forgotten."""
         sql = "UPDATE devices SET present = 1, last_seen = ? WHERE run = ? AND device = ? AND forget_asked_at IS NULL"
-        self._db.write(f"{sql} AND NOT {REVOKED}", self._db.now(), run, device)
+        with self._db.transaction():
+            self._db.write(f"{sql} AND NOT {REVOKED}", self._db.now(), run, device)
+            self._end_wait(run)
 
     def mark_absent(self, run: str, device: str, reason: str) -> None:
         """Marks a device as absent and closes its open asks with this reason."""
@@ -89,6 +97,15 @@ class Devices:
                 run,
                 device,
             )
+            self._end_wait(run)
+
+    def _end_wait(self, run: str, condition: str = f"(waits_for = 0 OR {HAS_ITS_DEVICES})") -> None:
+        """Ends a run's wait for devices after a change; without an engine, it joins the end of the queue."""
+        self._db.write(
+            "UPDATE runs SET queued_at = CASE WHEN engine IS NULL THEN ? ELSE queued_at END, waits_since = NULL, "
+            f"waits_for = NULL WHERE name = ? AND waits_since IS NOT NULL AND {condition}",
+            *(self._db.now(), run),
+        )
 
     def record_last_seen(self, seen: Mapping[tuple[str, str], float]) -> None:
         """Stores when devices last made a call: seconds since 1970 by (run, device)."""
@@ -118,6 +135,7 @@ class Devices:
                 device,
             )
             self.mark_absent(run, device, "device to be forgotten")
+            self._end_wait(run, "1 = 1")  # the engine forgets it
         return True
 
     def to_forget(self, run: str) -> list[str]:

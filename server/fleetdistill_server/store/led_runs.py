@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.devices import HAS_ITS_DEVICES
 from fleetdistill_server.store.history import History
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.texts import shortened
 
+WAIT_SECONDS = 5.0
+"""Seconds for which a run waits for devices before it gives up its engine to another run."""
 _IS_ACTIVE = f"status IN ({', '.join(repr(one) for one in ACTIVE)})"
 
 
@@ -36,16 +39,44 @@ class LedRuns:
         return None if text is None else dict(json.loads(text))
 
     def queue(self) -> list[Row]:
-        """Returns name, engine's token and completed rounds of all runs that need an engine, in their order."""
-        columns = "SELECT name, engine, completed_rounds FROM runs"
-        where = f"WHERE {_IS_ACTIVE} AND setup IS NOT NULL"
-        return self._db.rows(f"{columns} {where} ORDER BY coalesce(queued_at, created_at), name")
+        """Returns the runs that need an engine: name, engine's token, and `waits_for` as in `begin_wait`.
+
+        They are in the order in which they get engines. Runs that have waited for `WAIT_SECONDS` are last, of these
+        first those that have one.
+        """
+        waits = "waits_since <= ?"
+        return self._db.rows(
+            f"SELECT name, engine, waits_for FROM runs WHERE {_IS_ACTIVE} AND setup IS NOT NULL "
+            f"ORDER BY CASE WHEN {waits} THEN CASE WHEN engine IS NULL THEN 2 ELSE 1 END ELSE 0 END, "
+            "coalesce(queued_at, created_at), name",
+            self._db.now() - WAIT_SECONDS,
+        )
+
+    def begin_wait(self, name: str, devices: int) -> None:
+        """Records that a run waits until `devices` devices are present, or for 0 until its devices change."""
+        self._db.write(
+            "UPDATE runs SET waits_since = coalesce(waits_since, ?), waits_for = ? WHERE name = ?",
+            *(self._db.now(), devices, name),
+        )
+
+    def end_wait(self, name: str) -> None:
+        """Records that a run no longer waits."""
+        self._db.write("UPDATE runs SET waits_since = NULL, waits_for = NULL WHERE name = ?", name)
+
+    def release(self, name: str, token: str) -> bool:
+        """Takes a run that waits for devices from its engine; False if it no longer waits or has another engine."""
+        changed = self._db.write(
+            f"UPDATE runs SET engine = NULL WHERE name = ? AND engine = ? AND {_IS_ACTIVE} AND waits_since <= ? "
+            f"AND NOT {HAS_ITS_DEVICES}",
+            *(name, token, self._db.now() - WAIT_SECONDS),
+        )
+        return bool(changed)
 
     def activate(self, name: str, reason: str = "") -> None:
         """Puts a run at the end of the queue of runs that need an engine."""
         self._db.write(
             "UPDATE runs SET status = CASE WHEN contract IS NULL THEN 'preparing' ELSE 'running' END, reason = ?, "
-            "queued_at = ? WHERE name = ?",
+            "queued_at = ?, waits_since = NULL, waits_for = NULL WHERE name = ?",
             *(reason, self._db.now(), name),
         )
 

@@ -17,7 +17,7 @@ from fleetdistill_server.store.back_off import update_back_off
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.history import History
 from fleetdistill_server.store.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress, rounded
-from fleetdistill_server.store.states import MOST_STALENESS, OVER
+from fleetdistill_server.store.states import ACTIVE, MOST_STALENESS, OVER
 from fleetdistill_server.store.sums import EVERY, Sums, rounds_with_answers
 from fleetdistill_server.store.unsettled import first_needed_round, report_late_answers, settle, settle_until
 from fleetdistill_server.texts import shortened
@@ -65,9 +65,14 @@ class Runs:
     def all(self) -> list[Row]:
         """Returns all runs, oldest first, with their numbers of devices."""
         return self._db.rows(
-            "SELECT name, status, reason, completed_rounds, config, created_at, "
+            "SELECT name, status, reason, completed_rounds, config, created_at, waits_for, "
             "(SELECT count(*) FROM devices WHERE run = name) AS devices FROM runs ORDER BY created_at, name"
         )
+
+    def active(self) -> list[Row]:
+        """Returns name, status and `waits_for` of the runs that an engine works on or will as soon as one is free."""
+        active = ", ".join(f"'{status}'" for status in ACTIVE)
+        return self._db.rows(f"SELECT name, status, waits_for FROM runs WHERE status IN ({active})")
 
     def names(self, *, without: Collection[str] = ()) -> list[str]:
         """Returns the names of the runs, oldest first, except those with one of these statuses."""

@@ -388,6 +388,14 @@ def m022_sums(db: Database) -> None:
     db.execute("CREATE INDEX reported_uploads ON uploads (ask) WHERE status = 'reported'")
 
 
+@migrations()
+def m023_waiting_runs(db: Database) -> None:
+    # Since when a run has waited for devices, and how many must be present; 0 for any change of its devices. NULL for a
+    # run that does not wait. A run that waits gives up its engine if another needs it.
+    db.execute("ALTER TABLE runs ADD COLUMN waits_since FLOAT")
+    db.execute("ALTER TABLE runs ADD COLUMN waits_for BIGINT")
+
+
 def _add_sums(db: Database, table: str, key: str, values: dict[str, str], source: str, having: str = "") -> None:
     names = [column.split()[0] for column in key.split(", ")]
     db.execute(f"CREATE TABLE {table} ({key}, {', '.join(values)}, PRIMARY KEY ({', '.join(names)}))")

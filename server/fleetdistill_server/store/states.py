@@ -11,6 +11,8 @@ ACTIVE = ("preparing", "running")
 """Statuses of a run that an engine works on, or will as soon as one is free."""
 CREATED, PAUSED, STOPPED = "created", "paused", "stopped"
 """Statuses of a run that waits for its operator: not started yet, paused within a round, or stopped between rounds."""
+QUEUED, WAITING, IDLE = "queued", "waiting for devices", "idle"
+"""What people are shown of an active run that waits: for an engine, for devices, or for a change of its devices."""
 DEADLINE_PASSED = "deadline passed"
 """Reason stored for an ask that was not answered before its deadline."""
 STALENESS = "staleness"

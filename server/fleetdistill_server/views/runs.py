@@ -19,10 +19,10 @@ from fleetdistill.printable import printable
 from fleetdistill.privacy.guarantee import Guarantee
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.certificates import Role
-from fleetdistill_server.service.heartbeat import NOT_SERVED, Served
+from fleetdistill_server.service.heartbeat import NOT_SERVED, Served, state_of
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.run_names import no_such_run
-from fleetdistill_server.store.states import ACTIVE
+from fleetdistill_server.store.states import ACTIVE, QUEUED
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.views import figures
@@ -153,13 +153,14 @@ def run_row(row: Row, served: Served) -> Row:
 
 def _status(row: Row, served: Served) -> str:
     """Returns a run's status, with what keeps its engine from working, such as `queued (1 of 2)`."""
-    name, status = row["name"], str(row["status"])
-    if status not in ACTIVE:
-        return status
-    if name in served.waiting:
-        return f"queued ({served.waiting.index(name) + 1} of {len(served.waiting)})"
-    idle = "no server" if name not in served.runs else "engine hangs" if name in served.hanging else ""
-    return f"{status} ({idle})" if idle else status
+    name, state = row["name"], state_of(row, served)
+    if state == QUEUED:
+        return f"{state} ({served.queued.index(name) + 1} of {len(served.queued)})"
+    hangs = name in served.hanging
+    if row["status"] not in ACTIVE or (state != row["status"] and not hangs):
+        return state
+    idle = "engine hangs" if hangs else "no server" if name not in served.runs else ""
+    return f"{state} ({idle})" if idle else state
 
 
 def _privacy(row: Row) -> Row:
