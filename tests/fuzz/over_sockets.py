@@ -143,7 +143,7 @@ class SocketTarget:
             request.identity.CopyFrom(self._identity)  # type: ignore[attr-defined]
         if "wait_seconds" in descriptor.fields_by_name:
             request.wait_seconds = 0.0  # type: ignore[attr-defined]
-        if descriptor.name == "DeleteRunRequest":
+        if descriptor.name in ("DeleteRunRequest", "RollBackRunRequest"):
             request.run = "another"  # type: ignore[attr-defined]  # every other call needs this one
         return request
 

@@ -22,6 +22,7 @@ from fleetdistill.errors import FleetDistillError
 from fleetdistill.state.failpoints import VARIABLE
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.security.certificates import Role
+from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
 
@@ -138,6 +139,14 @@ def test_an_operator_leads_a_run_and_a_viewer_does_not(elsewhere: Elsewhere) -> 
         assert elsewhere.twice("runs", "stop", RUN) == f"run {RUN!r} is stopped\n"
         assert elsewhere.rows()[RUN]["status"] == "stopped"
         assert "by operator the-operator" in elsewhere.call("runs", "show", RUN)[1]
+        with contextlib.closing(Store.open(elsewhere.work / "store")) as store:
+            to = store.runs.checkpoints(RUN)[0]["completed_rounds"]
+        number = elsewhere.rows()[RUN]["completed_rounds"] - to
+        said = elsewhere.said("runs", "rollback", RUN, "--to", str(to))
+        assert said.startswith(f"run {RUN!r} is rolled back to round {to}: {number} round")
+        assert (elsewhere.rows()[RUN]["status"], elsewhere.rows()[RUN]["completed_rounds"]) == ("stopped", to)
+        code, refused = elsewhere.call("runs", "rollback", RUN, "--to", str(to + 1))
+        assert (code, f"has no checkpoint of round {to + 1}" in refused) == (1, True)
         assert elsewhere.twice("runs", "start", RUN) == f"run {RUN!r} is started\n"
         elsewhere.advances()
         code, refused = elsewhere.call("runs", "stop", RUN, who="viewer")

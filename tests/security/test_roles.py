@@ -215,6 +215,7 @@ REQUESTS: dict[str, Callable[[World, service_pb2.Identity], Any]] = {
     f"{_operations}/PauseRun": lambda world, one: operations_pb2.PauseRunRequest(run="to-pause"),
     f"{_operations}/ResumeRun": lambda world, one: operations_pb2.ResumeRunRequest(run="to-resume"),
     f"{_operations}/StopRun": lambda world, one: operations_pb2.StopRunRequest(run="to-start"),
+    f"{_operations}/RollBackRun": lambda world, one: operations_pb2.RollBackRunRequest(run="nobody-made-it"),
     f"{_operations}/DeleteRun": lambda world, one: operations_pb2.DeleteRunRequest(run="nobody-made-it"),
     f"{_operations}/CreateTokens": lambda world, one: operations_pb2.CreateTokensRequest(count=1, expires_seconds=60),
     f"{_operations}/RevokePerson": lambda world, one: operations_pb2.RevokePersonRequest(role="viewer", name="nobody"),
@@ -228,8 +229,9 @@ REQUESTS: dict[str, Callable[[World, service_pb2.Identity], Any]] = {
     ),
 }
 """How each method is asked so that its rightful caller is served."""
-AUTHORISED = {f"{_operations}/ExportModel": "bad-message"}
-"""What a rightful caller is told instead: an export takes a model and many seconds; see `test_copies`."""
+AUTHORISED = {f"{_operations}/{name}": "bad-message" for name in ("ExportModel", "RollBackRun")}
+"""What a rightful caller is told instead: an export takes a model and many seconds, see `test_copies`; and a rollback a
+checkpoint, see `test_leading_from_elsewhere`."""
 
 
 def documented() -> dict[str, set[str]]:

@@ -152,11 +152,28 @@ def test_what_cannot_be_is_refused_with_what_can(given: list[str], told: str, pl
     assert told in done.output
 
 
-def test_it_is_refused_while_a_server_uses_the_store(played: tuple[Prepared, Path]) -> None:
-    with serve_lock.take(played[1], RUN):
+@pytest.mark.parametrize(
+    ("served", "status", "told"),
+    [
+        (RUN, "finished", f"run '{RUN}' is being served; stop its server first"),
+        ("", "running", f"run '{RUN}' is running; stop it first with `fleetdistill runs stop {RUN}`"),
+        ("", "stopped", f"1 completed round left; use `fleetdistill runs start {RUN}` to continue"),
+        ("", "finished", f"1 completed round left; use `fleetdistill runs start {RUN}` to continue"),
+        ("another", "running", "1 completed round left"),
+    ],
+)
+def test_a_run_that_a_server_works_on_is_stopped_first(
+    served: str, status: str, told: str, played: tuple[Prepared, Path]
+) -> None:
+    store = Store.open(played[1])
+    store.runs.end(RUN, status, "")
+    with serve_lock.take(played[1], served):
         done = command(played[1], RUN, "--to", "1")
-    assert done.exit_code == 1
-    assert "another `fleetdistill serve` uses the store" in done.output
+    refused = "stop" in told
+    assert told in done.output
+    assert (done.exit_code, row_of(store)["completed_rounds"]) == ((1, 2) if refused else (0, 1))
+    assert row_of(store)["status"] == (status if refused else "stopped")
+    store.close()
 
 
 def test_a_checkpoint_that_cannot_be_read_leaves_the_run_as_it_is(played: tuple[Prepared, Path]) -> None:

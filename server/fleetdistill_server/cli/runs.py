@@ -102,18 +102,15 @@ def runs_rollback(
         int, typer.Option("--to", help="Round whose final state is restored; 0 for the state before round 1.")
     ],
     store: StoreOption = DEFAULT_STORE,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
 ) -> None:
-    """Rolls a run back to the state after a round. Example: fleetdistill runs rollback digits --to 12"""
-    from fleetdistill_server.service import serve_lock
-    from fleetdistill_server.store.rollback import roll_back
+    """Rolls a run back to the state after a round. Example: fleetdistill runs rollback digits --to 12
 
-    opened = open_store(store)
-    lock = serve_lock.take(store, run)  # keeps servers from starting the run
-    with lock, noted_around(opened, "RollBackRun", {"run": run, "to": to}):
-        done = roll_back(opened, run, to)
-    undone, completed = counted(done.undone, "round"), counted(done.completed_rounds, "completed round")
-    text = f"run {run!r} is rolled back to round {to}: {undone} undone, {completed} left"
-    typer.echo(f"{text}; serve the run to continue")
+    Stop the run first. A server may work on other runs meanwhile.
+    """
+    with open_source(store, server, identity) as source:
+        typer.echo(source.roll_back(run, to))
 
 
 @runs_app.command("cancel")

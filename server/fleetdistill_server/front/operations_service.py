@@ -225,6 +225,14 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         text = await in_pool(self._pool, context, work)
         return operations_pb2.DeleteRunResponse(text=text)
 
+    async def RollBackRun(
+        self, request: operations_pb2.RollBackRunRequest, context: Any
+    ) -> operations_pb2.RollBackRunResponse:
+        call = call_of(context, "RollBackRun", request)
+        work = partial(self._log.around, call, partial(self._leading.roll_back, request.run, request.to), _said)
+        text = await in_pool(self._pool, context, work)
+        return operations_pb2.RollBackRunResponse(text=text)
+
     async def _create_run(self, context: Any, name: str, request: Any, create: Callable[[Any, Call], str]) -> str:
         """Creates a run in a process of its own, which stores the call with the run."""
         call = call_of(context, name, request)

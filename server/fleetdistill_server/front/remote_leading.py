@@ -1,7 +1,7 @@
-"""Creates, starts, pauses, resumes, stops, clones and deletes runs for operators elsewhere.
+"""Creates, starts, pauses, resumes, stops, clones, rolls back and deletes runs for operators elsewhere.
 
-Runs are created in a process of its own and deleted over a connection of its own, because neither is one short
-transaction of the front's commit thread.
+Runs are created in a process of its own, and rolled back and deleted over a connection of its own, because none of this
+is one short transaction of the front's commit thread.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fleetdistill.errors import ConfigurationError, RefusedError, RunError
+from fleetdistill.errors import ConfigurationError, DamagedError, RefusedError, RunError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.service.creation import NewRun, create_checked
-from fleetdistill_server.service.run_endings import delete
+from fleetdistill_server.service.run_endings import delete, roll_back
 from fleetdistill_server.store.operator_calls import Call
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import shortened
@@ -29,7 +29,7 @@ def led(change: Callable[[Store, str, str], str], run: str, who: str, store: Sto
 
 
 class RemoteLeading:
-    """Creates and deletes runs of the store in a directory; every method returns a sentence on the run.
+    """Creates, rolls back and deletes runs of the store in a directory; every method returns a sentence on the run.
 
     The methods raise RefusedError if the change is not possible.
     """
@@ -55,6 +55,11 @@ class RemoteLeading:
         with _refusals(), contextlib.closing(Store.open(self._directory)) as store:
             return deleted(run, delete(self._directory, store, run))
 
+    def roll_back(self, run: str, to: int) -> str:
+        """Rolls a run back to the state after a round."""
+        with _refusals(), contextlib.closing(Store.open(self._directory)) as store:
+            return roll_back(self._directory, store, run, to)
+
 
 def _parsed(text: str) -> dict[str, object]:
     try:
@@ -67,5 +72,5 @@ def _parsed(text: str) -> dict[str, object]:
 def _refusals() -> Iterator[None]:
     try:
         yield
-    except (ConfigurationError, RunError) as error:
+    except (ConfigurationError, RunError, DamagedError) as error:
         raise RefusedError(Code.BAD_MESSAGE, shortened(str(error))) from error

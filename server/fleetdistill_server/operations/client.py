@@ -159,6 +159,13 @@ class OperatorClient(Source):
         """Deletes a run with everything that belongs to it; returns a sentence on what was deleted."""
         return str(self._call("DeleteRun", operations_pb2.DeleteRunRequest(run=run), DELETION_SECONDS).text)
 
+    def roll_back(self, run: str, to: int) -> str:
+        """Rolls a run back to the state after a round; returns a sentence on it."""
+        if to < 0:
+            raise ConfigurationError(f"--to is {to}, must be at least 0")
+        request = operations_pb2.RollBackRunRequest(run=run, to=to)
+        return str(self._call("RollBackRun", request, DELETION_SECONDS).text)
+
     def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
         """Creates and returns enrolment tokens, in batches that fit into one response."""
         if devices:

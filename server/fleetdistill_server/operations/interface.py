@@ -103,6 +103,15 @@ class Source(ABC):
         """Deletes a run with everything that belongs to it; returns sentences on what was deleted."""
 
     @abstractmethod
+    def roll_back(self, run: str, to: int) -> str:
+        """Rolls a run that no engine works on back to the state after a round; returns a sentence on it.
+
+        Args:
+            run: Name of the run.
+            to: Round whose final state is restored; 0 for the state before round 1.
+        """
+
+    @abstractmethod
     def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
         """Creates and returns enrolment tokens, which are valid for `seconds`, for one run or (empty) for all."""
 

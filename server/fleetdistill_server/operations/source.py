@@ -18,7 +18,7 @@ from fleetdistill_server.security.tokens import create_tokens
 from fleetdistill_server.service import leading
 from fleetdistill_server.service.creation import NewRun, create_checked
 from fleetdistill_server.service.enrol_port import enrol_port_for_tokens
-from fleetdistill_server.service.run_endings import delete
+from fleetdistill_server.service.run_endings import delete, roll_back
 from fleetdistill_server.store.backup import BackedUp, backup
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import has_store
@@ -119,6 +119,12 @@ class LocalStore(Source):
         """Deletes a run with everything that belongs to it; returns a sentence on what was deleted."""
         with noted_around(self._store, "DeleteRun", {"run": run}) as result:
             result.text = deleted(run, delete(self._directory, self._store, run))
+        return result.text
+
+    def roll_back(self, run: str, to: int) -> str:
+        """Rolls a run back to the state after a round; returns a sentence on it."""
+        with noted_around(self._store, "RollBackRun", {"run": run, "to": to}) as result:
+            result.text = roll_back(self._directory, self._store, run, to)
         return result.text
 
     def _lead(self, call: str, change: Callable[[Store, str, str], str], run: str) -> str:

@@ -28,6 +28,7 @@ _IN_WORDS = {
     "ResumeRun": "resume a run",
     "StopRun": "stop a run",
     "DeleteRun": "delete a run",
+    "RollBackRun": "roll back a run",
     "CreateTokens": "create enrolment tokens",
     "RevokePerson": "revoke a person",
     "ReadForOperators": "read the operators' calls",
@@ -41,7 +42,6 @@ _IN_WORDS = {
     "ForgetOldCa": "forget the old CA",
     "PruneRun": "prune a run",
     "RevokeTokens": "revoke enrolment tokens",
-    "RollBackRun": "roll back a run",
 }
 _CALLERS = {
     Caller.PLAIN: "a caller without TLS",

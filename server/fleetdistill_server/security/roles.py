@@ -45,6 +45,7 @@ ALLOWED_CALLERS: dict[str, frozenset[Caller]] = {
     f"{_OPERATIONS}ResumeRun": frozenset({Caller.OPERATOR}),
     f"{_OPERATIONS}StopRun": frozenset({Caller.OPERATOR}),
     f"{_OPERATIONS}DeleteRun": frozenset({Caller.OPERATOR}),
+    f"{_OPERATIONS}RollBackRun": frozenset({Caller.OPERATOR}),
     f"{_OPERATIONS}CreateTokens": frozenset({Caller.OPERATOR}),
     f"{_OPERATIONS}RevokePerson": frozenset({Caller.OPERATOR}),
     f"{_OPERATIONS}ReadForOperators": frozenset({Caller.OPERATOR}),

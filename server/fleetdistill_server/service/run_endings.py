@@ -1,4 +1,4 @@
-"""Cancels runs, and deletes runs with all their data."""
+"""Cancels runs, rolls runs back, and deletes runs with all their data."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill_server.service.engine_files import delete_engine_files
 from fleetdistill_server.service.serve_lock import without_server
+from fleetdistill_server.store import rollback
 from fleetdistill_server.store.retention import Pruned, prune, sweep_all
 from fleetdistill_server.store.run_names import no_such_run
+from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.views.units import counted
 
 
 def mark_cancelled(store: Store, run: str) -> bool:
@@ -22,6 +25,34 @@ def mark_cancelled(store: Store, run: str) -> bool:
         if row is None:
             raise ConfigurationError(no_such_run(run, store.runs.names()))
         return store.runs.cancel(run, f"by the operator, after {row['completed_rounds']} rounds")
+
+
+def roll_back(directory: Path, store: Store, run: str, to: int) -> str:
+    """Rolls a run back to the state after a round, also while a server works on others; returns a sentence on it.
+
+    Args:
+        directory: The store's directory.
+        store: The store.
+        run: Name of the run.
+        to: Round number; 0 for the state before the first round.
+
+    Raises:
+        ConfigurationError: The run does not exist, or it has no checkpoint of that round.
+        RunError: A server works on the run.
+        DamagedError: The checkpoint of that round is missing or damaged.
+    """
+    with without_server(directory) as served:
+        if served is not None and served.includes(run):
+            status = (store.runs.get(run) or {}).get("status", "")
+            if served.run:
+                raise RunError(f"run {run!r} is being served; stop its server first")
+            if status in ACTIVE:
+                raise RunError(f"run {run!r} is {status}; stop it first with `fleetdistill runs stop {run}`")
+        done = rollback.roll_back(store, run, to)
+    undone, completed = counted(done.undone, "round"), counted(done.completed_rounds, "completed round")
+    text = f"run {run!r} is rolled back to round {to}: {undone} undone, {completed} left"
+    how = "serve the run" if served is None else f"use `fleetdistill runs start {run}`"
+    return f"{text}; {how} to continue"
 
 
 def delete(directory: Path, store: Store, run: str) -> Pruned | None:

@@ -1,8 +1,8 @@
 """Rolls a run back to the state after an earlier round: `fleetdistill runs rollback`.
 
 Use it when a round has made the model worse. Later rounds stay in the history with the status `undone`. Devices need no
-changes, because each round sends them everything they need. Stop the run's server first. If an engine is still running,
-the rollback revokes its ownership of the run in the same transaction.
+changes, because each round sends them everything they need. If an engine still works on the run, the rollback revokes
+its ownership in the same transaction.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RolledBack:
 
 
 def roll_back(store: Store, run: str, to: int) -> RolledBack:
-    """Rolls a run back to the state after a round. Stop the run's server first.
+    """Rolls a run back to the state after a round; it is stopped afterwards.
 
     Args:
         store: Store that contains the run.

@@ -1420,6 +1420,54 @@ class DeleteRunResponse(_message.Message):
 Global___DeleteRunResponse: _TypeAlias = DeleteRunResponse  # noqa: Y015
 
 @_typing.final
+class RollBackRunRequest(_message.Message):
+    """Rolls a run back to the state after an earlier round. No engine may work on the run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    TO_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Name."""
+    to: _builtins.int
+    """Round whose final state is restored; 0 for the state before round 1."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        to: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run", "to", b"to"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollBackRunRequest: _TypeAlias = RollBackRunRequest  # noqa: Y015
+
+@_typing.final
+class RollBackRunResponse(_message.Message):
+    """The run is rolled back, and stopped."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """A sentence on the run."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollBackRunResponse: _TypeAlias = RollBackRunResponse  # noqa: Y015
+
+@_typing.final
 class CreateTokensRequest(_message.Message):
     """Requests enrolment tokens."""
 

@@ -105,6 +105,11 @@ class OperationsServiceStub(object):
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.DeleteRunRequest.SerializeToString,
                 response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.DeleteRunResponse.FromString,
                 _registered_method=True)
+        self.RollBackRun = channel.unary_unary(
+                '/fleetdistill.wire.v1.OperationsService/RollBackRun',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RollBackRunRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RollBackRunResponse.FromString,
+                _registered_method=True)
         self.CreateTokens = channel.unary_unary(
                 '/fleetdistill.wire.v1.OperationsService/CreateTokens',
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateTokensRequest.SerializeToString,
@@ -229,6 +234,13 @@ class OperationsServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RollBackRun(self, request, context):
+        """Rolls a run back to the state after an earlier round.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateTokens(self, request, context):
         """Creates one-time enrolment tokens.
         """
@@ -329,6 +341,11 @@ def add_OperationsServiceServicer_to_server(servicer, server):
                     servicer.DeleteRun,
                     request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.DeleteRunRequest.FromString,
                     response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.DeleteRunResponse.SerializeToString,
+            ),
+            'RollBackRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollBackRun,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RollBackRunRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RollBackRunResponse.SerializeToString,
             ),
             'CreateTokens': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateTokens,
@@ -730,6 +747,33 @@ class OperationsService(object):
             '/fleetdistill.wire.v1.OperationsService/DeleteRun',
             fleetdistill_dot_wire_dot_v1_dot_operations__pb2.DeleteRunRequest.SerializeToString,
             fleetdistill_dot_wire_dot_v1_dot_operations__pb2.DeleteRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollBackRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleetdistill.wire.v1.OperationsService/RollBackRun',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RollBackRunRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RollBackRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -61,6 +61,8 @@ class OperationsServiceStub:
     """Stops a run until it is started again."""
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.DeleteRunRequest, _operations_pb2.DeleteRunResponse]
     """Deletes a run."""
+    RollBackRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.RollBackRunRequest, _operations_pb2.RollBackRunResponse]
+    """Rolls a run back to the state after an earlier round."""
     CreateTokens: _grpc.UnaryUnaryMultiCallable[_operations_pb2.CreateTokensRequest, _operations_pb2.CreateTokensResponse]
     """Creates one-time enrolment tokens."""
     RevokePerson: _grpc.UnaryUnaryMultiCallable[_operations_pb2.RevokePersonRequest, _operations_pb2.RevokePersonResponse]
@@ -103,6 +105,8 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
     """Stops a run until it is started again."""
     DeleteRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.DeleteRunRequest, _operations_pb2.DeleteRunResponse]  # type: ignore[assignment]
     """Deletes a run."""
+    RollBackRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.RollBackRunRequest, _operations_pb2.RollBackRunResponse]  # type: ignore[assignment]
+    """Rolls a run back to the state after an earlier round."""
     CreateTokens: _aio.UnaryUnaryMultiCallable[_operations_pb2.CreateTokensRequest, _operations_pb2.CreateTokensResponse]  # type: ignore[assignment]
     """Creates one-time enrolment tokens."""
     RevokePerson: _aio.UnaryUnaryMultiCallable[_operations_pb2.RevokePersonRequest, _operations_pb2.RevokePersonResponse]  # type: ignore[assignment]
@@ -226,6 +230,14 @@ class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.DeleteRunResponse, _abc.Awaitable[_operations_pb2.DeleteRunResponse]]:
         """Deletes a run."""
+
+    @_abc_1.abstractmethod
+    def RollBackRun(
+        self,
+        request: _operations_pb2.RollBackRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.RollBackRunResponse, _abc.Awaitable[_operations_pb2.RollBackRunResponse]]:
+        """Rolls a run back to the state after an earlier round."""
 
     @_abc_1.abstractmethod
     def CreateTokens(
