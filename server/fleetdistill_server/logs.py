@@ -73,6 +73,10 @@ def configure(process: str, log_format: str = LogFormat.TEXT, level: str = LogLe
     logging.captureWarnings(True)
 
 
+QUIET_SECONDS = 3.0
+"""Time without a failure after which an interruption has ended; some calls succeed during an outage too."""
+
+
 class Seldom:
     """Limits how often a message is logged during an outage. Thread-safe.
 
@@ -92,6 +96,36 @@ class Seldom:
             due = now - self._last >= self._seconds
             self._last = now if due else self._last
             return due
+
+
+class Interruption:
+    """Logs when something begins to fail and when it works again, one line each. Thread-safe.
+
+    Args:
+        logger: Logger for the two lines.
+        fails: The first line, with %s for the error.
+        works: The second line.
+    """
+
+    def __init__(self, logger: logging.Logger, fails: str, works: str) -> None:
+        self._logger, self._fails, self._works = logger, fails, works
+        self._last: float | None = None
+        self._lock = threading.Lock()
+
+    def fail(self, error: object) -> None:
+        """Records a failure; the first one is logged."""
+        with self._lock:
+            begins, self._last = self._last is None, time.monotonic()
+        if begins:
+            self._logger.warning(self._fails, error)
+
+    def work(self) -> None:
+        """Records a success; it ends the interruption if nothing has failed for `QUIET_SECONDS`."""
+        with self._lock:
+            ends = self._last is not None and time.monotonic() - self._last >= QUIET_SECONDS
+            self._last = None if ends else self._last
+        if ends:
+            self._logger.warning("%s", self._works)
 
 
 def about(**fields: Any) -> dict[str, Any]:

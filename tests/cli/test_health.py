@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from support.live_front import live_front, prepare_store
-from support.processes import free_port
+from support.processes import free_port, wait_until
 from support.secured import SecuredFront, make_pki, person_credentials, secured_front
 from typer.testing import CliRunner
 
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.security.certificates import Role
+from fleetdistill_server.service import serve_lock
 
 
 def health(*words: str | Path) -> tuple[int, str]:
@@ -34,9 +35,12 @@ def test_a_plain_front_serves_and_its_engine_does_not(tmp_path: Path) -> None:
     prepare_store(tmp_path).close()
     with live_front(tmp_path) as front:
         server = f"127.0.0.1:{front.port}"
-        assert health(server) == (0, f"{server} serves")
+        told = "fleetdistill.engine is NOT_SERVING, an engine hangs or is missing"
+        wait_until(lambda: health(server) == (1, f"error: server {server}: {told}. See its log, and `runs list`"), told)
+        for service in ("fleetdistill.database", "fleetdistill.disk"):
+            assert health(server, "--service", service) == (0, f"{server} serves")
         code, said = health(server, "--service", "fleetdistill.engine")
-        assert (code, "fleetdistill.engine of server" in said, "NOT_SERVING" in said) == (1, True, True)
+        assert (code, told in said) == (1, True)
         code, said = health(server, "--service", "nobody")
         assert (code, "has no service 'nobody'" in said) == (1, True)
         front.kill()
@@ -50,6 +54,17 @@ def test_a_plain_front_serves_and_its_engine_does_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_server_whose_disk_limit_is_reached_says_so(tmp_path: Path) -> None:
+    prepare_store(tmp_path).close()
+    with live_front(tmp_path, keep_free_bytes=1 << 60) as front, serve_lock.take(tmp_path, "", 1):
+        server = f"127.0.0.1:{front.port}"
+        told = "fleetdistill.disk is NOT_SERVING, a disk limit is reached, so it refuses uploads"
+        wait_until(lambda: told in health(server)[1], told, 15)
+        listed = CliRunner().invoke(app, ["runs", "list", "--store", str(tmp_path)])
+        assert (listed.exit_code, "so uploads are refused; [server] keep_free_bytes is" in listed.stderr) == (0, True)
+
+
+@pytest.mark.slow
 def test_a_front_with_tls_replies_on_its_enrolment_port_without_an_identity(secured: SecuredFront) -> None:
     server = f"localhost:{secured.enrol_port}"
     assert health(server, "--ca", secured.pki / "ca.pem") == (0, f"{server} replies")
@@ -58,7 +73,8 @@ def test_a_front_with_tls_replies_on_its_enrolment_port_without_an_identity(secu
 @pytest.mark.slow
 def test_a_viewer_asks_the_main_port(secured: SecuredFront) -> None:
     server = f"localhost:{secured.port}"
-    assert health(server, "--identity", secured.pki / "viewer-vera") == (0, f"{server} serves")
+    given = ("--identity", secured.pki / "viewer-vera", "--service", "fleetdistill.database")
+    assert health(server, *given) == (0, f"{server} serves")
 
 
 @pytest.mark.slow

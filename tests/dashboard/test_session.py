@@ -13,12 +13,15 @@ from typing import Any
 import httpx
 import pytest
 from support.dashboards import TOKEN, dashboard
+from support.live_front import write_server_config
 from support.processes import PATIENCE_SECONDS
 from typer.testing import CliRunner
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from fleetdistill_server.cli.app import app
+from fleetdistill_server.config.server_config import ServerConfig, ServerSection
+from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
@@ -193,6 +196,19 @@ def test_the_health_check_needs_no_session_and_reveals_nothing(address: str) -> 
     assert "set-cookie" not in answer.headers
     elsewhere = httpx.get(f"{address}/health", headers={"Host": "attacker.example"}, timeout=PATIENCE_SECONDS)
     assert elsewhere.status_code == 400
+
+
+def test_the_health_check_and_the_pages_say_that_the_server_is_not_well(address: str, work: Path, page: Any) -> None:
+    page.goto(address)
+    page.get_by_text(RUN).wait_for()
+    assert page.get_by_role("alert").count() == 0
+    write_server_config(work / "store", ServerConfig(server=ServerSection(keep_free_bytes=1 << 60)))
+    with serve_lock.take(work / "store", "", 1):
+        page.get_by_role("alert").get_by_text("so uploads are refused").wait_for()
+        answer = httpx.get(f"{address}/health", timeout=PATIENCE_SECONDS)
+        assert (answer.status_code, answer.text.startswith("the server needs attention")) == (503, True)
+    page.get_by_role("alert").wait_for(state="hidden")
+    assert httpx.get(f"{address}/health", timeout=PATIENCE_SECONDS).status_code == 200
 
 
 @pytest.mark.parametrize("content", ["short", "two words" * 8, ""])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
+from service.test_supervisor import completed, serve, write_config
+from support.answering import AnsweringFleet
 from support.live_front import (
     CALL_SECONDS,
     RUN,
@@ -20,11 +24,15 @@ from support.live_front import (
     write_asks,
 )
 from support.postgres import Postgres
-from support.processes import wait_until
+from support.processes import COMMAND, wait_until
 from support.wire_samples import make_payload
+from typer.testing import CliRunner
 
+from fleetdistill.errors import StoreUnavailableError
 from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_server.cli.app import app
 from fleetdistill_server.store.location import Location, set_location
+from fleetdistill_server.store.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.postgres]
 ANSWER, MODEL = make_payload(4), make_payload(3)
@@ -77,6 +85,57 @@ def test_every_call_is_refused_for_now_while_postgres_is_away(own_server: Postgr
         assert isinstance(receipt, service_pb2.Receipt)
         assert (row["receipt"], row["status"]) == (receipt.id, "acknowledged")
         store.close()
+
+
+def health(port: int) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["health", f"127.0.0.1:{port}"])
+    return done.exit_code, done.output
+
+
+def test_a_server_whose_database_is_away_says_so_everywhere_within_15_seconds(
+    own_server: Postgres, tmp_path: Path
+) -> None:
+    told = "fleetdistill.database is NOT_SERVING"
+    with own_server.schema() as url:
+        set_location(tmp_path, Location(database=url))
+        prepare_store(tmp_path).close()
+        with live_front(tmp_path) as front:
+            assert told not in health(front.port)[1]
+            own_server.stop()
+            wait_until(lambda: told in health(front.port)[1], told, 15)
+            assert "the front is NOT_SERVING, it refuses calls" in health(front.port)[1]
+            command = [*COMMAND, "runs", "list", "--store", str(tmp_path)]
+            listed = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+            last = listed.stderr.splitlines()[-1]
+            assert (listed.returncode, last.startswith("error: the database is not available: ")) == (1, True)
+            own_server.start_again()
+            wait_until(lambda: told not in health(front.port)[1], "the database to be seen again")
+
+
+def test_a_server_of_one_run_outlives_its_database_and_says_so_once(own_server: Postgres, tmp_path: Path) -> None:
+    with own_server.schema() as url, serve(write_config(tmp_path, server_database=url)) as server:
+        with AnsweringFleet(server.port(), "served", 2):
+            store = Store.open(tmp_path / "store")
+            wait_until(lambda: completed(store) >= 1, "a round")
+            own_server.stop()
+            wait_until(lambda: "the store cannot be used; retrying" in "".join(server.said), "the supervisor to see it")
+            wait_until(lambda: "the store does not answer" in "".join(server.said), "the front to see it")
+            own_server.start_again()
+            before = wait_until(lambda: _quietly(lambda: completed(store)), "the database")
+            wait_until(lambda: _quietly(lambda: completed(store) > before), "the next round")
+            wait_until(lambda: "the store can be used again" in "".join(server.said), "the end in the log")
+            assert server.process.poll() is None
+            assert store.history.events("served", "engine-failed") == []
+            store.close()
+        lines = [line.split(" ", 3)[-1] for line in "".join(server.said).splitlines() if " WARNING " in line]
+        for text in ("the store cannot be used; retrying", "the store can be used again", "the store does not answer"):
+            assert sum(line.startswith(text) for line in lines) == 1, lines
+
+
+def _quietly(work: Callable[[], int]) -> int:
+    with contextlib.suppress(StoreUnavailableError):
+        return work()
+    return 0
 
 
 def _succeeds(call: Callable[[Client], object], client: Client) -> bool:

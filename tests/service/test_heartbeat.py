@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -24,8 +25,9 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.event_kinds import ENGINE_FAILED
-from fleetdistill_server.service import engine_process, heartbeat, serve_lock
+from fleetdistill_server.service import engine_health, engine_process, heartbeat, serve_lock
 from fleetdistill_server.service.engine_files import engine_directory
+from fleetdistill_server.service.engine_health import EngineHealth
 from fleetdistill_server.service.engine_process import EngineProcess
 from fleetdistill_server.service.engine_slots import Slot
 from fleetdistill_server.service.heartbeat import FILE, HeartbeatMonitor, clear_heartbeat, served, start_heartbeat
@@ -244,6 +246,33 @@ def test_a_stopped_engine_is_seen_killed_and_replaced(tmp_path: Path) -> None:
             wait_until(lambda: health_of_engine(port) == answer.SERVING, "the engine's health")
             assert "sent no heartbeat" in store.history.events(RUN, ENGINE_FAILED)[0]["text"]
             store.close()
+
+
+def test_one_hung_engine_of_several_is_seen_though_the_others_listen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(tmp_path)
+    for run in ("a", "b"):
+        store.runs.begin(run, {})
+        store.led.set_setup(run, {})
+        engine_directory(tmp_path, run).mkdir(parents=True)
+    monkeypatch.setattr(store.database, "is_listening", lambda role: True)
+    health = EngineHealth(tmp_path, store)
+
+    def look(*beating: str) -> bool:
+        for run in beating:
+            beat(engine_directory(tmp_path, run), time.time() + next(later))
+        return health.is_good()
+
+    later = itertools.count(1)
+    with serve_lock.take(tmp_path, "", 2):
+        assert health.is_good(), "engines that start"
+        assert look("a", "b")
+        monkeypatch.setattr(engine_health, "SILENT_SECONDS", 1e-9)
+        assert look("a", "b")
+        assert not look("a")
+        assert look("a", "b")
+    store.close()
 
 
 # --- a signal that comes early

@@ -297,9 +297,7 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
     store = Store.open(tmp_path / "store")
     row = run_row(store)
     assert row["status"] == "stopped"
-    assert row["reason"].endswith(
-        "failed 3 times at the same point: ValueError: this predictor always fails"
-    )
+    assert row["reason"].endswith("failed 3 times at the same point: ValueError: this predictor always fails")
     assert children(os.getpid(), ENGINE) == children(os.getpid(), FRONT) == []
     assert store.runs.open_round(RUN) is not None  # intact, for a start after the mend
     receipts = {upload["receipt"] for upload in store.asks.uploads(RUN)}

@@ -18,12 +18,12 @@ def health(
         typer.Option(help="The server's ca.pem: checks the enrolment port of a server with TLS, without an identity."),
     ] = None,
     identity: IdentityOption = None,
-    service: Annotated[str, typer.Option(help="Service to ask for, such as fleetdistill.engine.")] = "",
+    service: Annotated[str, typer.Option(help="Only this service, such as fleetdistill.engine.")] = "",
 ) -> None:
-    """Exits with 0 if a server replies. Example: fleetdistill health localhost:50052 --ca fleetdistill-pki/ca.pem
+    """Exits with 0 if a server works. Example: fleetdistill health localhost:50052 --ca fleetdistill-pki/ca.pem
 
-    With --ca the enrolment port must answer with the server's certificate. In plain text, or with --identity on the
-    server's main port, its health service must report SERVING.
+    In plain text, or with --identity on the server's main port, front, database, engines and disk must work. With --ca
+    the enrolment port must answer with the server's certificate, which is all that it tells anyone.
     """
     from fleetdistill_server.operations.health import check_health
 

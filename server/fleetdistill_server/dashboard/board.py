@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from fleetdistill_server.dashboard.feed import Feed
+from fleetdistill_server.dashboard.readers import HEALTH
+
+_SILENT_SECONDS = 12.0
+"""Age of the newest figures from which a server does not answer, although a call to it has not failed yet."""
 
 
 @dataclass(frozen=True)
@@ -22,3 +27,12 @@ class Board:
     title: str
     place: str
     server: str = ""
+
+    def problem(self) -> str | None:
+        """Returns what is wrong with the server, empty if nothing is; None if nothing has been read yet."""
+        snapshot = self.feed.look(HEALTH)
+        if not snapshot.version or snapshot.error:
+            return snapshot.error or None
+        silent = time.time() - snapshot.read_at
+        text = "; ".join(snapshot.value or ())
+        return text or (f"the server has not answered for {silent:.0f} s" if silent > _SILENT_SECONDS else "")

@@ -63,9 +63,23 @@ def frame(board: Board, heading: str, trail: Sequence[tuple[str, str]] = ()) -> 
     main = ui.element("main").classes("fd-main")
     ui.skip_link("Skip to the content", target=main)
     with main:
+        _show_problem(board)
         _trail(trail)
         ui.label(heading).props("role=heading aria-level=1").classes("fd-h1")
         yield
+
+
+def _show_problem(board: Board) -> None:
+    """Shows what is wrong with the server, as long as something is."""
+    with ui.element("div").props("role=alert").classes("fd-notice fd-error") as box:
+        text = ui.label()
+    box.set_visibility(False)
+
+    def update() -> None:
+        text.text = board.problem() or ""
+        box.set_visibility(bool(text.text))
+
+    live(update)
 
 
 def _trail(trail: Sequence[tuple[str, str]]) -> None:

@@ -33,6 +33,7 @@ class Subject(Generic[T]):
 
 
 RUNS: Subject[View] = Subject("overview", lambda: Source.overview)
+HEALTH: Subject[Sequence[str]] = Subject("health", lambda: Source.problems)
 ABOUT: Subject[View] = Subject("about", lambda: Source.about, SLOW_SECONDS)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -28,6 +30,8 @@ _SESSION = "session"
 _PUBLIC = ("/static/", "/favicon.ico")
 """Paths of files that are the same for everybody and needed by the page for signing in."""
 _LEAST_CHARACTERS = 32
+_HEALTH_SECONDS = 8.0
+"""Time for which the health check waits for the first answer of the server that is shown."""
 _HEADERS = {
     # NiceGUI's pages compile their templates in the browser, which needs unsafe-eval. Nothing else may be loaded.
     "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
@@ -49,11 +53,13 @@ class Access:
         token: Whoever knows it may sign in.
         names: Host names and addresses under which browsers may open the pages; loopback names are always allowed.
         port: Port of the dashboard; browsers send the cookies of all ports of a host.
+        problem: Returns what is wrong with the server that is shown, empty if nothing is; None if that is not known.
     """
 
     token: str = field(repr=False)
     names: Sequence[str]
     port: int
+    problem: Callable[[], str | None]
 
 
 def read_token(file: Path) -> str:
@@ -75,7 +81,7 @@ def new_token() -> str:
 
 def protect(web: FastAPI, access: Access) -> None:
     """Lets only those use an application who know the token. Call it before NiceGUI is attached."""
-    web.add_middleware(_Gate, token=access.token)
+    web.add_middleware(_Gate, token=access.token, problem=access.problem)
     web.add_middleware(
         SessionMiddleware,
         secret_key=secrets.token_hex(32),  # a cookie is worth nothing after a restart, or elsewhere
@@ -91,8 +97,9 @@ def protect(web: FastAPI, access: Access) -> None:
 class _Gate:
     """Refuses what another origin asks for, and everything without a session but signing in and the health check."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: str, problem: Callable[[], str | None]) -> None:
         self._app, self._token, self._sessions = app, token, OpenSessions()
+        self._problem = problem
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -111,7 +118,7 @@ class _Gate:
             return PlainTextResponse("refused: another origin asked for this", 403)
         path, method = asked.url.path, asked.scope.get("method", "")
         if path == HEALTH:
-            return PlainTextResponse("ok\n")
+            return await self._health()
         if path == LOGIN:
             return await self._login(Request(asked.scope, receive))
         if method and self._knows(asked.query_params.get("token", "")):
@@ -120,6 +127,15 @@ class _Gate:
         if self._sessions.has(_named(asked)):
             return self._sign_out(asked) if (path, method) == (LOGOUT, "POST") else None
         return None if method and path.startswith(_PUBLIC) else _form(401)
+
+    async def _health(self) -> Response:
+        """Says whether the server that is shown works, waiting until that is known; strangers learn no more."""
+        until = time.monotonic() + _HEALTH_SECONDS
+        while (problem := self._problem()) is None and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        if problem == "":
+            return PlainTextResponse("ok\n")
+        return PlainTextResponse("the server needs attention; sign in to the dashboard to see why\n", 503)
 
     async def _login(self, request: Request) -> Response:
         if request.scope["type"] != "http" or request.method != "POST":

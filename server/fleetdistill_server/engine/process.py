@@ -39,6 +39,8 @@ from fleetdistill_server.tracing.spans import open_spans
 
 logger = logging.getLogger("fleetdistill.server.engine")
 _LONGEST_FAILURE = 1000
+_PATIENCE_SECONDS = 60.0
+"""Time for which an engine waits for a lost database, with its work in memory, before it ends and starts anew."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ async def _main(given: _Arguments, group: Group | None) -> None:
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
-    store = Store.open(given.store)
+    store = Store.open(given.store, patience_seconds=_PATIENCE_SECONDS)
     try:
         config = _load(store, given)
         await _run(store, config, given, group)
@@ -84,7 +86,7 @@ def _run_of(config: Path) -> str:
 
 
 def _follow(given: _Arguments, group: Group) -> None:
-    store = Store.open(given.store)
+    store = Store.open(given.store, patience_seconds=_PATIENCE_SECONDS)
     try:
         follow(group, store, load_run_config(given.config))
     finally:

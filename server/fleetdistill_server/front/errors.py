@@ -13,12 +13,12 @@ import grpc
 from fleetdistill.errors import FleetDistillError, NoSpaceError, RefusedError, StoreUnavailableError
 from fleetdistill.wire.codes import MEANINGS, Code
 from fleetdistill.wire.status import DETAILS, rich_status
-from fleetdistill_server.logs import Seldom
+from fleetdistill_server.logs import Interruption
 
 T = TypeVar("T")
 U = TypeVar("U")
 logger = logging.getLogger("fleetdistill.server.refusals")
-_unavailable = Seldom(10.0)
+_away = Interruption(logger, "calls fail, and devices retry them: %s", "calls no longer fail for want of the store")
 
 
 async def in_pool(pool: ThreadPoolExecutor, context: Any, work: Callable[[], T]) -> T:
@@ -29,11 +29,13 @@ async def in_pool(pool: ThreadPoolExecutor, context: Any, work: Callable[[], T])
 async def ended(context: Any, work: Awaitable[T]) -> T:
     """Awaits a call's work; any error ends the call with a status from the table."""
     try:
-        return await work
+        result = await work
     except FleetDistillError as error:
         await abort(context, error)
     except Exception:
         await abort(context, _internal())
+    _away.work()
+    return result
 
 
 def refusing(work: Callable[[U], T]) -> Callable[[U], T]:
@@ -72,8 +74,7 @@ def _as_refusal(error: FleetDistillError) -> RefusedError:
     if isinstance(error, NoSpaceError):
         return RefusedError(Code.NO_SPACE, f"{error}; no receipt was issued, retry later")
     if isinstance(error, StoreUnavailableError):
-        if _unavailable.is_due():
-            logger.warning("calls fail, and devices retry them: %s", error)
+        _away.fail(error)
         return RefusedError(Code.NOT_READY, "the server's database or object store is not available; retry later")
     logger.error("a call failed: %s", error)
     return RefusedError(Code.INTERNAL, "the server's store failed; see the server's log")

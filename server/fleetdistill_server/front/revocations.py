@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from fleetdistill.errors import StoreError
-from fleetdistill_server.logs import Seldom
+from fleetdistill_server.logs import Interruption
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.front")
@@ -59,10 +59,12 @@ def open_revocations(store: Store) -> Iterator[Revocations]:
 
 
 def _refresh(snapshot: _Snapshot, ended: threading.Event) -> None:
-    failed = Seldom(10.0)
+    text = "the revocations cannot be read; the last known ones apply: %s"
+    away = Interruption(logger, text, "the revocations can be read again")
     while not ended.wait(_REFRESH_SECONDS):
         try:
             snapshot.refresh()
+            away.work()
         except StoreError as error:
-            if not ended.is_set() and failed.is_due():
-                logger.warning("the revocations cannot be read; the last known ones apply: %s", error)
+            if not ended.is_set():
+                away.fail(error)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,7 +22,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from fleetdistill.errors import ConfigurationError, StoreUnavailableError, in_words
+from fleetdistill.errors import ConfigurationError, StoreError, StoreUnavailableError, in_words
 from fleetdistill.wire.compression import compression_of
 from fleetdistill.wire.v1 import enrolment_pb2, operations_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
@@ -32,7 +34,7 @@ from fleetdistill_server.front.interceptors import RawChunks, RefuseUndecodable
 from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES
 from fleetdistill_server.front.tls import Ports, add_services, listen_on
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.logs import Seldom
+from fleetdistill_server.logs import Interruption
 from fleetdistill_server.service.engine_health import EngineHealth
 from fleetdistill_server.service.heartbeat import BEAT_SECONDS
 from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN
@@ -54,18 +56,20 @@ POOL_THREADS = 16
 # Uploads write, hash and read files. A separate pool prevents them from delaying heartbeats.
 UPLOAD_THREADS = 16
 
-PATIENCE_SECONDS = 5.0
-"""Time for which calls wait for a lost database before they are refused; less than the devices' timeouts."""
-
 _FILES = (service_pb2, enrolment_pb2, operations_pb2)
 SERVICES = tuple(one.full_name for file in _FILES for one in file.DESCRIPTOR.services_by_name.values())
 """Names of fleetdistill's services for health and reflection; the first is also served in plain text."""
 
-ENGINE = "fleetdistill.engine"
-"""Name of the engine in the health service."""
+ENGINE, DATABASE, DISK = "fleetdistill.engine", "fleetdistill.database", "fleetdistill.disk"
+"""Names in the health service of the engines, the database and the disk limits."""
+_LOOK_SECONDS = 8.0
+"""Time after which a database that does not answer is reported as away."""
+_DISK_SECONDS = 5.0
 
 
-_unavailable = Seldom(10.0)
+_away = Interruption(
+    logger, "background tasks fail and are repeated: %s", "background tasks no longer fail for want of the store"
+)
 
 OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -83,8 +87,6 @@ def open_api(
     """Opens a device API on the server's store, with one connection for reading and a commit thread for writing."""
     directory = Path(config.store)
     reader, writer = Store.open(directory), Store.open(directory)
-    for store in (reader, writer):
-        store.database.patience_seconds = PATIENCE_SECONDS
     writer.database.meter = meter or Meter()
     commits = CommitThread(writer)
     try:
@@ -141,7 +143,7 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
         ready(ports)
         tasks = [asyncio.create_task(_pass_wakeups(wakeups, service)), asyncio.create_task(_sweep(api, pool))]
         tasks.append(asyncio.create_task(_sweep_forever(directory, pool)))
-        tasks.append(asyncio.create_task(_update_engine_health(status, directory, api, pool)))
+        tasks.append(asyncio.create_task(_update_health(status, directory, api)))
         if meter is not None:
             tasks.append(asyncio.create_task(meter.watch_loop()))
         await stop.wait()
@@ -190,7 +192,7 @@ async def _make_server(
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     names = SERVICES if guard.tls else SERVICES[:1]
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    for name in ("", *names):
+    for name in ("", *names, DATABASE, DISK):
         await status.set(name, health_pb2.HealthCheckResponse.SERVING)
     await status.set(ENGINE, health_pb2.HealthCheckResponse.NOT_SERVING)
     return server
@@ -220,17 +222,45 @@ async def _sweep(api: DeviceApi, pool: ThreadPoolExecutor) -> None:
             await _guarded(loop.run_in_executor(pool, api.times.write))
 
 
-async def _update_engine_health(status: health.aio.HealthServicer, directory: Path, api: DeviceApi, pool: Any) -> None:
-    """Updates the engines' health: SERVING unless the engine of a run that needs one is missing or hangs."""
-    loop, engines = asyncio.get_running_loop(), EngineHealth(directory, api.store)
+class _Health:
+    """Looks at the engines, the database and the disk limits, on a thread that calls cannot occupy."""
 
-    def is_healthy() -> bool:
-        # Engines on another host have a supervisor there, which watches their heartbeats.
-        return engines.is_good() or api.store.database.is_listening("engine")
+    def __init__(self, directory: Path, api: DeviceApi) -> None:
+        self._engines, self._space = EngineHealth(directory, api.store), api.uploads.space
+        self._thread = ThreadPoolExecutor(1, "health")
+        self._looking: asyncio.Future[dict[str, bool]] | None = None
+        self._disk, self._disk_looked = True, -math.inf
+        self._away = Interruption(logger, "the store does not answer: %s", "the store answers again")
+
+    async def look(self) -> dict[str, bool]:
+        """Returns what works, by name in the health service; the front itself needs the database."""
+        self._looking = self._looking or asyncio.get_running_loop().run_in_executor(self._thread, self._look)
+        await asyncio.wait({self._looking}, timeout=_LOOK_SECONDS)
+        if not self._looking.done():
+            self._away.fail(f"no answer for {_LOOK_SECONDS:g} s")
+            return {"": False, DATABASE: False, ENGINE: False}
+        looking, self._looking = self._looking, None
+        try:
+            found = looking.result()
+        except StoreError as error:
+            self._away.fail(error)
+            return {"": False, DATABASE: False, ENGINE: False}
+        self._away.work()
+        return {"": True, DATABASE: True, **found}
+
+    def _look(self) -> dict[str, bool]:
+        engines = self._engines.is_good()
+        if self._space is not None and time.monotonic() - self._disk_looked >= _DISK_SECONDS:
+            self._disk, self._disk_looked = not self._space.shortfall(), time.monotonic()
+        return {ENGINE: engines, DISK: self._disk}
+
+
+async def _update_health(status: health.aio.HealthServicer, directory: Path, api: DeviceApi) -> None:
+    state, looked = health_pb2.HealthCheckResponse, _Health(directory, api)
 
     async def update() -> None:
-        healthy, status_of = await loop.run_in_executor(pool, is_healthy), health_pb2.HealthCheckResponse
-        await status.set(ENGINE, status_of.SERVING if healthy else status_of.NOT_SERVING)
+        for name, works in (await looked.look()).items():
+            await status.set(name, state.SERVING if works else state.NOT_SERVING)
 
     while True:
         await _guarded(update())
@@ -252,8 +282,8 @@ async def _sweep_forever(directory: Path, pool: ThreadPoolExecutor) -> None:
 async def _guarded(work: Awaitable[object]) -> None:
     try:
         await work
+        _away.work()
     except StoreUnavailableError as error:
-        if _unavailable.is_due():
-            logger.warning("a background task failed; retrying: %s", error)
+        _away.fail(error)
     except Exception:  # otherwise the task would end silently
         logger.exception("a background task failed; retrying")

@@ -18,7 +18,7 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 
 from fleetdistill.errors import FleetDistillError
-from fleetdistill_server.logs import Seldom
+from fleetdistill_server.logs import Interruption
 from fleetdistill_server.metrics import catalogue
 from fleetdistill_server.metrics.samples import Samples
 from fleetdistill_server.service.heartbeat import placed, state_of
@@ -50,7 +50,7 @@ class RunsCollector:
         self._store: Store | None = None
         self._lock = threading.Lock()
         self._read: tuple[float, list[Metric]] | None = None
-        self._failed = Seldom(60.0)
+        self._away = Interruption(logger, "the metrics lack the runs: %s", "the metrics have the runs again")
 
     def collect(self) -> Iterable[Metric]:
         """Returns the metrics; only `fleetdistill_store_up` while the store cannot be read."""
@@ -71,9 +71,9 @@ class RunsCollector:
         try:
             found, counts, states = self._figures()
         except FleetDistillError as error:
-            if self._failed.is_due():
-                logger.warning("the metrics lack the runs: %s", error)
+            self._away.fail(error)
             return Samples().add(catalogue.STORE_UP, 0).metrics()
+        self._away.work()
         samples.add(catalogue.STORE_UP, 1)
         for state in sorted({*STATES, *counts}):
             samples.add(catalogue.RUNS, counts.get(state, 0), state)
@@ -84,8 +84,7 @@ class RunsCollector:
     def _figures(self) -> tuple[list[RunFigures], dict[str, int], dict[str, str]]:
         """Returns the figures of the newest runs, the number of runs by state, and the states of active runs."""
         if self._store is None:
-            self._store = Store.open(self._directory)
-            self._store.database.patience_seconds = _PATIENCE_SECONDS
+            self._store = Store.open(self._directory, patience_seconds=_PATIENCE_SECONDS)
         store, now = self._store, placed(self._directory, self._store)
         counts = Counter(run_counts(store.database))
         states = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,13 @@ from fleetdistill.wire.codes import Code
 
 HEALTH_SECONDS = 5.0
 """Timeout of the call; shorter than the interval of every health check in deploy/."""
+_PARTS = {
+    "": "it refuses calls",
+    "fleetdistill.database": "its database or disk does not answer, so it refuses calls",
+    "fleetdistill.engine": "an engine hangs or is missing",
+    "fleetdistill.disk": "a disk limit is reached, so it refuses uploads",
+}
+"""What it means that a part of a server does not serve, by name in the health service."""
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----")
 
 
@@ -31,7 +38,7 @@ def check_health(server: str, *, ca: Path | None = None, identity: Path | None =
         ca: File with the CA's certificates, for the enrolment port. No caller without a certificate may ask for the
             health there, but the refusal shows that the server replies, and its certificate is verified.
         identity: Directory of an operator or viewer, for the port of [server] listen.
-        service: Name in the health service, such as fleetdistill.engine; empty for the front.
+        service: Name in the health service, such as fleetdistill.engine; empty for the whole server.
 
     Raises:
         ConfigurationError: `ca` or `identity` cannot be read, or the arguments do not fit together.
@@ -42,24 +49,27 @@ def check_health(server: str, *, ca: Path | None = None, identity: Path | None =
         raise ConfigurationError("--ca cannot be combined with --identity or --service, which need the other port")
     try:
         with _channel(server, ca, identity) as channel, errors_of(server):
-            return _said(channel, server, service)
+            return _said(channel, server, [service] if service else _PARTS)
     except RefusedError as refusal:
         if ca is None or refusal.code != Code.NOT_ALLOWED:
             raise
         return "replies"
 
 
-def _said(channel: Any, server: str, service: str) -> str:
-    stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service=service)
-    try:
-        status = stub.Check(request, timeout=HEALTH_SECONDS).status
-    except grpc.RpcError as error:
-        if error.code() is not grpc.StatusCode.NOT_FOUND:
-            raise
-        raise LinkError(f"server {server} has no service {service!r}; try fleetdistill.engine") from error
-    if status != health_pb2.HealthCheckResponse.SERVING:
-        name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
-        raise LinkError(f"{service or 'the front'} of server {server} is {name}; see its log and `runs show`")
+def _said(channel: Any, server: str, services: Iterable[str]) -> str:
+    stub, wrong = health_pb2_grpc.HealthStub(channel), list[str]()
+    for service in services:
+        try:
+            status = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=HEALTH_SECONDS).status
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+            raise LinkError(f"server {server} has no service {service!r}; try fleetdistill.engine") from error
+        if status != health_pb2.HealthCheckResponse.SERVING:
+            name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+            wrong.append(f"{service or 'the front'} is {name}" + (f", {text}" if (text := _PARTS.get(service)) else ""))
+    if wrong:
+        raise LinkError(f"server {server}: {'; '.join(wrong)}. See its log, and `runs list`")
     return "serves"
 
 

@@ -146,6 +146,10 @@ class Source(ABC):
         """
         return self.read(Query("about"))
 
+    def problems(self) -> list[str]:
+        """Returns what is wrong with the running server, in sentences: engines that hang, disk limits reached."""
+        return list(self.read(Query("health")).facts["problems"])
+
     def runs(self) -> View:
         """Returns the list `runs` of `fleetdistill runs list`, oldest first."""
         return self.read(Query("runs"))

@@ -10,6 +10,9 @@ from fleetdistill_server.service.serve_lock import Serving, serving
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
 
+START_SECONDS = 120.0
+"""Time for which an engine may start without a heartbeat; importing torch may take long."""
+
 
 class EngineHealth:
     """Observes the heartbeats of all engines; call `is_good` every second.
@@ -25,14 +28,23 @@ class EngineHealth:
         self._beats: dict[str, HeartbeatMonitor] = {}
 
     def is_good(self) -> bool:
-        """Returns whether every run that has its turn sends heartbeats; False without a server or any engine."""
+        """Returns whether the engine of every run that has its turn sends heartbeats, or starts.
+
+        False without a server or any engine. Engines on another machine have a supervisor there, which watches them.
+
+        Raises:
+            StoreError: The store could not be read.
+        """
         found = serving(self._directory)
         names = self._store.runs.names() if found is None else self._have_turns(found)
         self._beats = {run: self._beats.get(run) or self._observe(run) for run in names}
-        beating = [beats.silent_seconds() < SILENT_SECONDS and beats.seen for beats in self._beats.values()]
-        if found is None:  # engines that someone started by hand
-            return any(beating)
-        return all(beating)
+        good = {run: beats.silent_seconds() < _limit(beats) for run, beats in self._beats.items()}
+        if found is None and any(good[run] and beats.seen for run, beats in self._beats.items()):
+            return True  # someone started it by hand
+        here = any(beats.begun for beats in self._beats.values())
+        if found is None or (self._beats and not here and self._store.database.is_remote):
+            return self._store.database.is_listening("engine")
+        return all(good.values())
 
     def _have_turns(self, found: Serving) -> list[str]:
         if found.run:  # registered by the server of the engine's machine, which may be of an earlier version
@@ -42,3 +54,7 @@ class EngineHealth:
 
     def _observe(self, run: str) -> HeartbeatMonitor:
         return HeartbeatMonitor(engine_directory(self._directory, run))
+
+
+def _limit(beats: HeartbeatMonitor) -> float:
+    return SILENT_SECONDS if beats.begun else START_SECONDS

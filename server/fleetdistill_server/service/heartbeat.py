@@ -24,7 +24,7 @@ from fleetdistill_server.store.store import Store
 
 FILE = "engine.beat"
 BEAT_SECONDS = 1.0
-SILENT_SECONDS = 15.0
+SILENT_SECONDS = 10.0
 """Seconds without a heartbeat after which the engine is reported as hung."""
 
 
@@ -63,6 +63,11 @@ class HeartbeatMonitor:
         self._clock = clock
         self._last, self._looked, self._silent = _time_of(self._path), clock(), 0.0
         self.seen = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a heartbeat, perhaps an old one; an engine that starts has none yet."""
+        return self._last is not None
 
     def silent_seconds(self) -> float:
         """Returns the seconds since the last heartbeat; call this regularly.

@@ -7,17 +7,18 @@ that the store has for its run. The supervisor has no state of its own and can b
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fleetdistill.errors import RunError, StoreUnavailableError
+from fleetdistill.errors import NoSpaceError, RunError, StoreUnavailableError
 from fleetdistill.link.credentials import write_private
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig
-from fleetdistill_server.logs import Seldom
+from fleetdistill_server.logs import Interruption
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.engine_slots import engines_at_once, make_slots
 from fleetdistill_server.service.front_process import FrontProcess
@@ -33,7 +34,9 @@ from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
 _LOOK_SECONDS = 0.1
-_unavailable = Seldom(10.0)
+_START_PATIENCE_SECONDS, _PATIENCE_SECONDS = 60.0, 2.0
+"""Time for which the supervisor waits for a database: at its start, and later, when it also looks after the front."""
+_away = Interruption(logger, "the store cannot be used; retrying: %s", "the store can be used again")
 
 
 def _write_served(config: RunConfig | ServerConfig) -> Path:
@@ -89,8 +92,9 @@ class Supervisor:
         self._front: FrontProcess | None = None
         directory = Path(config.server.store)
         set_location(directory, Location.of(config.server))
-        self.store = Store.open(directory)
+        self.store = Store.open(directory, patience_seconds=_START_PATIENCE_SECONDS)
         self.store.check()
+        self.store.database.patience_seconds = _PATIENCE_SECONDS
         count = 1 if self._run else engines_at_once(config.server.engines_at_once)
         self.lock = serve_lock.take(directory, self._run, count)
         # Register before any process starts, so that a changed configuration fails in the foreground.
@@ -146,18 +150,27 @@ class Supervisor:
             RunError: The front cannot listen; or, with only one run, its configuration is unusable or its engine fails
                 repeatedly.
         """
-        notified = False
+        over = notified = False
         try:
             if self._only != ENGINE:
                 self._front = FrontProcess(self._arguments, self._front_ends, self._log, self._on_listening)
             while not self._stopped.wait(_LOOK_SECONDS):
-                self._look()
-                if not notified and (status := self._status()) in OVER:
-                    notified = True
-                    on_over(status)
-                if until_finished and self._is_over():
-                    break
-            return self._status() in OVER
+                if self._front is not None:
+                    self._look_after_front(self._front)
+                try:
+                    self._look()
+                    over = (status := self._status()) in OVER
+                    if over and not notified:
+                        notified = True
+                        on_over(status)
+                    if until_finished and self._is_over():
+                        break
+                    _away.work()
+                except (StoreUnavailableError, NoSpaceError) as error:
+                    _away.fail(error)
+            with contextlib.suppress(StoreUnavailableError):
+                over = self._status() in OVER
+            return over
         finally:
             self.engines.stop(self._at_once)
             if self._front is not None:
@@ -166,18 +179,12 @@ class Supervisor:
             self.lock.close()
 
     def _look(self) -> None:
-        if self._front is not None:
-            self._look_after_front(self._front)
         # Only after the front listens: a second server of the same run, on another machine, fails to listen before its
         # engine could take over the run.
         if self._only == FRONT or (self.port is None and self._only != ENGINE):
             return
-        try:
-            self.engines.look()
-            self._check_short_rounds()
-        except StoreUnavailableError as error:
-            if _unavailable.is_due():
-                logger.warning("the store cannot be reached; retrying: %s", error)
+        self.engines.look()
+        self._check_short_rounds()
 
     def _look_after_front(self, front: FrontProcess) -> None:
         try:

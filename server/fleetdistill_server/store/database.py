@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from fleetdistill_server.store.postgres_notices import Notices
 
 Row = dict[str, Any]
+PATIENCE_SECONDS = 5.0
+"""Time for which a call waits for a database on another machine, unless its process sets another."""
 
 
 class Database(ABC):
@@ -42,7 +44,7 @@ class Database(ABC):
 
     def __init__(self) -> None:
         self.now: Callable[[], float] = time.time
-        self.patience_seconds = 60.0
+        self.patience_seconds = PATIENCE_SECONDS
         self._lock = threading.RLock()
         self.meter = Meter()
         self._after_commit: list[Callable[[], None]] = []  # of the open transaction

@@ -102,6 +102,11 @@ class DiskSpace:
         """Raises NoSpaceError unless there is room for a payload of `size` bytes, which then counts as used."""
         self._take(size, "", lambda: self._add(size))
 
+    def shortfall(self) -> str:
+        """Returns which limit is reached, so that no upload fits; empty if none is. Raises StoreError."""
+        with self._lock:
+            return self._shortfall(1, "")
+
     def _hold(self, made: Reservation) -> None:
         self._reserved[made] = made.size
         self._add(-self._staged(made.key))  # the reservation now includes it

@@ -23,7 +23,7 @@ import psycopg
 import sqlite_utils
 
 from fleetdistill.errors import StoreError
-from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.database import PATIENCE_SECONDS, Database, Row
 from fleetdistill_server.store.outage import Outage
 from fleetdistill_server.store.postgres_connection import (
     Connection,
@@ -48,6 +48,7 @@ class PostgresDatabase(Database):
 
     Args:
         url: `postgresql://host:port/database`; see `connect`.
+        patience_seconds: As in `Database`.
 
     Attributes:
         key: Number of the store within its database, for advisory locks and channels.
@@ -58,8 +59,9 @@ class PostgresDatabase(Database):
 
     is_remote = True
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, patience_seconds: float = PATIENCE_SECONDS) -> None:
         super().__init__()
+        self.patience_seconds = patience_seconds
         self._url = url
         self._connection: Connection | None = None
         self._open: Connection | None = None  # the connection of the open transaction, even if lost

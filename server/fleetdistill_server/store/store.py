@@ -35,7 +35,7 @@ from fleetdistill_server.store.blobs import Blobs, disk_errors
 from fleetdistill_server.store.checks import check_schema, is_current
 from fleetdistill_server.store.clock import Clock
 from fleetdistill_server.store.credentials import Credentials
-from fleetdistill_server.store.database import Database
+from fleetdistill_server.store.database import PATIENCE_SECONDS, Database
 from fleetdistill_server.store.deletions import Deletions
 from fleetdistill_server.store.devices import Devices
 from fleetdistill_server.store.file_blobs import FileBlobs
@@ -86,12 +86,15 @@ class Store:
             raise
 
     @classmethod
-    def open(cls, directory: Path, location: Location | None = None) -> Store:
+    def open(
+        cls, directory: Path, location: Location | None = None, patience_seconds: float = PATIENCE_SECONDS
+    ) -> Store:
         """Opens the store in a directory; creates it if necessary and migrates its tables.
 
         Args:
             directory: The store's directory.
             location: Where its rows and payloads are; None for what `set_location` stored in the directory.
+            patience_seconds: Time for which each call, also this one, waits for a database on another machine.
 
         Raises:
             ConfigurationError: An extra that the location needs is not installed.
@@ -100,7 +103,7 @@ class Store:
         with disk_errors(f"opening the store {directory}"):
             make_directory(directory)
         place = location or read_location(directory)
-        database = _open_database(directory, place)
+        database = _open_database(directory, place, patience_seconds)
         try:
             return cls(database, _open_blobs(directory, place, database))
         except BaseException:
@@ -196,7 +199,7 @@ def _create_tables(database: Database, blobs: Blobs) -> None:
             raise
 
 
-def _open_database(directory: Path, location: Location) -> Database:
+def _open_database(directory: Path, location: Location, patience_seconds: float = PATIENCE_SECONDS) -> Database:
     if not location.database:
         return SqliteDatabase.open(directory / SQLITE)
     try:
@@ -204,7 +207,7 @@ def _open_database(directory: Path, location: Location) -> Database:
     except ImportError as error:
         text = "[server] database needs psycopg; install it with: pip install 'fleetdistill[postgres]'"
         raise ConfigurationError(text) from error
-    return PostgresDatabase(location.database)
+    return PostgresDatabase(location.database, patience_seconds)
 
 
 def _open_blobs(directory: Path, location: Location, database: Database) -> Blobs:

@@ -13,7 +13,7 @@ from fleetdistill_server.service.enrol_port import load_enrol_port
 from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views import fleet, overview, progress, runs
+from fleetdistill_server.views import fleet, health, overview, progress, runs
 from fleetdistill_server.views.runs import View
 
 MOST_EVENTS = 1000
@@ -92,6 +92,7 @@ ViewReader = Callable[[Store, Path, Query], View]
 FOR_OPERATORS: Mapping[str, ViewReader] = {"operators": _operators}
 """Functions that read the views that only operators may read, by name."""
 VIEWS: Mapping[str, ViewReader] = {
+    "health": lambda store, directory, query: View({}, {"problems": health.problems(store, directory)}),
     "about": _about,
     "runs": lambda store, directory, query: runs.runs(store, served(directory, store)),
     "run": lambda store, directory, query: runs.run(store, query.run, served(directory, store)),

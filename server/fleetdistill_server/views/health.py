@@ -1,0 +1,45 @@
+"""What is wrong with a running server, in sentences for the command line and the dashboard."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_server.config.server_config import ServerSection, load_server_config
+from fleetdistill_server.service.heartbeat import served
+from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
+from fleetdistill_server.store.blobs import disk_errors
+from fleetdistill_server.store.disk_space import bytes_under
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.views.units import readable_bytes
+
+
+def problems(store: Store, directory: Path) -> list[str]:
+    """Returns a sentence for each engine that hangs and each disk limit that is reached; empty without a server.
+
+    Raises:
+        StoreError: The store could not be read, for example because its database is away.
+    """
+    hanging = served(directory, store).hanging
+    found = [f"the engine of run {run!r} hangs: it sends no heartbeat" for run in sorted(hanging)]
+    if serving(directory) is None:
+        return found
+    try:
+        server = load_server_config(directory / SERVED_FILE).server
+    except ConfigurationError:  # of a server by hand
+        return found
+    return [*found, *_of_the_disk(server, directory)]
+
+
+def _of_the_disk(server: ServerSection, directory: Path) -> list[str]:
+    keep, budget = server.keep_free_bytes, server.disk_budget_bytes
+    with disk_errors("measuring free disk space"):
+        free = shutil.disk_usage(directory).free
+    if free < keep:
+        text = f"only {readable_bytes(free)} are free on the store's disk, so uploads are refused"
+        return [f"{text}; [server] keep_free_bytes is {readable_bytes(keep)}"]
+    if budget and (used := bytes_under(directory)) >= budget:
+        text = f"the store has {readable_bytes(used)}, so uploads are refused"
+        return [f"{text}; [server] disk_budget_bytes is {readable_bytes(budget)}"]
+    return []
