@@ -38,10 +38,6 @@ FIELDS = ("run", "round", "device", "ask", "event", "code", "trace_id")
 """Names of the fields of a log line; `event` and `code` as in `fleetdistill runs show`, `trace_id` with traces only."""
 _ORDINARY = (
     "settings-changed",
-    "started",
-    "paused",
-    "resumed",
-    "stopped",
     "engine-restarted",
     "started-from",
     "lease-ended",
@@ -52,8 +48,8 @@ _ORDINARY = (
     "refusals-left-out",
 )
 """Kinds of events that need no attention from the operator."""
-_LOGGED_ELSEWHERE = ("engine-failed",)
-"""Kinds of events that are logged elsewhere, with a traceback or even if the store cannot be written."""
+_LOGGED_ELSEWHERE = ("engine-failed", "started", "paused", "resumed", "stopped", "rolled-back")
+"""Kinds of events that are logged elsewhere: with a traceback, even if the store cannot be written, or as calls."""
 _events = logging.getLogger("fleetdistill.server.events")
 _events.addHandler(logging.NullHandler())  # no output unless the program configures logging
 

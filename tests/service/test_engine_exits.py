@@ -81,7 +81,7 @@ def test_what_an_engine_waits_for_has_an_exit_status_of_its_own_and_is_no_failur
 def test_a_disk_that_is_full_before_the_engine_begins_is_told_so_too(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(directory: Path) -> Store:
+    def full(directory: Path, **given: object) -> Store:
         raise NoSpaceError("the disk is full")
 
     monkeypatch.setattr(Store, "open", full)

@@ -15,9 +15,13 @@ from fleetdistill.wire.payload import ELEMENT_TYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.service import leading
+from fleetdistill_server.operations.local_calls import local_user
+from fleetdistill_server.operations.source import LocalStore
+from fleetdistill_server.service import call_log, leading
+from fleetdistill_server.service.call_log import CallLog
 from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.operator_calls import LOCAL, Call
 from fleetdistill_server.store.store import Store
 
 RUN = "digits"
@@ -278,3 +282,33 @@ def test_paths_of_a_stored_run_do_not_depend_on_the_folder(tmp_path: Path, monke
     given = config().model_dump(by_alias=True, exclude_none=True)
     given["evaluation"] = {"data": "held-out.npz"}
     assert run_config(given).setup()["evaluation"]["data"] == str(tmp_path / "held-out.npz")
+
+
+def test_the_servers_log_has_each_call_once_wherever_it_was_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_log, "LOOK_SECONDS", 0.0)
+    caplog.set_level("INFO", "fleetdistill.server.operators")
+    store = Store.open(tmp_path)
+    store.operator_calls.add(Call(LOCAL, "root", "StopRun", {"run": "old"}), "done")
+    log = CallLog(store)
+    leading.create(store, config(), start_it=True)
+    assert LocalStore(tmp_path).stop("digits") == "run 'digits' is stopped"
+    begun = store.operator_calls.begin(Call("operator", "olga", "DeleteRun", {"run": "digits"}, "ipv4:10.0.0.7:4040"))
+    log.look()
+    log.look()
+    store.operator_calls.settle(begun, "done: run 'digits' is deleted")
+    refused = Call("viewer", "vera", "StopRun", {"run": "digits"}, "ipv4:10.0.0.8:4040")
+    store.operator_calls.add(refused, "refused: not-allowed: no", refused=True)
+    log.look()
+    log.look()
+    lines = [(one.levelname, one.getMessage()) for one in caplog.records]
+    olga = "operator olga from ipv4:10.0.0.7:4040: delete a run"
+    assert lines == [
+        ("INFO", f"{local_user()} on the store's machine: stop a run: done: run 'digits' is stopped"),
+        ("INFO", f"{olga}: begun"),
+        ("INFO", f"{olga}: done: run 'digits' is deleted"),
+        ("WARNING", "viewer vera from ipv4:10.0.0.8:4040: stop a run: refused: not-allowed: no"),
+    ]
+    assert {one.about_run for one in caplog.records} == {"digits"}  # type: ignore[attr-defined]
+    store.close()

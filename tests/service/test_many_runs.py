@@ -355,6 +355,9 @@ def test_runs_are_created_paused_and_resumed_beside_a_server(tmp_path: Path) -> 
         wait_until(lambda: completed("first") > before[0], "front and engine to be replaced")
         assert "is deleted" in call("runs", "delete", "first", "--yes", *where)
         wait_until(lambda: children(running.process.pid, ENGINE) == [], "the engine of a deleted run to end")
+        wait_until(lambda: "delete a run: done" in "".join(running.said), "the deletion in the log")
+        said = "".join(running.said)
+        assert [verb for verb in ("create", "pause", "resume", "delete") if f": {verb} a run: done" not in said] == []
         assert running.process.poll() is None
 
 

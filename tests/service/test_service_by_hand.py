@@ -158,7 +158,7 @@ def test_the_readmes_service_runs_goes_on_after_ctrl_c_and_finishes(hands: Hands
     wait_for(early, "checked-in")
     assert interrupt(early) == 0
     assert "stopping after this step" in early.said
-    assert hands.asks("runs", "show", "digits")["status"] == "running"
+    assert hands.asks("runs", "show", "digits")["status"] == "waiting for devices"
 
     # Ctrl-C in every terminal in the middle of the run.
     devices = [hands.device(number, address) for number in range(3)]

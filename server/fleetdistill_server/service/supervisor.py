@@ -20,6 +20,7 @@ from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.logs import Interruption
 from fleetdistill_server.service import serve_lock
+from fleetdistill_server.service.call_log import CallLog
 from fleetdistill_server.service.engine_slots import engines_at_once, make_slots
 from fleetdistill_server.service.front_process import FrontProcess
 from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessState
@@ -100,6 +101,7 @@ class Supervisor:
         # Register before any process starts, so that a changed configuration fails in the foreground.
         if isinstance(config, RunConfig) and only != FRONT:  # the engine's server decides
             serve_run(self.store, config)
+        self._calls = CallLog(self.store)
         self._arguments = [str(_write_served(config)), *log_options]
         self._front_ends, ends = make_ends(count)
         self.engines = Reconciliation(
@@ -184,6 +186,7 @@ class Supervisor:
         if self._only == FRONT or (self.port is None and self._only != ENGINE):
             return
         self.engines.look()
+        self._calls.look()
         self._check_short_rounds()
 
     def _look_after_front(self, front: FrontProcess) -> None:

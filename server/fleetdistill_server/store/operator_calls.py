@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +117,18 @@ class OperatorCalls:
         with self._db.transaction():
             self._db.write(sql, shortened(result), int(refused), number)
             self._db.after_commit(_hit_after_result)
+
+    def last(self) -> int:
+        """Returns the id of the newest call; 0 without one."""
+        return int(self._db.value("SELECT coalesce(max(id), 0) FROM operator_calls"))
+
+    def after(self, number: int, also: Sequence[int] = ()) -> list[Row]:
+        """Returns the calls after an id, and those with the given ids, oldest first."""
+        marks = ", ".join("?" for _ in also)
+        return self._db.rows(
+            f"SELECT * FROM operator_calls WHERE id > ?{f' OR id IN ({marks})' if also else ''} ORDER BY id",
+            *(number, *also),
+        )
 
     def newest(self, *, before: int | None, call: str, text: str, most: int) -> list[Row]:
         """Returns calls, newest first.

@@ -1,0 +1,61 @@
+"""Logs the calls of operators from their table, so that a server's log has them wherever they were made."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Any
+
+from fleetdistill_server.logs import about
+from fleetdistill_server.security.calls_in_words import in_words
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.operator_calls import BEGUN, LOCAL, caller_in_words
+from fleetdistill_server.store.store import Store
+
+logger = logging.getLogger("fleetdistill.server.operators")
+LOOK_SECONDS = 1.0
+
+
+class CallLog:
+    """Logs the calls that are stored from now on: creations, starts, stops, deletions, revocations and all others.
+
+    Args:
+        store: The supervisor's store.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._calls = store.operator_calls
+        self._last = self._calls.last()
+        self._begun: set[int] = set()
+        self._looked = time.monotonic()
+
+    def look(self) -> None:
+        """Logs the calls since the last look; call this regularly. Reads the store at most once a second."""
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        for row in self._calls.after(self._last, sorted(self._begun)):
+            number, known = row["id"], row["id"] in self._begun
+            self._last = max(self._last, number)
+            if row["result"] == BEGUN:
+                self._begun.add(number)
+            else:
+                self._begun.discard(number)
+            if not (known and row["result"] == BEGUN):
+                _log(row)
+
+
+def _log(row: Row) -> None:
+    where = "" if row["role"] == LOCAL else f" from {row['address']}"
+    caller = f"{caller_in_words(row['role'], row['name'])}{where}"
+    text = f"{caller}: {in_words(row['call'])}: {row['result']}"
+    level = logging.WARNING if row["refused"] else logging.INFO
+    logger.log(level, "%s", text, extra=about(run=_arguments(row).get("run")))
+
+
+def _arguments(row: Row) -> dict[str, Any]:
+    try:
+        return dict(json.loads(row["arguments"]))
+    except ValueError:  # they were too long to be stored
+        return {}
