@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -262,6 +263,25 @@ def test_a_request_to_forget_a_device_queues_a_run_that_waits_for_others(service
     assert service.runs() == ["b", "c"]
     service.store.devices.ask_to_forget("a", "camera-1")
     assert service.status()["a"] == "queued (1 of 1)"
+
+
+def test_an_engines_place_is_free_again_after_a_start_that_failed(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, attempts = engine_process.Child, itertools.count()
+
+    def fail_twice(*given: Any) -> Any:
+        if next(attempts) < 2:
+            raise OSError("no more processes")
+        return start(*given)
+
+    monkeypatch.setattr(engine_process, "Child", fail_twice)
+    create(service.store, "a", "b", "c")
+    for _ in range(2):
+        with pytest.raises(OSError, match="no more processes"):
+            service.engines.look()
+        assert service.engines.engines == {}
+    assert service.runs() == ["a", "b"]
 
 
 # --- how many at once

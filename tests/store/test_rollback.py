@@ -152,6 +152,20 @@ def test_what_cannot_be_is_refused_with_what_can(given: list[str], told: str, pl
     assert told in done.output
 
 
+def test_later_checkpoints_are_gone_and_an_undone_round_is_refused(played: tuple[Prepared, Path]) -> None:
+    store = Store.open(played[1])
+    undone = store.runs.checkpoints(RUN)[2]["sha256"]
+    assert roll_back(store, RUN, 1) == RolledBack(completed_rounds=1, undone=1)
+    assert [one["round"] for one in store.runs.checkpoints(RUN)] == [0, 1]
+    assert not store.blobs.has(undone)
+    with pytest.raises(ConfigurationError, match=r"has no checkpoint of round 2; available rounds: 0, 1\. "):
+        roll_back(store, RUN, 2)
+    with pytest.raises(RunError, match="has no checkpoint of round 2"):
+        store.runs.roll_back(RUN, 2)
+    assert row_of(store)["completed_rounds"] == 1
+    store.close()
+
+
 @pytest.mark.parametrize(
     ("served", "status", "told"),
     [

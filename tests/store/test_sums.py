@@ -17,6 +17,7 @@ from support.stores import IN_POSTGRES, place_store
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.states import STALENESS
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.store.traffic import Counted
@@ -112,7 +113,9 @@ class Changing:
         number = self.open_number()
         used = [ask["id"] for ask in self.asks() if ask["id"] % (1 + choice % 3) == 0]
         settles = (number - amount, number - amount) if amount % 4 else None
-        self.store.runs.close_round(self.run, number, bytes([number]) * 32, used, {}, settles)
+        new = [row for row in self.store.asks.uploads(self.run) if row["status"] == "acknowledged"]
+        late = {row["device"]: number - row["round"] for row in new if row["ask"] in used and row["round"] < number}
+        self.store.runs.close_round(self.run, number, bytes([number]) * 32, used, {STALENESS: late}, settles)
 
     def end_short(self, choice: int, amount: int) -> None:
         self.store.runs.close_short_round(self.run, self.open_number(), "too few devices")
@@ -255,8 +258,17 @@ def play(store: Store, changes: Changes) -> str:
 @example(changes=[*LATE, ("begin_round", 0, 0), ("report", 4, 2), ("close", 0, 0)])
 @example(changes=[*A_ROUND, *A_ROUND, ("roll_back", 0, 0), *A_ROUND, ("forget", 1, 0)])
 @example(changes=[*A_ROUND, *A_ROUND, ("prune", 0, 2), ("prune", 0, 3)])
+@example(changes=[*LATE, ("roll_back", 0, 0), *A_ROUND])
 def test_sums_are_what_the_answers_add_up_to_after_every_change(store: Store, changes: Changes) -> None:
     play(store, changes)
+
+
+def test_a_late_answer_that_an_undone_round_used_counts_as_reported(store: Store) -> None:
+    run = play(store, LATE)
+    assert [(row["used"], row["reported"]) for row in store.summaries.rounds(run, 0, EVERY)] == [(2, 0), (0, 0)]
+    store.runs.roll_back(run, 1)
+    assert [(row["used"], row["reported"]) for row in store.summaries.rounds(run, 0, EVERY)] == [(1, 1), (0, 0)]
+    assert_sums_are_true(store, run)
 
 
 def test_a_deleted_run_leaves_no_sums_and_those_of_others(store: Store) -> None:
