@@ -144,6 +144,9 @@ class Ended:
     def end(self, grace_seconds: float = 0.0) -> bool:
         return True
 
+    def stop(self, at_once: bool) -> None:
+        pass
+
     def start_again(self) -> None:
         self.starts += 1
 
@@ -282,7 +285,11 @@ def test_an_engine_of_a_server_that_is_started_again_is_history_too(service: Ser
     assert service.history() == []
     service.engines = service.start()  # as after a crash of the server
     service.look(None, 1)
-    assert service.history() == ["engine-restarted: the server was started again"]
+    assert service.history() == ["engine-restarted: the server had crashed and was started again"]
+    service.engines.stop(at_once=False)
+    service.engines = service.start()
+    service.look(None, 1)
+    assert len(service.history()) == 1, "this one had ended in order"
 
 
 def test_progress_of_the_run_forgets_earlier_failures(service: Service) -> None:

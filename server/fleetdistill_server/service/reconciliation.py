@@ -90,6 +90,8 @@ class Reconciliation:
             engine.end(at_once=True)
         for engine in self.engines.values():
             engine.stop(at_once)
+            with contextlib.suppress(StoreError):
+                self._store.led.free(engine.run, engine.token)
 
     def _queue(self) -> list[Row]:
         """Returns the queue without the runs that another server's engine took over."""
@@ -104,7 +106,7 @@ class Reconciliation:
             if token is None:
                 return
             if restarted:
-                self._store.history.add_event(run, ENGINE_RESTARTED, "the server was started again")
+                self._store.history.add_event(run, ENGINE_RESTARTED, "the server had crashed and was started again")
         failpoints.hit("supervisor.engine.after-token")
         slot = self._free.pop(0)
         try:

@@ -92,6 +92,10 @@ class LedRuns:
             name,
         )
 
+    def free(self, name: str, token: str) -> None:
+        """Records that an engine has ended in order, with its server."""
+        self._db.write("UPDATE runs SET engine = NULL WHERE name = ? AND engine = ?", name, token)
+
     def hold(self, name: str, status: str, reason: str) -> None:
         """Takes a run from its engine without ending its open round: creates, pauses or fails it."""
         self._db.write(
