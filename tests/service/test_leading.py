@@ -303,12 +303,12 @@ def test_the_servers_log_has_each_call_once_wherever_it_was_made(
     log.look()
     log.look()
     lines = [(one.levelname, one.getMessage()) for one in caplog.records]
-    olga = "operator olga from ipv4:10.0.0.7:4040: delete a run"
+    olga = "operator olga from ipv4:10.0.0.7:4040: DeleteRun"
     assert lines == [
-        ("INFO", f"{local_user()} on the store's machine: stop a run: done: run 'digits' is stopped"),
+        ("INFO", f"{local_user()} on the store's machine: StopRun: done: run 'digits' is stopped"),
         ("INFO", f"{olga}: begun"),
         ("INFO", f"{olga}: done: run 'digits' is deleted"),
-        ("WARNING", "viewer vera from ipv4:10.0.0.8:4040: stop a run: refused: not-allowed: no"),
+        ("WARNING", "viewer vera from ipv4:10.0.0.8:4040: StopRun: refused: not-allowed: no"),
     ]
     assert {one.about_run for one in caplog.records} == {"digits"}  # type: ignore[attr-defined]
     store.close()

@@ -268,7 +268,7 @@ def test_a_request_to_forget_a_device_queues_a_run_that_waits_for_others(service
 def test_an_engines_place_is_free_again_after_a_start_that_failed(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, attempts = engine_process.Child, itertools.count()
+    start, attempts = engine_process.Child, itertools.count()  # type: ignore[attr-defined]
 
     def fail_twice(*given: Any) -> Any:
         if next(attempts) < 2:
@@ -375,9 +375,9 @@ def test_runs_are_created_paused_and_resumed_beside_a_server(tmp_path: Path) -> 
         wait_until(lambda: completed("first") > before[0], "front and engine to be replaced")
         assert "is deleted" in call("runs", "delete", "first", "--yes", *where)
         wait_until(lambda: children(running.process.pid, ENGINE) == [], "the engine of a deleted run to end")
-        wait_until(lambda: "delete a run: done" in "".join(running.said), "the deletion in the log")
+        wait_until(lambda: "DeleteRun: done" in "".join(running.said), "the deletion in the log")
         said = "".join(running.said)
-        assert [verb for verb in ("create", "pause", "resume", "delete") if f": {verb} a run: done" not in said] == []
+        assert [verb for verb in ("Create", "Pause", "Resume", "Delete") if f": {verb}Run: done" not in said] == []
         assert running.process.poll() is None
 
 

@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 from fleetdistill_server.logs import about
-from fleetdistill_server.security.calls_in_words import in_words
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.operator_calls import BEGUN, LOCAL, caller_in_words
 from fleetdistill_server.store.store import Store
@@ -49,7 +48,7 @@ class CallLog:
 def _log(row: Row) -> None:
     where = "" if row["role"] == LOCAL else f" from {row['address']}"
     caller = f"{caller_in_words(row['role'], row['name'])}{where}"
-    text = f"{caller}: {in_words(row['call'])}: {row['result']}"
+    text = f"{caller}: {row['call']}: {row['result']}"
     level = logging.WARNING if row["refused"] else logging.INFO
     logger.log(level, "%s", text, extra=about(run=_arguments(row).get("run")))
 

@@ -12,7 +12,6 @@ from fleetdistill_server.store.retention import Pruned, prune, sweep_all
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views.units import counted
 
 
 def mark_cancelled(store: Store, run: str) -> bool:
@@ -49,8 +48,9 @@ def roll_back(directory: Path, store: Store, run: str, to: int) -> str:
             if status in ACTIVE:
                 raise RunError(f"run {run!r} is {status}; stop it first with `fleetdistill runs stop {run}`")
         done = rollback.roll_back(store, run, to)
-    undone, completed = counted(done.undone, "round"), counted(done.completed_rounds, "completed round")
-    text = f"run {run!r} is rolled back to round {to}: {undone} undone, {completed} left"
+    undone, completed = done.undone, done.completed_rounds
+    text = f"run {run!r} is rolled back to round {to}: {undone} round{'s' * (undone != 1)} undone"
+    text += f", {completed} completed round{'s' * (completed != 1)} left"
     how = "serve the run" if served is None else f"use `fleetdistill runs start {run}`"
     return f"{text}; {how} to continue"
 
