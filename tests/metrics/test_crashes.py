@@ -92,7 +92,7 @@ def test_a_killed_engine_is_counted_and_its_run_goes_on(server: Server) -> None:
 
 @pytest.mark.slow
 def test_a_refused_upload_is_counted_with_its_code(server: Server) -> None:
-    scraped_until(server.metrics, lambda now: now.value("run_info", status="running"), "the contract")
+    scraped_until(server.metrics, lambda now: now.value("run_info", status="waiting for devices"), "the contract")
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel, refused() as found:
         identity = service_pb2.Identity(run=RUN, device="stranger", secret=b"x")
         header = service_pb2.UploadHeader(identity=identity, name=upload_name(1), payload=make_payload().header())
