@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from support.processes import PATIENCE_SECONDS
 from support.small_device import SmallWorker
 from torch import Tensor, nn
 
-from fleetdistill import Device, Event
+from fleetdistill import Device, Event, Predictor
+from fleetdistill.device.frozen_model import FrozenModel
 from fleetdistill.errors import DataError, LinkError, ModelError
 from fleetdistill.light import light_worker
+from fleetdistill.models import build_model
 from fleetdistill.testing import FaultyLink, lost_reply
-from fleetdistill.training.model import split_sequential
+from fleetdistill.training.model import output_shape, place_of_inputs, split_sequential
 from fleetdistill_server.testing import MemoryServer
 
 ROUNDS, THREADS = 12, 3
@@ -144,6 +147,47 @@ def test_a_worker_that_cannot_predict_says_so(tmp_path: Path) -> None:
     device, _ = device_at(LyingLink(terms=terms()), tmp_path, **changes)
     with device, pytest.raises(ModelError, match="SmallWorker does not support predict; add the method frozen_model"):
         device.predict(BATCH)
+
+
+def test_class_statistics_at_their_defaults_predict_before_and_after_the_delivery(tmp_path: Path) -> None:
+    """Their model in closed form has buffers only."""
+    settings: dict[str, Any] = {"run": {"method": "classstats"}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}}
+    images = np.random.default_rng(0).random((60, 1, 8, 8), dtype=np.float32)
+    network, data = partial(build_model, "digits_mlp_small"), (images, np.arange(60) % 10)
+    with (
+        MemoryServer(settings) as server,
+        Device(server=server.link(), model=network, data=data, state_dir=tmp_path) as device,
+    ):
+        before = device.predict(images[:3])
+        device.run()
+        after = device.predict(images[:3])
+        np.testing.assert_array_equal(after, device.models["general"](torch.from_numpy(images[:3])).numpy())
+        np.testing.assert_allclose(after, Predictor(tmp_path).predict(images[:3]), rtol=1e-4, atol=1e-2)
+    assert not np.allclose(before, after)
+
+
+class OfBuffers(nn.Module):
+    """A model that an app has frozen: no parameter, and an integer before the first float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.weight: Tensor
+        self.register_buffer("weight", torch.linspace(-1, 1, 40, dtype=torch.float64).reshape(4, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize(
+    ("module", "dtype"), [(OfBuffers(), torch.float64), (nn.Flatten(), torch.float32), (nn.Linear(4, 3), torch.float32)]
+)
+def test_a_model_gets_inputs_of_its_own_type_with_and_without_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    assert place_of_inputs(module) == (torch.device("cpu"), dtype)
+    with torch.no_grad():
+        expected = module(torch.from_numpy(BATCH).to(dtype)).float().numpy()
+    np.testing.assert_array_equal(FrozenModel(module, (4,))(BATCH), expected)
+    assert output_shape(module, (4,)) == expected.shape[1:]
 
 
 def test_a_device_without_pytorch_predicts_from_its_first_delivery(tmp_path: Path) -> None:

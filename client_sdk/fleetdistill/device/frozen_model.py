@@ -12,6 +12,7 @@ from torch import nn
 from fleetdistill.deployment.batch import check_batch
 from fleetdistill.device.compute import FAULTS
 from fleetdistill.errors import ModelError
+from fleetdistill.training.model import place_of_inputs
 
 
 class FrozenModel:
@@ -24,8 +25,7 @@ class FrozenModel:
 
     def __init__(self, model: nn.Module, input_shape: Sequence[int | None]) -> None:
         self._model = copy.deepcopy(model).eval().requires_grad_(False)
-        first = next(self._model.parameters())
-        self._device, self._dtype = first.device, first.dtype
+        self._device, self._dtype = place_of_inputs(self._model)
         self._input_shape = tuple(input_shape)
 
     def __call__(self, inputs: Any) -> Any:

@@ -38,6 +38,7 @@ from fleetdistill.training.model import (
     evaluating,
     fingerprint,
     parameter_count,
+    place_of_inputs,
 )
 from fleetdistill.training.onnx_file import OnnxReport
 from fleetdistill.training.own_thread import in_own_thread
@@ -167,7 +168,7 @@ class TorchCompute:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of one sample's features: at the cut, at every possible cut, and of the embedding."""
-        probe = self._data.first.to(next(self.module.parameters()).device)
+        probe = self._data.first.to(place_of_inputs(self.module)[0])
         with evaluating(self.module), torch.no_grad():
             at_cut = tuple(self._taps.features(probe).shape[1:])
             tap = embedding_tap(self.module)

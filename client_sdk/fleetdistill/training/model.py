@@ -12,6 +12,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "logits_and_embedding",
     "output_shape",
     "parameter_count",
+    "place_of_inputs",
     "split_sequential",
 ]
 
@@ -334,6 +336,19 @@ def frozen_batch_norm(module: nn.Module, frozen: bool = True) -> Iterator[None]:
             norm.training = True
 
 
+def place_of_inputs(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Returns the torch device and the float type that a module expects its inputs in.
+
+    They are those of its first float parameter, or of its first float buffer: a model may have no parameter, such as a
+    classifier in closed form. A module without either gets float32 on the CPU.
+    """
+    tensors = chain(module.parameters(), module.buffers())
+    first = next(
+        (one for one in tensors if one.dtype.is_floating_point), torch.empty(0, device="cpu", dtype=torch.float32)
+    )
+    return first.device, first.dtype
+
+
 def output_shape(module: nn.Module, input_shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the shape of a module's output for one sample, for instance an extractor's feature shape.
 
@@ -344,8 +359,8 @@ def output_shape(module: nn.Module, input_shape: Sequence[int]) -> tuple[int, ..
     Raises:
         ModelError: The module does not accept such samples.
     """
-    parameter = next(module.parameters(), torch.empty(0))
-    zeros = torch.zeros(1, *input_shape, dtype=parameter.dtype, device=parameter.device)
+    device, dtype = place_of_inputs(module)
+    zeros = torch.zeros(1, *input_shape, dtype=dtype, device=device)
     try:
         with evaluating(module), torch.no_grad():
             return tuple(module(zeros).shape[1:])
