@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from device.test_loops import WaitingLink
 from link.test_hostile_server import DATA, device_at, model
 from support.hostile_server import LyingLink, ask, terms
 from support.processes import PATIENCE_SECONDS
+from torch import Tensor, nn
 
 from fleetdistill import COLUMNS, AsyncDevice, Event
-from fleetdistill.errors import DeviceBusyError, DeviceClosedError
+from fleetdistill.errors import DeviceBusyError, DeviceClosedError, FleetDistillError
+from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.v1 import service_pb2
 
 
@@ -77,16 +80,141 @@ def test_cancellation_ends_the_work_and_the_device_can_run_again(tmp_path: Path,
     device_at(LyingLink(), tmp_path)[0].close()  # the state directory is free
 
 
-def test_an_exception_of_the_callback_ends_run(tmp_path: Path) -> None:
-    async def fail(event: Event) -> None:
-        raise TimeoutError(event.kind)
+CONTROL_FLOW = (StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError)
+"""What Python raises for its own control flow; none of them may reach an await, which would not return."""
+EVERYTHING = (*CONTROL_FLOW, KeyboardInterrupt, SystemExit, TimeoutError, ValueError)
+every_exception = pytest.mark.parametrize("error", EVERYTHING, ids=lambda one: one.__name__)
+
+
+def in_the_end(app: Any) -> None:
+    """Runs an app; one that hangs fails instead."""
+    asyncio.run(asyncio.wait_for(app(), PATIENCE_SECONDS))
+
+
+@every_exception
+@pytest.mark.parametrize("sync", [True, False], ids=["function", "coroutine"])
+def test_whatever_the_callback_raises_run_returns(tmp_path: Path, error: type[BaseException], sync: bool) -> None:
+    """KeyboardInterrupt and SystemExit end the app; everything else is an event."""
+    kinds: list[str] = []
+
+    def fail(event: Event) -> None:
+        kinds.append(event.kind)
+        if event.kind == "delivered":
+            raise error()
+
+    async def fail_later(event: Event) -> None:
+        await asyncio.sleep(0)
+        fail(event)
 
     async def app() -> None:
-        async with async_device(LyingLink(ask()), tmp_path, on_event=fail) as device:
-            with pytest.raises(TimeoutError, match="checked-in"):
-                await device.run()
+        async with async_device(LyingLink(ask()), tmp_path, on_event=fail if sync else fail_later) as device:
+            await device.run()
 
-    asyncio.run(app())
+    if error in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(error):
+            in_the_end(app)
+        assert kinds[-2:] == ["delivered", "failed"]
+    else:
+        in_the_end(app)
+        assert kinds[-3:] == ["delivered", "callback-failed", "finished"]
+    device_at(LyingLink(), tmp_path)[0].close()  # the state directory is free
+
+
+class Raising(nn.Module):
+    """A layer that raises what a test wants once the app has its model."""
+
+    error: type[BaseException] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (error := type(self).error) is not None:
+            raise error()
+        return x
+
+
+def raising_model() -> nn.Module:
+    torch.manual_seed(0)
+    return split_sequential(nn.Sequential(nn.Linear(4, 5), Raising(), nn.Linear(5, 3)), 2)
+
+
+@pytest.fixture
+def raised(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> Callable[[], None]:
+    return lambda: monkeypatch.setattr(Raising, "error", error)
+
+
+@every_exception
+def test_whatever_a_model_raises_predict_returns(
+    tmp_path: Path, error: type[BaseException], raised: Callable[[], None]
+) -> None:
+    expected = FleetDistillError if error in CONTROL_FLOW or error is ValueError else error
+
+    async def app() -> None:
+        async with async_device(LyingLink(), tmp_path, model=raising_model) as device:
+            assert (await device.predict(DATA[0])).shape == (12, 3)
+            raised()
+            await device.predict(DATA[0])
+
+    with pytest.raises(expected):
+        in_the_end(app)
+
+
+@every_exception
+def test_whatever_a_model_raises_while_it_trains_run_returns(
+    tmp_path: Path, error: type[BaseException], raised: Callable[[], None]
+) -> None:
+    kinds: list[str] = []
+
+    def note(event: Event) -> None:
+        kinds.append(event.kind)
+        if event.kind == "ask":
+            raised()
+
+    async def app() -> None:
+        async with async_device(LyingLink(ask()), tmp_path, model=raising_model, on_event=note) as device:
+            await device.run()
+
+    if error in CONTROL_FLOW or error is ValueError:
+        in_the_end(app)
+        assert kinds[-2:] == ["dropped", "finished"], "the ask is declined"
+    else:
+        with pytest.raises(error):
+            in_the_end(app)
+
+
+@every_exception
+@pytest.mark.parametrize("argument", ["model", "data"])
+@pytest.mark.parametrize("member", ["run", "predict", "model", "preview", "call"])
+def test_whatever_a_function_of_the_app_raises_every_await_returns(
+    tmp_path: Path, error: type[BaseException], argument: str, member: str
+) -> None:
+    def fail(*given: Any) -> None:
+        raise error()
+
+    async def app() -> None:
+        async with async_device(LyingLink(ask()), tmp_path, **{argument: fail}) as device:
+            arguments: dict[str, tuple[Any, ...]] = {"predict": (DATA[0],), "call": (fail,)}
+            await getattr(device, member)(*arguments.get(member, ()))
+
+    if (member, argument) == ("predict", "data"):
+        in_the_end(app)  # predictions need no data
+        return
+    own = error in CONTROL_FLOW or (argument == "data" and member != "call" and issubclass(error, Exception))
+    with pytest.raises(FleetDistillError if own else error):
+        in_the_end(app)
+
+
+def test_a_device_whose_event_loop_is_closed_ends_its_run(tmp_path: Path) -> None:
+    link = WaitingLink()
+    device = async_device(link, tmp_path, on_event=lambda event: None)
+    loop = asyncio.new_event_loop()
+    running = loop.create_task(device.run())
+    loop.run_until_complete(until(link.polling))
+    loop.close()  # and not `asyncio.run`, which would cancel the task
+    link.interrupt()  # the failed call is an event, which nobody can receive
+    (thread,) = [one for one in threading.enumerate() if one.name == f"fleetdistill {device.device_id}"]
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+    asyncio.run(device.close())
+    assert not running.done()
 
 
 def test_other_members_do_not_block_the_loop_and_work_while_it_runs(tmp_path: Path) -> None:

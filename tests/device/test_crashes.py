@@ -32,12 +32,14 @@ def test_an_export_that_fails_is_told_once_and_locks_nobody_out(
     def fail(*given: Any) -> None:
         raise ExportError("onnx is not installed")
 
-    with make_device(fleet, tmp_path, export_onnx="round") as device:
+    events = EventLog()
+    with make_device(fleet, tmp_path, events, export_onnx="round") as device:
         fleet.ask("d")
         with monkeypatch.context() as patch:
             patch.setattr(TorchCompute, "export", fail)
-            with pytest.raises(ExportError):
-                device.step(0)
+            assert device.step(0) is Step.ANSWERED
+            assert events.of("not-exported").values == {"version": 1, "error": "ExportError"}
+            assert "onnx is not installed; the previous file remains" in events.of("not-exported").text
             assert device.step(0) is Step.WAITED, "not again at every call"
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
@@ -222,14 +224,14 @@ def test_a_device_killed_before_the_app_has_heard_tells_it_after_the_restart(
     assert events[2].values == {"receipt": fleet.store.asks.uploads(RUN)[0]["receipt"], "tries": 1}
 
 
-def test_what_a_handler_of_the_app_raises_does_not_swallow_the_event(fleet: Fleet, tmp_path: Path) -> None:
+def test_an_app_that_exits_in_its_handler_gets_the_event_again(fleet: Fleet, tmp_path: Path) -> None:
     def raising(event: Event) -> None:
         if event.kind == "answered":
-            raise Crash
+            raise SystemExit
 
     fleet.ask("d")
     failing = make_device(fleet, tmp_path, on_event=raising)
-    with pytest.raises(Crash):
+    with pytest.raises(SystemExit):
         failing.step(0)
     failing.close(leave=False)
     events = EventLog()

@@ -23,6 +23,7 @@ STOPS = ("device.json", "state.safetensors", "delivered.safetensors", "sample_id
 """Identity and what was learned: the device must not continue without them."""
 CONTINUES = (
     "profile.bin",
+    "contract.bin",
     "ledger.jsonl",
     "outbox/manifest.json",
     "outbox/header.bin",

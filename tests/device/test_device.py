@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.devices import compute_of
 from support.processes import PATIENCE_SECONDS
-from support.sdk_fleet import ALLOW, RUN, Crash, Fleet, knowledge_of, make_device, tiny_data, tiny_model
+from support.sdk_fleet import ALLOW, RUN, Crash, Fleet, equal, knowledge_of, make_device, tiny_data, tiny_model, weights
 from torch import nn
 
 from fleetdistill import Device, Step
@@ -53,11 +54,11 @@ def test_a_device_checks_in_answers_and_finishes(fleet: Fleet, tmp_path: Path) -
     assert fleet.store.devices.present(RUN) == []
 
 
-def test_every_device_starts_from_the_runs_extractor(fleet: Fleet, tmp_path: Path) -> None:
-    with make_device(fleet, tmp_path) as device:
-        model = device.model
+def test_every_device_trains_from_the_runs_extractor_and_the_app_keeps_its_own(fleet: Fleet, tmp_path: Path) -> None:
     sent = fleet.initial.parameters["0.weight"]  # type: ignore[attr-defined]
-    np.testing.assert_array_equal(model.extractor.state_dict()["0.weight"].numpy(), sent)
+    with make_device(fleet, tmp_path) as device:
+        assert equal(weights(device), tiny_model().state_dict())
+        np.testing.assert_array_equal(compute_of(device).module.extractor.state_dict()["0.weight"].numpy(), sent)
 
 
 def test_metrics_stay_home_when_the_app_keeps_them_back(fleet: Fleet, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from link.test_hostile_server import DATA, device_at, model
 from support.hostile_server import LyingLink, ask
 from support.processes import PATIENCE_SECONDS, module_path
+from torch import nn
 
 from fleetdistill import Device, Event, Step
 from fleetdistill.errors import DeviceBusyError, DeviceClosedError, LinkError
@@ -101,34 +102,40 @@ def test_an_exception_in_the_background_is_an_event_a_log_record_and_raised_by_e
 ) -> None:
     events: list[Event] = []
 
-    def fail(event: Event) -> None:
-        events.append(event)
-        if event.kind == "answered":
-            raise OSError("the app's disk is full")
+    def fail() -> nn.Module:
+        raise OSError("the app's disk is full")
 
-    device, _ = device_at(LyingLink(ask()), tmp_path, on_event=fail)
+    device, _ = device_at(LyingLink(ask()), tmp_path, model=fail, on_event=events.append)
     with device:
         device.start()
         for _ in range(2):
             with pytest.raises(OSError, match="the app's disk is full"):
                 device.join(PATIENCE_SECONDS)
-        assert events[-1] == Event("failed", 0, events[-1].text, {"error": "OSError"}, rounds=3)
+        assert events[-1] == Event("failed", 0, events[-1].text, {"error": "OSError"})
         assert "the app's disk is full" in events[-1].text
-        device.start()  # the event is delivered again
-        with pytest.raises(OSError, match="disk is full"):
-            device.join(PATIENCE_SECONDS)
     assert "the background thread failed" in caplog.text
 
 
-def test_a_callback_that_always_fails_hides_no_exception(tmp_path: Path) -> None:
+def test_a_callback_that_always_fails_ends_no_run_and_is_told_once_for_each_event(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    events: list[Event] = []
+
     def fail(event: Event) -> None:
-        raise ValueError(event.kind)
+        events.append(event)
+        raise ValueError(f"no {event.kind}")
 
     device, _ = device_at(LyingLink(ask()), tmp_path, on_event=fail)
     with device:
         device.start()
-        with pytest.raises(ValueError, match="checked-in"):
-            device.join(PATIENCE_SECONDS)
+        assert device.join(PATIENCE_SECONDS)
+        assert device.version == 1
+    reports = [event for event in events if event.kind == "callback-failed"]
+    others = [event for event in events if event.kind != "callback-failed"]
+    assert [one.values for one in reports] == [{"event": one.kind, "error": "ValueError"} for one in others]
+    assert [one.round for one in reports] == [one.round for one in others]
+    assert "on_event failed for the event 'answered' with ValueError: no answered" in [one.text for one in reports]
+    assert "ValueError: no answered" in caplog.text
 
 
 def test_leaving_the_with_block_ends_the_background_thread(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fleetdistill.control_flow import CONTROL_FLOW
 from fleetdistill.errors import DataError
 
 Array = np.ndarray
@@ -231,7 +232,7 @@ def named_errors(what: str, advice: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except Exception as error:
+    except (Exception, *CONTROL_FLOW) as error:
         detail = str(error).strip().split("\n")[0][:200]
         raise DataError(f"{what} raised {type(error).__name__}: {detail}; {advice}") from error
 

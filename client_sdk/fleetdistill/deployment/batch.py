@@ -14,12 +14,12 @@ def shape_message(found: Sequence[int], input_shape: Sequence[int | None]) -> st
     return f"the inputs have shape {list(found)}, expected [{expected}]"
 
 
-def check_batch(inputs: Any, input_shape: Sequence[int | None]) -> None:
+def check_batch(inputs: Any, input_shape: Sequence[int | None] | None) -> None:
     """Checks inputs of a delivered model.
 
     Args:
         inputs: NumPy array or torch tensor.
-        input_shape: Shape of one input; None where the model accepts any size.
+        input_shape: Shape of one input, with None where the model accepts any size; None if it is unknown.
 
     Raises:
         DataError: The inputs are not floats, or have another shape than `[samples, *input_shape]`.
@@ -28,6 +28,7 @@ def check_batch(inputs: Any, input_shape: Sequence[int | None]) -> None:
         found = getattr(inputs, "dtype", type(inputs).__name__)
         raise DataError(f"the inputs are {found}, expected an array of floats; scale images like the training data")
     sizes = tuple(inputs.shape[1:])
+    input_shape = [None] * max(len(sizes), 1) if input_shape is None else input_shape
     fits = len(sizes) == len(input_shape) and all(
         expected in (None, size) for size, expected in zip(sizes, input_shape, strict=True)
     )

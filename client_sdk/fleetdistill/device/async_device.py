@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from fleetdistill.checked import check_function
+from fleetdistill.control_flow import control_flow_as_errors
 from fleetdistill.device.device import Device
 from fleetdistill.device.events import Event
 from fleetdistill.device.preview import Preview
@@ -37,7 +38,8 @@ class AsyncDevice:
 
     Args:
         on_event: Function or coroutine function, called on the event loop for every `Event`. The device continues when
-            it has returned; an exception in it ends the run. As with `Device`, no event about an answer is lost.
+            it has returned. As with `Device`, an exception in it is an event, except for KeyboardInterrupt and
+            SystemExit, which `run` raises, and no event about an answer is lost.
         **arguments: All other arguments of `Device`.
 
     Raises:
@@ -121,7 +123,7 @@ class AsyncDevice:
             function: Receives the `Device`. It must not call `run`, `step`, `tick` or `start`.
         """
         self._loop = asyncio.get_running_loop()
-        return await asyncio.to_thread(function, self._device)
+        return await asyncio.to_thread(_called, function, self._device)
 
     async def close(self, *, leave: bool = True) -> None:
         """Stops and closes the device; see `Device.close`. In `on_event` it returns before the device is closed."""
@@ -139,19 +141,31 @@ class AsyncDevice:
 
     def _deliver(self, event: Event) -> None:
         """Calls the app on the event loop, and waits for its end; called in threads of the SDK."""
-        called: concurrent.futures.Future[None] | None = None
+        called: concurrent.futures.Future[BaseException | None] | None = None
         while called is None or not concurrent.futures.wait([called], _LOOK_SECONDS).done:
             if self._loop is None or self._loop.is_closed():
+                self._device.stop()  # nobody is left whom the device could report to
                 raise FleetDistillError(f"the app closed its event loop before on_event received {event.kind!r}")
             called = called or asyncio.run_coroutine_threadsafe(self._call_app(event), self._loop)
-        called.result()
+        if (error := called.result()) is not None:
+            raise error
 
-    async def _call_app(self, event: Event) -> None:
+    async def _call_app(self, event: Event) -> BaseException | None:
+        """Calls the app; returns its exception, which would end the event loop or be lost as a cancellation."""
         assert self._on_event is not None
         _in_callback.set(True)
-        result = self._on_event(event)
-        if inspect.isawaitable(result):
-            await result
+        try:
+            result = self._on_event(event)
+            if inspect.isawaitable(result):
+                await result
+        except BaseException as error:
+            return error
+        return None
+
+
+def _called(function: Callable[[Device], T], device: Device) -> T:
+    with control_flow_as_errors(getattr(function, "__name__", "call")):
+        return function(device)
 
 
 async def _ignoring_cancellation(ended: asyncio.Future[None]) -> None:

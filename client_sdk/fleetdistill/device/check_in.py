@@ -28,7 +28,14 @@ from fleetdistill.link.terms import check_terms
 from fleetdistill.spans import NO_SPANS, Spans
 from fleetdistill.state import failpoints
 from fleetdistill.state.data_version import data_version
-from fleetdistill.state.saved_profile import PROFILE, load_profile, save_profile
+from fleetdistill.state.saved_profile import (
+    CONTRACT,
+    PROFILE,
+    load_contract,
+    load_profile,
+    save_contract,
+    save_profile,
+)
 from fleetdistill.state.sent_ledger import check_in_entry
 from fleetdistill.state.state_check import STATES, damaged_states
 from fleetdistill.wire.codec import Payload, decode
@@ -49,6 +56,7 @@ class CheckIn:
         session: State of the open device.
         events: Emits events to the app.
         make_compute: Makes the compute backend when it is first needed.
+        make_predicting: Makes a compute backend without data from the run's contract, for `stored_compute`.
         data: The app's training data, as in `Device(data=...)`.
         max_threads: Maximum number of threads that a run may require.
         only_private: Whether the app allows only private runs.
@@ -61,13 +69,14 @@ class CheckIn:
         events: Events,
         *,
         make_compute: MakeForData,
+        make_predicting: Callable[[contract_pb2.Contract], Compute],
         data: Any,
         max_threads: int,
         only_private: bool,
         downloads: Downloads,
     ) -> None:
         self._session, self._events, self._storage = session, events, session.storage
-        self._make, self._data = make_compute, data
+        self._make, self._make_predicting, self._data = make_compute, make_predicting, data
         self._max_threads = max_threads
         self._columns_sent: tuple[str, ...] = ()
         self._only_private, self._downloads = only_private, downloads
@@ -96,7 +105,7 @@ class CheckIn:
         self._session.identity.run = terms.contract.run
         self._session.identity.ClearField("abilities")
         failpoints.hit("device.check-in.before-save")
-        self._save(profile)
+        self._save(profile, terms.contract)
         failpoints.hit("device.check-in.after-save")
         if self._session.compute is not None:
             self._save_data_version(profile)
@@ -139,9 +148,12 @@ class CheckIn:
             profile.data_version = data_version(data_key(self._storage), compute.data_digest())
         return profile
 
-    def _save(self, profile: contract_pb2.DeviceProfile) -> None:
+    def _save(self, profile: contract_pb2.DeviceProfile, contract: contract_pb2.Contract) -> None:
         save_identity(self._storage, self._session.identity)
         save_profile(self._storage, profile)
+        # A simulated device does not predict without its server.
+        if self._storage.has_directory and self._saved_contract() != contract:
+            save_contract(self._storage, contract)
 
     def _saved_profile(self) -> contract_pb2.DeviceProfile | None:
         """Returns the last accepted profile, or None; a damaged one is put aside, and the caller makes a new one."""
@@ -256,7 +268,7 @@ class CheckIn:
         profile = self._profile_of(compute)
         if profile != self._saved_profile():
             self._call_server(profile, self._session.identity.run)
-            self._save(profile)
+            self._save(profile, compute.contract)
         self._save_data_version(profile)
         self._profile_sent = True
 
@@ -285,6 +297,39 @@ class CheckIn:
         if not compute.has_state:
             self._restore(compute, contract)
         return compute
+
+    def stored_compute(self) -> Compute | None:
+        """Returns a new compute backend with the app's models from the state directory, without data or the server.
+
+        For predictions. None before the first state.
+
+        Raises:
+            DamagedStateError: A file with the state is damaged.
+            FleetDistillError: The contract is damaged or missing, and the server, which has it, cannot be asked.
+        """
+        saved = self._storage.load("state.safetensors")
+        if saved is None:
+            return None
+        contract = self._saved_contract()
+        if contract is None:
+            return self.ready_compute()
+        import fleetdistill.knowledge  # noqa: F401  (as in `make_compute`)
+
+        compute = self._make_predicting(contract)
+        for sha256 in _kept_payloads(compute, contract):
+            payload = self._downloads.stored(sha256)
+            if payload is not None:
+                compute.take_payload(sha256, decode(payload))
+        self._restore_saved(compute, saved)
+        return compute
+
+    def _saved_contract(self) -> contract_pb2.Contract | None:
+        """Returns the contract of the run; a damaged one is put aside, and comes again with the next check-in."""
+        try:
+            return load_contract(self._storage)
+        except DamagedStateError as error:
+            self._storage.set_aside(CONTRACT, error, "the device asks the server for the run's contract again")
+            return None
 
     def _restore(self, compute: Compute, contract: contract_pb2.Contract) -> None:
         saved = self._storage.load("state.safetensors")

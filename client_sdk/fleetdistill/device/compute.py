@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from fleetdistill.control_flow import CONTROL_FLOW
 from fleetdistill.errors import CannotAnswer
 from fleetdistill.knowledge import Kind
 from fleetdistill.methods.base import Answer, Ask
@@ -47,6 +48,7 @@ FAULTS = (
     RuntimeError,
     TypeError,
     ValueError,
+    *CONTROL_FLOW,
 )
 """Exceptions that Python, NumPy and torch raise for unsuitable values; an app's own exceptions are excluded."""
 

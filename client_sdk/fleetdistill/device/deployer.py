@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fleetdistill.control_flow import CONTROL_FLOW
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.deployment.versions import Version, Versions
 from fleetdistill.device.events import Events
-from fleetdistill.errors import ConfigurationError, ExportError, ModelError, StateError
+from fleetdistill.errors import ConfigurationError, LinkError, ModelError, RefusedError, StateError, WorkInterrupted
 from fleetdistill.interruption import check_may_continue
 from fleetdistill.replacement import Replacement
 from fleetdistill.state.disk import disk_errors
@@ -69,16 +71,36 @@ class Deployer:
         version = self._delivered or self.versions.in_use()
         return 0 if version is None else version.number
 
-    def mark_delivered(self) -> None:
-        """Makes the announced version the one in use, just before predictions use its model."""
+    def deliver(self, compute: Compute, replacement: Replacement) -> None:
+        """Replaces or keeps the app's model after the commit; a model that cannot be copied is read from the disk."""
+        with self._reports(self._events.emit_not_copied, self.versions.due() or Version(0)):
+            try:
+                compute.deliver(replacement)
+            except BaseException:
+                compute.forget_state()
+                raise
+
+    def use_delivered(self) -> None:
+        """Makes the announced version and its model the ones in use, just before the event `delivered`."""
         self._delivered = self.versions.due()
+        self._renew_predictions(self._delivered or Version(0))
+
+    def _renew_predictions(self, version: Version) -> None:
+        with self._reports(self._events.emit_not_copied, version):
+            self._predictions.renew()
+
+    @contextmanager
+    def _reports(self, emit: Callable[[Version, BaseException], None], version: Version) -> Iterator[None]:
+        """Turns a failure in the block into an event: what the app gets must not end its run."""
+        try:
+            yield
+        except (WorkInterrupted, LinkError, RefusedError):
+            raise  # the next turn does the same again
+        except (Exception, *CONTROL_FLOW) as error:
+            emit(version, error)
 
     def settle(self) -> None:
-        """Exports and records a delivered version, and carries out a requested roll-back.
-
-        Raises:
-            ExportError: The export failed. The error is raised once; the next delivery exports again.
-        """
+        """Exports and records a delivered version, and carries out a requested roll-back."""
         self._settle_due()
         self._roll_back()
 
@@ -86,11 +108,7 @@ class Deployer:
         version = self.versions.due()
         if version is None:
             return
-        try:
-            files = self.export(version) if self._export_onnx == "round" else ()
-        except ExportError:
-            self._record(version)
-            raise
+        files = self.export(version) if self._export_onnx == "round" else ()
         self._record(replace(version, files=files))
 
     def _record(self, version: Version) -> None:
@@ -109,23 +127,23 @@ class Deployer:
     # --- export
 
     def export(self, version: Version) -> tuple[str, ...]:
-        """Exports the model in use; returns the names of the files that it has replaced.
+        """Exports the model in use; returns the names of the files that it has replaced, none if the export failed.
 
         All files are complete before the first one is replaced.
-
-        Raises:
-            ExportError: A file does not give the same outputs as its model, or the export failed.
         """
         check_may_continue()  # an export cannot be interrupted
         compute, folder = self._ready_compute(), self._directory / _STAGING
-        try:
-            with disk_errors(self._directory):
+        made: tuple[str, ...] = ()
+        with self._reports(self._events.emit_not_exported, version):
+            try:
+                with disk_errors(self._directory):
+                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.mkdir(parents=True)  # a simulated device has no state directory yet
+                report = compute.export(folder / MODEL_FILE, version.round)
+                made = self._deploy(compute, report, folder, version)
+            finally:
                 shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)  # a simulated device has no state directory yet
-            report = compute.export(folder / MODEL_FILE, version.round)
-            return self._deploy(compute, report, folder, version)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        return made
 
     def _deploy(self, compute: Compute, report: OnnxReport, folder: Path, version: Version) -> tuple[str, ...]:
         from fleetdistill.device.finishing import Finishing
@@ -210,7 +228,7 @@ class Deployer:
             self._session.forget_state()
             if self._export_onnx == "round" and not version.files:
                 self.versions.mark_due()
-        self._predictions.renew()
+        self._renew_predictions(version)
         text = f"the app's model is version {version.number} of round {version.round} again"
         self._events.emit("rolled-back", version.round, text, {"version": version.number})
         self.versions.end_roll_back()

@@ -16,11 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from fleetdistill.checked import check_function
 from fleetdistill.clock import Clock, SystemClock
+from fleetdistill.control_flow import control_flow_as_errors
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.abilities import Abilities
-from fleetdistill.device.app_models import AppModels
+from fleetdistill.device.app_models import AppModels, OwnModel
 from fleetdistill.device.arguments import (
     check_all_data,
     check_backend,
@@ -35,7 +38,7 @@ from fleetdistill.device.arguments import (
     most_threads,
 )
 from fleetdistill.device.ask_handler import AskHandler
-from fleetdistill.device.check_in import CheckIn, MakeForData, open_link
+from fleetdistill.device.check_in import CheckIn, open_link
 from fleetdistill.device.consent import Consent
 from fleetdistill.device.deployer import Deployer, configured
 from fleetdistill.device.disclosure import Disclosure
@@ -52,7 +55,7 @@ from fleetdistill.device.stop_request import StopRequest
 from fleetdistill.device.temporary_refusals import as_link_errors
 from fleetdistill.eligibility import Budgets, Eligibility
 from fleetdistill.eligibility.permission import Permission
-from fleetdistill.errors import ConfigurationError, DeviceClosedError
+from fleetdistill.errors import ConfigurationError, DeviceClosedError, ModelError
 from fleetdistill.link.base import HandsOver, Link
 from fleetdistill.link.downloads import DOWNLOADS, Downloads, adopt_proxy_set
 from fleetdistill.link.metered import MeteredLink
@@ -109,8 +112,9 @@ class Device(Disclosure):
         export_onnx: When to write `model.onnx` to `state_dir`: after each delivered round (`"round"`), at the end of
             the run (`"finish"`), or `"never"`.
         torch_device: Torch device to train on, such as `"cpu"` or `"cuda"`.
-        on_event: Callback for every `Event`, called in the thread of `run`. An exception in it ends the run. After a
-            crash, events about an answer may be repeated, but never lost.
+        on_event: Callback for every `Event`, called in the thread of `run`. An exception in it is logged and reported
+            to it as the event `callback-failed`; only KeyboardInterrupt and SystemExit end the work. After a crash,
+            events about an answer may be repeated, but never lost.
         insecure: Allows plain text to a server on another machine.
         enrolment: One-time token from the operator, or a file with the token. The device then uses TLS, obtains a
             certificate and renews it automatically. Not required once `state_dir` has a certificate.
@@ -199,22 +203,22 @@ class Device(Disclosure):
             permission = Permission(self._storage, clock, eligibility, budgets)
             self._session = self._open_session(server, enrolment, run, device_id, clock, allow, permission, spans)
             self._events = Events(self._guard, self.device_id)
+            backend = _Backend(model, worker, {**torch_options, "ids": SampleIds(self._storage)}, deployment)
             self._check_in = CheckIn(
                 self._session,
                 self._events,
-                make_compute=_compute_factory(
-                    model, worker, {**torch_options, "ids": SampleIds(self._storage)}, deployment
-                ),
+                make_compute=backend.make,
+                make_predicting=backend.make_predicting,
                 data=data,
                 max_threads=most_threads(max_threads, budgets),
                 only_private=budget is not None,
                 downloads=_downloads(self._storage, server, max_spool_bytes),
             )
-            self._predictions = Predictions(self._session, lambda: self._ready_compute("predict"))
+            self._predictions = Predictions(self._session, self._stored_compute, backend.own_model)
             self._deployer = Deployer(
                 self._session, self._events, self._check_in.ready_compute, self._predictions, deployment, export_onnx
             )
-            self._sender = Sender(self._session, self._events, self._predictions, self._deployer)
+            self._sender = Sender(self._session, self._events, self._deployer)
             self._handler = AskHandler(
                 self._session,
                 self._events,
@@ -268,14 +272,14 @@ class Device(Disclosure):
         """The app's model: the last delivered one, in eval mode.
 
         A torch module, or the model type of the app's `worker`, updated in place by deliveries. Before the first one it
-        is the model that the app passed in, with the run's initial weights unless `validation_data` was given. If the
-        method has several variants, it is the best one on `validation_data`, or `general` without such data.
+        is a copy of the model that the app passed in. If the method has several variants, it is the best one on
+        `validation_data`, or `general` without such data.
 
         Raises:
             FleetDistillError: The first access may check in and build the model, which can fail as in `step`.
             DeviceClosedError: The device was closed before the first access.
         """
-        with self._guard.held():
+        with control_flow_as_errors("model"), self._guard.held():
             return self._ready_compute("model").delivered_model()
 
     @property
@@ -288,10 +292,9 @@ class Device(Disclosure):
         raises ModelError, and `in` and `get` work as in any mapping.
 
         Note:
-            The fleet trains `own` only with `own_network = "taught"`. With `features = "model"` and without
-            `validation_data`, its extractor is the run's and its other layers were not trained on it: do not use it.
+            The fleet trains `own` only with `own_network = "taught"`.
         """
-        with self._guard.held():
+        with control_flow_as_errors("models"), self._guard.held():
             return AppModels(self._ready_compute("models").delivered_models())
 
     def _ready_compute(self, member: str) -> Compute:
@@ -304,11 +307,18 @@ class Device(Disclosure):
             raise DeviceClosedError(member, self.state_dir)
         return compute
 
-    def predict(self, inputs: Any) -> Any:
-        """Returns the delivered model's logits, also while the device trains or receives another model.
+    def _stored_compute(self) -> Compute | None:
+        self._turns.check_open("predict")
+        with as_link_errors(self._session):
+            return self._check_in.stored_compute()
 
-        Thread-safe, and without a lock: every call uses exactly one delivered model. The device copies the model at the
-        first call and at each later delivery, before its event `delivered`. The model is that of `model`.
+    def predict(self, inputs: Any) -> Any:
+        """Returns the logits of the last delivered model, also without the server, and while the device trains.
+
+        The model is that of `model`, read from `state_dir` after a restart; before the first delivery it is the app's
+        own. Thread-safe, and without a lock: every call uses exactly one model. The device copies the model at the
+        first call and at each later delivery, before its event `delivered`; if that fails (event `not-copied`), calls
+        go on with the previous copy.
 
         Args:
             inputs: `[batch, *input_shape]` of any float type, on any device; a NumPy array or a torch tensor. A device
@@ -319,12 +329,13 @@ class Device(Disclosure):
 
         Raises:
             DataError: The inputs are not floats, or have another shape.
-            ModelError: A device without PyTorch has no model before the first delivery, a custom worker does not
-                support `predict`, or the model does not accept the batch.
-            LinkError: The first call checks in, and the server is unavailable. `Predictor` works without a server.
-            FleetDistillError: The first call may check in and build the model, which can fail as in `step`.
+            ModelError: A device with a `worker` has no model before its first ask, or with `light_worker` before
+                the first delivery; a custom worker does not support `predict`; or the model does not accept the batch.
+            StateError: The model in `state_dir` is damaged.
+            DeviceClosedError: The device was closed before the first call.
         """
-        return self._predictions.predict(inputs)
+        with control_flow_as_errors("predict"):
+            return self._predictions.predict(inputs)
 
     @property
     def version(self) -> int:
@@ -373,14 +384,45 @@ class Device(Disclosure):
             self._check_in.replace_data(data)
 
 
-def _compute_factory(
-    model: Any, worker: MakeCompute | None, torch_options: Mapping[str, Any], deployment: Deployment
-) -> MakeForData:
-    """Returns the function that makes the compute backend; a `worker` has its own data."""
-    if worker is not None:
-        return lambda contract, data: configured(worker(contract), deployment)
-    make: MakeForData = partial(_torch_compute, model=model, **torch_options)
-    return lambda contract, data: configured(make(contract, data), deployment)
+class _Backend:
+    """Makes what computes for a device, from the app's model or by its `worker`, which has its own data.
+
+    Args:
+        model: `Device(model=...)`.
+        worker: `Device(worker=...)`.
+        torch_options: Arguments of `TorchCompute`.
+        deployment: Settings of the app.
+    """
+
+    def __init__(
+        self, model: Any, worker: MakeCompute | None, torch_options: Mapping[str, Any], deployment: Deployment
+    ) -> None:
+        self._own, self._worker, self._options, self._deployment = OwnModel(model), worker, torch_options, deployment
+
+    def make(self, contract: contract_pb2.Contract, data: Any) -> Compute:
+        """Makes the compute backend that takes part in a run."""
+        if self._worker is not None:
+            return configured(self._worker(contract), self._deployment)
+        return configured(_torch_compute(contract, data, model=self._own.make, **self._options), self._deployment)
+
+    def make_predicting(self, contract: contract_pb2.Contract) -> Compute:
+        """Makes a compute backend from which predictions copy a stored model; only a worker reads data for it."""
+        if self._worker is not None:
+            return self.make(contract, None)
+        options = {**self._options, "test_data": None, "validation_data": None, "ids": None}
+        no_data = np.zeros((0, *contract.input_shape), np.float32), np.zeros(0, np.int64)
+        return configured(_torch_compute(contract, no_data, model=self._own.another, **options), self._deployment)
+
+    def own_model(self) -> Callable[[Any], Any]:
+        """Returns a copy of the app's own model. Raises ModelError if the device has a worker."""
+        if self._worker is not None:
+            raise ModelError(
+                "this device has no model yet: its worker gets one from the run. Run the device until its event "
+                "'delivered', or check `device.version`"
+            )
+        from fleetdistill.device.torch_compute import own_frozen_model
+
+        return own_frozen_model(self._own.look, self._options["torch_device"])
 
 
 def _downloads(storage: Storage, server: str | Link, max_bytes: int) -> Downloads:

@@ -46,8 +46,9 @@ class Event:
 
     Attributes:
         kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, released, scored, answered, refused,
-            dropped, damaged, kept, delivered, exported, not-quantized, too-large, rolled-back, no-samples, interrupted,
-            waiting, resumed, lost-contact, contact-returned, progress, stopped, failed or finished.
+            dropped, damaged, kept, delivered, not-copied, exported, not-exported, not-quantized, too-large,
+            rolled-back, no-samples, interrupted, waiting, resumed, lost-contact, contact-returned, progress, stopped,
+            callback-failed, failed or finished.
         round: Round that the event belongs to, or 0.
         text: Description in one sentence.
         values: Counts and figures by name; docs/reference/events.md lists them for each kind.
@@ -154,14 +155,27 @@ class Events:
         text = f"wrote {report.path.name}; its outputs differ from the model's by at most {report.max_difference:.1e}"
         self.emit("exported", version.round, text, {**values, "version": version.number})
 
+    def emit_not_copied(self, version: Version, error: BaseException) -> None:
+        """Emits and logs that a delivered model could not be copied for the app."""
+        text = f"version {version.number} of the model could not be copied: {_described(error)}"
+        text += "; predictions go on with the previous copy, and the next delivery tries again"
+        self._emit_undone("not-copied", version, text, error)
+
+    def emit_not_exported(self, version: Version, error: BaseException) -> None:
+        """Emits and logs that a delivered model could not be written as ONNX."""
+        text = f"version {version.number} of the model could not be exported: {_described(error)}"
+        text += "; the previous file remains, and the next delivery tries again"
+        self._emit_undone("not-exported", version, text, error)
+
+    def _emit_undone(self, kind: str, version: Version, text: str, error: BaseException) -> None:
+        logger.warning("%s: the model was %s", self._device_id, kind.replace("-", " "), exc_info=error)
+        self.emit(kind, version.round, text, {"version": version.number, "error": type(error).__name__})
+
     def emit_failed(self, error: BaseException) -> None:
-        """Emits and logs the exception that ended the background thread; also if the app's callback raised it."""
+        """Emits and logs the exception that ended the background thread."""
         logger.error("%s: the background thread failed", self._device_id, exc_info=error)
-        text = f"the background thread ended with {type(error).__name__}: {printable(str(error))}"
-        try:
-            self._guard.emit(Event("failed", 0, text, {"error": type(error).__name__}, self.rounds))
-        except Exception:
-            logger.exception("%s: on_event failed for the event `failed`", self._device_id)
+        text = f"the background thread ended with {_described(error)}"
+        self._guard.emit(Event("failed", 0, text, {"error": type(error).__name__}, self.rounds))
 
     def emit_no_samples(self, text: str) -> None:
         """Emits that the device waits for training samples, once until it has some."""
@@ -174,3 +188,7 @@ class Events:
         if reason and reason != self._reason:
             self.emit("stopped", 0, f"{plain(reason)}; the device waits")
         self._reason = reason
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {printable(str(error))}"

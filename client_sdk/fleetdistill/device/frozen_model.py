@@ -20,13 +20,14 @@ class FrozenModel:
 
     Args:
         model: Maps inputs `[batch, *input_shape]` to logits `[batch, classes]`.
-        input_shape: Shape of one input; None where any size is accepted, as with `Deployment(dynamic_size=True)`.
+        input_shape: Shape of one input, with None where any size is accepted, as with `Deployment(dynamic_size=True)`;
+            None before the device knows its run.
     """
 
-    def __init__(self, model: nn.Module, input_shape: Sequence[int | None]) -> None:
+    def __init__(self, model: nn.Module, input_shape: Sequence[int | None] | None) -> None:
         self._model = copy.deepcopy(model).eval().requires_grad_(False)
         self._device, self._dtype = place_of_inputs(self._model)
-        self._input_shape = tuple(input_shape)
+        self._input_shape = None if input_shape is None else tuple(input_shape)
 
     def __call__(self, inputs: Any) -> Any:
         """Returns logits `[batch, classes]` float32, of the type of the inputs: NumPy array or torch tensor."""

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from fleetdistill.control_flow import CONTROL_FLOW
+from fleetdistill.printable import printable
 
 if TYPE_CHECKING:
     from fleetdistill.device.events import Event
+
+logger = logging.getLogger(__name__)
+
+CALLBACK_FAILED = "callback-failed"
+"""Kind of the event after an exception of the app's callback."""
 
 
 class Guard:
     """A reentrant lock, and the app's event callback, which never runs while the calling thread holds the lock.
 
-    Otherwise a callback that waits for another thread of the app that reads the model would deadlock.
+    Otherwise a callback that waits for another thread of the app that reads the model would deadlock. An exception of
+    the callback is logged and reported to it once; only KeyboardInterrupt and SystemExit pass.
 
     Args:
         on_event: Callback of the app, called in the emitting thread.
@@ -25,7 +36,7 @@ class Guard:
         self._holder: int | None = None
         self._depth = 0
         self._queued: list[Event] = []
-        self.on_event = on_event
+        self._on_event = on_event
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -42,11 +53,22 @@ class Guard:
                         self._holder, due, self._queued = None, self._queued, []
         finally:
             for event in due:
-                self.on_event(event)
+                self._call(event)
 
     def emit(self, event: Event) -> None:
         """Calls the app immediately, or when this thread releases the lock."""
         if self._holder == threading.get_ident():
             self._queued.append(event)
         else:
-            self.on_event(event)
+            self._call(event)
+
+    def _call(self, event: Event) -> None:
+        try:
+            self._on_event(event)
+        except (Exception, *CONTROL_FLOW) as error:
+            logger.exception("on_event failed for the event %r; the device goes on", event.kind)
+            if event.kind == CALLBACK_FAILED:
+                return
+            text = f"on_event failed for the event {event.kind!r} with {type(error).__name__}: {printable(str(error))}"
+            values = {"event": event.kind, "error": type(error).__name__}
+            self._call(replace(event, kind=CALLBACK_FAILED, text=text, values=values, progress=None))

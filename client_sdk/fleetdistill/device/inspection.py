@@ -19,7 +19,7 @@ from fleetdistill.state.format import damaged_error, json_object
 from fleetdistill.state.outbox import Outbox
 from fleetdistill.state.privacy_ledger import PrivacyLedger
 from fleetdistill.state.sample_ids import SampleIds
-from fleetdistill.state.saved_profile import load_profile
+from fleetdistill.state.saved_profile import load_contract, load_profile
 from fleetdistill.state.sent import Ledger
 from fleetdistill.state.sent_ledger import LEDGER, read_ledger
 from fleetdistill.state.state_check import damaged_states
@@ -101,7 +101,15 @@ class _Reader:
 
     def read(self) -> None:
         """Reads all parts."""
-        for part in (self._identity, self._profile, self._answers, self._ledger, self._privacy, self._sample_ids):
+        for part in (
+            self._identity,
+            self._profile,
+            self._contract,
+            self._answers,
+            self._ledger,
+            self._privacy,
+            self._sample_ids,
+        ):
             try:
                 part()
             except StateError as error:
@@ -114,6 +122,9 @@ class _Reader:
         saved = json_object(path, self._files.load("device.json") or b"")
         self._found.device, self._found.run = str(saved.get("device", "")), str(saved.get("run", ""))
         self._found.sdk = str(saved.get("sdk", ""))
+
+    def _contract(self) -> None:
+        load_contract(self._files)  # for damage only
 
     def _profile(self) -> None:
         profile = load_profile(self._files)

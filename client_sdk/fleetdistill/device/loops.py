@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Self
 
+from fleetdistill.control_flow import control_flow_as_errors
 from fleetdistill.device.background import BackgroundLoop
 from fleetdistill.device.engine import POLL_SECONDS, Engine
 from fleetdistill.device.events import Events, Step
@@ -123,7 +124,7 @@ class Loops:
     @contextlib.contextmanager
     def _working(self, call: str) -> Iterator[None]:
         try:
-            with self._turns.taken(call):
+            with control_flow_as_errors(call), self._turns.taken(call):
                 yield
         finally:
             self._close_if_due()
@@ -155,7 +156,8 @@ class Loops:
     def _run_in_background(self) -> None:
         self._turns.hand_over()
         try:
-            self._engine.run()
+            with control_flow_as_errors("run"):
+                self._engine.run()
         except BaseException as error:
             self._events.emit_failed(error)
             raise

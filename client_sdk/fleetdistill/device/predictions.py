@@ -1,4 +1,4 @@
-"""Predictions with the delivered model, from any thread, while the device trains."""
+"""Predictions with the delivered model, from any thread, while the device trains and without the server."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ if TYPE_CHECKING:
     from fleetdistill.device.compute import Compute
     from fleetdistill.device.session import Session
 
+Predict = Callable[[Any], Any]
+"""Maps a batch of inputs to logits; never changes."""
+
 
 class Predictions:
     """Predicts with a copy of the delivered model that never changes; a delivery replaces the copy as a whole.
 
-    A prediction therefore needs no lock and uses exactly one delivered model. The first prediction makes the copy.
+    A prediction therefore needs no lock and uses exactly one delivered model. The first prediction makes the copy: of
+    the model in memory, or else in the state directory, or else of the app's own one.
 
     Args:
         session: State of the open device.
-        ready_compute: Returns the compute backend with the device's state.
+        stored_compute: Returns a compute backend with the models of the state directory, or None if there are none.
+        own_model: Returns a copy of the app's own model.
     """
 
-    def __init__(self, session: Session, ready_compute: Callable[[], Compute]) -> None:
-        self._session, self._ready_compute = session, ready_compute
-        self._model: Callable[[Any], Any] | None = None
+    def __init__(
+        self, session: Session, stored_compute: Callable[[], Compute | None], own_model: Callable[[], Predict]
+    ) -> None:
+        self._session, self._stored_compute, self._own_model = session, stored_compute, own_model
+        self._model: Predict | None = None
 
     def predict(self, inputs: Any) -> Any:
         """Returns the logits of a batch of inputs; the first call copies the model."""
@@ -35,15 +42,22 @@ class Predictions:
         if self._model is not None:
             self._copy()
 
-    def _copy(self) -> Callable[[Any], Any]:
+    def _copy(self) -> Predict:
+        with self._session.guard.held():
+            self._model = self._frozen()
+            return self._model
+
+    def _frozen(self) -> Predict:
         from fleetdistill.device.compute import FreezesModel
 
-        with self._session.guard.held():
-            compute = self._ready_compute()
-            if not isinstance(compute, FreezesModel):
-                raise ModelError(
-                    f"the worker {type(compute).__name__} does not support predict; add the method frozen_model "
-                    "(fleetdistill.device.compute.FreezesModel)"
-                )
-            self._model = compute.frozen_model()
-            return self._model
+        compute = self._session.compute
+        if compute is None or not compute.has_state:
+            compute = self._stored_compute()
+        if compute is None:
+            return self._own_model()
+        if not isinstance(compute, FreezesModel):
+            raise ModelError(
+                f"the worker {type(compute).__name__} does not support predict; add the method frozen_model "
+                "(fleetdistill.device.compute.FreezesModel)"
+            )
+        return compute.frozen_model()

@@ -24,7 +24,6 @@ from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
     from fleetdistill.device.deployer import Deployer
-    from fleetdistill.device.predictions import Predictions
 
 _ATTEMPTS_TO_SEND = 5
 # gRPC statuses of refusals for reasons other than the answer. The answer stays in the outbox.
@@ -42,7 +41,6 @@ class Sender:
     Args:
         session: State of the open device.
         events: Emits events to the app.
-        predictions: Predictions of the app, which use each delivered model before its event is emitted.
         deployer: Keeps and exports the delivered models.
     """
 
@@ -50,11 +48,10 @@ class Sender:
         self,
         session: Session,
         events: Events,
-        predictions: Predictions,
         deployer: Deployer,
     ) -> None:
         self._session, self._events, self._storage = session, events, session.storage
-        self._predictions, self._deployer = predictions, deployer
+        self._deployer = deployer
 
     def settle(self, pending: Pending) -> None:
         """Sends the answer in the outbox until it is acknowledged or refused, then commits or drops it.
@@ -91,8 +88,7 @@ class Sender:
             return
         replacement = outcome.pending.replacement if outcome.receipt else None
         if replacement is not None and replacement.replaced:
-            self._deployer.mark_delivered()
-            self._predictions.renew()
+            self._deployer.use_delivered()
         self._events.emit_outcome(outcome)
         self._storage.outbox.mark_reported()
         self._deployer.settle()
@@ -234,7 +230,7 @@ class Sender:
             return
         if self._session.computed == pending:
             if pending.replacement is not None:
-                compute.deliver(pending.replacement)
+                self._deployer.deliver(compute, pending.replacement)
         else:
             compute.forget_state()  # an earlier process computed the answer; the new state is only on the disk
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fleetdistill.control_flow import CONTROL_FLOW
 from fleetdistill.data.samples import Samples, named, read_samples
 from fleetdistill.deployment.batch import free_size
 from fleetdistill.deployment.quantization import CheckData, check_data_of
@@ -179,18 +180,15 @@ class TorchCompute:
     # --- state
 
     def load_initial(self, parts: Mapping[str, Kind]) -> None:
-        """Loads the initial weights of the run.
+        """Loads the initial weights of the run into the model that trains; the app's model keeps its own.
 
-        With validation data the app's model keeps its own weights until a round's model is at least as accurate: the
-        initial weights may be random, and the app may have trained its model.
+        The initial weights may be random, and the app may have trained its model.
         """
         initial = parts.get("initial")
         if not isinstance(initial, ModelParameters):
             raise WireError("the run's initial weights are not model parameters; update the SDK or the server")
         target = self._taps.extractor if initial.scope == "extractor" else self.module
         take_weights(target, initial)
-        if self._scored[SPLIT] is None:
-            self._delivered[self._own].load_state_dict(self.module.state_dict())
         self.has_state = True
 
     def wanted_payloads(self) -> Sequence[bytes]:
@@ -393,6 +391,15 @@ class TorchCompute:
         return export_variants(self._delivered, self._in_use, path, samples, metadata, self._deployment)
 
 
+def own_frozen_model(model: Callable[[], nn.Module], torch_device: str) -> FrozenModel:
+    """Returns a copy of the app's own model, for `Device.predict` before the device knows its run.
+
+    Raises:
+        ModelError, ConfigurationError: As `TorchCompute`.
+    """
+    return FrozenModel(_module_of(model, torch_device), None)
+
+
 def _module_of(model: nn.Module | Callable[[], nn.Module], torch_device: str) -> nn.Module:
     """Returns the app's module on its torch device.
 
@@ -400,7 +407,7 @@ def _module_of(model: nn.Module | Callable[[], nn.Module], torch_device: str) ->
         ModelError: The app's function does not return a module.
         ConfigurationError: This machine does not have the torch device.
     """
-    module = model if isinstance(model, nn.Module) else model()
+    module = model if isinstance(model, nn.Module) else _made_by(model)
     if not isinstance(module, nn.Module):
         raise ModelError(f"the function model returned {type(module).__name__}, expected a torch.nn.Module")
     try:
@@ -408,6 +415,13 @@ def _module_of(model: nn.Module | Callable[[], nn.Module], torch_device: str) ->
     except (RuntimeError, AssertionError) as error:  # torch raises AssertionError in builds without CUDA
         reason = str(error).strip().split("\n")[0]
         raise ConfigurationError(f"torch_device {torch_device!r} cannot be used: {reason}") from error
+
+
+def _made_by(function: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        return function()
+    except CONTROL_FLOW as error:
+        raise ModelError(f"the function model raised {type(error).__name__}; it must return a module") from error
 
 
 def _method_of(contract: contract_pb2.Contract, config: Any, local: Local) -> DeviceMethod:

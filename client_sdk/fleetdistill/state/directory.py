@@ -3,6 +3,7 @@
     lock                    locked while a Device is open
     device.json             id, run and secret; format version of the directory, and version of the SDK that wrote it
     profile.bin             the last accepted profile, so that an idle device does not load torch
+    contract.bin            the contract of the run, so that predictions do not need the server
     rows.txt                the data version in that profile, and a digest of the app's data; both hexadecimal
     state.safetensors       the committed state: after the last answer with a receipt
     downloads/              payloads by digest: the run's proxy set or extractor, the last ask's, an incomplete one

@@ -15,7 +15,7 @@ DEVICE = "device.json"
 _IN_USE = "deployed.json"
 _TOP = (
     r"(lock|erasing|(device|deployed|usage|pace|last_outcome|privacy)\.json|ledger\.jsonl|rows\.txt|released\.npz"
-    r"|(profile|sample_ids)\.bin|(state|delivered)\.safetensors|(model|general|personal|own)\.onnx"
+    r"|(profile|contract|sample_ids)\.bin|(state|delivered)\.safetensors|(model|general|personal|own)\.onnx"
     r"|model\.onnx\.due|roll-back\.due)"
 )
 _IN_FOLDERS = (

@@ -141,7 +141,7 @@ def leave_one_out(
     """
     centres, outside = space.centres.astype(np.float64), float(space.outside)
     place = {label: number for number, label in enumerate(space.labels)}
-    own = np.array([place.get(int(label), -1) for label in labels_n])
+    own = np.array([place.get(int(label), -1) for label in labels_n], np.int64)  # also without rows
     takes_part = np.isin(labels_n, list(counted)) & (own >= 0)
     count = np.where(takes_part, np.maximum(space.counts[own], 2), 2).astype(np.float64)
     factor = np.where(takes_part, count / (count - 1), 1.0)
