@@ -159,17 +159,18 @@ class Events:
         """Emits and logs that a delivered model could not be copied for the app."""
         text = f"version {version.number} of the model could not be copied: {_described(error)}"
         text += "; predictions go on with the previous copy, and the next delivery tries again"
-        self._emit_undone("not-copied", version, text, error)
+        self.emit("not-copied", version.round, text, self._noted(version, error))
 
     def emit_not_exported(self, version: Version, error: BaseException) -> None:
         """Emits and logs that a delivered model could not be written as ONNX."""
         text = f"version {version.number} of the model could not be exported: {_described(error)}"
         text += "; the previous file remains, and the next delivery tries again"
-        self._emit_undone("not-exported", version, text, error)
+        self.emit("not-exported", version.round, text, self._noted(version, error))
 
-    def _emit_undone(self, kind: str, version: Version, text: str, error: BaseException) -> None:
-        logger.warning("%s: the model was %s", self._device_id, kind.replace("-", " "), exc_info=error)
-        self.emit(kind, version.round, text, {"version": version.number, "error": type(error).__name__})
+    def _noted(self, version: Version, error: BaseException) -> dict[str, Any]:
+        """Logs the traceback of a failure; returns the values of its event."""
+        logger.warning("%s: a copy or an export of the model failed", self._device_id, exc_info=error)
+        return {"version": version.number, "error": type(error).__name__}
 
     def emit_failed(self, error: BaseException) -> None:
         """Emits and logs the exception that ended the background thread."""

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fleetdistill.control_flow import CONTROL_FLOW
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CALLBACK_FAILED = "callback-failed"
-"""Kind of the event after an exception of the app's callback."""
+_CALLBACK_FAILED = "callback-failed"
 
 
 class Guard:
@@ -67,8 +65,10 @@ class Guard:
             self._on_event(event)
         except (Exception, *CONTROL_FLOW) as error:
             logger.exception("on_event failed for the event %r; the device goes on", event.kind)
-            if event.kind == CALLBACK_FAILED:
+            if event.kind == _CALLBACK_FAILED:
                 return
+            from fleetdistill.device.events import Event  # which imports this module
+
             text = f"on_event failed for the event {event.kind!r} with {type(error).__name__}: {printable(str(error))}"
             values = {"event": event.kind, "error": type(error).__name__}
-            self._call(replace(event, kind=CALLBACK_FAILED, text=text, values=values, progress=None))
+            self.emit(Event("callback-failed", event.round, text, values, event.rounds))

@@ -44,8 +44,8 @@ def load_contract(files: Files) -> contract_pb2.Contract | None:
 
 
 def _packed(message: Message) -> bytes:
-    data: bytes = message.SerializeToString()
-    return _MARK + google_crc32c.value(data).to_bytes(4, "little") + data
+    data = message.SerializeToString()
+    return bytes(_MARK + google_crc32c.value(data).to_bytes(4, "little") + data)
 
 
 def _load(files: Files, name: str, kind: type[M]) -> M | None:

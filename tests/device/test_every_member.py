@@ -1,0 +1,554 @@
+"""Every public member of `Device`, `AsyncDevice` and `Predictor`, at every moment, with every method and variant.
+
+A method enters by its line in the table of methods (`support.fleets.RUNS`), a member by being public: one without a
+line in `DEVICE`, `ASYNC` or `PREDICTOR` fails. At each moment each member returns what it should, or raises the error
+that it should.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from support.fleets import RUN, RUNS, prepare
+from support.hostile_server import LyingLink
+
+from fleetdistill import COLUMNS, AsyncDevice, Device, Event, Predictor, Step
+from fleetdistill.errors import (
+    ConfigurationError,
+    DeviceBusyError,
+    DeviceClosedError,
+    LinkError,
+    ModelError,
+    StateError,
+)
+from fleetdistill.light import light_worker
+from fleetdistill.methods import config_class
+from fleetdistill.methods.classstats.private_config import Settings
+from fleetdistill_server.simulation.spec.arrays import load_arrays
+from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model
+from fleetdistill_server.testing import MemoryServer
+
+MOMENTS = ("new without server", "new", "during delivery", "after delivery", "restarted without server", "restarted")
+LIGHT = [name for name, run in RUNS.items() if isinstance(run.configuration(), Settings)]
+"""The runs in which a device without PyTorch can take part."""
+FLEETS = [*((name, "torch") for name in RUNS), *((name, "light") for name in LIGHT)]
+
+
+class Away(LyingLink):
+    """A server that cannot be reached."""
+
+    def _refuse(self, *given: Any, **named: Any) -> Any:
+        raise LinkError("the server is away")
+
+    check_in = next_ask = heartbeat = leave = decline = upload_status = upload = download = _refuse
+
+
+@dataclass
+class Moment:
+    """A device at one moment, and what is true of it then.
+
+    Attributes:
+        name: One of `MOMENTS`.
+        device: The device.
+        inputs: A batch of its inputs.
+        logits: What its model says of them; None if it has no model.
+        rounds: Rounds of the deliveries so far.
+        online: Whether the server can be reached.
+        working: Whether the device is in the middle of its work, as in `on_event`.
+        copy: Opens a device on a copy of the state directory, for a member that changes it.
+    """
+
+    name: str
+    device: Device
+    inputs: np.ndarray
+    logits: np.ndarray | None
+    rounds: Sequence[int]
+    online: bool
+    working: bool
+    copy: Callable[[], contextlib.AbstractContextManager[Device]]
+
+    @property
+    def version(self) -> int:
+        """Number of the version in use."""
+        return len(self.rounds)
+
+    @property
+    def files(self) -> Sequence[int]:
+        """Rounds of which a file was written: it follows the event `delivered`."""
+        return self.rounds[:-1] if self.working else self.rounds
+
+    @property
+    def checked_in(self) -> bool:
+        return self.online or self.working
+
+    def equal(self, found: Any, tolerance: float = 1e-5) -> None:
+        assert self.logits is not None
+        scale = max(1.0, float(np.abs(self.logits).max()))
+        np.testing.assert_allclose(np.asarray(found), self.logits, rtol=0, atol=tolerance * scale)
+
+
+def applied(model: Any, inputs: np.ndarray) -> np.ndarray:
+    """The logits of a model of either kind of device."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        return np.asarray(model(inputs))
+    with torch.no_grad():
+        return model(torch.from_numpy(inputs)).numpy()
+
+
+# --- Device
+
+
+def predict(at: Moment) -> None:
+    if at.logits is None:
+        with pytest.raises(ModelError, match="no model yet"):
+            at.device.predict(at.inputs)
+        return
+    at.equal(at.device.predict(at.inputs))
+    np.testing.assert_array_equal(at.device.predict(at.inputs[:1]), at.device.predict(at.inputs[:1]))
+
+
+def model(at: Moment) -> None:
+    if not at.checked_in:
+        with pytest.raises(LinkError, match="the server is away"):
+            _ = at.device.model
+    elif at.logits is None:
+        with pytest.raises(ModelError, match="no model yet"):
+            _ = at.device.model
+    else:
+        at.equal(applied(at.device.model, at.inputs))
+
+
+def models(at: Moment) -> None:
+    if not at.checked_in:
+        with pytest.raises(LinkError, match="the server is away"):
+            _ = at.device.models
+        return
+    found = at.device.models
+    assert bool(found) == (at.logits is not None)
+    for name, one in found.items():
+        assert applied(one, at.inputs).shape == (len(at.inputs), 10), name
+    if found:
+        in_use = [name for name, one in found.items() if one is at.device.model]
+        assert len(in_use) == 1
+    with pytest.raises(ModelError, match="'none'"):
+        _ = found["none"]
+
+
+def version(at: Moment) -> None:
+    assert at.device.version == at.version
+
+
+def works(call: str) -> Callable[[Moment], None]:
+    """`run`, `step`, `tick` and `start`: one thread at a time works. What they do with a server, the play shows."""
+
+    def check(at: Moment) -> None:
+        if at.working:
+            with pytest.raises(DeviceBusyError):
+                getattr(at.device, call)()
+        elif not at.online:
+            with at.copy() as device:
+                offline(device, call)
+
+    return check
+
+
+def offline(device: Device, call: str) -> None:
+    if call == "step":
+        with pytest.raises(LinkError, match="the server is away"):
+            device.step(0)
+    elif call == "tick":
+        assert device.tick() is Step.WAITED
+        assert device.pause_seconds > 0
+    else:
+        device.stop()  # applies to the next `run`, and to a `start` only afterwards
+        getattr(device, call)()
+        device.stop()
+        assert device.join(60)
+
+
+def join(at: Moment) -> None:
+    assert at.device.join(0), "it was not started"
+
+
+def background_result(at: Moment) -> None:
+    with pytest.raises(ConfigurationError, match="the device has no background thread"):
+        at.device.background_result()
+
+
+def stop(at: Moment) -> None:
+    if not at.working:
+        with at.copy() as device:
+            device.stop()
+            assert device.step(0) is Step.PAUSED
+
+
+def pause_seconds(at: Moment) -> None:
+    assert at.device.pause_seconds == 0
+
+
+def close(at: Moment) -> None:
+    if at.working:
+        return
+    with at.copy() as device:
+        device.close()
+        device.close()
+        for call in ("run", "step", "tick", "start", "roll_back", "replace_data", "preview", "forget"):
+            with pytest.raises(DeviceClosedError):
+                getattr(device, call)()
+        with pytest.raises(DeviceClosedError):
+            device.predict(at.inputs)
+        assert device.version == at.version
+
+
+def roll_back(at: Moment) -> None:
+    if at.version < 2:
+        with pytest.raises(StateError, match="no earlier version"):
+            at.device.roll_back()
+    elif not at.working:
+        with at.copy() as device:
+            assert device.roll_back() == at.version - 1
+            assert device.version == at.version, "in the next turn"
+
+
+def replace_data(at: Moment) -> None:
+    if not at.working:
+        with at.copy() as device:
+            device.replace_data()
+            predict(replace(at, device=device))
+
+
+def forget(at: Moment) -> None:
+    if at.working:
+        with pytest.raises(DeviceBusyError):
+            at.device.forget()
+    elif not at.online:
+        with at.copy() as device:
+            with pytest.raises(LinkError, match="the server is away"):
+                device.forget()
+            assert (device.state_dir / "device.json").exists()
+
+
+def preview(at: Moment) -> None:
+    if at.working:
+        with pytest.raises(DeviceBusyError):
+            at.device.preview()
+    elif not at.online:
+        with at.copy() as device, pytest.raises(LinkError, match="the server is away"):
+            device.preview()
+
+
+def ledger(at: Moment) -> None:
+    entries = at.device.ledger.entries
+    assert bool(entries) == (at.name not in ("new without server", "new")) or at.name == "new"
+    assert all(entry.run == RUN for entry in entries)
+
+
+def allow(at: Moment) -> None:
+    assert set(at.device.allow) == set(COLUMNS)
+    if not at.working:
+        with at.copy() as device:
+            device.allow = ("metrics",)
+            assert device.allow == ("metrics",)
+
+
+def device_id(at: Moment) -> None:
+    assert at.device.device_id == "device-0"
+
+
+def state_dir(at: Moment) -> None:
+    assert (at.device.state_dir / "lock").exists()
+
+
+DEVICE: Mapping[str, Callable[[Moment], None]] = {
+    "predict": predict,
+    "model": model,
+    "models": models,
+    "version": version,
+    **{call: works(call) for call in ("run", "step", "tick", "start")},
+    "join": join,
+    "background_result": background_result,
+    "stop": stop,
+    "pause_seconds": pause_seconds,
+    "close": close,
+    "roll_back": roll_back,
+    "replace_data": replace_data,
+    "forget": forget,
+    "preview": preview,
+    "ledger": ledger,
+    "allow": allow,
+    "device_id": device_id,
+    "state_dir": state_dir,
+}
+
+
+# --- Predictor
+
+
+def predictor_of(at: Moment) -> Predictor:
+    return Predictor(at.device.state_dir)
+
+
+def file_predicts(at: Moment) -> None:
+    found = predictor_of(at)
+    if not at.files:
+        with pytest.raises(ModelError, match="has no usable model"):
+            found.predict(at.inputs)
+    elif not at.working:
+        at.equal(found.predict(at.inputs), 1e-4)
+        session = onnxruntime.InferenceSession(str(at.device.state_dir / "model.onnx"))
+        np.testing.assert_array_equal(found.predict(at.inputs), session.run(["logits"], {"input": at.inputs})[0])
+
+
+def of_file(member: str, expected: Callable[[Moment], Any]) -> Callable[[Moment], None]:
+    def check(at: Moment) -> None:
+        found = predictor_of(at)
+        if at.files:
+            assert getattr(found, member) == expected(at)
+        else:
+            with pytest.raises(ModelError, match="has no usable model"):
+                getattr(found, member)
+
+    return check
+
+
+def variant(at: Moment) -> None:
+    if at.files:
+        found = predictor_of(at).variant
+        assert found == ("general" if (at.device.state_dir / "personal.onnx").exists() else "")
+
+
+def file_model(at: Moment) -> None:
+    if at.files:
+        found = predictor_of(at)
+        assert found.model.run == RUN
+        np.testing.assert_array_equal(found.model.predict(at.inputs), found.predict(at.inputs))
+
+
+def ready(at: Moment) -> None:
+    assert predictor_of(at).ready is bool(at.files)
+
+
+def refresh(at: Moment) -> None:
+    assert not predictor_of(at).refresh(), "it is the newest file already"
+
+
+def error(at: Moment) -> None:
+    assert predictor_of(at).error == ""
+
+
+PREDICTOR: Mapping[str, Callable[[Moment], None]] = {
+    "predict": file_predicts,
+    "version": of_file("version", lambda at: len(at.files)),
+    "round": of_file("round", lambda at: at.files[-1]),
+    "variant": variant,
+    "model": file_model,
+    "ready": ready,
+    "refresh": refresh,
+    "error": error,
+}
+
+
+# --- AsyncDevice: each member is that of a `Device` in the same state
+
+
+def awaited(member: str, *arguments: Any) -> Callable[[AsyncDevice], Any]:
+    async def call(device: AsyncDevice) -> Any:
+        found = getattr(device, member)
+        return await found(*arguments) if callable(found) else found
+
+    return lambda device: asyncio.run(asyncio.wait_for(call(device), 60))
+
+
+async def started_and_stopped(device: AsyncDevice) -> None:
+    running = asyncio.ensure_future(device.run())
+    await asyncio.sleep(0)
+    device.stop()
+    await running
+
+
+@dataclass
+class Async:
+    """What members of `AsyncDevice` return, compared with those of `Device` at the same moment."""
+
+    at: Moment
+    device: AsyncDevice = field(init=False)
+
+    def of(self, member: str) -> None:
+        arguments = {"predict": (self.at.inputs,), "call": (lambda device: device.version,)}.get(member, ())
+        call = awaited(member, *arguments)
+        match member:
+            case "predict" if self.at.logits is None:
+                with pytest.raises(ModelError):
+                    call(self.device)
+            case "predict":
+                self.at.equal(call(self.device))
+            case "model" | "models" | "preview" | "forget":
+                with pytest.raises(LinkError, match="the server is away"):
+                    call(self.device)
+            case "roll_back" if self.at.version < 2:
+                with pytest.raises(StateError):
+                    call(self.device)
+            case "roll_back":
+                assert call(self.device) == self.at.version - 1
+            case "call":
+                assert call(self.device) == self.at.version
+            case "device_id" | "state_dir":
+                assert call(self.device) == getattr(self.device, member)
+            case "run" | "stop":
+                asyncio.run(asyncio.wait_for(started_and_stopped(self.device), 60))
+            case "replace_data" | "close":
+                assert call(self.device) is None
+
+
+ASYNC: tuple[str, ...] = (
+    "device_id",
+    "state_dir",
+    "predict",
+    "model",
+    "models",
+    "call",
+    "preview",
+    "forget",
+    "run",
+    "stop",
+)
+ASYNC += ("replace_data", "roll_back", "close")
+
+
+# --- the table
+
+
+def public(kind: type, *instances: object) -> set[str]:
+    return {name for one in (kind, *instances) for name in dir(one) if not name.startswith("_")}
+
+
+def test_every_public_member_is_in_the_table(tmp_path: Path) -> None:
+    assert public(Device) == DEVICE.keys()
+    assert public(AsyncDevice) == set(ASYNC)
+    assert public(Predictor, Predictor(tmp_path)) == PREDICTOR.keys()
+
+
+def test_every_method_is_in_the_table() -> None:
+    """And with the methods of class statistics the devices without PyTorch."""
+    from fleetdistill.methods import METHODS
+
+    assert {RUNS[name].method for name, compute in FLEETS if compute == "torch"} == set(METHODS)
+    assert LIGHT
+    assert {RUNS[name].method for name in LIGHT} == {"classstats"} <= {*METHODS}
+    assert config_class("classstats")
+
+
+class Fleet:
+    """The devices of one run, of which the first is looked at."""
+
+    def __init__(self, name: str, compute: str, work: Path) -> None:
+        config, self.specs, _ = prepare(RUNS[name], work / "made")
+        sections = config.model_dump(by_alias=True, exclude_unset=True)
+        self.settings = {key: value for key, value in sections.items() if value is not None}
+        self.compute, self.work, self.copies = compute, work, 0
+        self.spec = self.specs[0]
+        self.inputs = load_arrays(self.spec.data_file)[0][:4]
+        self.failures: list[str] = []
+
+    def arguments(self, spec: DeviceSpec) -> dict[str, Any]:
+        data = load_arrays(spec.data_file)
+        usual = {"run": RUN, "device_id": spec.name, "allow": COLUMNS}
+        if self.compute == "light" and spec is self.spec:
+            return {**usual, "worker": light_worker(data)}
+        network = partial(build_device_model, spec, data[0].shape[1:])
+        return {**usual, "model": network, "data": data, "predictor": spec.predictor}
+
+    def open(self, spec: DeviceSpec, link: Any, folder: Path | None = None, **changes: Any) -> Device:
+        return Device(server=link, state_dir=folder or self.work / spec.name, **{**self.arguments(spec), **changes})
+
+    @contextlib.contextmanager
+    def copied(self, state: Path) -> Iterator[Device]:
+        with self.open(self.spec, Away(), self.copy_of(state), export_onnx="never") as device:
+            yield device
+
+    def copy_of(self, state: Path) -> Path:
+        self.copies += 1
+        target = self.work / f"copy-{self.copies}"
+        shutil.copytree(state, target, ignore=shutil.ignore_patterns("lock"))
+        return target
+
+    def own_logits(self) -> np.ndarray | None:
+        if self.compute == "light":
+            return None
+        network = build_device_model(self.spec, self.inputs.shape[1:]).eval()
+        return applied(network, self.inputs)
+
+    def look(
+        self, name: str, device: Device, logits: np.ndarray | None, rounds: Sequence[int], *, online: bool
+    ) -> None:
+        working = name == "during delivery"
+        copy = partial(self.copied, device.state_dir)
+        at = Moment(name, device, self.inputs, logits, tuple(rounds), online, working, copy)
+        for kind, table in (("Device", DEVICE), ("Predictor", PREDICTOR)):
+            for member, check in table.items():
+                self.note(f"{kind}.{member}", name, partial(check, at))
+        if not working:
+            self.look_async(at)
+
+    def look_async(self, at: Moment) -> None:
+        state = self.copy_of(at.device.state_dir)
+        for member in ASYNC:
+            looked = Async(at)
+            looked.device = AsyncDevice(server=Away(), state_dir=state, **self.arguments(self.spec))
+            self.note(f"AsyncDevice.{member}", at.name, partial(looked.of, member))
+            asyncio.run(looked.device.close())
+
+    def note(self, member: str, moment: str, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except Exception as failure:
+            self.failures.append(f"{member} {moment}: {type(failure).__name__}: {str(failure).strip()[:300]}")
+
+    def play(self) -> None:
+        with self.open(self.spec, Away()) as device:
+            self.look("new without server", device, self.own_logits(), (), online=False)
+        delivered: list[np.ndarray] = []
+        rounds: list[int] = []
+
+        def on_event(event: Event) -> None:
+            if event.kind != "delivered":
+                return
+            delivered.append(applied(first.model, self.inputs))
+            rounds.append(event.round)
+            self.look("during delivery", first, delivered[-1], rounds, online=True)
+
+        with MemoryServer(self.settings) as server, contextlib.ExitStack() as closing:
+            first = closing.enter_context(self.open(self.spec, server.link(), on_event=on_event))
+            others = [closing.enter_context(self.open(one, server.link())) for one in self.specs[1:]]
+            self.look("new", first, self.own_logits(), (), online=True)
+            server.play(first, *others)
+            assert delivered
+            assert server.status == "finished"
+            self.look("after delivery", first, delivered[-1], rounds, online=True)
+            first.close()
+            with self.open(self.spec, Away()) as restarted:
+                self.look("restarted without server", restarted, delivered[-1], rounds, online=False)
+            with self.open(self.spec, server.link()) as restarted:
+                self.look("restarted", restarted, delivered[-1], rounds, online=True)
+                assert restarted.step(0) is Step.FINISHED
+                assert restarted.forget() is True
+                assert not (restarted.state_dir / "device.json").exists()
+
+
+@pytest.mark.parametrize(("name", "compute"), FLEETS, ids=[f"{name}, {compute}" for name, compute in FLEETS])
+def test_every_member_at_every_moment(name: str, compute: str, tmp_path: Path) -> None:
+    fleet = Fleet(name, compute, tmp_path)
+    fleet.play()
+    assert not fleet.failures, "\n".join(fleet.failures)
