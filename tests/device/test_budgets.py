@@ -224,7 +224,7 @@ def test_an_ask_over_the_budget_of_a_day_is_declined(tmp_path: Path) -> None:
     budgets = Budgets(compute_seconds_per_day=30)
     device, events = device_at(link, tmp_path, budgets=budgets, eligibility=ticking(clock), clock=clock)
     with device:
-        assert device.step() is Step.ANSWERED
+        assert device.step() is Step.DECLINED
         began = clock.now()
         assert began < 60
         device.run()
@@ -283,7 +283,7 @@ def test_memory_is_checked_before_work_and_during_it(tmp_path: Path) -> None:
 
     device, _ = device_at(link, tmp_path / "b", budgets=budgets, on_event=on_event, clock=ManualClock())
     with device:
-        assert device.step() is Step.ANSWERED
+        assert device.step() is Step.DECLINED
         held.clear()
     (declined,) = link.declined
     assert "bytes of memory, more than memory_bytes" in declined.reason

@@ -65,7 +65,7 @@ def test_training_that_diverges_declines_the_ask_and_the_app_goes_on(
         fleet.ask("d")
         with monkeypatch.context() as patch:
             patch.setattr(TorchCompute, "answer", diverge)
-            assert device.step(0) is Step.ANSWERED
+            assert device.step(0) is Step.DECLINED
         (declined,) = fleet.store.history.events(RUN, "declined")
         assert "the loss is not finite" in declined["text"]
         assert "dropped" in events.kinds()

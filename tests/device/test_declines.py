@@ -37,7 +37,7 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
 
         method.handle = cannot
         fleet.ask("d")
-        assert device.step(0) is Step.ANSWERED
+        assert device.step(0) is Step.DECLINED
         assert (events[-1].kind, events[-1].text) == ("dropped", "it has no teacher")
         (ask,) = fleet.store.asks.of_step(RUN, 1, 1)
         assert (ask["status"], ask["reason"]) == ("out", "declined")
@@ -63,7 +63,7 @@ def test_an_answer_over_the_devices_bound_is_declined_and_the_device_goes_on(fle
         before = state_of(device)
         device._storage.outbox._max_answer_bytes = 100
         fleet.ask("d")
-        assert device.step(0) is Step.ANSWERED
+        assert device.step(0) is Step.DECLINED
         (declined,) = fleet.store.history.events(RUN, "declined")
         assert "the limit is 100 bytes; raise Device(max_spool_bytes=...)" in declined["text"]
         assert state_of(device) == before
@@ -81,7 +81,7 @@ def test_a_question_over_the_devices_bound_is_declined_before_it_is_fetched(flee
         assert device.model is not None
         device._check_in._downloads._max_bytes = 100
         fleet.ask("d", RefinedKnowledge(valid=True, sample_ids=np.arange(24), values=np.zeros((24, 3), np.float32)))
-        assert device.step(0) is Step.ANSWERED
+        assert device.step(0) is Step.DECLINED
         assert device.step(0) is Step.WAITED
     assert events[-1].kind == "dropped"
     assert "the limit is 100" in events[-1].text
@@ -100,7 +100,7 @@ def test_a_full_disk_declines_the_ask_and_keeps_the_state(
         with monkeypatch.context() as patch:
             usage = shutil.disk_usage(tmp_path)
             patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=400))
-            assert device.step(0) is Step.ANSWERED
+            assert device.step(0) is Step.DECLINED
         assert events[-1].kind == "dropped"
         assert "but the disk has 400 bytes free" in events[-1].text
         assert state_of(device) == before

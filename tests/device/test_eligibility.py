@@ -378,7 +378,7 @@ def test_an_ask_is_declined_only_if_its_deadline_is_before_the_next_hours(
     policy = Eligibility(hours=("22:00", "06:00"), probes={"passing": passing})
     device, events = device_at(link, tmp_path, eligibility=policy, clock=clock)
     with device:
-        assert device.step() is (Step.ANSWERED if declined else Step.WAITED)
+        assert device.step() is (Step.DECLINED if declined else Step.WAITED)
         assert device.step() is Step.WAITED
     assert [one.reason for one in link.declined] == ["it is outside the hours 22:00 to 06:00"] * declined
     assert [event.kind for event in events][-1] == "waiting"

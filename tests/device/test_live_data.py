@@ -245,7 +245,7 @@ def test_a_sample_that_cannot_be_used_declines_the_ask_until_it_is_gone(fleet: F
         answer(fleet, device)
         kept.append((np.full(4, np.nan, np.float32), 0))
         fleet.ask("d")
-        assert device.step(0) is Step.ANSWERED
+        assert device.step(0) is Step.DECLINED
         assert "NaN or infinity, first at row 24" in texts(events, "dropped")[-1]
         del kept[-1]
         assert answer(fleet, device) == list(range(24))
@@ -275,7 +275,7 @@ def test_samples_that_are_all_gone_leave_the_round_and_not_the_run(fleet: Fleet,
         model = device.model
         kept.clear()
         fleet.ask("d")
-        assert device.step(0) is Step.ANSWERED
+        assert device.step(0) is Step.DECLINED
         assert "no samples" in texts(events, "dropped")[-1]
         assert not fleet.store.asks.open_ids()
         fleet.ask("d")

@@ -216,7 +216,7 @@ def test_tick_never_waits(tmp_path: Path) -> None:
         assert device.pause_seconds == 7
         clock.advance(7)
         assert device.pause_seconds == 0
-        assert [device.tick() for _ in range(4)] == [Step.ANSWERED] * 3 + [Step.WAITED]
+        assert [device.tick() for _ in range(4)] == [Step.ANSWERED, *[Step.DECLINED] * 2, Step.WAITED]
         clock.advance(0.5)  # the pause after a repeated ask that the device declined before
         assert device.tick() is Step.FINISHED
     assert clock.waits == []

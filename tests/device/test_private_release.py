@@ -47,7 +47,7 @@ def fleet():
 def check_in_and_answer(device, fleet, name="d"):
     device.step(0)
     fleet.ask(name)
-    assert device.step(0) is Step.ANSWERED
+    assert device.step(0) in (Step.ANSWERED, Step.DECLINED)
 
 
 def ledger(directory):
@@ -191,7 +191,7 @@ def everything_sent(backend, seed, rows, directory):
         device.step(0)
         for step, parts in (("summarise", {}), ("learn", LEARN), ("learn", {"plan": LEARN["plan"]}), ("train", {})):
             fleet.ask(step=step, parts=parts)
-            assert device.step(0) is Step.ANSWERED
+            assert device.step(0) in (Step.ANSWERED, Step.DECLINED)
     return link.sent
 
 

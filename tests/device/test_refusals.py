@@ -107,8 +107,8 @@ def test_a_refused_answer_is_an_event_and_its_training_does_not_count(fleet: Fle
     fleet.ask("d")
     events = EventLog()
     with make_device(fleet, tmp_path, events, link=stubborn_link(fleet.api, "bad-value", 1)) as device:
-        before = device.model.state_dict()["stages.0.weight"].clone()
-        device.step(0)
+        before = compute_of(device).module.state_dict()["stages.0.weight"].clone()
+        assert device.step(0) is Step.DECLINED
         assert events[-1].kind == "refused"
         assert events[-1].values["code"] == "bad-value"
         assert device.model is not None
@@ -116,14 +116,14 @@ def test_a_refused_answer_is_an_event_and_its_training_does_not_count(fleet: Fle
 
 
 @pytest.mark.parametrize("code", [Code.NOT_READY, Code.TOO_MANY, Code.INTERNAL])
-@pytest.mark.parametrize("member", ["preview", "predict", "model", "models", "forget"])
+@pytest.mark.parametrize("member", ["preview", "model", "models", "forget"])
 def test_every_member_raises_a_temporary_refusal_as_link_error(
     fleet: Fleet, tmp_path: Path, member: str, code: Code
 ) -> None:
     call = "leave" if member == "forget" else "check_in"
     link = FaultyLink(MemoryLink(fleet.api), refused(call, code, after_seconds="7"))
     with make_device(fleet, tmp_path, link=link) as device:
-        uses = {"preview": device.preview, "forget": device.forget, "predict": lambda: device.predict(tiny_data()[0])}
+        uses = {"preview": device.preview, "forget": device.forget}
         use = uses.get(member, lambda: getattr(device, member))
         with pytest.raises(LinkError, match="was refused with") as error:
             use()

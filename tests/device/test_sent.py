@@ -191,7 +191,7 @@ def test_a_stored_answer_with_a_withdrawn_column_is_dropped_and_its_ask_declined
         assert answer_waits(device)
         committed = state_of(device)
         device.allow = ("features", "logits", "labels")
-        assert device.step(0) is Step.ANSWERED
+        assert device.step(0) is Step.DECLINED
         assert not answer_waits(device)
         assert state_of(device) == committed
         assert answers(device) == []

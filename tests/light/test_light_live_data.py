@@ -85,7 +85,7 @@ def test_data_that_cannot_work_are_an_error_at_construction(data: Any, says: str
 
 def answer(device: Device, fleet: PrivateFleet) -> None:
     fleet.ask("d")
-    assert device.step(0) is Step.ANSWERED
+    assert device.step(0) in (Step.ANSWERED, Step.DECLINED)
 
 
 def test_changed_rows_are_a_second_release_that_the_budget_declines(tmp_path: Path) -> None:

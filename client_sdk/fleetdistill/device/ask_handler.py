@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fleetdistill.device.check_in import CheckIn
 from fleetdistill.device.consent import check_may_leave
 from fleetdistill.device.declines import Declines, send_decline
-from fleetdistill.device.events import Events
+from fleetdistill.device.events import Events, Step
 from fleetdistill.device.notes import notes_text
 from fleetdistill.device.private import PrivateAnswers, guarantee_of, private_columns
 from fleetdistill.device.sender import Sender
@@ -69,11 +69,12 @@ class AskHandler:
         self._private, self._max_seconds = private, max_seconds
         self._declines = Declines()
 
-    def handle(self, ask: service_pb2.Ask) -> float:
+    def handle(self, ask: service_pb2.Ask) -> tuple[Step, float]:
         """Computes and sends the answer to an ask, or declines the ask.
 
         Returns:
-            Seconds to wait before the next request for work; above 0 after a repeated decline.
+            ANSWERED or DECLINED, and the seconds to wait before the next request for work, above 0 after a repeated
+            decline.
         """
         if self._declines.was_declined(ask):
             return self._decline(ask, self._declines.reason)
@@ -98,7 +99,7 @@ class AskHandler:
             return True
         return reason.seconds < ask.deadline_seconds - elapsed
 
-    def _answer(self, ask: service_pb2.Ask) -> float:
+    def _answer(self, ask: service_pb2.Ask) -> tuple[Step, float]:
         with self._sender.heartbeats():
             try:
                 compute = self._check_in.compute_for_ask()
@@ -110,7 +111,7 @@ class AskHandler:
                 pending, answer = self._compute_answer(compute, ask, parts)
             except _AskClosed as closed:
                 self._events.emit("dropped", ask.round, str(closed.refusal), {"code": closed.refusal.code})
-                return 0.0
+                return Step.DECLINED, 0.0
             except (CannotAnswer, ConfigurationError, DataError, KnowledgeError, WireError, NoRoomError) as reason:
                 # Training diverged, a sample cannot be read, the server is newer or faulty, or the disk is full: the
                 # device declines this ask and continues with the next one.
@@ -120,8 +121,7 @@ class AskHandler:
                 raise
         if any(answer.notes.values()):
             self._events.emit("ask", ask.round, notes_text(ask.step, answer.notes), dict(answer.notes))
-        self._sender.settle(pending)
-        return 0.0
+        return Step.ANSWERED if self._sender.settle(pending) else Step.DECLINED, 0.0
 
     def preview(self) -> Preview:
         """Computes an answer to an ask like the first one of the run, without storing or sending it.
@@ -207,13 +207,13 @@ class AskHandler:
         self._session.computed = pending
         return pending, answer
 
-    def _decline(self, ask: service_pb2.Ask, reason: FleetDistillError) -> float:
+    def _decline(self, ask: service_pb2.Ask, reason: FleetDistillError) -> tuple[Step, float]:
         """Declines an ask, so that the server closes the ask and does not wait for the deadline.
 
         A repetition of the same ask is declined without new work.
 
         Returns:
-            Seconds to wait before the next request for work; they increase with each repetition.
+            DECLINED, and the seconds to wait before the next request for work; they increase with each repetition.
         """
         if self._session.compute is not None:
             self._session.compute.forget_state()
@@ -221,7 +221,7 @@ class AskHandler:
         send_decline(self._session, ask.round, ask.step, ask.step_number, reason)
         if self._declines.is_first_report():
             self._events.emit("dropped", ask.round, str(reason))
-        return pause
+        return Step.DECLINED, pause
 
 
 class _AskClosed(Exception):

@@ -139,9 +139,9 @@ class Engine:
             pending = self._session.storage.outbox.pending()
             self._events.emit_put_aside(self._session.storage.put_aside)
         if pending is not None:
-            self._sender.settle(pending)
+            acknowledged = self._sender.settle(pending)
             self._contact.restored()
-            return Step.ANSWERED
+            return Step.ANSWERED if acknowledged else Step.DECLINED
         self._sender.emit_outcome()  # left by an earlier process that ended before it emitted the events
         self._check_in.check_in_changed_data()
         self._deployer.settle()
@@ -162,8 +162,7 @@ class Engine:
         match response.WhichOneof("next"):
             case "ask":
                 self._events.emit_reason("")
-                self._handle_ask(response.ask)
-                return Step.ANSWERED
+                return self._handle_ask(response.ask)
             case "finished":
                 return self._finish(response.finished)
             case _:
@@ -172,12 +171,13 @@ class Engine:
                 self._events.emit_reason(response.come_back.reason)
                 return Step.WAITED
 
-    def _handle_ask(self, ask: service_pb2.Ask) -> None:
+    def _handle_ask(self, ask: service_pb2.Ask) -> Step:
         try:
-            self._pause = self._handler.handle(ask)
+            result, self._pause = self._handler.handle(ask)
         except (WorkInterrupted, KeyboardInterrupt):
             self._session.ask_interrupted = True
             raise
+        return result
 
     def _finish(self, reason: str) -> Step:
         self._deployer.finish()

@@ -31,7 +31,10 @@ class Step(StrEnum):
     """Result of `Device.step`."""
 
     ANSWERED = "answered"
-    """The device handled an ask or settled an earlier answer."""
+    """The server has acknowledged the answer to an ask, also an earlier one."""
+    DECLINED = "declined"
+    """An ask ended without an answer that counts: the device declined it (event `dropped`), or the server refused the
+    answer or did not want it any more (`refused`, `dropped`)."""
     WAITED = "waited"
     """There was no work, or the device must not work now."""
     PAUSED = "paused"

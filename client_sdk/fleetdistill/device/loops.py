@@ -82,8 +82,9 @@ class Loops:
             wait_seconds: How long the server may hold the request if there is no work, 0 to 60 seconds.
 
         Returns:
-            `Step.ANSWERED`, `Step.WAITED` if there was no work or the device must not work now, `Step.PAUSED` if `stop`
-            was called, or `Step.FINISHED` at the end of the run.
+            `Step.ANSWERED`, `Step.DECLINED` if an ask ended without an answer that counts, `Step.WAITED` if there was
+            no work or the device must not work now, `Step.PAUSED` if `stop` was called, or `Step.FINISHED` at the end
+            of the run.
 
         Raises:
             LinkError: The server is unavailable or temporarily refuses requests, or the disk is full. Retry later.

@@ -53,10 +53,13 @@ class Sender:
         self._session, self._events, self._storage = session, events, session.storage
         self._deployer = deployer
 
-    def settle(self, pending: Pending) -> None:
+    def settle(self, pending: Pending) -> bool:
         """Sends the answer in the outbox until it is acknowledged or refused, then commits or drops it.
 
         The outcome is stored first and kept until its events are emitted, so the app gets each event at least once.
+
+        Returns:
+            Whether the server has acknowledged the answer.
 
         Raises:
             LinkError: The server is unavailable, or the disk is full; call again later.
@@ -69,6 +72,7 @@ class Sender:
             self._session.forget_state()  # the next step continues from what is on the disk
             raise LinkError(f"round {pending.round}: the server's reply cannot be stored: {full}") from full
         self.emit_outcome()
+        return bool(outcome.receipt)
 
     def _commit(self, outcome: Outcome) -> None:
         with self._session.guard.held():

@@ -93,7 +93,7 @@ class Multiplexer:
             device = self._waiting.take(spec.name) or make_device(
                 spec, link, compute=lambda run: make_compute(spec, run, self._shared)
             )
-            while (result := device.tick()) is Step.ANSWERED:
+            while (result := device.tick()) in (Step.ANSWERED, Step.DECLINED):
                 pass
             if result is Step.FINISHED:
                 device.close()
