@@ -34,7 +34,7 @@ class Guard:
         self._holder: int | None = None
         self._depth = 0
         self._queued: list[Event] = []
-        self._on_event = on_event
+        self.on_event = on_event
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -62,7 +62,7 @@ class Guard:
 
     def _call(self, event: Event) -> None:
         try:
-            self._on_event(event)
+            self.on_event(event)
         except (Exception, *CONTROL_FLOW) as error:
             logger.exception("on_event failed for the event %r; the device goes on", event.kind)
             if event.kind == _CALLBACK_FAILED:
