@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fleetdistill import Device, Event, Predictor
 from fleetdistill.device.frozen_model import FrozenModel
+from fleetdistill.device.torch_compute import TorchCompute
 from fleetdistill.errors import DataError, LinkError, ModelError
 from fleetdistill.light import light_worker
 from fleetdistill.models import build_model
@@ -213,3 +214,19 @@ def test_a_device_without_pytorch_predicts_from_its_first_delivery(tmp_path: Pat
         np.testing.assert_array_equal(frozen, device.model(images[:3]))
         with pytest.raises(DataError, match="the inputs are int64"):
             device.predict(np.zeros((1, 1, 8, 8), np.int64))
+
+
+def test_a_copy_that_fails_at_a_delivery_is_an_event_and_the_next_delivery_copies_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, events = device_at(LyingLink(ask(round=1), ask(round=2)), tmp_path)
+    with device:
+        before = device.predict(BATCH)
+        with monkeypatch.context() as patch:
+            patch.setattr(TorchCompute, "frozen_model", lambda self: next(iter(())))  # a StopIteration
+            device.step(0)
+        np.testing.assert_array_equal(device.predict(BATCH), before)
+        assert (device.version, len(events.texts("delivered")), len(events.texts("not-copied"))) == (1, 1, 1)
+        device.run()
+        np.testing.assert_array_equal(device.predict(BATCH), logits_of(device.model))
+    assert (len(events.texts("delivered")), len(events.texts("not-copied"))) == (2, 1)
