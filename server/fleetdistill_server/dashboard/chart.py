@@ -62,7 +62,7 @@ class Curves:
         self._empty.text = empty
         self._empty.set_visibility(not filled)
         self._chart.set_visibility(bool(filled))
-        self._chart.props(f'aria-label="{self._sentence(filled, x_name, x_unit)}"')
+        self._chart.props["aria-label"] = self._sentence(filled, x_name, x_unit)
         self._chart.options["xAxis"]["minInterval"] = 0 if x_unit else 1  # rounds are whole numbers
         self._chart.options["xAxis"]["name"] = f"{x_name} ({x_unit})" if x_unit else x_name
         self._chart.options["series"] = [
@@ -75,7 +75,7 @@ class Curves:
             return self._label
         last = [f"{name} {points[-1][1]:.4g} {self._unit}".strip() for name, points in series.items()]
         at = max(points[-1][0] for points in series.values())
-        return f"{self._label} by {x_name}: {', '.join(last)} at {at:,.4g} {x_unit}".strip().replace('"', "'")
+        return f"{self._label} by {x_name}: {', '.join(last)} at {at:,.4g} {x_unit}".strip()
 
     def _options(self) -> dict[str, Any]:
         text = {"color": "var(--fd-muted)"}

@@ -23,7 +23,8 @@ def dialog(heading: str) -> Iterator[ui.dialog]:
     Tab stays within it, Escape closes it, and the focus then returns to where it was.
     """
     with ui.context.client.content:  # else it would be removed together with a dialog that opens it
-        made = ui.dialog().props(f'aria-label="{heading}"')
+        made = ui.dialog()
+    made.props["aria-label"] = heading
     made.on("hide", made.delete)
     with made, ui.card().classes("fd-dialog"):
         ui.label(heading).props("role=heading aria-level=2").classes("fd-h2")

@@ -130,7 +130,8 @@ def live(update: Callable[[], object]) -> None:
 @contextmanager
 def panel(heading: str) -> Iterator[None]:
     """Draws a section with a heading; what is created within the block is its content."""
-    with ui.element("section").classes("fd-panel").props(f'aria-label="{heading}"'):
+    with ui.element("section").classes("fd-panel") as section:
+        section.props["aria-label"] = heading
         ui.label(heading).props("role=heading aria-level=2").classes("fd-h2")
         yield
 

@@ -11,7 +11,9 @@ from html import escape
 from pathlib import Path
 
 from fastapi import FastAPI
+from jinja2 import DictLoader
 from nicegui import core
+from nicegui.client import templates
 from starlette.middleware.sessions import SessionMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import HTTPConnection, Request
@@ -32,11 +34,17 @@ _PUBLIC = ("/static/", "/favicon.ico")
 _LEAST_CHARACTERS = 32
 _HEALTH_SECONDS = 8.0
 """Time for which the health check waits for the first answer of the server that is shown."""
-_HEADERS = {
+_TEMPLATE = "index.html"
+"""NiceGUI's template of all pages."""
+_NONCE = "fleetdistill.nonce"
+"""Where a request has the nonce with which the scripts in its page are marked."""
+_POLICY = (
     # NiceGUI's pages compile their templates in the browser, which needs unsafe-eval. Nothing else may be loaded.
-    "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
+    "default-src 'self'; script-src 'self' 'nonce-{nonce}' 'unsafe-eval'; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; "
-    "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'none'",
+    "object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
+)
+_HEADERS = {
     "X-Frame-Options": "DENY",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "same-origin",
@@ -92,6 +100,7 @@ def protect(web: FastAPI, access: Access) -> None:
     names = [*LOOPBACK_NAMES, *access.names]
     web.add_middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)
     core.sio.eio.cors_allowed_origins = None  # only its own; NiceGUI allows every origin
+    _mark_scripts()
 
 
 class _Gate:
@@ -108,7 +117,8 @@ class _Gate:
         asked = HTTPConnection(scope)
         answer = await self._answer(asked, receive)
         if answer is not None or scope["type"] == "http":
-            await (answer or self._app)(scope, receive, _with_headers(send))
+            scope[_NONCE] = secrets.token_urlsafe(16)
+            await (answer or self._app)(scope, receive, _with_headers(send, scope[_NONCE]))
         else:
             await self._sessions.serve(_named(asked), self._app, scope, receive, send)
 
@@ -179,10 +189,24 @@ def _named(asked: HTTPConnection) -> str:
     return str(asked.session.get(_SESSION, ""))
 
 
-def _with_headers(send: Send) -> Send:
+def _mark_scripts() -> None:
+    """Gives the scripts in NiceGUI's template the nonce of their request.
+
+    The template is changed, not the page: a script in a text that is filled in has no nonce and does not run.
+    """
+    environment = templates.env
+    assert environment.loader is not None
+    source, _, _ = environment.loader.get_source(environment, _TEMPLATE)
+    marked = source.replace("<script", f"<script nonce=\"{{{{ request.scope['{_NONCE}'] }}}}\"")
+    environment.loader = DictLoader({_TEMPLATE: marked})
+
+
+def _with_headers(send: Send, nonce: str) -> Send:
+    headers = {**_HEADERS, "Content-Security-Policy": _POLICY.format(nonce=nonce)}
+
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            more = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+            more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
             message["headers"] = [*message.get("headers", []), *more]
         await send(message)
 

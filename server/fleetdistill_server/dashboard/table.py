@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 from nicegui import ui
@@ -96,7 +97,7 @@ class LiveTable:
             ":getRowId": "params => String(params.data.id)",
             "ensureDomOrder": True,  # screen readers read the rows as they are sorted
             "enableCellTextSelection": True,
-            "overlayNoRowsTemplate": f"<span>{empty}</span>",
+            "overlayNoRowsTemplate": f"<span>{escape(empty)}</span>",
             "animateRows": False,
             ":onGridReady": f"params => params.api.setGridAriaProperty('label', {json.dumps(caption)})",
             ":onCellKeyDown": _OPEN_LINK,

@@ -141,7 +141,7 @@ class _SideBySide:
         self._names = names
         self._shown: Mapping[str, Mapping[str, str]] | None = None
         with ui.element("div").classes("fd-wide"), ui.element("table").classes("fd-compare") as self._table:
-            self._table.props(f'aria-label="{caption}"')
+            self._table.props["aria-label"] = caption
             with ui.element("thead"), ui.element("tr"):
                 with ui.element("th").props("scope=col"):
                     ui.label("Name").classes("fd-hidden")

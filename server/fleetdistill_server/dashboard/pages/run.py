@@ -139,7 +139,7 @@ class Tabs:
 
     def _open(self, name: str) -> None:
         self._box.clear()
-        self._box.props(f'aria-label="{name}"')
+        self._box.props["aria-label"] = name
         with self._box:
             self._panels = [make(self._board, self._run) for make in TABS[name]]
         self.update()

@@ -17,6 +17,10 @@ MOST_DEVICES = 60
 _DATA = {"train": "training data", "test": "test data"}
 _LARGEST = 26.0
 """Diameter in pixels of the largest bubble."""
+_TOOLTIP = """item => Object.assign(document.createElement('span'), {
+  textContent: `class ${item.name}: ${item.value[2].toLocaleString('en-US')} samples`
+})"""
+"""An element with a text: ECharts shows a string as HTML, and devices and operators choose the names of classes."""
 
 
 class ClassesPanel:
@@ -42,7 +46,7 @@ class ClassesPanel:
         self._chart.set_visibility(bool(rows))
         if rows:
             self._chart.style(f"height: {5 + 1.7 * len(rows):.1f}rem")
-            self._chart.props(f'aria-label="{_sentence(rows, names)}"')
+            self._chart.props["aria-label"] = _sentence(rows, names)
             self._chart.options["xAxis"]["data"] = names
             self._chart.options["yAxis"]["data"] = [str(row["device"]) for row in rows]
             self._chart.options["series"] = [_bubbles(rows, names), _totals(rows, names)]
@@ -116,7 +120,7 @@ def _options() -> dict[str, Any]:
             "backgroundColor": "var(--fd-panel)",
             "borderColor": "var(--fd-line)",
             "textStyle": {"color": "var(--fd-text)"},
-            ":formatter": "item => `class ${item.name}: ${item.value[2].toLocaleString('en-US')} samples`",
+            ":formatter": _TOOLTIP,
         },
         "xAxis": {
             **common,

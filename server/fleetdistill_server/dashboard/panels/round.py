@@ -88,7 +88,9 @@ class RoundPanel:
         self._note.text = f"Timeline of the {len(asks)} devices that are furthest behind, of {all_asks:,}."
         if asks:
             self._chart.style(f"height: {4.5 + 1.35 * len(asks):.1f}rem")
-            self._chart.props(f'aria-label="Timeline of round {facts["round"]}: states of {len(asks)} devices by time"')
+            self._chart.props["aria-label"] = (
+                f"Timeline of round {facts['round']}: states of {len(asks)} devices by time"
+            )
             self._chart.options["yAxis"]["data"] = [ask["device"] for ask in asks]
             self._chart.options["series"] = bars(asks, facts["started_at"], now)
             self._chart.update()
