@@ -698,6 +698,24 @@ def test_a_thousand_connections_that_never_finish_their_handshake_do_not_stop_th
         wait_until(lambda: all(map(is_closed, made)), "the front to close every one of them")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("port", ["port", "enrol_port"])
+def test_an_address_keeps_few_connections_of_unknown_callers_and_the_known_stay(tmp_path: Path, port: str) -> None:
+    limits = Limits(unknown_connections=80, unknown_connections_per_address=40, handshake_seconds=3600.0)
+    with secured(tmp_path, limits) as world, world.front.channel(world.operator) as channel:
+        runs = operations_pb2_grpc.OperationsServiceStub(channel)
+        asked = operations_pb2.ListRunsRequest()
+        assert runs.ListRuns(asked, timeout=CALL_SECONDS).runs
+        states: list[grpc.ChannelConnectivity] = []
+        channel.subscribe(states.append)
+        with connections(getattr(world.front, port), 400, b"") as made:
+            wait_until(lambda: sum(map(is_closed, made)) >= 350, "the front to close all but 40 and a quarter more")
+            assert sum(map(is_closed, made)) < 400
+            world.heartbeat()  # a new connection of somebody known from the same address
+            assert runs.ListRuns(asked, timeout=CALL_SECONDS).runs
+        assert set(states) <= {grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.IDLE}
+
+
 # --- the device
 
 

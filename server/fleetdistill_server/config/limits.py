@@ -27,7 +27,8 @@ class Limits(Section):
     handshake_seconds: Annotated[float, Field(gt=0)] = 20.0
     idle_seconds: Annotated[float, Field(gt=0)] = 600.0
     connections: Annotated[int, Field(ge=1, lt=2**31)] = 20_000
-    enrol_connections: Annotated[int, Field(ge=1, lt=2**31)] = 2_000
+    unknown_connections: Annotated[int, Field(ge=1, lt=2**31)] = 1_000  # 45 MiB
+    unknown_connections_per_address: Annotated[int, Field(ge=1)] = 500
     request_bytes: Annotated[int, Field(ge=1)] = 256 << 20
     request_bytes_per_caller: Annotated[int, Field(ge=1)] = 64 << 20
     request_seconds: Annotated[float, Field(gt=0)] = 30.0

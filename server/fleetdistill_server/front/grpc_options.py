@@ -40,7 +40,7 @@ def enrolment_options(limits: Limits) -> Options:
     return [
         ("grpc.server.max_pending_requests", limits.enrolments_at_once),
         ("grpc.max_concurrent_streams", _ENROLMENT_STREAMS),
-        ("grpc.max_allowed_incoming_connections", _connections(limits.enrol_connections)),
+        ("grpc.max_allowed_incoming_connections", _connections(limits.unknown_connections)),
         ("grpc.max_connection_idle_ms", _milliseconds(limits.handshake_seconds)),
         ("grpc.max_connection_age_ms", _milliseconds(limits.request_seconds)),
         ("grpc.max_connection_age_grace_ms", _milliseconds(limits.request_seconds)),

@@ -23,6 +23,7 @@ from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.front.errors import abort
 from fleetdistill_server.front.receiving import Receiver
 from fleetdistill_server.front.revocations import Revocations, open_revocations
+from fleetdistill_server.front.strangers import Strangers
 from fleetdistill_server.intake.limiter import Limiter
 from fleetdistill_server.security.calls_in_words import refusal
 from fleetdistill_server.security.certificates import Holder, Role, holder_of
@@ -45,6 +46,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         limits: Limits on reading requests and on open calls of operators and viewers.
 
     Attributes:
+        strangers: The connections whose callers are unknown; a call with a valid certificate makes them known.
         on_refusal: Called with the method, the call's context, the error and the request (None if it was not read) when
             a call is refused; must not wait.
     """
@@ -54,6 +56,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         self.tls = tls
         self.on_refusal: Callable[[str, Any, FleetDistillError, Any], None] = lambda *refused: None
         self.receiver = Receiver(limits)
+        self.strangers = Strangers(limits)
         self._limiter = Limiter(limits)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
@@ -79,6 +82,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         caller = Caller(holder.role.value) if holder else without
         if holder is not None:
             self.check_valid(holder)
+            self.strangers.know(context.peer())
         if caller not in ALLOWED_CALLERS.get(method, ()):
             raise RefusedError(Code.NOT_ALLOWED, refusal(caller, holder.name if holder else "", method))
         return holder

@@ -127,7 +127,7 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
         server = await _make_server(service, guard, limits, status, meter)
         enrolment = _limited_enrolment_server(guard, limits, meter)
         try:
-            ports = listen_on(server, enrolment, config.listen, tls)
+            ports = listen_on(server, enrolment, config.listen, tls, guard.strangers)
         except RuntimeError:
             where = config.listen if tls is None else f"{config.listen} and {tls.enrol_listen}"
             text = "the address is in use or not this machine's; set another in [server] listen or enrol_listen"

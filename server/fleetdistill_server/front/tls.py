@@ -1,6 +1,6 @@
 """TLS of the front. Certificates are reloaded when their files change, so rotation needs no restart.
 
-gRPC calls `_Files.changed` for every new connection. Open connections are not affected.
+gRPC calls `before_handshake` for every new connection. Open connections are not affected.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fleetdistill.errors import ConfigurationError, StoreError
 from fleetdistill.link.credentials import AUTHORITIES, split
 from fleetdistill_server.config.tls import Tls
 from fleetdistill_server.front.guard import Guard
+from fleetdistill_server.front.strangers import Strangers
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.pki import SERVER, Authority
 from fleetdistill_server.security.tokens import EnrolmentApi
@@ -33,8 +34,8 @@ class Ports:
     enrol: int | None = None
 
 
-def listen_on(server: Any, enrolment: Any, listen: str, tls: Tls | None) -> Ports:
-    """Binds the ports of the gRPC servers for devices and, with TLS, for enrolment.
+def listen_on(server: Any, enrolment: Any, listen: str, tls: Tls | None, strangers: Strangers) -> Ports:
+    """Binds the ports of the gRPC servers for devices and, with TLS, for enrolment, whose strangers are bounded.
 
     Raises:
         RuntimeError: An address cannot be bound (raised by gRPC).
@@ -42,10 +43,10 @@ def listen_on(server: Any, enrolment: Any, listen: str, tls: Tls | None) -> Port
     """
     if tls is None:
         return Ports(server.add_insecure_port(listen))
-    return Ports(
-        server.add_secure_port(listen, _credentials(tls.directory, client_certificates=True)),
-        enrolment.add_secure_port(tls.enrol_listen, _credentials(tls.directory, client_certificates=False)),
-    )
+    devices = server.add_secure_port(listen, _credentials(tls.directory, True, strangers))
+    enrol = enrolment.add_secure_port(tls.enrol_listen, _credentials(tls.directory, False, strangers))
+    strangers.watch(devices, enrol)
+    return Ports(devices, enrol)
 
 
 def add_services(
@@ -87,19 +88,27 @@ def check_files(directory: Path) -> None:
     Authority(directory)
 
 
-def _credentials(directory: Path, client_certificates: bool) -> Any:
+def _credentials(directory: Path, client_certificates: bool, strangers: Strangers) -> Any:
     """Returns the credentials of a port.
 
     Args:
         directory: Directory of the PKI.
         client_certificates: Whether clients must present a certificate of an accepted CA.
+        strangers: Told of each new connection.
 
     Raises:
         ConfigurationError: The files cannot be read.
     """
     files = _Files(directory)
     first = files.configuration()
-    return grpc.dynamic_ssl_server_credentials(first, files.changed, require_client_authentication=client_certificates)
+
+    def before_handshake() -> Any:
+        strangers.before_handshake()
+        return files.changed()
+
+    return grpc.dynamic_ssl_server_credentials(
+        first, before_handshake, require_client_authentication=client_certificates
+    )
 
 
 class _Files:

@@ -1,0 +1,118 @@
+"""Bounds the connections of unknown callers: those that have not made a call with a valid certificate yet.
+
+gRPC accepts each connection and uses about 45 KiB for its handshake, which it keeps for later ones. It calls the front
+before each handshake, which closes connections if there are too many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from urllib.parse import unquote
+
+from fleetdistill_server.config.limits import Limits
+
+_OPEN_FILES = "/dev/fd"
+_MAPPED = "::ffff:"
+"""How an IPv6 socket writes an IPv4 address."""
+
+Peer = tuple[str, int]
+"""Address and port of the other end of a connection."""
+
+
+class Strangers:
+    """The connections of unknown callers to the ports with TLS. Used by several threads.
+
+    Args:
+        limits: How many of them may be open, in all and from one address.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._most, self._most_of_address = limits.unknown_connections, limits.unknown_connections_per_address
+        self._count_after = self._quarter = max(1, min(self._most, self._most_of_address) // 4)
+        self._ports: frozenset[int] = frozenset()
+        self._lock = threading.Lock()
+        self._known: set[Peer] = set()
+        self._unknown: list[Peer] = []  # oldest first
+        self._closed: set[Peer] = set()  # gRPC has not noticed yet
+        self._new = 0
+
+    def watch(self, *ports: int) -> None:
+        """Bounds the connections to these ports from now on."""
+        self._ports = frozenset(ports)
+
+    def know(self, peer: str) -> None:
+        """Notes that the caller at the other end of a connection is known; `peer` is gRPC's name for that end."""
+        address, _, port = unquote(peer).partition(":")[2].rpartition(":")
+        if port.isdecimal():
+            self._known.add((address.strip("[]"), int(port)))
+
+    def before_handshake(self) -> None:
+        """Notes a new connection, and closes others if there are too many.
+
+        The sockets are looked at after each quarter of the limits only, and less often if there are many of them,
+        because that takes 3 µs for each.
+        """
+        with self._lock:
+            self._new += 1
+            if self._new >= self._count_after:
+                self._new = 0
+                self._close_some()
+
+    def _close_some(self) -> None:
+        """Keeps the newest connections of each address, and of all addresses equally many."""
+        found = {peer: number for number, port, peer in _connections() if port in self._ports}
+        self._count_after = max(self._quarter, len(found) // 16)
+        self._known = {peer for peer in list(self._known) if peer in found}
+        self._closed &= found.keys()
+        unknown = found.keys() - self._known - self._closed
+        self._unknown = [peer for peer in dict.fromkeys([*self._unknown, *found]) if peer in unknown]
+        counts: Counter[str] = Counter()
+        ranked = []
+        for peer in reversed(self._unknown):
+            ranked.append((counts[peer[0]], peer))
+            counts[peer[0]] += 1
+        ranked.sort(key=lambda one: one[0])
+        kept = {peer for rank, peer in ranked[: self._most] if rank < self._most_of_address}
+        for peer in set(self._unknown) - kept:
+            _shut_down(found[peer], peer)
+            self._closed.add(peer)
+        self._unknown = [peer for peer in self._unknown if peer in kept]
+
+
+def _connections() -> Iterator[tuple[int, int, Peer]]:
+    """Yields file descriptor, own port and peer of each connection of this process."""
+    for name in os.listdir(_OPEN_FILES):
+        with (
+            contextlib.suppress(OSError),
+            _borrowed(int(name)) as seen,
+        ):  # no socket, not connected, or closed meanwhile
+            yield int(name), *_ends(seen)
+
+
+def _shut_down(number: int, peer: Peer) -> None:
+    with contextlib.suppress(OSError), _borrowed(number) as seen:
+        if _ends(seen)[1] == peer:  # else gRPC has closed it, and the number belongs to another file
+            seen.shutdown(socket.SHUT_RDWR)  # gRPC reads the end of the connection and closes it
+
+
+@contextlib.contextmanager
+def _borrowed(number: int) -> Iterator[socket.socket]:
+    """Opens a file descriptor of gRPC as a socket. Raises OSError if it is none."""
+    seen = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=number)
+    try:
+        yield seen
+    finally:
+        seen.detach()
+
+
+def _ends(connection: socket.socket) -> tuple[int, Peer]:
+    """Returns the own port and the peer of a connection. Raises OSError if it is none."""
+    own, peer = connection.getsockname(), connection.getpeername()
+    if not (isinstance(own, tuple) and isinstance(peer, tuple)):  # a Unix socket has paths
+        raise OSError
+    return own[1], (peer[0].removeprefix(_MAPPED), peer[1])
