@@ -91,6 +91,47 @@ def test_a_wrong_token_opens_no_session(address: str) -> None:
         assert opened.get("/").status_code == 401
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 403),
+        (b"token=%ff%00&token=a&b&&=", 403),
+        (b"--x\r\nContent-Disposition: form-data\r\n", 403),
+        (b"token=" + b"a" * 5000, 413),
+        (b"&" * (64 << 20), 413),
+    ],
+    ids=["nothing", "odd characters", "half a part", "too long", "64 MiB"],
+)
+def test_a_form_that_is_no_token_is_refused_and_leaves_no_trace_in_the_log(
+    work: Path, address: str, kind: str, body: bytes, status: int
+) -> None:
+    try:
+        answer = httpx.post(f"{address}/login", content=body, headers={"Content-Type": kind}, timeout=PATIENCE_SECONDS)
+        assert answer.status_code == status
+    except httpx.WriteError:  # the dashboard did not wait for the rest
+        assert status == 413
+    assert "Traceback" not in (work / "dashboard.log").read_text()
+
+
+@pytest.fixture
+def own(work: Path, tmp_path: Path) -> Iterator[str]:
+    """A dashboard for one test, because wrong tokens are counted."""
+    with dashboard(tmp_path, "--store", str(work / "store")) as address:
+        yield address
+
+
+def test_wrong_tokens_of_an_address_are_limited(own: str) -> None:
+    with client(own) as opened:
+        tried = [opened.post("/login", data={"token": f"wrong {number}"}).status_code for number in range(20)]
+        assert tried == [403] * 20
+        assert opened.post("/login", data={"token": TOKEN}).status_code == 429
+        assert opened.get("/", params={"token": TOKEN}).status_code == 429
+        other = httpx.HTTPTransport(local_address="127.0.0.2")
+    with client(own, transport=other) as opened:
+        assert opened.post("/login", data={"token": TOKEN}).status_code == 303
+
+
 def test_the_token_opens_a_session_and_is_gone_from_the_address(address: str) -> None:
     with client(address) as opened:
         answer = opened.get("/compare", params={"runs": RUN, "token": TOKEN})

@@ -6,9 +6,12 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from time import monotonic
+from urllib.parse import parse_qs
 
 from fastapi import FastAPI
 from jinja2 import DictLoader
@@ -16,7 +19,7 @@ from nicegui import core
 from nicegui.client import templates
 from starlette.middleware.sessions import SessionMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -34,6 +37,10 @@ _PUBLIC = ("/static/", "/favicon.ico")
 _LEAST_CHARACTERS = 32
 _HEALTH_SECONDS = 8.0
 """Time for which the health check waits for the first answer of the server that is shown."""
+_LONGEST_FORM = 4096
+_MOST_WRONG = 20
+"""Largest number of wrong tokens from an address within a minute."""
+_MOST_ADDRESSES = 1000
 _TEMPLATE = "index.html"
 """NiceGUI's template of all pages."""
 _NONCE = "fleetdistill.nonce"
@@ -107,7 +114,7 @@ class _Gate:
     """Refuses what another origin asks for, and everything without a session but signing in and the health check."""
 
     def __init__(self, app: ASGIApp, token: str, problem: Callable[[], str | None]) -> None:
-        self._app, self._token, self._sessions = app, token, OpenSessions()
+        self._app, self._token, self._sessions, self._attempts = app, token, OpenSessions(), _Attempts()
         self._problem = problem
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,7 +138,12 @@ class _Gate:
             return await self._health()
         if path == LOGIN:
             return await self._login(Request(asked.scope, receive))
-        if method and self._knows(asked.query_params.get("token", "")):
+        token = asked.query_params.get("token", "")
+        if method and token and not self._attempts.allowed(_address(asked)):
+            return _form(429, "Too many wrong tokens came from this address; try again in a minute.")
+        if method and token and not self._knows(token):
+            self._attempts.note(_address(asked))
+        elif method and token:
             self._sign_in(asked)
             return RedirectResponse(asked.url.remove_query_params("token").replace(scheme="", netloc=""), 303)
         if self._sessions.has(_named(asked)):
@@ -150,9 +162,14 @@ class _Gate:
     async def _login(self, request: Request) -> Response:
         if request.scope["type"] != "http" or request.method != "POST":
             return _form(200)
-        async with request.form(max_files=0, max_fields=1) as sent:
-            known = self._knows(str(sent.get("token", "")).strip())
-        if not known:
+        if not self._attempts.allowed(_address(request)):
+            return _form(429, "Too many wrong tokens came from this address; try again in a minute.")
+        body = await _body(request)
+        if body is None:
+            return _form(413, "This is too long for a token.")
+        (token,) = parse_qs(body, encoding="utf-8", errors="replace").get("token", [""])[:1]
+        if not self._knows(token.strip()):
+            self._attempts.note(_address(request))
             return _form(403, "This is not the token of this dashboard.")
         self._sign_in(request)
         return RedirectResponse("/", 303)
@@ -169,6 +186,39 @@ class _Gate:
 
     def _knows(self, token: str) -> bool:
         return secrets.compare_digest(token.encode(), self._token.encode())
+
+
+class _Attempts:
+    """The wrong tokens of each address within the last minute."""
+
+    def __init__(self) -> None:
+        self._wrong: dict[str, list[float]] = {}
+
+    def allowed(self, address: str) -> bool:
+        """Returns whether an address may try another token."""
+        return len([at for at in self._wrong.get(address, ()) if at > monotonic() - 60]) < _MOST_WRONG
+
+    def note(self, address: str) -> None:
+        """Notes a wrong token; the address that failed longest ago is dropped if there are too many."""
+        times = [*self._wrong.pop(address, [])[-_MOST_WRONG:], monotonic()]
+        if len(self._wrong) >= _MOST_ADDRESSES:
+            del self._wrong[next(iter(self._wrong))]
+        self._wrong[address] = times
+
+
+def _address(asked: HTTPConnection) -> str:
+    return asked.client.host if asked.client else ""
+
+
+async def _body(request: Request) -> str | None:
+    """Returns the body of a request; None if it is longer than a form with a token, whose rest is not read."""
+    body = b""
+    with suppress(ClientDisconnect):
+        async for part in request.stream():
+            body += part
+            if len(body) > _LONGEST_FORM:
+                return None
+    return body.decode("ascii", "replace")
 
 
 def _is_foreign(asked: HTTPConnection) -> bool:
