@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-NAME = r"[A-Za-z0-9._-]{1,64}"
-"""Regular expression of a valid name."""
-NAME_RULE = "1 to 64 letters, digits, '-', '_' or '.'"
+NAME = r"(?!(?i:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\.|\Z))[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?"
+"""Regular expression of a valid name: a file name on every system, and no option of a command."""
+NAME_RULE = (
+    "1 to 64 letters, digits, '-', '_' or '.', beginning with a letter or digit, not ending with '.', and no device of "
+    "Windows such as CON or COM1"
+)
 """The rule for valid names, for messages."""
 _NAME = re.compile(NAME)
 

@@ -12,7 +12,7 @@ import typer
 
 from fleetdistill.errors import ConfigurationError, in_words
 from fleetdistill.link.credentials import IDENTITY, write_private
-from fleetdistill.names import is_name
+from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,
@@ -166,7 +166,7 @@ def pki_revoke(
     if role is Role.DEVICE:
         raise ConfigurationError("--role is device; use `fleetdistill devices revoke` to revoke a device")
     if not is_name(name):
-        raise ConfigurationError(f"--name is {name!r}, must be 1 to 64 letters, digits, '-', '_' or '.'")
+        raise ConfigurationError(f"--name is {name!r}, must be {NAME_RULE}")
     if server is not None:
         with connect(server, identity) as remote:
             changed = remote.revoke_person(role, name, reason, own=yes)
@@ -291,7 +291,7 @@ def _write_tokens(tokens: list[str], out: Path | None) -> None:
 
 def _folder(pki: Path, role: Role, name: str) -> Path:
     if not is_name(name):
-        raise ConfigurationError(f"the name is {name!r}, must be 1 to 64 letters, digits, '-', '_' or '.'")
+        raise ConfigurationError(f"the name is {name!r}, must be {NAME_RULE}")
     return pki / f"{role}-{name}"
 
 

@@ -49,7 +49,7 @@ OPERATORS = (
 class RunSection(Section):
     """[run]: name, method and rounds of the run."""
 
-    name: Annotated[str, Field(pattern=f"^{NAME}$")]
+    name: Annotated[str, Field(pattern=rf"^{NAME}\Z")]
     method: str = "feddkc"
     rounds: Annotated[int, Field(ge=0, lt=2**32)] = 30
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -63,7 +63,7 @@ class RunSection(Section):
     staleness_limit: Annotated[int, Field(ge=1, le=1000)] = 10
     staleness_exponent: Annotated[float, Field(ge=0, le=10)] = 0.5
     threads: Annotated[int, Field(ge=1, lt=2**32)] = 1
-    start_from: Annotated[str, Field(pattern=f"^({NAME})?$")] = ""
+    start_from: Annotated[str, Field(pattern=rf"^({NAME})?\Z")] = ""
     modules: Annotated[list[str], Field(alias="import")] = []  # noqa: RUF012  (pydantic copies it)
     """Modules that register methods; `import` is a keyword in Python."""
 

@@ -15,7 +15,7 @@ from fleetdistill.errors import ConfigurationError, in_words
 class Settings(BaseModel):
     """Immutable settings that accept no unknown key and convert no types."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, regex_engine="python-re")
 
 
 class Section(Settings):

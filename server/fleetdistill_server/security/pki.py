@@ -27,7 +27,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fleetdistill.errors import ConfigurationError, in_words
 from fleetdistill.link.credentials import AUTHORITIES, IDENTITY, write_private
-from fleetdistill.names import is_name
+from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill_server.security.certificates import URI_SCHEME, Issued, Role, fingerprint, general_name
 
 CA_KEY = "ca-key.pem"
@@ -99,7 +99,7 @@ class Authority:
                 "--role is device; devices create their own keys: enrol them with `fleetdistill enrol`"
             )
         if not is_name(name):
-            raise ConfigurationError(f"--name is {name!r}, must be 1 to 64 letters, digits, '-', '_' or '.'")
+            raise ConfigurationError(f"--name is {name!r}, must be {NAME_RULE}")
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.UniformResourceIdentifier(_uri(role, name))]
         signed = self._sign(key.public_key(), name, names, days)
