@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -31,3 +33,28 @@ def test_a_missing_file_and_a_missing_array_are_named(tmp_path: Path) -> None:
     np.savez(tmp_path / "half.npz", inputs=np.ones(3))
     with pytest.raises(DataError, match="labels"):
         read_labelled(str(tmp_path / "half.npz"))
+
+
+@pytest.mark.parametrize("kind", ["/dev/zero", "fifo", "directory"])
+def test_a_file_that_is_no_regular_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    file = kind if kind == "/dev/zero" else str(tmp_path / kind)
+    if kind == "fifo":
+        os.mkfifo(file)
+    if kind == "directory":
+        os.mkdir(file)
+    with pytest.raises(DataError, match=re.escape(file)):
+        read_labelled(file)
+
+
+def test_a_file_that_is_small_only_while_it_is_packed_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "bomb.npz", "w") as packed:
+        packed.writestr("inputs.npy", b"x")
+        packed.writestr("labels.npy", b"x")
+    data = bytearray((tmp_path / "bomb.npz").read_bytes())
+    first = data.index(b"PK\x01\x02")  # the sizes in the central directory are those that readers believe
+    data[first + 24 : first + 28] = (0xFFFF_FFFE).to_bytes(4, "little")
+    second = data.index(b"PK\x01\x02", first + 4)
+    data[second + 24 : second + 28] = (0x0FFF_FFFF).to_bytes(4, "little")
+    (tmp_path / "bomb.npz").write_bytes(data)
+    with pytest.raises(DataError, match=r"must be at most 4,294,967,296"):
+        read_labelled(str(tmp_path / "bomb.npz"))

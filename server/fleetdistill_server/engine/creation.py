@@ -13,9 +13,9 @@ from typing import Any
 from fleetdistill.errors import FleetDistillError
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.preflight import build, evaluation_samples
-from fleetdistill_server.service.creation import NewRun
+from fleetdistill_server.service.creation import CREATION_BYTES, NewRun
 from fleetdistill_server.service.leading import clone_settings, create
-from fleetdistill_server.service.processes import end_with_parent
+from fleetdistill_server.service.processes import end_with_parent, limit_memory
 from fleetdistill_server.service.registration import is_prepared
 from fleetdistill_server.store.location import Location, has_store, set_location
 from fleetdistill_server.store.operator_calls import Call
@@ -54,11 +54,15 @@ def _check(store: Store, config: RunConfig) -> None:
 def main() -> int:
     """Reads a run and its operator's call as JSON from standard input; prints a sentence, or an error and returns 1."""
     end_with_parent(int(sys.argv[2]))
+    limit_memory(CREATION_BYTES)
     try:
         given = json.load(sys.stdin)
         print(_created(Path(sys.argv[1]), NewRun(**given["run"]), Call(**given["call"])))
     except FleetDistillError as error:
         print(error)
+        return 1
+    except MemoryError:
+        print(f"the run needs more than {CREATION_BYTES:,} bytes of memory to be checked; use smaller models or data")
         return 1
     return 0
 

@@ -20,6 +20,8 @@ from fleetdistill_server.store.operator_calls import Call
 
 CREATION_SECONDS = 600.0
 """Time limit for creating a run; loading torch and a large model may take minutes."""
+CREATION_BYTES = 16 << 30
+"""Memory limit of the process that creates a run: four times the largest file that a run.toml may name."""
 
 
 @dataclass(frozen=True, kw_only=True)

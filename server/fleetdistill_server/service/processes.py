@@ -90,6 +90,13 @@ def front_environment() -> dict[str, str]:
     return {**_KEEP_FREED_MEMORY, **child_environment()}
 
 
+def limit_memory(size_bytes: int) -> None:
+    """Lets this process write to at most so many bytes of memory; beyond them it gets MemoryError. Linux only."""
+    if resource is not None and sys.platform == "linux":
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (size_bytes if hard < 0 else min(size_bytes, hard), hard))
+
+
 def open_files() -> int:
     """Returns how many files this process may have open."""
     if resource is None:
