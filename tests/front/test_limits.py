@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import resource
 import socket
 import ssl
@@ -583,6 +584,22 @@ def test_a_hundred_silent_uploads_hold_no_thread_of_the_pool(front: LiveFront, c
         assert client.upload(ask(store, client), make_payload()).id
         for call in silent:
             assert call.exception(timeout=PATIENCE_SECONDS).code() is grpc.StatusCode.ABORTED
+
+
+@pytest.mark.slow
+def test_a_message_that_unpacks_to_too_much_is_refused_without_a_stack_trace(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare_store(tmp_path / "store").close()
+    packings = (grpc.Compression.Gzip, grpc.Compression.Deflate)
+    with live_front(tmp_path / "store") as running:
+        for packing, method in itertools.product(packings, ("CheckIn", "NextAsk", "Heartbeat", "Upload") * 4):
+            with grpc.insecure_channel(f"127.0.0.1:{running.port}", compression=packing) as channel:
+                call = channel.stream_unary(f"/fleetdistill.wire.v1.DeviceService/{method}")
+                with pytest.raises(grpc.RpcError) as refusal:
+                    call(iter([bytes(6 << 20)]), timeout=PATIENCE_SECONDS)
+                assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "Traceback" not in capfd.readouterr().err
 
 
 # --- strangers, on both ports of TLS

@@ -62,11 +62,14 @@ async def abort(context: Any, error: FleetDistillError) -> NoReturn:
     """Ends a call with the error's status and google.rpc details."""
     refusal = error if isinstance(error, RefusedError) else _as_refusal(error)
     status = rich_status(refusal)
-    await context.abort(
-        getattr(grpc.StatusCode, MEANINGS[Code(refusal.code)].status),
-        status.message,
-        ((DETAILS, status.SerializeToString()),),
-    )
+    try:
+        await context.abort(
+            getattr(grpc.StatusCode, MEANINGS[Code(refusal.code)].status),
+            status.message,
+            ((DETAILS, status.SerializeToString()),),
+        )
+    except grpc.aio.InternalError as gone:  # gRPC has ended the call itself, as for a message that unpacks to too much
+        raise asyncio.CancelledError from gone
     raise AssertionError("abort raises")
 
 
