@@ -179,6 +179,29 @@ def test_a_damaged_privacy_ledger_or_release_stops_a_private_device(tmp_path: Pa
         assert (directory / name).exists()
 
 
+def test_an_app_is_told_of_a_privacy_ledger_that_was_deleted_beside_its_release(tmp_path: Path) -> None:
+    fleet = PrivateFleet()
+    given: dict[str, Any] = {"export_onnx": "never", "device_id": "d", "state_dir": tmp_path}
+    with Device(server=MemoryLink(fleet.api), worker=RowsWorker, **given) as device:
+        device.step(0)
+        fleet.ask()
+        device.step(0)
+    (tmp_path / "privacy.json").unlink()
+
+    class OtherRows(RowsWorker):
+        def __init__(self, contract: Any) -> None:
+            super().__init__(contract)
+            self._rows[0] += 1
+
+    for worker in (RowsWorker, OtherRows):
+        with Device(server=MemoryLink(fleet.api), worker=worker, **given) as device:
+            device.step(0)
+            fleet.ask()
+            with pytest.raises(StateError, match=r"privacy\.json is missing"):
+                device.step(0)
+    assert not (tmp_path / "privacy.json").exists()
+
+
 def test_weights_of_another_bit_are_noticed(made: Made, tmp_path: Path) -> None:
     """Without a checksum, one flipped bit of a weight would be another model."""
     directory = made.copy(tmp_path / "state")

@@ -121,6 +121,15 @@ def test_a_damaged_ledger_is_never_replaced(tmp_path, damage):
     assert (tmp_path / "privacy.json").read_bytes() == damage
 
 
+def test_a_ledger_that_is_missing_beside_a_release_does_not_begin_again(tmp_path):
+    record(PrivacyLedger(Files(tmp_path)))
+    (tmp_path / "released.npz").write_bytes(b"of that release")
+    (tmp_path / "privacy.json").unlink()
+    with pytest.raises(StateError, match=r"privacy\.json is missing, but released\.npz beside it .* restore"):
+        PrivacyLedger(Files(tmp_path))
+    assert not (tmp_path / "privacy.json").exists()
+
+
 @pytest.mark.parametrize("mu", [-1, 0, math.nan, math.inf])
 def test_an_impossible_mu_is_damage(tmp_path, mu):
     record(PrivacyLedger(Files(tmp_path)))

@@ -118,9 +118,9 @@ class PrivateAnswers:
             u.tobytes() + int(c).to_bytes(8, "little") for u, c in zip(units_nf, rows.labels, strict=True)
         )
         name, releases = f"{run} {content} {used}", Releases(self._files)
+        ledger = PrivacyLedger(self._files)  # read first, so that an app learns that its ledger is gone
         if (known := releases.load(name)) is not None:
             return known
-        ledger = PrivacyLedger(self._files)
         recorded = ledger.record(
             run=run, round=round, mu=used.mu, exact=used.exact, rows=content, most=most, time=time.time()
         )

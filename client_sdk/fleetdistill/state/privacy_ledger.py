@@ -20,6 +20,8 @@ from fleetdistill.state.files import Files
 from fleetdistill.state.format import damaged_error, json_object, sealed_json
 
 PRIVACY_LEDGER = "privacy.json"
+RELEASED = "released.npz"
+"""The last release; it is written after its entry in the ledger."""
 _TOLERANCE = 1e-9
 """Relative. Epsilon is rounded up twice on its way through mu, so a budget of exactly one release allows it."""
 
@@ -77,7 +79,8 @@ class PrivacyLedger:
         files: The state directory.
 
     Raises:
-        StateError: The ledger is damaged. It is never replaced: without it, the device cannot know what it has spent.
+        StateError: The ledger is damaged, or missing beside a release. It is never replaced: without it, the device
+            cannot know what it has spent.
     """
 
     def __init__(self, files: Files) -> None:
@@ -122,10 +125,14 @@ class PrivacyLedger:
         self._files.save(PRIVACY_LEDGER, sealed_json({"format": 1, "releases": entries}, indent=1), mode=0o600)
 
     def _load(self) -> list[Release]:
-        data = self._files.load(PRIVACY_LEDGER)
+        data, path = self._files.load(PRIVACY_LEDGER), self._files.directory / PRIVACY_LEDGER
         if data is None:
-            return []
-        path = self._files.directory / PRIVACY_LEDGER
+            if self._files.load(RELEASED) is None:
+                return []
+            raise StateError(
+                f"{path} is missing, but {RELEASED} beside it is a private release that it must count; restore "
+                f"{PRIVACY_LEDGER} from a backup, or begin with new data in a new state directory"
+            )
         try:
             entries = json_object(path, data)["releases"]
             releases = [Release(**entry) for entry in entries]

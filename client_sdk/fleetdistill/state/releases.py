@@ -13,8 +13,8 @@ from fleetdistill.knowledge import ClassSums
 from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import damaged_error
+from fleetdistill.state.privacy_ledger import RELEASED
 
-_NAME = "released.npz"
 _FIELDS = tuple(one.name for one in fields(ClassSums))
 
 
@@ -38,7 +38,7 @@ class Releases:
         file = io.BytesIO()
         arrays: dict[str, Any] = {field: np.array(getattr(release, field)) for field in _FIELDS}
         np.savez(file, name=np.array(name), **arrays)
-        self._files.save(_NAME, file.getvalue(), mode=0o600)
+        self._files.save(RELEASED, file.getvalue(), mode=0o600)
         failpoints.hit("device.privacy.after-release")
 
     def load(self, name: str) -> ClassSums | None:
@@ -47,7 +47,7 @@ class Releases:
         Raises:
             StateError: The file is damaged.
         """
-        data = self._files.load(_NAME)
+        data = self._files.load(RELEASED)
         if data is None:
             return None
         try:
@@ -56,5 +56,5 @@ class Releases:
                     return None
                 found = {field: arrays[field] for field in _FIELDS}
         except (ValueError, KeyError, OSError, EOFError, BadZipFile) as error:
-            raise damaged_error(self._files.directory / _NAME, error) from error
+            raise damaged_error(self._files.directory / RELEASED, error) from error
         return ClassSums(**{**found, "mu": float(found["mu"]), "discrete": bool(found["discrete"])})
