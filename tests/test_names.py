@@ -13,6 +13,7 @@ from support.secured import make_pki
 
 from fleetdistill import Device
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.models import build_model
 from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.security.certificates import Role
@@ -32,8 +33,8 @@ def _starting_run(name: str, tmp_path: Path) -> None:
 
 def _device(name: str, tmp_path: Path) -> None:
     images, labels = np.zeros((2, 1, 8, 8), np.float32), np.zeros(2, np.int64)
-    state = tmp_path / "state"
-    Device(server="127.0.0.1:1", model=print, data=(images, labels), state_dir=state, run="r", device_id=name).close()
+    state, model = tmp_path / "state", lambda: build_model("digits_linear")
+    Device(server="127.0.0.1:1", model=model, data=(images, labels), state_dir=state, run="r", device_id=name).close()
 
 
 def _person(name: str, tmp_path: Path) -> None:

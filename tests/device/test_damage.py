@@ -182,7 +182,7 @@ def test_a_damaged_privacy_ledger_or_release_stops_a_private_device(tmp_path: Pa
 def test_an_app_is_told_of_a_privacy_ledger_that_was_deleted_beside_its_release(tmp_path: Path) -> None:
     fleet = PrivateFleet()
     given: dict[str, Any] = {"export_onnx": "never", "device_id": "d", "state_dir": tmp_path}
-    with Device(server=MemoryLink(fleet.api), worker=RowsWorker, **given) as device:
+    with Device(server=MemoryLink(fleet.api), **given | {"worker": RowsWorker}) as device:
         device.step(0)
         fleet.ask()
         device.step(0)
@@ -194,7 +194,7 @@ def test_an_app_is_told_of_a_privacy_ledger_that_was_deleted_beside_its_release(
             self._rows[0] += 1
 
     for worker in (RowsWorker, OtherRows):
-        with Device(server=MemoryLink(fleet.api), worker=worker, **given) as device:
+        with Device(server=MemoryLink(fleet.api), **given | {"worker": worker}) as device:
             device.step(0)
             fleet.ask()
             with pytest.raises(StateError, match=r"privacy\.json is missing"):

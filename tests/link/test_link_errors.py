@@ -71,7 +71,7 @@ def test_a_port_of_another_grpc_server() -> None:
     assert said.endswith("pass the port of the server's `[server] listen`")
 
 
-class Unavailable(grpc.RpcError):
+class Unavailable(grpc.RpcError):  # type: ignore[misc]  # grpc has no types
     """An error as gRPC raises it, with the details that it printed."""
 
     def __init__(self, details: str, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
