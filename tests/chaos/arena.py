@@ -7,11 +7,13 @@ import contextlib
 import math
 import os
 import random
+import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 
 from chaos import counting, members
 from chaos.checker import Findings, Key, check
+from chaos.clocks import Offsets
 from chaos.logged import SENT, ReceiptCounter, read_log
 from chaos.members import DeviceTerms, Place
 from chaos.scenario import ENGINE, Action, Blow, Scenario
@@ -39,6 +42,9 @@ RUN = "chaos"
 LONGEST_RUN_SECONDS = 300.0
 _LOOK_SECONDS = 0.02
 _MOST_FAILURES = 5
+_DISK_BYTES = 256 << 20
+_AFTERMATH_SECONDS = 5.0
+"""Time after a full disk in which processes may end with an error of it; supervisor and apps start them again."""
 _LONGEST_END_SECONDS = 5.0
 _LONGEST_FAULT_SECONDS = 3.0
 _FURTHEST_BYTE = 4 << 20
@@ -135,6 +141,53 @@ class Member:
             self.forked.process.terminate()
 
 
+class Disk:
+    """A folder, with a small file system of its own where it is to be full now and then.
+
+    Args:
+        folder: The folder; made here.
+        own: Whether the disk will be filled. Mounting needs root; without it, nothing fills the disk.
+
+    Attributes:
+        troubled_until: Until when processes may fail for lack of space.
+    """
+
+    def __init__(self, folder: Path, *, own: bool) -> None:
+        self._folder, self._filler = folder, folder / "filler"
+        self.troubled_until = 0.0
+        folder.mkdir(parents=True)
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(folder)]
+        self._mounted = own and subprocess.run(mount, capture_output=True, check=False).returncode == 0
+
+    def fill(self) -> bool:
+        """Takes all space that is left; returns whether it could."""
+        if not self._mounted:
+            return False
+        self.troubled_until = math.inf
+        with self._filler.open("wb") as file, contextlib.suppress(OSError):
+            while True:
+                free = os.statvfs(self._folder).f_bavail * os.statvfs(self._folder).f_frsize
+                os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), max(free, 4096))
+        return True
+
+    def clear(self) -> None:
+        """Gives the space back."""
+        if self.troubled_until == math.inf:
+            self.troubled_until = time.monotonic() + _AFTERMATH_SECONDS
+        self._filler.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Turns the file system into a plain folder with its files."""
+        self.clear()
+        if self._mounted:
+            kept = self._folder.with_suffix(".kept")
+            shutil.copytree(self._folder, kept, symlinks=True)
+            subprocess.run(["umount", str(self._folder)], check=True)
+            self._folder.rmdir()
+            kept.rename(self._folder)
+            self._mounted = False
+
+
 class Arena:
     """One run of one scenario. `fight` it once.
 
@@ -155,15 +208,19 @@ class Arena:
         self._proxies: dict[str, FaultProxy] = {}
         self._receipts = ReceiptCounter([self._place.log_of(name) for name in wanted.devices])
         self._damaged: set[bytes] = set()
+        self._disk = Disk(self._place.disk, own=any(blow.action is Action.FILL for blow in wanted.blows))
+        self._ends: list[tuple[float, Callable[[], None]]] = []
+        self.happened: Counter[str] = Counter()
         self._due: list[tuple[float, Blow]] = []
         self.forgiven = 0
 
     async def fight(self) -> Outcome:
         """Runs it to its end and checks what it left behind."""
         began = time.monotonic()
-        self._begin()
         wrong: list[str] = []
         async with AsyncExitStack() as stack:
+            stack.callback(self._disk.close)
+            self._begin()
             pipes = members.make_pipes(self._place)
             await self._open_proxies(stack)
             self._members = self._make_members()
@@ -172,7 +229,7 @@ class Arena:
             finally:
                 self._end_processes()
             del pipes
-        return self._outcome(wrong, time.monotonic() - began)
+            return self._outcome(wrong, time.monotonic() - began)
 
     def _begin(self) -> None:
         """What the supervisor does before it starts any process."""
@@ -253,6 +310,10 @@ class Arena:
         if self._services is not None and failures and self.forgiven < self._services.restarts:
             self.forgiven += 1
             failures.pop()
+        if time.monotonic() < self._disk.troubled_until:
+            for member in self._members.values():
+                self.happened["ends of processes at a full disk"] += len(member.failures)
+                member.failures.clear()
 
     def _strike(self) -> None:
         receipts, now = self._receipts.count(), time.monotonic()
@@ -262,6 +323,9 @@ class Arena:
         for at, blow in [one for one in self._due if one[0] <= now]:
             if self._happen(blow):
                 self._due.remove((at, blow))
+        for at, end in [one for one in self._ends if one[0] <= now]:
+            self._ends.remove((at, end))
+            end()
 
     def _happen(self, blow: Blow) -> bool:
         """False for a blow that finds nobody and waits until there is."""
@@ -271,26 +335,51 @@ class Arena:
         if blow.action is Action.RESTART:
             assert self._services is not None
             return self._services.restart()
-        return self._members[blow.target].strike(blow)
+        if blow.action is Action.CUT:
+            self._cut(blow)
+        elif blow.action is Action.FILL:
+            if not self._disk.fill():
+                return True
+            self._ends.append((time.monotonic() + blow.seconds, self._disk.clear))
+        elif blow.action in (Action.SET_CLOCK, Action.SUSPEND):
+            self._set_clock(blow)
+        else:
+            return self._members[blow.target].strike(blow)
+        self.happened[f"times of {blow.action}"] += 1
+        return True
+
+    def _cut(self, blow: Blow) -> None:
+        named = [self._proxies[blow.target]] if blow.target in self._proxies else list(self._proxies.values())
+        for proxy in named:
+            proxy.cut()
+            self._ends.append((time.monotonic() + blow.seconds, proxy.go_on))
+
+    def _set_clock(self, blow: Blow) -> None:
+        path = self._place.clock_of(blow.target)
+        offsets = Offsets.read(path)
+        offsets.wall += blow.seconds
+        offsets.boot += blow.seconds if blow.action is Action.SUSPEND else 0.0
+        offsets.write(path)
 
     def _damage_newest(self) -> None:
         """Changes a byte of the newest answer at rest; whether the engine has read it already is left to chance."""
         sent = {one.sha256 for name in self._wanted.devices for one in read_log(self._place.log_of(name))} - {""}
         blobs = FileBlobs(self._place.store / "blobs")
         newest = max(map(blobs.path_of, map(bytes.fromhex, sent)), key=_changed_at, default=None)
-        with contextlib.suppress(FileNotFoundError):  # none is there, or the server deletes it at this moment
+        with contextlib.suppress(OSError):  # none is there, the server deletes it at this moment, or the disk is full
             if newest is not None:
-                with newest.open("r+b") as file:  # in place: the engine may have mapped it
-                    file.seek(-1, os.SEEK_END)
-                    last = file.read()[0]
-                    file.seek(-1, os.SEEK_END)
-                    file.write(bytes([last ^ 1]))
+                data, copy = bytearray(newest.read_bytes()), self._place.disk / "damaged"
+                data[-1] ^= 1
+                copy.write_bytes(data)
+                copy.replace(newest)  # what the engine has mapped stays as it was, as do pages in the kernel's cache
                 self._damaged.add(bytes.fromhex(newest.stem))
 
     def _end_of_trouble(self) -> None:
         """The engine is done: from now on all is well, so that every device can hear of it."""
         self._blows.clear()
         self._due.clear()
+        self._ends.clear()
+        self._disk.clear()
         for proxy in self._proxies.values():
             proxy.calm()
         for member in self._members.values():
@@ -317,6 +406,7 @@ class Arena:
             findings.wrong += wrong + self._failures() + _unfinished(store, self._config)
             findings.wrong += _damaged(store, self._damaged)
             figures = {**_figures(store, self._config), "answers damaged on the disk": len(self._damaged)}
+            figures |= dict(self.happened)
             if self._services is not None:
                 figures["restarts of PostgreSQL"] = self._services.restarts
             records = [one for log in logs.values() for one in log]
@@ -344,7 +434,9 @@ class Arena:
 def _prepare(wanted: Scenario, work: Path) -> tuple[RunConfig, Mapping[str, Any]]:
     """Configuration of the run, and the specs of devices with torch."""
     run = {"quorum": wanted.quorum, "deadline_seconds": wanted.deadline_seconds}
-    server = {"lease_seconds": wanted.lease_seconds, "store": str(work / "store"), "torch_device": "cpu"}
+    server = {"lease_seconds": wanted.lease_seconds, "store": str(Place(work).store), "torch_device": "cpu"}
+    if any(blow.action is Action.FILL for blow in wanted.blows):
+        server["keep_free_bytes"] = 0  # so that the disk is really full
     if wanted.method == counting.NAME:
         return _counting_config(wanted, run, server), {}
     from support.fleets import SMALL, prepare

@@ -152,7 +152,8 @@ def _check_both_agree(rows: Sequence[Mapping[str, Any]], counted: Container[Key]
 def _check_states(rows: Sequence[Mapping[str, Any]], found: Findings) -> None:
     """An answer's weight is its place among its device's: each was made from the state of the receipt before."""
     places: dict[str, list[int]] = defaultdict(list)
-    answers = {_key(row): row for row in sorted(rows, key=lambda row: float(row["received_at"]))}
+    # Rounds and steps, because the server's time of day may have been set back in between.
+    answers = {_key(row): row for row in sorted(rows, key=lambda row: (*_key(row)[1:3], float(row["received_at"])))}
     for row in answers.values():
         places[row["device"]].append(row["samples"])
     for device, counts in places.items():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chaos import counting
+from chaos import clocks, counting
 from chaos.logged import Log, LoggedLink
 from chaos.mutations import MUTATIONS
 from chaos.scenario import ENGINE
@@ -45,9 +45,18 @@ class Place:
     environment: tuple[tuple[str, str], ...] = ()
 
     @property
+    def disk(self) -> Path:
+        """What server and devices write to; a file system of its own if it is to be full now and then."""
+        return self.work / "disk"
+
+    @property
     def store(self) -> Path:
         """The server's store."""
-        return self.work / "store"
+        return self.disk / "store"
+
+    def clock_of(self, name: str) -> Path:
+        """The offsets of a process's clocks."""
+        return self.work / f"{name}.clock"
 
     def store_of(self, name: str) -> Path:
         """The store's directory on the host of a process: beyond one machine, every front has its own."""
@@ -156,7 +165,7 @@ def _run_device(points: str, place: Place, terms: DeviceTerms) -> None:
 
 
 def _make_device(place: Place, terms: DeviceTerms, link: LoggedLink) -> Device:
-    state_dir = place.work / terms.name
+    state_dir = place.disk / terms.name
 
     def note(event: Event) -> None:
         if "receipt" in event.values:
@@ -198,6 +207,7 @@ def _begin(name: str, points: str, place: Place) -> None:
     output = os.open(place.output_of(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    clocks.follow(place.clock_of(name), since_boot=random.Random(os.getpid()).uniform(0, 1e6))
     failpoints.switch_on(points)
     if place.mutation and name in MUTATIONS[place.mutation]:
         MUTATIONS[place.mutation][name]()

@@ -24,10 +24,25 @@ class Action(StrEnum):
     KILL = "kill"
     STOP = "stop"  # SIGSTOP, and SIGCONT after a while
     DAMAGE = "damage"  # a byte of the newest answer on the server's disk is changed
+    CUT = "cut"  # no connection of the target for a while; of the front: of nobody
+    FILL = "fill"  # the disk of server and devices is full for a while
+    SET_CLOCK = "set-clock"  # the target's time of day is changed
+    SUSPEND = "suspend"  # both clocks of the target jump forward, as after a suspension of the machine
     RESTART = "restart"  # PostgreSQL crashes and starts again
 
 
-_ON_ONE_MACHINE = (Action.KILL, Action.STOP, Action.DAMAGE)
+_ON_ONE_MACHINE = {
+    Action.KILL: 5,
+    Action.STOP: 2,
+    Action.DAMAGE: 1,
+    Action.CUT: 1,
+    Action.FILL: 1,
+    Action.SET_CLOCK: 1,
+    Action.SUSPEND: 1,
+}
+"""How often each action comes, relative to the others."""
+_LONG_STOP = 0.1
+"""Share of the stops that last up to a minute."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +54,7 @@ class Blow:
         wait_seconds: Time from then on.
         action: What.
         target: `front`, `front-2` and so on, `engine`, `postgres`, or a device's name.
-        seconds: How long a stopped process stands still.
+        seconds: How long a process stands still, a connection is cut or a disk is full; how far a clock is set.
     """
 
     after: int
@@ -145,7 +160,7 @@ def _blows(rng: random.Random, devices: Sequence[str], uploads: int) -> tuple[Bl
     first = _blow(rng, devices, rng.randint(0, min(5, uploads // 4)), Action.KILL)
     latest = max(int(0.8 * uploads), 2)
     others = [
-        _blow(rng, devices, rng.randint(1, latest), rng.choices(_ON_ONE_MACHINE, (5, 2, 1))[0])
+        _blow(rng, devices, rng.randint(1, latest), rng.choices(*zip(*_ON_ONE_MACHINE.items(), strict=True))[0])
         for _ in range(rng.randint(1, 5))
     ]
     return tuple(sorted([first, *others], key=lambda blow: blow.after))
@@ -153,8 +168,19 @@ def _blows(rng: random.Random, devices: Sequence[str], uploads: int) -> tuple[Bl
 
 def _blow(rng: random.Random, devices: Sequence[str], after: int, action: Action) -> Blow:
     target = rng.choice((FRONT, ENGINE, rng.choice(devices)))
-    longest = 3.0 if target in devices else 1.0
-    return Blow(after, rng.uniform(0, 0.1), action, target, rng.uniform(0.1, longest))
+    if action is Action.CUT and target == ENGINE:  # the engine has no connections
+        target = FRONT
+    return Blow(after, rng.uniform(0, 0.1), action, target, _seconds(rng, action, target in devices))
+
+
+def _seconds(rng: random.Random, action: Action, of_device: bool) -> float:
+    if action is Action.SET_CLOCK:
+        return rng.choice((-1, 1)) * rng.choice((60.0, 3600.0, 86_400.0)) * rng.uniform(0.5, 1.5)
+    if action is Action.SUSPEND:
+        return rng.choice((5.0, 60.0, 3600.0)) * rng.uniform(0.5, 1.5)
+    if action is Action.STOP and rng.random() < _LONG_STOP:
+        return rng.uniform(5.0, 60.0)
+    return rng.uniform(0.1, 3.0 if of_device or action in (Action.CUT, Action.FILL) else 1.0)
 
 
 def _failpoints(rng: random.Random, target: str) -> tuple[str, ...]:

@@ -112,6 +112,7 @@ class FaultProxy:
         self.occurred: Counter[Kind] = Counter()
         self._faults_of = faults_of
         self._accepted = 0
+        self._is_cut = False
         self._connections: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -130,6 +131,19 @@ class FaultProxy:
     def calm(self) -> None:
         """From now on nothing happens to new connections; those that are open are reset."""
         self._faults_of = lambda number: ()
+        self.go_on()
+        self._reset_all()
+
+    def cut(self) -> None:
+        """Resets all connections, and every new one at once, until `go_on`."""
+        self._is_cut = True
+        self._reset_all()
+
+    def go_on(self) -> None:
+        """Ends a cut."""
+        self._is_cut = False
+
+    def _reset_all(self) -> None:
         for connection in list(self._connections):
             connection.reset()
 
@@ -141,6 +155,9 @@ class FaultProxy:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, faults: list[Fault]) -> None:
+        if self._is_cut:
+            writer.transport.abort()
+            return
         if any(fault.kind is Kind.DROP for fault in faults):
             self.occurred[Kind.DROP] += 1
             writer.close()

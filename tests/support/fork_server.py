@@ -21,7 +21,7 @@ _started: weakref.WeakSet[ForkServerProcess] = weakref.WeakSet()
 
 def forked(target: Callable[..., object], *args: Any) -> ForkServerProcess:
     """Starts a process that calls a function. It may start others, and it is killed when this process ends."""
-    if multiprocessing.parent_process() is not None:  # forked itself: use the same server instead of a second one
+    if "support.preloaded" in sys.modules:  # forked itself: use the same server instead of a second one
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     else:
         _ensure_preloaded()
