@@ -124,6 +124,25 @@ def test_a_damaged_answer_is_reported_and_its_device_asked_again(fleet: Fleet, n
     assert_no_upload_lost(fleet.store, {one.id for device in fleet.devices for one in device.receipts}, RUN)
 
 
+def test_an_answer_that_is_damaged_after_it_was_read_early_is_asked_again(fleet: Fleet) -> None:
+    """The engine checks d1's answer while it waits for d0, and again when it uses it."""
+    both = fleet.devices
+
+    def only_the_second_then_both() -> None:
+        rows = [row for row in fleet.store.asks.uploads(RUN) if row["round"] == 2]
+        if [row["device"] for row in rows] == ["d1"] and fleet.devices != both:  # read, as the engine waits again
+            flip_a_bit(fleet.blob(rows[0]))
+            fleet.devices = both
+        elif fleet.store.runs.open_number(RUN) == 2 and not rows:
+            fleet.devices = both[1:]
+
+    fleet.before_wait = only_the_second_then_both
+    fleet.run()
+    lost, again = [row for row in fleet.store.asks.uploads(RUN) if (row["round"], row["device"]) == (2, "d1")]
+    assert (lost["status"], again["status"]) == ("reported", "used")
+    assert_no_upload_lost(fleet.store, {one.id for device in both for one in device.receipts}, RUN)
+
+
 def test_an_undamaged_run_quarantines_nothing(fleet: Fleet) -> None:
     fleet.run()
     assert fleet.store.history.events(RUN, "quarantined") == []
