@@ -1,16 +1,21 @@
 """Clocks of a process that are set while it runs: the time of day, and the seconds since the machine was started.
 
 A process reads a file with two offsets in seconds. The clocks of Python are replaced in this process alone; those of
-the kernel and of gRPC's core go on, as do waits that have begun.
+the kernel and of gRPC go on, as do waits that have begun. gRPC keeps its own in both languages, because its Python part
+gives its core times of day.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+
+import grpc
 
 from fleetdistill_server.store import clock
 
@@ -53,6 +58,7 @@ def follow(path: Path, since_boot: float) -> None:
             time; at least 0.
     """
     now, wall, monotonic = Offsets.read(path), time.time, time.monotonic
+    _leave_grpc_alone()
 
     def look() -> None:
         nonlocal now
@@ -68,3 +74,13 @@ def follow(path: Path, since_boot: float) -> None:
         setattr(time, name, function)
     clock.PROCESS.__init__(system=replaced["time"], steady=replaced["monotonic"])  # type: ignore[misc]
     threading.Thread(target=look, name="chaos clocks", daemon=True).start()
+
+
+def _leave_grpc_alone() -> None:
+    """Gives gRPC's modules a copy of the module `time` with the real clocks."""
+    real = ModuleType("time")
+    vars(real).update(vars(time))
+    grpc.insecure_channel("127.0.0.1:1").close()  # loads the modules that gRPC imports at its first use
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "grpc" and getattr(module, "time", None) is time:
+            module.time = real  # type: ignore[attr-defined]
