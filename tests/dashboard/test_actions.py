@@ -167,7 +167,7 @@ def see_a_device_at_work(page: Any) -> None:
 
 def revoke_with_the_keyboard(page: Any, service: Service) -> None:
     """Revokes a device on its page: first Escape, which does nothing and returns the focus, then for good."""
-    button = page.get_by_role("button", name="Revoke", exact=True)
+    button = page.get_by_role("button", name="Revoke permanently")
     button.focus()
     page.keyboard.press("Enter")
     dialog = page.get_by_role("dialog", name="Revoke device device-1?")
@@ -210,7 +210,7 @@ def test_a_viewer_sees_no_actions_and_the_server_would_refuse_them(service: Serv
         page.get_by_role("button", name="Copy the lines").wait_for()
         page.get_by_text("enrolment=token").wait_for()  # the page knows the role by now
         names = page.get_by_role("button").all_inner_texts()
-        assert not {"Start", "Pause", "Resume", "Stop", "Delete", "Create tokens"} & set(names)
+        assert not {"Start", "Pause", "Resume", "Stop", "Delete permanently", "Create tokens"} & set(names)
     with open_source(Path(), service.address, service.viewer) as source:
         for call in (
             lambda: source.revoke("device-0", ""),

@@ -108,7 +108,7 @@ def test_the_timeline_of_a_large_fleet_has_the_devices_that_are_furthest_behind(
 
 def test_a_round_is_described_with_its_deadline() -> None:
     asks = [ask("a", "acknowledged", acknowledged_at=108.0, deadline_at=160.0), ask("b", deadline_at=160.0)]
-    open_ = {"round": 3, "status": "open", "started_at": 100.0, "ended_at": None}
+    open_ = {"round": 3, "status": "open", "started_at": 100.0, "ended_at": None, "paused_at": None}
     said = sentence(asks, open_, now=110.0)
     assert said == "Round 3 is open: 1 of 2 devices acknowledged, 10 s since its beginning, deadline in 50 s."
     assert "No round has begun" in sentence([], {**open_, "round": None}, now=0.0)
@@ -173,3 +173,19 @@ def test_the_lines_for_an_app_are_python_that_names_server_run_and_columns() -> 
 )
 def test_durations_have_their_units(seconds: float | None, shown: str) -> None:
     assert units.duration(seconds) == shown
+
+
+def test_a_paused_deadline_stands_still() -> None:
+    asks = [{"state": "training", "deadline_at": 1600.0}]
+    facts = {"round": 2, "status": "open", "started_at": 1000.0, "paused_at": 1100.0}
+    said = {sentence(asks, facts, now) for now in (1200.0, 1500.0)}
+    assert {text.rpartition(", deadline")[2] for text in said} == {" in 8 min 20 s of work, once it is resumed."}
+    assert "deadline in 1 min 40 s." in sentence(asks, {**facts, "paused_at": None}, 1500.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2 / 3, "2/3"), (0.1, "0.1"), (1e-5, "1e-05"), (0.123456789, "0.123456789"), (3, "3"), ("a", "a"), (None, "null")],
+)
+def test_a_setting_with_many_digits_is_a_fraction(value: object, text: str) -> None:
+    assert units.setting(value) == text

@@ -92,7 +92,7 @@ def test_a_run_that_is_deleted_while_it_is_shown_is_said_to_be_gone(store: Path,
 
 def test_a_run_is_deleted_only_once_its_name_is_typed(store: Path, url: str, page: Any) -> None:
     page.goto(f"{url}/runs/digits")
-    page.get_by_role("button", name="Delete", exact=True).click()
+    page.get_by_role("button", name="Delete permanently").click()
     confirm = page.get_by_role("button", name="Delete the run")
     confirm.wait_for()
     assert confirm.is_disabled()

@@ -25,6 +25,7 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
+from fleetdistill_server.views import runs
 from fleetdistill_server.views.watch import LiveTable, changes, follow, sentence, show_changes
 
 RUN = "r"
@@ -236,3 +237,14 @@ def test_ctrl_c_ends_it_cleanly_in_mid_run(store: Store, tmp_path: Path) -> None
             process.kill()
     assert (process.returncode, errors) == (0, "")
     assert "Traceback" not in rest
+
+
+def test_an_event_of_the_run_has_no_round(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    store.runs.begin("digits", {"run": {"name": "digits", "method": "fedavg", "rounds": 3}})
+    store.history.add_event("digits", "engine-failed", "the engine was killed")
+    (event,) = [one for one in changes(store, "digits", {}) if one["kind"] == "event"]
+    assert sentence(event) == "engine-failed: the engine was killed"
+    (shown,) = runs.run(store, "digits").lists["events"]
+    assert shown["round"] is None
+    store.close()

@@ -101,6 +101,8 @@ class RunActions:
             button.set_visibility(acts and (action.statuses is None or word in action.statuses))
 
     def _button(self, action: RunAction) -> ui.button:
+        if action.is_final:
+            return _final_button(f"{action.verb} permanently", lambda: self._ask(action))
         button = ui.button(action.verb, on_click=lambda: self._ask(action)).props("outline no-caps")
         button.set_visibility(False)
         return button
@@ -112,7 +114,15 @@ class RunActions:
             self._board, heading, action.says, verb, lambda source: action.do(source, self._run), ui.notify
         )
         if action.is_final:
+            asked.warn()
             asked.require("Name of the run, to confirm", self._run)
+
+
+def _final_button(text: str, on_click: Callable[[], object]) -> ui.button:
+    """Returns a button, hidden at first, for what cannot be undone: red, and apart from the others."""
+    button = ui.button(text, icon="delete_forever", on_click=on_click, color="negative")
+    button.props("flat no-caps").classes("fd-final").set_visibility(False)
+    return button
 
 
 class RevokeButton:
@@ -120,8 +130,7 @@ class RevokeButton:
 
     def __init__(self, board: Board, device: str) -> None:
         self._board, self._device = board, device
-        self._button = ui.button("Revoke", on_click=self._ask).props("outline no-caps")
-        self._button.set_visibility(False)
+        self._button = _final_button("Revoke permanently", self._ask)
 
     def update(self, revoked: bool) -> None:
         """Shows the button unless the device is revoked already."""
@@ -137,6 +146,7 @@ class RevokeButton:
             lambda source: source.revoke(self._device, str(reason.value or "")),
             self._told,
         )
+        asked.warn()
         with asked.fields:
             reason = ui.input("Reason, which is stored").props(f"dense outlined maxlength={_LONGEST_REASON}")
 

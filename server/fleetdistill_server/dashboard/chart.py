@@ -12,6 +12,14 @@ MOST_POINTS = 400
 """Largest number of points sent of a series; more cannot be told apart on a screen."""
 Series = Mapping[str, Sequence[Point]]
 _COLOURS = [f"var(--fd-{number})" for number in range(1, 7)]
+_PERCENT_AXIS = {
+    ":min": "value => value.min === value.max ? 0 : null",
+    ":max": "value => value.min === value.max || value.max + 0.3 * (value.max - value.min) > 100 ? 100 : null",
+}
+"""Ends of an axis in percent: it never goes beyond 100, and has all of them for a single value.
+
+ECharts chooses an end, for null, up to 0.3 times the values' range beyond the largest one.
+"""
 _DASHES = ["solid", "dashed", "dotted"]
 
 
@@ -108,7 +116,7 @@ class Curves:
                 "axisLabel": text,
                 "axisLine": line,
                 "splitLine": {"show": False},
-                "min": "dataMin",
+                ":min": "value => value.min === value.max ? value.min - 1 : value.min",
                 "max": "dataMax",
             },
             "yAxis": {
@@ -119,6 +127,7 @@ class Curves:
                 "axisLabel": text,
                 "splitLine": line,
                 "scale": True,
+                **(_PERCENT_AXIS if self._unit == "%" else {}),
             },
             "series": [],
         }

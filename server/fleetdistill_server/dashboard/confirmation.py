@@ -63,6 +63,10 @@ class Confirmation(Generic[T]):
                 ui.button("Cancel", on_click=self._dialog.close).props("flat no-caps autofocus")
                 self._button = ui.button(verb, on_click=self.confirm).props("unelevated no-caps")
 
+    def warn(self) -> None:
+        """Shows that the action cannot be undone: its button is red."""
+        self._button.props("color=negative")
+
     def require(self, label: str, text: str) -> None:
         """Adds a field, and lets the action be confirmed only while the field contains a text."""
         with self.fields:

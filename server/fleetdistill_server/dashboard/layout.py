@@ -58,7 +58,7 @@ def frame(board: Board, heading: str, trail: Sequence[tuple[str, str]] = ()) -> 
         with ui.element("form").props(f"method=post action={LOGOUT}"):
             ui.button("Sign out").props("type=submit flat no-caps")
     ui.run_javascript(_SIGN_IN_AGAIN)
-    ui.colors(primary="var(--fd-accent)")
+    ui.colors(primary="var(--fd-accent)", negative="var(--fd-bad)")
     ui.query("main.q-page").props("role=presentation")  # NiceGUI puts the header into a main landmark of its own
     main = ui.element("main").classes("fd-main")
     ui.skip_link("Skip to the content", target=main)

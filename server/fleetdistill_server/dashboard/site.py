@@ -61,8 +61,8 @@ def register(board: Board) -> None:
         runs.show(board)
 
     @ui.page("/runs/{name}")
-    def run_page(name: str) -> None:
-        run.show(board, name)
+    def run_page(name: str, tab: str = "") -> None:
+        run.show(board, name, tab)
 
     @ui.page("/runs/{name}/devices/{device_id}")
     def device_page(name: str, device_id: str) -> None:

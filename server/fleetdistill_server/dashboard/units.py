@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+from fractions import Fraction
+from typing import Any
+
 from fleetdistill_server.views.overview import RECENT
 from fleetdistill_server.views.units import readable_bytes
 
+_MOST_DIGITS, _LARGEST_DENOMINATOR = 8, 100
 UNKNOWN = "–"
 """Shown for a figure that is not known."""
 ROUND_SECONDS = f"Mean duration of the last {RECENT} rounds"
@@ -31,3 +37,17 @@ def duration(seconds: float | None) -> str:
     if hours < 1:
         return f"{minutes} min {round(seconds) % 60} s"
     return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def setting(value: Any) -> str:
+    """Returns a setting as in run.toml; a number that needs many digits as a fraction, such as 2/3."""
+    if isinstance(value, float) and len(repr(value)) > _MOST_DIGITS:
+        simple = Fraction(value).limit_denominator(_LARGEST_DENOMINATOR)
+        if float(simple) == value and simple:
+            return str(simple)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """Returns a key that sorts texts as people do: d2 before d10, and without regard to case."""
+    return [(int(one), "") if one.isdecimal() else (-1, one) for one in re.split(r"([0-9]+)", text.casefold())]

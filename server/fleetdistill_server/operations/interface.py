@@ -204,7 +204,9 @@ class Source(ABC):
         return self.read(Query("classes", run))
 
     def round(self, run: str, number: int | None = None) -> View:
-        """Returns a round's list `asks`: each device's state and times; facts round, status, started_at, ended_at.
+        """Returns a round's list `asks`: each device's state and times; facts round, status and times of the round.
+
+        The facts `started_at` and `ended_at` are the round's; `paused_at` is the run's, None unless it is paused.
 
         States: asked, downloading, training, uploading, acknowledged, late, declined, left, refused, out.
 

@@ -15,7 +15,8 @@ _TIMES = ("asked_at", "sent_at", "download_at", "downloaded_at", "upload_at", "r
 def round_progress(store: Store, run: str, number: int | None = None) -> View:
     """Returns the asks of a round and their devices' states, with times in seconds since 1970, by step and device.
 
-    Open asks of other rounds, which occur with buffered rounds, are included.
+    Open asks of other rounds, which occur with buffered rounds, are included. While the fact `paused_at` is not None,
+    deadlines stand still: they move by the time of the pause once an engine works on the run again.
 
     Args:
         store: Store that contains the run.
@@ -25,12 +26,13 @@ def round_progress(store: Store, run: str, number: int | None = None) -> View:
     Raises:
         ConfigurationError: The run does not exist.
     """
-    existing(store, run)
+    paused_at = existing(store, run)["paused_at"]
     if number is None:
         number = store.runs.open_number(run) or store.summaries.last_round(run)
     known = next(iter(store.summaries.rounds(run, number, number)), {})
     facts = {name: known.get(name) for name in ("round", "status", "started_at", "ended_at")}
-    return View({"asks": [state_of(ask) for ask in store.summaries.asks_of_round(run, number)]}, facts)
+    asks = [state_of(ask) for ask in store.summaries.asks_of_round(run, number)]
+    return View({"asks": asks}, {**facts, "paused_at": paused_at})
 
 
 def state_of(ask: Row) -> Row:

@@ -236,9 +236,9 @@ def _reported_row(row: Row) -> Row:
 
 
 def event_row(row: Row) -> Row:
-    """Returns an event as a row."""
-    names = ("round", "device", "kind", "code", "text")
-    return {**{name: row[name] for name in names}, "at": when(row["at"])}
+    """Returns an event as a row; `round` is None for an event of the run."""
+    names = ("device", "kind", "code", "text")
+    return {"round": row["round"] or None, **{name: row[name] for name in names}, "at": when(row["at"])}
 
 
 def _device_row(row: Row, reported: _Reported, revoked: set[str]) -> Row:

@@ -222,7 +222,8 @@ def _sentence(change: Row) -> str:
         return f"round {change['round']}, {change['step']}: {change['answered']} of {change['asked']} answers{gone}"
     if change["kind"] == "event":
         about = " ".join(one for one in (change["device"], change["code"]) if one)
-        return f"round {change['round']}, {change['event']}{f' ({about})' if about else ''}: {change['text']}"
+        begin = f"round {change['round']}, " if change["round"] else ""
+        return f"{begin}{change['event']}{f' ({about})' if about else ''}: {change['text']}"
     return _round_sentence(change)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 from urllib.parse import urlencode
@@ -14,7 +13,7 @@ from fleetdistill_server.dashboard.chart import AccuracyAndLoss, Point
 from fleetdistill_server.dashboard.layout import Notice, frame, live, panel, run_link
 from fleetdistill_server.dashboard.panels.curves import ACCURACIES, AXES, positions, scale
 from fleetdistill_server.dashboard.readers import RUNS, rounds, settings
-from fleetdistill_server.dashboard.units import ROUND_SECONDS, UNKNOWN, duration, percent, size
+from fleetdistill_server.dashboard.units import ROUND_SECONDS, UNKNOWN, duration, percent, setting, size
 from fleetdistill_server.store.database import Row
 
 MOST_RUNS = 5
@@ -232,5 +231,5 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         if isinstance(value, dict):
             found += _flat(value, f"{prefix}{name}.")
         else:
-            found.append((f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)))
+            found.append((f"{prefix}{name}", setting(value)))
     return found

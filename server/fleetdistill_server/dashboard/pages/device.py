@@ -25,27 +25,27 @@ _PRESENCE, _MODEL, _SAMPLES, _ACCURACY = "Presence", "Model", "Training samples"
 _ROUNDS, _ANSWERS, _UNANSWERED, _CERTIFICATE = "Rounds", "Answers", "Late, declined, refused", "Certificate"
 _SEEN, _SDK = "Last seen (UTC)", "SDK"
 _ASKS = [
-    table.number("round", "Round", width=120, sort="desc"),
-    table.text("step", "Step", width=130),
-    table.text("state", "State", width=140),
-    table.text("asked", "Asked (UTC)", width=180),
-    table.number("seconds", "Answered after (s)", width=190),
-    table.size("bytes", "Answer", width=110),
-    table.text("upload", "In the result", width=130),
-    table.text("why", "Why not", flex=1, minWidth=200, wrapText=True, autoHeight=True),
+    table.number("round", "Round", minWidth=75, sort="desc"),
+    table.text("step", "Step", minWidth=100),
+    table.text("state", "State", minWidth=120),
+    table.time("asked", "Asked (UTC)", minWidth=165, to="second"),
+    table.number("seconds", "Answered after (s)", minWidth=100),
+    table.size("bytes", "Answer", minWidth=90),
+    table.text("upload", "In the result", minWidth=90),
+    table.text("why", "Why not", flex=3, minWidth=200, wrapText=True, autoHeight=True),
 ]
 _EVENTS = [
-    table.text("at", "When (UTC)", width=185, sort="desc"),
-    table.number("round", "Round", width=110),
-    table.text("kind", "Kind", width=170),
-    table.text("code", "Code", width=150),
-    table.text("text", "What happened", flex=1, minWidth=320, wrapText=True, autoHeight=True),
+    table.time("at", "When (UTC)", minWidth=165, to="second", sort="desc"),
+    table.number("round", "Round", minWidth=75),
+    table.text("kind", "Kind", minWidth=130),
+    table.text("code", "Code", minWidth=110),
+    table.text("text", "What happened", flex=5, minWidth=300, wrapText=True, autoHeight=True),
 ]
 _CERTIFICATES = [
-    table.text("serial", "Serial number", flex=1, minWidth=260),
-    table.text("run", "Only for run", width=160),
-    table.text("issued", "Issued (UTC)", width=190),
-    table.text("expires", "Valid until (UTC)", width=190, sort="desc"),
+    table.text("serial", "Serial number", flex=2, minWidth=260),
+    table.text("run", "Only for run", minWidth=120),
+    table.time("issued", "Issued (UTC)", minWidth=150),
+    table.time("expires", "Valid until (UTC)", minWidth=150, sort="desc"),
 ]
 _USED = {"used": "yes", "reported": "no", "acknowledged": "not yet"}
 
@@ -81,13 +81,19 @@ class _Parts:
         with panel("Accuracy and loss"):
             self._charts = AccuracyAndLoss()
         with panel("Asks and answers"):
-            self._asks = LiveTable("Asks and answers", _ASKS, f"Run {run} has not asked this device yet.", "26rem")
+            self._asks = LiveTable(
+                "Asks and answers",
+                _ASKS,
+                f"Run {run} has not asked this device yet.",
+                "26rem",
+                first=("round", "state", "why"),
+            )
         with panel("Refusals and other events"):
             empty = "Nothing of this device was refused, late or unusual."
-            self._events = LiveTable("Events of the device", _EVENTS, empty, "16rem")
+            self._events = LiveTable("Events of the device", _EVENTS, empty, first=("text", "at"))
         with panel("Certificates"):
             empty = "The device has no certificate: it has not enrolled, or the server uses plain text."
-            self._certificates = LiveTable("Certificates of the device", _CERTIFICATES, empty, "11rem")
+            self._certificates = LiveTable("Certificates of the device", _CERTIFICATES, empty)
 
     def show(self, view: View) -> None:
         """Shows a view of the device."""

@@ -10,6 +10,7 @@ from nicegui import ui
 from fleetdistill_server.dashboard.actions import RunActions
 from fleetdistill_server.dashboard.board import Board
 from fleetdistill_server.dashboard.layout import Notice, Tiles, frame, live
+from fleetdistill_server.dashboard.pages.runs import is_at_work
 from fleetdistill_server.dashboard.panels.classes import ClassesPanel
 from fleetdistill_server.dashboard.panels.curves import CurvesPanel
 from fleetdistill_server.dashboard.panels.devices import DevicesPanel
@@ -44,17 +45,24 @@ _STATUS, _PROGRESS, _LEFT = "Status", "Progress", "Time left"
 _ACCURACY, _DEVICES, _UP, _DOWN = "Last accuracy", "Devices present", "Received from devices", "Sent to devices"
 
 
-def show(board: Board, run: str) -> None:
+_BACK = """
+addEventListener('popstate', () => emitEvent('tab-in-address', new URLSearchParams(location.search).get('tab') ?? ''));
+"""
+"""Tells the page which tab the address has once the reader has gone back or forward."""
+
+
+def show(board: Board, run: str, tab: str = "") -> None:
     """Shows a run and keeps it up to date.
 
     Args:
         board: What all pages share.
         run: Name of the run.
+        tab: The tab, as in the address; empty or unknown for the first.
     """
     with frame(board, run, [("Runs", "/")]):
         notice = Notice()
         with ui.element("div").classes("fd-main-part") as content:
-            actions, head, tabs = RunActions(board, run), Head(), Tabs(board, run)
+            actions, head, tabs = RunActions(board, run), Head(), Tabs(board, run, tab)
 
         def update() -> None:
             snapshot = board.feed.look(RUNS)
@@ -105,7 +113,7 @@ class Head:
 
 def time_left(row: Row) -> str:
     """Returns the estimated time until a run is finished."""
-    if not row["status"].startswith(("running", "preparing")) or row["seconds_left"] is None:
+    if not is_at_work(row) or row["seconds_left"] is None:
         return UNKNOWN
     return f"about {duration(row['seconds_left'])}"
 
@@ -119,27 +127,46 @@ def last_accuracy(row: Row) -> str:
 
 
 class Tabs:
-    """The tabs of a run's page and the panels of the chosen one."""
+    """The tabs of a run's page and the panels of the chosen one, which is in the page's address."""
 
-    def __init__(self, board: Board, run: str) -> None:
+    def __init__(self, board: Board, run: str, tab: str) -> None:
         self._board, self._run = board, run
+        self._in_address = _named(tab)
         self._panels: list[Panel] = []
-        tabs = ui.tabs(on_change=lambda event: self._open(str(event.value))).classes("fd-tabs")
+        self._tabs = tabs = ui.tabs(on_change=lambda event: self._open(str(event.value))).classes("fd-tabs")
         tabs.props("no-caps align=left dense outside-arrows").props('aria-label="Parts of the run"')
         with tabs:
             for name in TABS:
                 ui.tab(name)
         self._box = ui.element("div").classes("fd-main-part").props("role=tabpanel tabindex=-1")
-        tabs.value = next(iter(TABS))
+        tabs.value = self._in_address
+        ui.on("tab-in-address", lambda event: self._follow(str(event.args)))
+        ui.run_javascript(_BACK)
 
     def update(self) -> None:
         """Shows what has changed in the chosen tab."""
         for one in self._panels:
             one.update()
 
+    def _follow(self, tab: str) -> None:
+        self._in_address = self._tabs.value = _named(tab)
+
     def _open(self, name: str) -> None:
+        if name != self._in_address:
+            self._in_address = name
+            ui.navigate.history.push(f"?tab={_in_address(name)}")
         self._box.clear()
         self._box.props["aria-label"] = name
         with self._box:
             self._panels = [make(self._board, self._run) for make in TABS[name]]
         self.update()
+
+
+def _in_address(name: str) -> str:
+    """Returns a tab as in the address, such as `add-a-device`."""
+    return name.lower().replace(" ", "-")
+
+
+def _named(tab: str) -> str:
+    """Returns the name of the tab that an address has; of the first for others."""
+    return next((name for name in TABS if _in_address(name) == tab), next(iter(TABS)))

@@ -34,18 +34,22 @@ def show(board: Board) -> None:
 
 
 _COLUMNS = [
-    table.link("run", "Run", "link", flex=2, minWidth=150, pinned="left"),
-    table.text("status", "Status", flex=2, minWidth=205),
-    table.text("method", "Method", width=120),
-    table.text("progress", "Rounds completed", width=170),
-    table.seconds("seconds_left", "Time left", width=120),
-    table.rate("accuracy", "Last accuracy", width=125),
-    table.number("present", "Devices present", width=125),
-    table.number("devices", "Devices", width=110),
-    table.size("bytes_up", "Received", width=120),
-    table.size("bytes_down", "Sent", width=120),
-    table.text("created", "Created (UTC)", width=190),
+    table.link("run", "Run", "link", width=140, flex=0, pinned="left"),
+    table.text("status", "Status", flex=2, minWidth=180),
+    table.text("method", "Method", minWidth=100),
+    table.text("progress", "Rounds completed", minWidth=140),
+    table.seconds("seconds_left", "Time left", minWidth=90),
+    table.rate("accuracy", "Last accuracy", minWidth=95),
+    table.text("present", "Devices present", minWidth=95),
+    table.size("bytes_up", "Received", minWidth=105),
+    table.size("bytes_down", "Sent", minWidth=95),
+    table.time("created", "Created (UTC)", minWidth=150),
 ]
+
+
+def is_at_work(row: Row) -> bool:
+    """Returns whether a run goes on by itself, so that its time left means something."""
+    return str(row["status"]).startswith(("running", "preparing"))
 
 
 def accuracy(row: Row) -> float | None:
@@ -57,4 +61,6 @@ def accuracy(row: Row) -> float | None:
 def _cells(row: Row) -> dict[str, Any]:
     done, wanted = row["completed_rounds"], row["wanted_rounds"]
     progress = f"{done} of {wanted} ({percent(done / wanted)})" if wanted else f"{done}, until stopped"
-    return {**row, "id": row["run"], "link": run_link(row["run"]), "progress": progress, "accuracy": accuracy(row)}
+    row = {**row, "seconds_left": row["seconds_left"] if is_at_work(row) else None}
+    shown = {"progress": progress, "accuracy": accuracy(row), "present": f"{row['present']:,} of {row['devices']:,}"}
+    return {**row, "id": row["run"], "link": run_link(row["run"]), **shown}

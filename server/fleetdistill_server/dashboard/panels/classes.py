@@ -10,6 +10,7 @@ from nicegui import ui
 from fleetdistill_server.dashboard.board import Board
 from fleetdistill_server.dashboard.layout import panel
 from fleetdistill_server.dashboard.readers import classes
+from fleetdistill_server.dashboard.units import natural
 from fleetdistill_server.store.database import Row
 
 MOST_DEVICES = 60
@@ -40,7 +41,8 @@ class ClassesPanel:
         if view is None or view == self._shown:
             return
         self._shown = view
-        devices, names = view.lists["devices"], [str(one) for one in view.facts["classes"]]
+        devices = sorted(view.lists["devices"], key=lambda row: natural(row["device"]))
+        names = [str(one) for one in view.facts["classes"]]
         rows = spread(devices, MOST_DEVICES)
         self._note.text = note(rows, len(devices))
         self._chart.set_visibility(bool(rows))

@@ -15,20 +15,19 @@ from fleetdistill_server.dashboard.table import LiveTable
 from fleetdistill_server.store.database import Row
 
 _COLUMNS = [
-    table.link("device", "Device", "link", flex=2, minWidth=160, pinned="left"),
-    table.text("presence", "Presence", width=120),
-    table.text("state", "In this round", width=140),
-    table.rate("test_accuracy", "Accuracy", width=120),
-    table.number("samples", "Samples", width=110),
-    table.number("rounds", "Rounds", width=105),
-    table.number("answers", "Answers", width=110),
-    table.number("late", "Late", width=90),
-    table.number("declined", "Declined", width=110),
-    table.number("refusals", "Refused", width=110),
-    table.text("model", "Model", flex=1, minWidth=130),
-    table.text("sdk", "SDK", width=90),
-    table.text("last_seen", "Last seen (UTC)", width=180),
-    table.text("certificate_expires", "Certificate until (UTC)", width=190),
+    table.link("device", "Device", "link", width=130, flex=0, pinned="left", sort="asc"),
+    table.text("presence", "Presence", minWidth=95),
+    table.text("state", "In this round", minWidth=105),
+    table.rate("test_accuracy", "Accuracy", minWidth=95),
+    table.number("samples", "Samples", minWidth=80, filter=False),
+    table.text("answered", "Answers", minWidth=85, filter=False),
+    table.number("late", "Late", minWidth=55, filter=False),
+    table.number("declined", "Declined", minWidth=80, filter=False),
+    table.number("refusals", "Refused", minWidth=75, filter=False),
+    table.text("model", "Model", minWidth=100),
+    table.text("sdk", "SDK", minWidth=65),
+    table.time("last_seen", "Last seen (UTC)", minWidth=128),
+    table.time("certificate_expires", "Certificate until", to="day", minWidth=108),
 ]
 
 
@@ -63,5 +62,5 @@ def presence(row: Row) -> str:
 
 
 def _cells(run: str, row: Row, state: str) -> dict[str, Any]:
-    more = {"id": row["device"], "link": device_link(run, row["device"]), "presence": presence(row), "state": state}
-    return {**row, **more}
+    shown = {"presence": presence(row), "state": state, "answered": f"{row['answers']:,} of {row['asks']:,}"}
+    return {**row, "id": row["device"], "link": device_link(run, row["device"]), **shown}

@@ -14,12 +14,12 @@ ALL = "all kinds"
 PAGE, MOST = 200, 1000
 """Number of events shown at first, and after More."""
 _COLUMNS = [
-    table.text("at", "When (UTC)", width=185),
-    table.number("round", "Round", width=120),
-    table.text("device", "Device", width=170),
-    table.text("kind", "Kind", width=170),
-    table.text("code", "Code", width=150),
-    table.text("text", "What happened", flex=1, minWidth=320, wrapText=True, autoHeight=True),
+    table.time("at", "When (UTC)", minWidth=165, to="second"),
+    table.number("round", "Round", minWidth=75),
+    table.text("device", "Device", minWidth=120),
+    table.text("kind", "Kind", minWidth=130),
+    table.text("code", "Code", minWidth=110),
+    table.text("text", "What happened", flex=5, minWidth=300, wrapText=True, autoHeight=True),
 ]
 
 
@@ -37,7 +37,7 @@ class EventsPanel:
                 self._more = ui.button(f"Show up to {MOST:,}", on_click=self._show_more).props("flat dense no-caps")
                 self._more.set_visibility(False)
             empty = "No event fits the filter. Events are recorded when something is refused, late or unusual."
-            self._table = LiveTable("Events of the run", _COLUMNS, empty, "34rem")
+            self._table = LiveTable("Events of the run", _COLUMNS, empty, "34rem", first=("text", "at"))
 
     def update(self) -> None:
         """Shows the newest events that fit the filter."""

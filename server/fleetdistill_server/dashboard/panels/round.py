@@ -12,7 +12,7 @@ from nicegui import ui
 from fleetdistill_server.dashboard.board import Board
 from fleetdistill_server.dashboard.layout import panel
 from fleetdistill_server.dashboard.readers import round_under_way
-from fleetdistill_server.dashboard.units import duration
+from fleetdistill_server.dashboard.units import duration, natural
 from fleetdistill_server.store.database import Row
 
 STATES = {
@@ -107,7 +107,7 @@ def furthest_behind(asks: Sequence[Row]) -> list[Row]:
     behind = sorted(
         asks, key=lambda ask: (order[ask["state"]] >= order["acknowledged"], -(ask["acknowledged_at"] or 0))
     )
-    return sorted(behind[:MOST_DEVICES], key=lambda ask: str(ask["device"]), reverse=True)
+    return sorted(behind[:MOST_DEVICES], key=lambda ask: natural(ask["device"]), reverse=True)
 
 
 def latest_time(asks: Sequence[Row], facts: Row) -> float:
@@ -128,8 +128,11 @@ def sentence(asks: Sequence[Row], facts: Row, now: float) -> str:
     if facts["status"] != "open":
         return f"{text}, in {took}."
     deadlines = [ask["deadline_at"] for ask in asks if ask["deadline_at"] is not None]
-    left = f", deadline in {duration(max(max(deadlines) - now, 0))}" if deadlines and done < len(asks) else ""
-    return f"{text}, {took} since its beginning{left}."
+    text = f"{text}, {took} since its beginning"
+    if not deadlines or done == len(asks):
+        return f"{text}."
+    left = duration(max(max(deadlines) - (facts["paused_at"] or now), 0))
+    return f"{text}, deadline in {left}{' of work, once it is resumed' if facts['paused_at'] else ''}."
 
 
 def phases(ask: Row, now: float) -> dict[str, tuple[float, float]]:

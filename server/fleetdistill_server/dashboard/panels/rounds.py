@@ -9,19 +9,19 @@ from fleetdistill_server.dashboard.readers import rounds
 from fleetdistill_server.dashboard.table import LiveTable
 
 _COLUMNS = [
-    table.number("round", "Round", width=125, sort="desc", pinned="left"),
-    table.text("status", "Status", flex=1, minWidth=120),
-    table.number("cohort", "Devices asked", width=135),
-    table.number("used", "Answers used", width=130),
-    table.number("reported", "Answers not used", width=150),
-    table.number("guards", "Guards fired", width=130),
-    table.number("seconds", "Duration (s)", width=125),
-    table.number("train_loss", "Training loss (nats)", width=170),
-    table.rate("test_accuracy", "Fleet accuracy", width=140),
-    table.rate("server_accuracy", "Server's model", width=140),
-    table.rate("global_accuracy", "Global model", width=135),
-    table.size("bytes_up", "Received", width=115),
-    table.size("bytes_down", "Sent", width=115),
+    table.number("round", "Round", width=85, sort="desc", flex=0, pinned="left"),
+    table.text("status", "Status", flex=2, minWidth=110),
+    table.number("cohort", "Devices asked", minWidth=85),
+    table.number("used", "Answers used", minWidth=95),
+    table.number("reported", "Answers not used", minWidth=95),
+    table.number("guards", "Guards fired", minWidth=80),
+    table.number("seconds", "Duration (s)", minWidth=90),
+    table.number("train_loss", "Training loss (nats)", minWidth=90),
+    table.rate("test_accuracy", "Fleet accuracy", minWidth=95),
+    table.rate("server_accuracy", "Server's model", minWidth=85),
+    table.rate("global_accuracy", "Global model", minWidth=80),
+    table.size("bytes_up", "Received", minWidth=100),
+    table.size("bytes_down", "Sent", minWidth=90),
 ]
 
 

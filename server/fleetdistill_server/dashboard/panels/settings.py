@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from nicegui import ui
@@ -10,6 +9,7 @@ from nicegui import ui
 from fleetdistill_server.dashboard.board import Board
 from fleetdistill_server.dashboard.layout import panel
 from fleetdistill_server.dashboard.readers import settings
+from fleetdistill_server.dashboard.units import setting
 
 
 class SettingsPanel:
@@ -49,4 +49,4 @@ def _draw(section: str, values: dict[str, Any]) -> None:
                 with ui.element("th").props("scope=row"):
                     ui.label(name)
                 with ui.element("td"):
-                    ui.label(value if isinstance(value, str) else json.dumps(value))
+                    ui.label(setting(value))

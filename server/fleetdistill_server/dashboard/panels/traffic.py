@@ -17,12 +17,12 @@ from fleetdistill_server.store.database import Row
 _COUNTS = ("up_sent", "down_sent", "up", "down")
 _UP, _DOWN, _SAVED = "Received from devices", "Sent to devices", "Saved by compression"
 _COLUMNS = [
-    table.text("kind", "Kind of part", flex=1, minWidth=180),
-    table.size("up_sent", "Received", flex=1, minWidth=150),
-    table.size("down_sent", "Sent", flex=1, minWidth=150),
-    table.size("up", "Received, uncompressed", flex=1, minWidth=150),
-    table.size("down", "Sent, uncompressed", flex=1, minWidth=150),
-    table.rate("share", "Share of all bytes", flex=1, minWidth=130, sort="desc"),
+    table.text("kind", "Kind of part", minWidth=130),
+    table.size("up_sent", "Received", minWidth=130),
+    table.size("down_sent", "Sent", minWidth=130),
+    table.size("up", "Received, uncompressed", minWidth=130),
+    table.size("down", "Sent, uncompressed", minWidth=130),
+    table.rate("share", "Share of all bytes", minWidth=130, sort="desc"),
 ]
 
 
