@@ -53,6 +53,7 @@ def frame(board: Board, heading: str, trail: Sequence[tuple[str, str]] = ()) -> 
         with ui.element("nav").props('aria-label="Pages"').classes("fd-nav"):
             ui.link("Runs", "/")
             ui.link("Compare", "/compare")
+            ui.link("Server", "/server")
         ui.label(board.place).classes("fd-place").props('title="What this dashboard reads"')
         _dark_switch(dark)
         with ui.element("form").props(f"method=post action={LOGOUT}"):

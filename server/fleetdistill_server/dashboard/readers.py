@@ -34,6 +34,8 @@ class Subject(Generic[T]):
 
 RUNS: Subject[View] = Subject("overview", lambda: Source.overview)
 HEALTH: Subject[Sequence[str]] = Subject("health", lambda: Source.problems)
+SERVER: Subject[View] = Subject("server", lambda: Source.server, 5.0)
+CALLS: Subject[View] = Subject("operators", lambda: Source.operators, 5.0)
 ABOUT: Subject[View] = Subject("about", lambda: Source.about, SLOW_SECONDS)
 
 

@@ -12,7 +12,7 @@ from nicegui import app as assets
 from nicegui import ui
 
 from fleetdistill_server.dashboard.board import Board
-from fleetdistill_server.dashboard.pages import compare, device, run, runs
+from fleetdistill_server.dashboard.pages import compare, device, run, runs, server
 from fleetdistill_server.dashboard.session import Access, protect
 
 _STATIC = Path(__file__).parent / "static"
@@ -67,6 +67,10 @@ def register(board: Board) -> None:
     @ui.page("/runs/{name}/devices/{device_id}")
     def device_page(name: str, device_id: str) -> None:
         device.show(board, name, device_id)
+
+    @ui.page("/server")
+    def server_page() -> None:
+        server.show(board)
 
     @ui.page("/compare")
     def compare_page(runs: str = "") -> None:

@@ -150,6 +150,13 @@ class Source(ABC):
         """Returns what is wrong with the running server, in sentences: engines that hang, disk limits reached."""
         return list(self.read(Query("health")).facts["problems"])
 
+    def server(self) -> View:
+        """Returns the server as a whole: processes, engines and queue, disk, store, certificates, backups, versions.
+
+        `problems` says what is wrong, `warnings` what will be; see `views.server.server` for all facts and lists.
+        """
+        return self.read(Query("server"))
+
     def runs(self) -> View:
         """Returns the list `runs` of `fleetdistill runs list`, oldest first."""
         return self.read(Query("runs"))

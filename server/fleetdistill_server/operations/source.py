@@ -27,7 +27,7 @@ from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.deleted import deleted
 from fleetdistill_server.views.reading import Query, read
 from fleetdistill_server.views.runs import View
-from fleetdistill_server.views.units import counted
+from fleetdistill_server.views.units import counted, readable_bytes
 from fleetdistill_server.views.watch import follow
 
 
@@ -93,7 +93,10 @@ class LocalStore(Source):
 
     def back_up(self, out: Path) -> BackedUp:
         """Writes a backup of the store to an empty directory."""
-        return backup(self._directory, out)
+        with noted_around(self._store, "BackUp", {"out": str(out)}) as result:
+            made = backup(self._directory, out)
+            result.text = f"{counted(made.payloads, 'payload')}, {readable_bytes(made.bytes)}"
+        return made
 
     def create(self, run: NewRun) -> str:
         """Checks and creates a run; returns a sentence on it. Relative paths belong to the current directory."""

@@ -134,6 +134,15 @@ def state_of(row: Row, served: Served) -> str:
     return QUEUED if row["name"] in served.queued else str(row["status"])
 
 
+def is_silent(path: Path) -> bool:
+    """Returns whether a file that a process touches every second is no longer touched; takes 3 s if it seems so."""
+    last = _silent_since(path)
+    if last is None:
+        return False
+    time.sleep(3 * BEAT_SECONDS)  # the system clock may have been changed, so wait for a heartbeat
+    return _time_of(path) == last
+
+
 def _hanging(directory: Path, runs: Sequence[str]) -> frozenset[str]:
     silent = {run: last for run in runs if (last := _silent_since(engine_directory(directory, run) / FILE)) is not None}
     if silent:

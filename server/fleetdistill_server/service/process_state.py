@@ -1,11 +1,20 @@
-"""What the supervisor says of a process that it runs."""
+"""What the supervisor says of the processes that it runs, to metrics, and in a file to whoever reads the store."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-FRONT, ENGINE = "front", "engine"
+from fleetdistill_server.service.heartbeat import BEAT_SECONDS, is_silent
+
+FRONT, ENGINE, SUPERVISOR = "front", "engine", "supervisor"
 """Names of the processes."""
+_FILE = "processes.json"
 
 
 @dataclass(frozen=True)
@@ -13,13 +22,53 @@ class ProcessState:
     """A process of the server.
 
     Attributes:
-        name: `front` or `engine`.
-        run: The engine's run; empty for the front.
+        name: `front`, `engine` or `supervisor`.
+        run: The engine's run; empty for the others.
         pid: Process id; None if it does not run.
         restarts: How often it was restarted since the server was started.
+        hangs: Of the supervisor: whether it has not written its file for 10 s.
     """
 
     name: str
     run: str
     pid: int | None
     restarts: int
+    hangs: bool = False
+
+
+class ProcessFile:
+    """Writes the processes to a file of the store every second, and at once when they change.
+
+    Args:
+        store: The store's directory.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self._path = store / _FILE
+        self._written: Sequence[ProcessState] = ()
+        self._due = 0.0
+
+    def write(self, processes: Sequence[ProcessState]) -> None:
+        """Writes the processes, this one first; call it regularly. Does nothing on a full disk."""
+        if processes == self._written and time.monotonic() < self._due:
+            return
+        rows = [asdict(one) for one in (ProcessState(SUPERVISOR, "", os.getpid(), 0), *processes)]
+        temporary = self._path.with_suffix(".new")
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps(rows), encoding="utf-8")
+            temporary.replace(self._path)
+        self._written, self._due = processes, time.monotonic() + BEAT_SECONDS
+
+
+def read_processes(store: Path) -> list[ProcessState]:
+    """Returns the processes of the server of a store, the supervisor first; call it only while there is a server.
+
+    Takes 3 s if the supervisor seems to hang. Empty before a server has started, or if it is on another machine.
+    """
+    try:
+        rows = json.loads((store / _FILE).read_text(encoding="utf-8"))
+        found = [ProcessState(**row) for row in rows]
+    except (OSError, ValueError, TypeError):
+        return []
+    hangs = is_silent(store / _FILE)
+    return [ProcessState(**{**asdict(one), "hangs": hangs}) if one.name == SUPERVISOR else one for one in found]

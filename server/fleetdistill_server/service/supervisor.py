@@ -23,7 +23,7 @@ from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.call_log import CallLog
 from fleetdistill_server.service.engine_slots import engines_at_once, make_slots
 from fleetdistill_server.service.front_process import FrontProcess
-from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessState
+from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessFile, ProcessState
 from fleetdistill_server.service.processes import check_system
 from fleetdistill_server.service.reconciliation import Reconciliation
 from fleetdistill_server.service.registration import serve_run
@@ -102,6 +102,7 @@ class Supervisor:
         if isinstance(config, RunConfig) and only != FRONT:  # the engine's server decides
             serve_run(self.store, config)
         self._calls = CallLog(self.store)
+        self._process_file = ProcessFile(directory)
         self._arguments = [str(_write_served(config)), *log_options]
         self._front_ends, ends = make_ends(count)
         self.engines = Reconciliation(
@@ -159,6 +160,7 @@ class Supervisor:
             while not self._stopped.wait(_LOOK_SECONDS):
                 if self._front is not None:
                     self._look_after_front(self._front)
+                self._process_file.write(self.processes())
                 try:
                     self._look()
                     over = (status := self._status()) in OVER

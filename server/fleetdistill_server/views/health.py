@@ -8,6 +8,7 @@ from pathlib import Path
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
 from fleetdistill_server.service.heartbeat import served
+from fleetdistill_server.service.process_state import FRONT, read_processes
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.disk_space import bytes_under
@@ -16,7 +17,7 @@ from fleetdistill_server.views.units import readable_bytes
 
 
 def problems(store: Store, directory: Path) -> list[str]:
-    """Returns a sentence for each engine that hangs and each disk limit that is reached; empty without a server.
+    """Returns a sentence for each process that hangs or is missing and each disk limit; empty without a server.
 
     Raises:
         StoreError: The store could not be read, for example because its database is away.
@@ -25,6 +26,11 @@ def problems(store: Store, directory: Path) -> list[str]:
     found = [f"the engine of run {run!r} hangs: it sends no heartbeat" for run in sorted(hanging)]
     if serving(directory) is None:
         return found
+    for one in read_processes(directory):
+        if one.name == FRONT and one.pid is None:
+            found.append("the front does not run, so no device can call; the supervisor starts it again")
+        if one.hangs:
+            found.append(f"the supervisor hangs (process {one.pid}): it would start no front or engine again")
     try:
         server = load_server_config(directory / SERVED_FILE).server
     except ConfigurationError:  # of a server by hand

@@ -26,7 +26,7 @@ def table(calls: Sequence[Row], width: int) -> Table | Text:
     """Returns calls as a table for a terminal of `width` columns."""
     if not calls:
         return Text("operators (0)")
-    rows = [_cells(call) for call in calls]
+    rows = [list(cells(call).values()) for call in calls]
     made = Table(title=Text(f"operators ({len(rows)})"), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, (heading, widths) in enumerate(_WIDTHS.items()):
         longest = max(len(heading), *(len(row[number]) for row in rows))
@@ -37,12 +37,14 @@ def table(calls: Sequence[Row], width: int) -> Table | Text:
     return made
 
 
-def _cells(call: Row) -> list[str]:
+def cells(call: Row) -> dict[str, str]:
+    """Returns a call in words: at, who, what, run and result; without control characters."""
     arguments = _parsed(call["arguments"])
     run = str(arguments.pop("run", ""))
     when = call["at"].replace("T", " ").removesuffix("Z")
-    texts = (when, _who(call), in_words(call["call"]), run, _result(call["result"], arguments))
-    return [printable(text) for text in texts]
+    texts = {"at": when, "who": _who(call), "what": in_words(call["call"]), "run": run}
+    texts["result"] = _result(call["result"], arguments)
+    return {name: printable(text) for name, text in texts.items()}
 
 
 def _who(call: Row) -> str:

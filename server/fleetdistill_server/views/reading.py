@@ -13,7 +13,7 @@ from fleetdistill_server.service.enrol_port import load_enrol_port
 from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views import fleet, health, overview, progress, runs
+from fleetdistill_server.views import fleet, health, overview, progress, runs, server
 from fleetdistill_server.views.runs import View
 
 MOST_EVENTS = 1000
@@ -64,12 +64,12 @@ def read(store: Store, directory: Path, query: Query) -> View:
 
 def _about(store: Store, directory: Path, query: Query) -> View:
     try:
-        server = tomllib.loads((directory / SERVED_FILE).read_text(encoding="utf-8")).get("server", {})
+        section = tomllib.loads((directory / SERVED_FILE).read_text(encoding="utf-8")).get("server", {})
     except (OSError, ValueError):
-        server = {}  # no server has started with this store
+        section = {}  # no server has started with this store
     facts = {
-        "listen": server.get("listen", ""),
-        "tls": bool(server.get("pki")),
+        "listen": section.get("listen", ""),
+        "tls": bool(section.get("pki")),
         "enrol_port": load_enrol_port(directory),
     }
     found = serving(directory)
@@ -93,6 +93,7 @@ FOR_OPERATORS: Mapping[str, ViewReader] = {"operators": _operators}
 """Functions that read the views that only operators may read, by name."""
 VIEWS: Mapping[str, ViewReader] = {
     "health": lambda store, directory, query: View({}, {"problems": health.problems(store, directory)}),
+    "server": lambda store, directory, query: server.server(store, directory),
     "about": _about,
     "runs": lambda store, directory, query: runs.runs(store, served(directory, store)),
     "run": lambda store, directory, query: runs.run(store, query.run, served(directory, store)),

@@ -9,6 +9,7 @@ from nicegui import ui
 from fleetdistill_server.dashboard import table
 from fleetdistill_server.dashboard.board import Board
 from fleetdistill_server.dashboard.layout import Notice, frame, live, run_link
+from fleetdistill_server.dashboard.panels.server import Glance
 from fleetdistill_server.dashboard.readers import RUNS
 from fleetdistill_server.dashboard.table import LiveTable
 from fleetdistill_server.dashboard.units import percent
@@ -18,7 +19,7 @@ from fleetdistill_server.store.database import Row
 def show(board: Board) -> None:
     """Shows all runs, sorted and filtered by the reader."""
     with frame(board, "Runs"):
-        notice = Notice()
+        notice, glance = Notice(), Glance(board)
         search = ui.input("Filter runs", placeholder="name, method or status").props("dense outlined clearable")
         search.classes("fd-filter")
         shown = LiveTable("Runs", _COLUMNS, "There are no runs yet. Start one: fleetdistill serve run.toml", "36rem")
@@ -26,6 +27,7 @@ def show(board: Board) -> None:
 
         def update() -> None:
             snapshot = board.feed.look(RUNS)
+            glance.update()
             notice.show(snapshot)
             if snapshot.value is not None:
                 shown.show([_cells(row) for row in snapshot.value.lists["runs"]])

@@ -1,0 +1,165 @@
+"""The server as a whole: processes, engines and queue, disk, store, certificates, backups and versions."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import shutil
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from cryptography import x509
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.link.credentials import AUTHORITIES, IDENTITY
+from fleetdistill.version import VERSION
+from fleetdistill_server.config.server_config import ServerSection, load_server_config
+from fleetdistill_server.security.certificates import Role
+from fleetdistill_server.security.pki import SERVER
+from fleetdistill_server.service.heartbeat import Served, served
+from fleetdistill_server.service.process_state import ENGINE, SUPERVISOR, read_processes
+from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.disk_space import bytes_under
+from fleetdistill_server.store.location import read_location
+from fleetdistill_server.store.states import ACTIVE
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.views.health import problems
+from fleetdistill_server.views.runs import View, run_row, when
+
+SOON_SECONDS = 21 * 86_400.0
+"""Time left of a certificate of the server, the CA or a person from which it is to be renewed, as in the alerts."""
+_SOON_SHARE = 0.25
+"""The same for devices, as a share of the validity: they renew theirs before."""
+_MOST = 100
+_BACKUPS = 5
+_PACKAGES = ("torch", "grpcio", "nicegui")
+
+
+def server(store: Store, directory: Path) -> View:
+    """Returns the state of the server of the store in a directory, and of the store itself.
+
+    Facts: `problems` and `warnings`, sentences; `serves`, `version`, `engines_at_once`, `store`, `database`, `payloads`
+    and `runs`; in bytes `disk_free`, `disk_used`, `keep_free` and `disk_budget`, which is 0 for none. Lists:
+    `processes`, `queue`, `certificates`, `backups` and `versions`.
+
+    Raises:
+        StoreError: The store could not be read.
+    """
+    found, section = serving(directory), _section(directory)
+    works = served(directory, store)
+    certificates = [*_own_certificates(section), *_device_certificates(store)]
+    lists = {
+        "processes": _processes(directory, works) if found is not None else [],
+        "queue": _queue(store, works),
+        "certificates": certificates,
+        "backups": _backups(store),
+        "versions": _versions(),
+    }
+    facts = {
+        "problems": problems(store, directory),
+        "warnings": [_warning(row) for row in certificates if row["state"] != "valid" and not row["device"]],
+        "serves": found is not None,
+        "version": VERSION,
+        "engines_at_once": 0 if found is None else found.engines,
+    }
+    return View(lists, {**facts, **_place(store, directory), **_disk(directory, section)})
+
+
+def _section(directory: Path) -> ServerSection:
+    try:
+        return load_server_config(directory / SERVED_FILE).server
+    except ConfigurationError:  # no server has started with this store
+        return ServerSection()
+
+
+def _processes(directory: Path, works: Served) -> list[Row]:
+    rows = []
+    for one in read_processes(directory):
+        state = "works" if one.pid is not None else "starts again"
+        if (one.name == ENGINE and one.run in works.hanging) or (one.name == SUPERVISOR and one.hangs):
+            state = "hangs"
+        rows.append({"process": one.name, "run": one.run, "state": state, "pid": one.pid, "restarts": one.restarts})
+    return rows
+
+
+def _queue(store: Store, works: Served) -> list[Row]:
+    rows = [run_row(row, works) for row in store.runs.all() if row["status"] in ACTIVE]
+    order = {row["name"]: number for number, row in enumerate(store.led.queue())}
+    known = sorted(rows, key=lambda row: order.get(row["run"], len(order)))
+    return [{"run": row["run"], "status": row["status"], "engine": row["run"] in works.runs} for row in known]
+
+
+def _place(store: Store, directory: Path) -> Row:
+    location = read_location(directory)
+    return {
+        "store": str(directory.resolve()),
+        "database": "PostgreSQL" if location.database else "SQLite",
+        "payloads": location.blobs or "files",
+        "runs": len(store.runs.names()),
+    }
+
+
+def _disk(directory: Path, section: ServerSection) -> Row:
+    with contextlib.suppress(OSError):
+        return {
+            "disk_free": shutil.disk_usage(directory).free,
+            "disk_used": bytes_under(directory),
+            "keep_free": section.keep_free_bytes,
+            "disk_budget": section.disk_budget_bytes,
+        }
+    return {"disk_free": None, "disk_used": None, "keep_free": section.keep_free_bytes, "disk_budget": 0}
+
+
+def _own_certificates(section: ServerSection) -> Iterator[Row]:
+    """Yields the certificates in the directory of the PKI, which has those of people unless `--out` was elsewhere."""
+    tls = section.tls()
+    if tls is None:
+        return
+    people = sorted(
+        path for role in (Role.OPERATOR, Role.VIEWER) for path in tls.directory.glob(f"{role}-*/{IDENTITY}")
+    )
+    files = {"server": tls.directory / SERVER, "CA": tls.directory / AUTHORITIES}
+    for holder, path in {**files, **{path.parent.name: path for path in people}}.items():
+        with contextlib.suppress(OSError, ValueError):  # it is being replaced
+            ends = x509.load_pem_x509_certificates(path.read_bytes())[0].not_valid_after_utc.timestamp()
+            yield _certificate(holder, "", ends, SOON_SECONDS)
+
+
+def _device_certificates(store: Store) -> list[Row]:
+    """Returns the certificates of devices that should have renewed them, and are not revoked."""
+    revoked = {row["subject"] for row in store.credentials.revocations()}
+    rows = [
+        _certificate(
+            row["device"], row["device"], row["expires_at"], _SOON_SHARE * (row["expires_at"] - row["issued_at"])
+        )
+        for row in store.credentials.newest_certificates()
+        if f"{Role.DEVICE}:{row['device']}" not in revoked
+    ]
+    return [row for row in rows if row["state"] != "valid"][:_MOST]
+
+
+def _certificate(holder: str, device: str, ends: float, soon: float) -> Row:
+    left = ends - time.time()
+    state = "expired" if left <= 0 else "expires soon" if left < soon else "valid"
+    return {"holder": holder, "device": device, "expires": when(ends), "state": state}
+
+
+def _warning(row: Row) -> str:
+    verb = "has expired" if row["state"] == "expired" else f"expires at {row['expires']}"
+    return f"the certificate of {row['holder']} {verb}; renew it with `fleetdistill pki`"
+
+
+def _backups(store: Store) -> list[Row]:
+    calls = store.operator_calls.newest(before=None, call="BackUp", text="", most=_BACKUPS)
+    return [{"at": when(row["at"]), "result": row["result"].partition(": {")[0]} for row in calls]
+
+
+def _versions() -> list[Row]:
+    rows = [{"name": "fleetdistill", "version": VERSION}, {"name": "Python", "version": platform.python_version()}]
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            rows.append({"name": name, "version": metadata.version(name)})
+    return rows
