@@ -7,7 +7,7 @@ import datetime
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -85,6 +85,7 @@ class SecuredFront:
     lease_seconds: float = 60.0
     limits: Limits = Limits()  # noqa: RUF009  (it is frozen)
     log: Path | None = None
+    data_directories: Sequence[str] = (".",)
     port: int = 0
     enrol_port: int = 0
     process: subprocess.Popen[str] = field(init=False)
@@ -97,6 +98,7 @@ class SecuredFront:
             pki=str(self.pki),
             enrol_listen=f"127.0.0.1:{self.enrol_port}",
             certificate_days=self.certificate_days,
+            data_directories=list(self.data_directories),
         )
         config = write_server_config(self.store_dir, ServerConfig(server=server, limits=self.limits))
         log_level = "DEBUG" if self.log else "INFO"

@@ -56,6 +56,7 @@ class ServerSection(Section):
     metrics: Annotated[str, AfterValidator(lambda given: given and _host_and_port(given))] = ""
     traces: Literal["off", "otlp"] = "off"
     engines_at_once: Annotated[int, Field(ge=0, le=1024)] = 0
+    data_directories: list[str] = ["."]  # noqa: RUF012  (pydantic copies it)
 
     @model_validator(mode="after")
     def _check_urls(self) -> ServerSection:  # of the section, whose errors do not show a value with a password

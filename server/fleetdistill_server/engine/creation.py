@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fleetdistill.errors import FleetDistillError
+from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.engine.preflight import build, evaluation_samples
-from fleetdistill_server.service.creation import CREATION_BYTES, NewRun
+from fleetdistill_server.engine.preflight import build, evaluation_samples, is_out_of_memory
+from fleetdistill_server.service.creation import NewRun
 from fleetdistill_server.service.leading import clone_settings, create
 from fleetdistill_server.service.processes import end_with_parent, limit_memory
 from fleetdistill_server.service.registration import is_prepared
@@ -27,10 +28,13 @@ def _created(directory: Path, run: NewRun, call: Call) -> str:
         set_location(directory, Location.of(run_config(_settings(run.settings, directory)).server))
     store = Store.open(directory)
     try:
-        given = run.settings
+        given, approved = run.settings, frozenset[str]()
         if run.clone_of:
             given = clone_settings(store, run.clone_of, run.settings["run"]["name"], run.changes)
+            approved = _data_files(store.led.setup(run.clone_of) or {})
         config = run_config(_settings(given, directory))
+        if run.data_directories is not None:
+            _check_places(config, run.data_directories, approved)
         _check(store, config)
         with store.operator_calls.with_change(call) as outcome:
             outcome.text = create(store, config, start_it=run.start, who=call.who)
@@ -45,6 +49,34 @@ def _settings(given: Any, directory: Path) -> dict[str, Any]:
     return {**given, "server": {**server, "store": str(directory)} if isinstance(server, dict) else server}
 
 
+def _data_files(setup: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the absolute paths of the data files that a run's stored settings name."""
+    return frozenset(one for name in ("proxy", "evaluation") if (one := setup.get(name, {}).get("data")))
+
+
+def _check_places(config: RunConfig, directories: Sequence[str], approved: frozenset[str]) -> None:
+    """Raises ConfigurationError if a data file is outside the directories, links resolved, and not approved."""
+    allowed = [Path(one).resolve() for one in directories]
+    setup = config.setup()
+    for name in ("proxy", "evaluation"):
+        file = setup[name]["data"]
+        if file and file not in approved and not _is_in(file, allowed):
+            places = ", ".join(map(str, allowed)) or "none"
+            raise ConfigurationError(
+                f"[{name}] data: {getattr(config, name).data!r} is outside the directories for data of this server "
+                f"({places}); put the file into one of them, or add its directory to [server] data_directories of the "
+                "server's file"
+            )
+
+
+def _is_in(file: str, directories: Sequence[Path]) -> bool:
+    try:
+        path = Path(file).resolve()
+    except (OSError, RuntimeError, ValueError):  # links in a circle, or a null character
+        return False
+    return any(path.is_relative_to(one) for one in directories)
+
+
 def _check(store: Store, config: RunConfig) -> None:
     if not is_prepared(store, config):
         build(config)
@@ -54,15 +86,17 @@ def _check(store: Store, config: RunConfig) -> None:
 def main() -> int:
     """Reads a run and its operator's call as JSON from standard input; prints a sentence, or an error and returns 1."""
     end_with_parent(int(sys.argv[2]))
-    limit_memory(CREATION_BYTES)
+    given = json.load(sys.stdin)
+    limit_memory(given["memory"])
     try:
-        given = json.load(sys.stdin)
         print(_created(Path(sys.argv[1]), NewRun(**given["run"]), Call(**given["call"])))
     except FleetDistillError as error:
         print(error)
         return 1
-    except MemoryError:
-        print(f"the run needs more than {CREATION_BYTES:,} bytes of memory to be checked; use smaller models or data")
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"the run needs more than {given['memory']:,} bytes of memory to be checked; use smaller models or data")
         return 1
     return 0
 

@@ -50,12 +50,21 @@ def build(config: RunConfig) -> Built:
     except FleetDistillError as error:
         raise ConfigurationError(str(error)) from error
     except Exception as error:  # a model's own code may fail in any way
+        if is_out_of_memory(error):
+            raise
         text = printable(f"{type(error).__name__}: {error}").strip()
         raise ConfigurationError(
             f"the models of {config.run.method} cannot be built ({text}); check [model], and [contract] input_shape"
         ) from error
     given = initial.data_bytes if initial is not None else 0
     return Built(len(state), given, contract.proxy_samples)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error of Python, NumPy or PyTorch says that there is not enough memory."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("not enough memory" in str(error) or "can't allocate memory" in str(error))
+    )
 
 
 def evaluation_samples(config: RunConfig) -> int:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2
-from fleetdistill_server.service.processes import child_environment
+from fleetdistill_server.service.processes import run_child
 from fleetdistill_server.store.backup import MANIFEST, backup
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.texts import shortened
@@ -65,8 +65,8 @@ def make_backup(directory: Path, folder: Path) -> tuple[list[Path], str]:
     )
 
 
-def make_export(directory: Path, run: str, folder: Path) -> tuple[list[Path], str]:
-    """Exports a run's model into a folder; returns the file and a report on it as JSON.
+def make_export(directory: Path, run: str, ended: threading.Event, folder: Path) -> tuple[list[Path], str]:
+    """Exports a run's model into a folder, unless the call ends; returns the file and a report on it as JSON.
 
     Raises:
         RefusedError: The run does not exist or has no model to export, or the export takes too long.
@@ -74,11 +74,8 @@ def make_export(directory: Path, run: str, folder: Path) -> tuple[list[Path], st
     path = folder / "model.onnx"
     command = [sys.executable, "-m", "fleetdistill_server.engine.export_process", str(directory), run, str(path)]
     try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, env=child_environment(), timeout=EXPORT_SECONDS, check=False
-        )
-        report = json.loads(done.stdout or b"{}")
-    except subprocess.TimeoutExpired as error:
+        report = json.loads(run_child(command, "", EXPORT_SECONDS, ended).stdout or "{}")
+    except TimeoutError as error:
         text = f"the export took longer than {EXPORT_SECONDS:g} s; export the model on the server's machine"
         raise RefusedError(Code.NOT_READY, text) from error
     except ValueError as error:

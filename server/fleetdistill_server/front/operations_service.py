@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -84,6 +85,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         pool: ThreadPoolExecutor,
         pki: Path,
         enrol_port: int,
+        data_directories: Sequence[str],
     ) -> None:
         self._store, self._log = api.store, log
         self._copying = asyncio.Lock()
@@ -93,7 +95,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         self._pool = pool
         self._pki = pki
         self._enrol_port = enrol_port
-        self._leading = RemoteLeading(directory)
+        self._leading = RemoteLeading(directory, data_directories)
         self._creations = ThreadPoolExecutor(1)  # one at a time: each loads torch, and can take minutes
 
     async def ListRuns(self, request: operations_pb2.ListRunsRequest, context: Any) -> operations_pb2.ListRunsResponse:
@@ -163,10 +165,12 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     async def ExportModel(
         self, request: operations_pb2.ExportModelRequest, context: Any
     ) -> AsyncIterator[operations_pb2.FilePart]:
-        make = partial(make_export, self._directory, request.run)
-        async with contextlib.aclosing(self._files(context, call_of(context, "ExportModel", request), make)) as parts:
-            async for part in parts:
-                yield part
+        with _ending() as ended:
+            make = partial(make_export, self._directory, request.run, ended)
+            files = self._files(context, call_of(context, "ExportModel", request), make)
+            async with contextlib.aclosing(files) as parts:
+                async for part in parts:
+                    yield part
 
     async def BackUp(
         self, request: operations_pb2.BackUpRequest, context: Any
@@ -233,11 +237,14 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         text = await in_pool(self._pool, context, work)
         return operations_pb2.RollBackRunResponse(text=text)
 
-    async def _create_run(self, context: Any, name: str, request: Any, create: Callable[[Any, Call], str]) -> str:
-        """Creates a run in a process of its own, which stores the call with the run."""
+    async def _create_run(
+        self, context: Any, name: str, request: Any, create: Callable[[Any, Call, threading.Event], str]
+    ) -> str:
+        """Creates a run in a process of its own, which stores the call with the run and ends with the call."""
         call = call_of(context, name, request)
-        work = partial(self._log.unless_refused, call, partial(create, request, call))
-        return await in_pool(self._creations, context, work)
+        with _ending() as ended:
+            work = partial(self._log.unless_refused, call, partial(create, request, call, ended))
+            return await in_pool(self._creations, context, work)
 
     async def _lead(self, context: Any, name: str, request: Any, change: Callable[[Store, str, str], str]) -> str:
         """Changes a run in one transaction with the call's entry."""
@@ -302,6 +309,16 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 
         made = self._log.commit(call, create, lambda tokens: Outcome(text=counted(len(tokens), "token")))
         return operations_pb2.CreateTokensResponse(tokens=made)
+
+
+@contextlib.contextmanager
+def _ending() -> Iterator[threading.Event]:
+    """Yields an event that is set at the end of the block, which may be the end of a cancelled call."""
+    ended = threading.Event()
+    try:
+        yield ended
+    finally:
+        ended.set()
 
 
 def parts_of(view: View) -> Iterator[operations_pb2.ReadResponse]:

@@ -7,8 +7,9 @@ is one short transaction of the front's commit thread.
 from __future__ import annotations
 
 import contextlib
+import threading
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, DamagedError, RefusedError, RunError
@@ -32,23 +33,33 @@ class RemoteLeading:
     """Creates, rolls back and deletes runs of the store in a directory; every method returns a sentence on the run.
 
     The methods raise RefusedError if the change is not possible.
+
+    Args:
+        directory: The store's directory.
+        data_directories: Directories of the data files that a new run may name.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, data_directories: Sequence[str]) -> None:
+        self._directory, self._data = directory, list(data_directories)
 
-    def create(self, request: operations_pb2.CreateRunRequest, call: Call) -> str:
-        """Checks and creates a run."""
+    def create(self, request: operations_pb2.CreateRunRequest, call: Call, ended: threading.Event) -> str:
+        """Checks and creates a run, unless the call has ended."""
         with _refusals():
-            run = NewRun(settings=_parsed(request.run_toml), start=request.start)
-            return create_checked(self._directory, run, call)
+            run = NewRun(settings=_parsed(request.run_toml), start=request.start, data_directories=self._data)
+            return create_checked(self._directory, run, call, ended)
 
-    def clone(self, request: operations_pb2.CloneRunRequest, call: Call) -> str:
-        """Checks and creates a run with another run's settings."""
+    def clone(self, request: operations_pb2.CloneRunRequest, call: Call, ended: threading.Event) -> str:
+        """Checks and creates a run with another run's settings, unless the call has ended."""
         settings = {"run": {"name": request.new_run}}
         with _refusals():
-            run = NewRun(settings=settings, start=request.start, clone_of=request.run, changes=list(request.changes))
-            return create_checked(self._directory, run, call)
+            run = NewRun(
+                settings=settings,
+                start=request.start,
+                clone_of=request.run,
+                changes=list(request.changes),
+                data_directories=self._data,
+            )
+            return create_checked(self._directory, run, call, ended)
 
     def delete(self, run: str) -> str:
         """Deletes a run with everything that belongs to it."""

@@ -137,7 +137,7 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
             logger.error("cannot listen on %s: %s", config.listen, error)
             return EXIT_CANNOT_LISTEN
         if tls is not None:
-            add_services(server, enrolment, directory, api, pool, tls, ports, guard)
+            add_services(server, enrolment, config, api, pool, tls, ports, guard)
             await enrolment.start()
         await server.start()
         ready(ports)

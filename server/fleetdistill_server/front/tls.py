@@ -15,6 +15,7 @@ import grpc
 
 from fleetdistill.errors import ConfigurationError, StoreError
 from fleetdistill.link.credentials import AUTHORITIES, split
+from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.config.tls import Tls
 from fleetdistill_server.front.guard import Guard
 from fleetdistill_server.front.strangers import Strangers
@@ -52,14 +53,14 @@ def listen_on(server: Any, enrolment: Any, listen: str, tls: Tls | None, strange
 def add_services(
     server: Any,
     enrolment: Any,
-    store: Path,
+    config: ServerSection,
     api: DeviceApi,
     pool: ThreadPoolExecutor,
     tls: Tls,
     ports: Ports,
     guard: Guard,
 ) -> None:
-    """Adds the services that require TLS, enrolment and operations. `store` is the store's directory."""
+    """Adds the services that require TLS, enrolment and operations."""
     from fleetdistill.wire.v1 import enrolment_pb2_grpc, operations_pb2_grpc
     from fleetdistill_server.front.enrolment_service import EnrolmentService
     from fleetdistill_server.front.operations_service import (
@@ -67,6 +68,7 @@ def add_services(
     )  # imports rich, which plain text does not need
     from fleetdistill_server.front.operator_log import OperatorLog
 
+    store = Path(config.store)
     certificates = EnrolmentApi(tls.directory, tls.certificate_days)
     service = EnrolmentService(certificates, api.store, api.commit, pool, api.limiter)
     for one in (server, enrolment):  # one port enrols, the other renews certificates; see `security/roles.py`
@@ -78,7 +80,7 @@ def add_services(
         logger.error("%s; until the next start `fleetdistill enrol` needs --enrol-port %d", error, ports.enrol)
     log = OperatorLog(api.commit)
     guard.on_refusal = log.refusals(pool)
-    operations = OperationsService(api, log, store, pool, tls.directory, ports.enrol)
+    operations = OperationsService(api, log, store, pool, tls.directory, ports.enrol, config.data_directories)
     operations_pb2_grpc.add_OperationsServiceServicer_to_server(operations, server)
 
 

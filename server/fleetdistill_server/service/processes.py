@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 from fleetdistill.errors import ConfigurationError
 
@@ -83,6 +85,42 @@ def _exists(pid: int) -> bool:
 def child_environment() -> dict[str, str]:
     """Returns the environment of a child, with this process's module paths, also for custom models."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+def run_child(
+    command: Sequence[str], given: str, seconds: float, ended: threading.Event
+) -> subprocess.CompletedProcess[str]:
+    """Runs a process of this package until it has exited, and kills it if it takes too long or is no longer wanted.
+
+    Args:
+        command: The command.
+        given: Text for its standard input.
+        seconds: Time limit.
+        ended: Set by another thread once nobody waits for the result; the process is killed within a second.
+
+    Returns:
+        The exit status, negative for a signal, and what the process printed.
+
+    Raises:
+        TimeoutError: The time limit was reached, or the process was no longer wanted.
+    """
+    environment, until = child_environment(), time.monotonic() + seconds
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        rest: str | None = given
+        while True:
+            try:
+                printed, _ = process.communicate(rest, _LOOK_SECONDS)
+                return subprocess.CompletedProcess(command, process.returncode, printed)
+            except subprocess.TimeoutExpired:
+                rest = None  # `communicate` goes on with what it was given first
+            except BaseException:
+                process.kill()
+                raise
+            if ended.is_set() or time.monotonic() > until:
+                process.kill()
+                raise TimeoutError
 
 
 def front_environment() -> dict[str, str]:
