@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.secured import make_pki
+from typer.testing import CliRunner
 
 from fleetdistill import Device
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.models import build_model
 from fleetdistill.names import NAME_RULE, is_name
+from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.security.certificates import Role
 
@@ -68,3 +70,29 @@ def test_a_name_is_a_file_of_its_own_in_any_directory(name: str) -> None:
         assert Path("/directory", name).resolve() == Path("/directory") / name
         assert name[0].isalnum()
         assert name == name.rstrip(". ")
+
+
+def test_the_help_of_a_name_has_the_rule() -> None:
+    said = CliRunner().invoke(app, ["pki", "issue", "--help"], env={"COLUMNS": "400"}).output
+    assert NAME_RULE in " ".join(said.split())
+    documented = " ".join(str(Device.__doc__).split())
+    for part in ("beginning with a letter or digit", "not ending with '.'", "no device of Windows"):
+        assert part in documented
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/tmp/outside", "a/b", "CON", "a\0b"])
+def test_a_models_name_is_no_file_name(name: str, tmp_path: Path) -> None:
+    images, labels = np.zeros((2, 1, 8, 8), np.float32), np.zeros(2, np.int64)
+    state = tmp_path / "inner" / "state"
+    with Device(
+        server="127.0.0.1:1",
+        model=lambda: build_model("digits_linear"),
+        data=(images, labels),
+        state_dir=state,
+        run="r",
+        model_name=name,
+    ) as device:
+        device.predict(images)
+    assert [path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*") if path.is_file()] != []
+    assert all(path.is_relative_to(state) for path in tmp_path.rglob("*") if path.is_file())
+    assert not any("outside" in path.name or path.name.startswith("CON") for path in tmp_path.rglob("*"))

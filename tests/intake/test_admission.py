@@ -14,6 +14,7 @@ from support.wire_samples import (
 )
 
 from fleetdistill.errors import RefusedError
+from fleetdistill.names import NAME_RULE
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
@@ -288,7 +289,7 @@ def test_malformed_ids_are_refused(fleet: Fleet, device: str) -> None:
         fleet.check_in(device)
     assert (error.value.code, str(error.value)) == (
         Code.BAD_IDENTITY,
-        f"device id {device!r} must be 1 to 64 letters, digits, '-', '_' or '.'",
+        f"device id {device!r} must be {NAME_RULE}",
     )
     assert fleet.store.devices.all(RUN) == []
 

@@ -100,7 +100,8 @@ class Device(Disclosure):
             must be empty. A simulation passes an open `Storage`, which the device closes.
         run: Name of the run, or `Abilities`, from which the server chooses the run. Optional if the server has a single
             run. Two runs on one machine are two `Device`s, each with its own `state_dir`.
-        device_id: Name of the device, 1 to 64 letters, digits, '-', '_' or '.'. Default: a UUID stored in `state_dir`.
+        device_id: Name of the device, 1 to 64 letters, digits, '-', '_' or '.', beginning with a letter or digit, not
+            ending with '.', and no device of Windows such as CON. Default: a UUID stored in `state_dir`.
         allow: Columns that may leave the device, a subset of `COLUMNS`. Default: `class_statistics`, `counts` and
             `metrics`, which class statistics send. A run whose method sends others refuses the device, with the line to
             add. Every answer includes the number of samples. `metrics` includes the training loss; `counts` adds the

@@ -77,7 +77,7 @@ def pki_init(
 @report_errors
 def pki_issue(
     role: Annotated[Role, typer.Option(help="Role of the person: operator or viewer.")],
-    name: Annotated[str, typer.Option(help="Name of the person: 1 to 64 letters, digits, '-', '_' or '.'.")],
+    name: Annotated[str, typer.Option(help=f"Name of the person: {NAME_RULE}.")],
     pki: PkiOption = DEFAULT_PKI,
     days: Annotated[float, typer.Option(help="Validity of the certificate in days.")] = PERSON_DAYS,
     out: Annotated[Path | None, typer.Option(help="Output directory; default: PKI/ROLE-NAME.")] = None,

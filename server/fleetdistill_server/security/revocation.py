@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.names import is_name
+from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.store.store import Store
 
@@ -19,7 +19,7 @@ def revoke_person(store: Store, role: str, name: str, reason: str) -> bool:
     if role not in (Role.OPERATOR, Role.VIEWER):
         raise ConfigurationError(f"role is {role[:70]!r}, must be operator or viewer")
     if not is_name(name):
-        raise ConfigurationError(f"name is {name[:70]!r}, must be 1 to 64 letters, digits, '-', '_' or '.'")
+        raise ConfigurationError(f"name is {name[:70]!r}, must be {NAME_RULE}")
     return store.credentials.revoke(f"{role}:{name}", reason[:_LONGEST_REASON])
 
 
@@ -35,7 +35,7 @@ def revoke_device(store: Store, device: str, reason: str) -> bool:
         ConfigurationError: `device` is not a valid device id.
     """
     if not is_name(device):
-        raise ConfigurationError(f"device id is {device[:70]!r}, must be 1 to 64 letters, digits, '-', '_' or '.'")
+        raise ConfigurationError(f"device id is {device[:70]!r}, must be {NAME_RULE}")
     with store.transaction():
         if not store.credentials.revoke(f"{Role.DEVICE}:{device}", reason[:_LONGEST_REASON]):
             return False

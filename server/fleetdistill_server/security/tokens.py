@@ -56,7 +56,7 @@ def create_tokens(
     if not 0 < seconds <= MOST_SECONDS:
         raise ConfigurationError(f"the validity is {seconds:g} seconds, must be above 0 and at most a year")
     if run and not is_name(run):
-        raise ConfigurationError(f"run is {run[:70]!r}, must be 1 to 64 letters, digits, '-', '_' or '.'")
+        raise ConfigurationError(f"run is {run[:70]!r}, must be {NAME_RULE}")
     if run and store.runs.get(run) is None:
         raise ConfigurationError(
             f"{no_such_run(run, store.runs.names())}. Serve the run once before you create its tokens"
@@ -156,7 +156,7 @@ def _reissue(store: Store, token: Row, device: str, key: ec.EllipticCurvePublicK
 def _check_id(store: Store, device: str, key: ec.EllipticCurvePublicKey) -> None:
     """Raises RefusedError if the id is invalid, revoked, or already enrolled with another key."""
     if not is_name(device):
-        text = f"device id is {device[:70]!r}, must be 1 to 64 letters, digits, '-', '_' or '.'"
+        text = f"device id is {device[:70]!r}, must be {NAME_RULE}"
         raise RefusedError(Code.BAD_IDENTITY, text)
     if store.credentials.revocation(f"{Role.DEVICE}:{device}", "") is not None:
         raise RefusedError(Code.REVOKED, f"device {device!r} was revoked; enrol it with another id")
