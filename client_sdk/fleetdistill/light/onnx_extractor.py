@@ -37,7 +37,9 @@ _WITHIN: Mapping[str, Mapping[int, str]] = {
     "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse tensor", 23: "sparse tensor"},
     "sparse tensor": {1: "tensor", 2: "tensor"},
 }
-_NODE_DOMAIN = 7
+_NODE_OPERATOR, _NODE_DOMAIN = 4, 7
+_REPEATING = (b"Loop", b"Scan")
+"""Operators that may repeat for ever."""
 _TENSOR_EXTERNAL, _TENSOR_LOCATION = 13, 14
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
@@ -147,7 +149,7 @@ def _first_line(error: Exception) -> str:
 
 
 def check_self_contained(data: bytes) -> None:
-    """Raises WireError for a file with external data or non-standard operators, or that is not ONNX."""
+    """Raises WireError for a file with external data, loops or non-standard operators, or that is not ONNX."""
     waiting: list[tuple[str, memoryview, int]] = [("model", memoryview(data), 0)]
     try:
         while waiting:
@@ -166,6 +168,9 @@ def check_self_contained(data: bytes) -> None:
 def _check_field(kind: str, number: int, value: memoryview | int) -> None:
     if kind == "tensor" and (number == _TENSOR_EXTERNAL or (number == _TENSOR_LOCATION and value != 0)):
         raise WireError(f"the run's extractor file refers to external weights, which are not allowed; {_ADVICE}")
+    if kind == "node" and number == _NODE_OPERATOR and bytes(_as_message(value)) in _REPEATING:
+        text = f"the run's extractor file has the operator {bytes(_as_message(value)).decode()}, which may never end"
+        raise WireError(f"{text}; {_ADVICE}")
     if kind == "node" and number == _NODE_DOMAIN and bytes(_as_message(value)) not in _STANDARD:
         domain = bytes(_as_message(value))[:50].decode(errors="replace")
         text = f"the run's extractor file has an operator of domain {domain!r}, only standard operators are allowed"

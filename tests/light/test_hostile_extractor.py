@@ -1,0 +1,64 @@
+"""Extractor files of a hostile server: a device refuses them before it runs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from onnx import TensorProto, helper
+
+from fleetdistill.errors import WireError
+from fleetdistill.light.onnx_extractor import OnnxExtractor
+
+IN = helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", 4])
+OUT = helper.make_tensor_value_info("features", TensorProto.FLOAT, ["N", None])
+
+
+def file_of(nodes: list[Any], tensors: list[Any]) -> bytes:
+    graph = helper.make_graph(nodes, "graph", [IN], [OUT], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return bytes(model.SerializeToString())
+
+
+def endless_loop() -> bytes:
+    flag = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "on")]
+    count = helper.make_tensor_value_info("i", TensorProto.INT64, [])
+    rows = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 4]) for name in ("x", "y")]
+    same = [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Identity", ["x"], ["y"])]
+    body = helper.make_graph(same, "body", [count, flag[0], rows[0]], [flag[1], rows[1]])
+    tensors = [
+        helper.make_tensor("times", TensorProto.INT64, [], [1 << 62]),
+        helper.make_tensor("first", TensorProto.BOOL, [], [True]),
+    ]
+    return file_of([helper.make_node("Loop", ["times", "first", "input"], ["features"], body=body)], tensors)
+
+
+def external_weights() -> bytes:
+    tensor = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
+    place = tensor.external_data.add()
+    place.key, place.value = "location", "device.json"
+    return file_of([helper.make_node("Add", ["input", "w"], ["features"])], [tensor])
+
+
+def huge_shape() -> bytes:
+    nodes = [
+        helper.make_node("ConstantOfShape", ["shape"], ["zeros"]),
+        helper.make_node("ReduceSum", ["zeros"], ["sum"]),
+        helper.make_node("Add", ["input", "sum"], ["features"]),
+    ]
+    return file_of(nodes, [helper.make_tensor("shape", TensorProto.INT64, [2], [1 << 20, 1 << 40])])
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (endless_loop(), "has the operator Loop, which may never end"),
+        (external_weights(), "refers to external weights"),
+        (huge_shape(), "extractor"),
+        (b"\xff" * 1000, "not a valid ONNX file"),
+    ],
+    ids=["loop", "external", "huge", "garbage"],
+)
+def test_a_hostile_extractor_is_refused(data: bytes, words: str) -> None:
+    with pytest.raises(WireError, match=words):
+        OnnxExtractor(data, [4])
