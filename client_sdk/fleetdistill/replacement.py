@@ -30,12 +30,14 @@ class Replacement:
         accuracy: Accuracy of the round's model on the app's validation data, in [0, 1]; None without such data.
         accuracy_in_use: Accuracy of the app's current model, in [0, 1]; None if the app has no model yet.
         variant: Name of the variant that the app's model becomes; empty if the method has a single variant.
+        received: Whether the round's model is the one that the device received, as it was before its training.
     """
 
     replaced: bool
     accuracy: float | None = None
     accuracy_in_use: float | None = None
     variant: str = ""
+    received: bool = False
 
     @property
     def text(self) -> str:
@@ -44,6 +46,8 @@ class Replacement:
         new = f"the variant in use is {self.variant!r}" if self.variant else "the app's model is replaced"
         if self.accuracy is None:
             return new
+        if self.received and self.replaced:
+            new += " by the one that it received, which was better before its training"
         in_use = "none" if self.accuracy_in_use is None else f"{self.accuracy_in_use:.3f}"
         before = f"{self.accuracy:.3f} on validation data, {in_use} before"
         return f"{new if self.replaced else 'the app keeps its model'}: {before}"
@@ -51,11 +55,13 @@ class Replacement:
     @property
     def values(self) -> dict[str, float | str]:
         """Accuracies and variant for the app's event, without those that are not set."""
-        return {name: value for name, value in self.saved().items() if name != "replaced" and value not in (None, "")}
+        saved = {name: value for name, value in self.saved().items() if value not in (None, "")}
+        return {name: value for name, value in saved.items() if name != "replaced"}
 
     def saved(self) -> dict[str, float | str | None]:
         """Returns the fields under their names in the state directory's format."""
-        return {"answer" if name == "variant" else name: value for name, value in asdict(self).items()}
+        saved = {"answer" if name == "variant" else name: value for name, value in asdict(self).items()}
+        return {name: value for name, value in saved.items() if name != "received" or value}
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> Replacement:
@@ -70,17 +76,24 @@ class Replacement:
         return Metric(name=name, split=SPLIT, sum=float(self.replaced), count=1)
 
 
-def judge(accuracies: Mapping[str, float], in_use: float | None, max_drop: float = 0.0) -> tuple[str, Replacement]:
+def judge(
+    accuracies: Mapping[str, float], in_use: float | None, max_drop: float = 0.0, received: float | None = None
+) -> tuple[str, Replacement]:
     """Returns the best variant of a round, and whether it replaces the app's model.
 
     Args:
         accuracies: Accuracy of each variant on the app's validation data, by name; among equals the first is best.
         in_use: Accuracy of the app's model; None if the app has no model yet.
         max_drop: How much lower the accuracy of the best variant may be, as in `Deployment(max_accuracy_drop=...)`.
+        received: Accuracy of the model that the device received and trained, which is better than the result of the
+            training only if its accuracy is higher; None for a method with several variants, or without such a model.
     """
     best = max(accuracies, key=lambda name: accuracies[name])
-    replaced = in_use is None or accuracies[best] >= in_use - max_drop
-    return best, Replacement(replaced, accuracies[best], in_use, best if replaced and len(accuracies) > 1 else "")
+    from_fleet = received is not None and received > accuracies[best]
+    accuracy = received if received is not None and from_fleet else accuracies[best]
+    replaced = in_use is None or accuracy >= in_use - max_drop
+    variant = best if replaced and len(accuracies) > 1 else ""
+    return best, Replacement(replaced, accuracy, in_use, variant, from_fleet)
 
 
 def picked(names: Iterable[str], replacement: Replacement) -> list[Metric]:

@@ -107,8 +107,8 @@ class Device(Disclosure):
             add. Every answer includes the number of samples. `metrics` includes the training loss; `counts` adds the
             figures of each class.
         test_data: Data on which each round's model is scored. The scores are sent to the server.
-        validation_data: Data that decide whether a round's model replaces the app's model: only if its accuracy is at
-            least as high. The scores and the decision are sent to the server.
+        validation_data: Data that decide what the app's model becomes: the most accurate of the model that the device
+            received, the one that it trained, and the present one. The scores and the decision are sent to the server.
         model_name: Name of the model in the server's lists. Default: the module's class name.
         export_onnx: When to write `model.onnx` to `state_dir`: after each delivered round (`"round"`), at the end of
             the run (`"finish"`), or `"never"`.

@@ -113,6 +113,8 @@ class TorchCompute:
         self._delivered: dict[str, nn.Module] = {self._own: copy.deepcopy(self.module)}
         self._in_use = self._own
         self._best = self._own  # best variant of the last ask
+        self._received: nn.Module | None = None  # the fleet's model of this round, before the decision
+        self._decided: Mapping[str, nn.Module] = {}  # the variants of the last decision
         self._delivered_accuracy: float | None = None
         self._deployment = Deployment()
 
@@ -207,7 +209,8 @@ class TorchCompute:
 
     def state(self) -> bytes:
         """Returns the state of model and method as one safetensors document."""
-        return pack_state({"model": self.module.state_dict(), "method": self.method.state_dict()})
+        received = {} if self._received is None else {"received": self._received.state_dict()}
+        return pack_state({"model": self.module.state_dict(), "method": self.method.state_dict(), **received})
 
     def restore(self, saved: bytes, delivered: bytes | None) -> None:
         """Restores the committed state and the delivered model, whose accuracy is measured again when needed."""
@@ -215,6 +218,10 @@ class TorchCompute:
         try:
             self.module.load_state_dict(state["model"])
             self.method.load_state_dict(state["method"])
+            self._received = None
+            if "received" in state:
+                self._received = copy.deepcopy(self.module)
+                self._received.load_state_dict(state["received"])
             self._restore_delivered(state["model"], {} if delivered is None else unpack_state(delivered))
         except (RuntimeError, ValueError, KeyError) as error:
             raise ModelError(f"the saved state does not fit the app's model: {error}; use a fresh state_dir") from error
@@ -262,7 +269,9 @@ class TorchCompute:
         self.method.trained, self.method.figures = None, ()
         asked = Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts)
         with own_randomness(ask.seed):
-            received = self._score_received(asked)
+            received, fleet_model = self._score_received(asked)
+            if fleet_model is not None and self._scored[SPLIT] is not None:
+                self._received = fleet_model
         with own_randomness(ask.seed):  # independent of what scoring has drawn
             answer = self.method.handle(asked)
             measured, allowed_metrics = ask.step in self.method.metrics_steps(self.method.config), "metrics" in allow
@@ -280,19 +289,20 @@ class TorchCompute:
             figures += picked(models, replacement)
         if figures and allowed_metrics:
             answer = replace(answer, parts={**answer.parts, "metrics": Metrics(metrics=figures)})
-        delivered = self._delivery(models, self._best) if replacement is not None and replacement.replaced else None
+        replaced = replacement is not None and replacement.replaced
+        delivered = self._delivery(self._decided, self._best) if replaced else None
         return Computed(answer, self.state(), replacement, delivered, scores)
 
-    def _score_received(self, ask: Ask) -> dict[str, Counts]:
-        """Returns the scores of the fleet model in the ask; empty if it cannot be scored."""
+    def _score_received(self, ask: Ask) -> tuple[dict[str, Counts], nn.Module | None]:
+        """Returns the scores of the fleet model in the ask, and the model; empty and None if it cannot be scored."""
         wanted = any(data is not None for data in self._scored.values())
         model = self.method.fleet_model(ask) if wanted else None
         if model is None:
-            return {}
+            return {}, None
         try:
-            return self._score({RESULT if ask.step == DELIVER else RECEIVED: model})
+            return self._score({RESULT if ask.step == DELIVER else RECEIVED: model}), model
         except KnowledgeError:  # the model has diverged; the device can answer anyway
-            return {}
+            return {}, None
 
     def _score(self, models: Mapping[str, nn.Module]) -> dict[str, Counts]:
         return {place: counts for name, model in models.items() for place, counts in self._score_model(name, model)}
@@ -305,8 +315,12 @@ class TorchCompute:
     # --- delivery
 
     def _judge(self, models: Mapping[str, nn.Module], scores: Mapping[str, Counts]) -> Replacement:
-        """Returns the decision about the best variant: it replaces the app's model unless its accuracy is lower."""
-        data, self._best = self._scored[SPLIT], next(iter(models))
+        """Returns the decision about the best variant: it replaces the app's model unless its accuracy is lower.
+
+        With a single variant, the model that the device received in this round takes part.
+        """
+        received, self._received = self._received if len(models) == 1 else None, None
+        data, self._best, self._decided = self._scored[SPLIT], next(iter(models)), models
         if data is None:
             return Replacement(replaced=True, variant=self._best if len(models) > 1 else "")
         accuracies = {
@@ -315,7 +329,14 @@ class TorchCompute:
         }
         if self._delivered_accuracy is None:  # the app's own model, or one delivered before a restart
             self._delivered_accuracy = _counts(self.delivered_model(), data, self._classes).accuracy
-        self._best, replacement = judge(accuracies, self._delivered_accuracy, self._deployment.max_accuracy_drop)
+        of_received = None
+        if received is not None:
+            scored = scores.get(place_of(SPLIT, RECEIVED)) or scores.get(place_of(SPLIT, RESULT))
+            of_received = (scored or _counts(received, data, self._classes)).accuracy  # received in an earlier step
+        drop = self._deployment.max_accuracy_drop
+        self._best, replacement = judge(accuracies, self._delivered_accuracy, drop, of_received)
+        if received is not None and replacement.received:
+            self._decided = {self._best: received}
         return replacement
 
     def deliver(self, replacement: Replacement) -> None:
@@ -323,10 +344,11 @@ class TorchCompute:
         if replacement.replaced:
             self._take_delivery(self._best)
             self._delivered_accuracy = replacement.accuracy
+        self._decided = {}
 
     def _take_delivery(self, in_use: str) -> None:
-        """Copies the method's variants to the app's models, in place where the app may already have a reference."""
-        models = self.method.variants()
+        """Copies the decided variants to the app's models, in place where the app may already have a reference."""
+        models = self._decided
         if not models.keys() <= self._delivered.keys():
             self._delivered |= self._copies(models)
         for name, model in models.items():

@@ -60,14 +60,14 @@ class SimulatedCompute(TorchCompute):
         self._payload = ask.payload
         return super().answer(ask, parts, allow)
 
-    def _score_received(self, ask: Ask) -> dict[str, Counts]:
+    def _score_received(self, ask: Ask) -> tuple[dict[str, Counts], nn.Module | None]:
         if not self.method.shares_fleet_model or self._validation is not None:
             return super()._score_received(ask)
         key = self._model_name, ask.step, self._payload
         found = self._shared.received  # another thread may replace it
         if found[0] != key:
-            found = self._shared.received = key, super()._score_received(ask)
-        return found[1]
+            found = self._shared.received = key, super()._score_received(ask)[0]
+        return found[1], None  # without validation data the model takes part in no decision
 
     def _score_model(self, name: str, model: nn.Module) -> list[tuple[str, Counts]]:
         key = f"{self._model_name}/{name}", _digest(model)
