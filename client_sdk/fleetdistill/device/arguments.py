@@ -19,7 +19,7 @@ from fleetdistill.checked import (
     shown,
 )
 from fleetdistill.data.samples import check_data
-from fleetdistill.deployment.settings import Deployment
+from fleetdistill.deployment.settings import Deployment, is_installed
 from fleetdistill.device.abilities import Abilities
 from fleetdistill.eligibility import Budgets, Eligibility
 from fleetdistill.errors import ConfigurationError
@@ -91,10 +91,20 @@ def _same(value: object, default: object) -> bool:
     return value is default or (isinstance(value, str) and value == default)
 
 
-def check_export(when: object) -> None:
-    """Raises ConfigurationError unless `when` is a valid value of `Device(export_onnx=...)`."""
+def check_export(when: object, worker: object) -> None:
+    """Checks `Device(export_onnx=...)`, and that a worker without PyTorch has the package that an export needs.
+
+    Raises:
+        ConfigurationError: The value is unknown, or the package is not installed.
+    """
     if when not in _EXPORTS:
         raise ConfigurationError(unknown_name("export_onnx", when, _EXPORTS))
+    package = getattr(worker, "exports_with", "")
+    if when != "never" and package and not is_installed(package):
+        raise ConfigurationError(
+            f"export_onnx=\"{when}\" requires the package {package}: pip install 'fleetdistill[onnx]', or pass "
+            'Device(export_onnx="never"); predict and model work without a file'
+        )
 
 
 def check_limits(max_threads: int, max_seconds_per_ask: float, max_spool_bytes: int) -> None:

@@ -111,7 +111,7 @@ class Device(Disclosure):
             received, the one that it trained, and the present one. The scores and the decision are sent to the server.
         model_name: Name of the model in the server's lists. Default: the module's class name.
         export_onnx: When to write `model.onnx` to `state_dir`: after each delivered round (`"round"`), at the end of
-            the run (`"finish"`), or `"never"`.
+            the run (`"finish"`), or `"never"`. With `light_worker` and without the package `onnx` only `"never"`.
         torch_device: Torch device to train on, such as `"cpu"` or `"cuda"`.
         on_event: Callback for every `Event`, called in the thread of `run`. An exception in it is logged and reported
             to it as the event `callback-failed`; only KeyboardInterrupt and SystemExit end the work. After a crash,
@@ -186,7 +186,7 @@ class Device(Disclosure):
         check_policies(eligibility, budgets, deployment, clock)
         check_backend(model, data, worker, **torch_options)
         check_all_data(data=data, test_data=test_data, validation_data=validation_data)
-        check_export(export_onnx)
+        check_export(export_onnx, worker)
         check_limits(max_threads, max_seconds_per_ask, max_spool_bytes)
         if on_event is not None:
             check_function("on_event", on_event, "that takes an event")

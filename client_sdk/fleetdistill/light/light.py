@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -73,7 +73,22 @@ def light_worker(data: Any, *, test_data: Any = None, validation_data: Any = Non
     check_all_data(data=data, test_data=test_data, validation_data=validation_data)
     if isinstance(data, Augmented):
         raise DataError(_NO_TRAINING)
-    return lambda contract: LightCompute(contract, data, test_data, validation_data)
+    return LightWorker(data, test_data, validation_data)
+
+
+@dataclass(frozen=True, eq=False)
+class LightWorker:
+    """What `light_worker` returns; its device needs the package `onnx` to export."""
+
+    data: Any
+    test_data: Any
+    validation_data: Any
+
+    exports_with: ClassVar[str] = "onnx"
+    """Package that an export needs."""
+
+    def __call__(self, contract: contract_pb2.Contract) -> LightCompute:
+        return LightCompute(contract, self.data, self.test_data, self.validation_data)
 
 
 @dataclass(frozen=True, eq=False)
