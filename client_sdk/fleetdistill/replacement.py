@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ class Replacement:
         accuracy_in_use: Accuracy of the app's current model, in [0, 1]; None if the app has no model yet.
         variant: Name of the variant that the app's model becomes; empty if the method has a single variant.
         received: Whether the round's model is the one that the device received, as it was before its training.
+        pinned: Whether the app keeps the version that it returned to with `Device.roll_back`; the round's model is then
+            stored as a version, and `variant` is that of this version.
     """
 
     replaced: bool
@@ -38,12 +40,15 @@ class Replacement:
     accuracy_in_use: float | None = None
     variant: str = ""
     received: bool = False
+    pinned: bool = False
 
     @property
     def text(self) -> str:
         """The decision as one sentence."""
         # One of the variants is the app's own model, so with several variants "replaced" would be wrong.
         new = f"the variant in use is {self.variant!r}" if self.variant else "the app's model is replaced"
+        if self.pinned:
+            return "the app keeps the version that it returned to, until roll_forward"
         if self.accuracy is None:
             return new
         if self.received and self.replaced:
@@ -55,13 +60,13 @@ class Replacement:
     @property
     def values(self) -> dict[str, float | str]:
         """Accuracies and variant for the app's event, without those that are not set."""
-        saved = {name: value for name, value in self.saved().items() if value not in (None, "")}
-        return {name: value for name, value in saved.items() if name != "replaced"}
+        hidden = ("replaced", "answer") if self.pinned else ("replaced",)
+        return {name: value for name, value in self.saved().items() if name not in hidden and value not in (None, "")}
 
     def saved(self) -> dict[str, float | str | None]:
         """Returns the fields under their names in the state directory's format."""
         saved = {"answer" if name == "variant" else name: value for name, value in asdict(self).items()}
-        return {name: value for name, value in saved.items() if name != "received" or value}
+        return {name: value for name, value in saved.items() if name not in ("received", "pinned") or value}
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> Replacement:
@@ -74,6 +79,15 @@ class Replacement:
         from fleetdistill.knowledge import Metric  # not needed by an idle device
 
         return Metric(name=name, split=SPLIT, sum=float(self.replaced), count=1)
+
+
+def pin(replacement: Replacement, metrics: Iterable[Metric]) -> tuple[Replacement, list[Metric]]:
+    """Returns a decision and its metrics for an app that keeps the version that it has returned to."""
+    counted = [
+        replace(one, sum=0.0) if one.name in REPLACEMENT_METRICS or one.name.startswith(PICKED) else one
+        for one in metrics
+    ]
+    return replace(replacement, replaced=False, pinned=True), counted
 
 
 def judge(

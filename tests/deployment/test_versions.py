@@ -103,10 +103,54 @@ def test_after_a_roll_back_training_goes_on_and_the_next_delivery_has_a_new_numb
             play(device, 2)
             if back:
                 device.roll_back()
+                device.roll_forward()
             results.append(play(device, 1)[0])
             assert device.version == 3
             assert (device.roll_back()) == (1 if back else 2)
     np.testing.assert_array_equal(results[0], results[1])
+    assert kinds(events) == [("delivered", 1), ("delivered", 2), ("rolled-back", 1), ("delivered", 3)]
+
+
+@pytest.mark.parametrize("restarting", [False, True])
+def test_a_roll_back_holds_until_roll_forward_while_deliveries_are_stored(tmp_path: Path, restarting: bool) -> None:
+    undisturbed, _ = device_of(tmp_path / "a", range(1, 6))
+    with undisturbed:
+        expected = play(undisturbed, 5)
+    device, events = device_of(tmp_path / "b", range(1, 3 if restarting else 6))
+    play(device, 2)
+    assert device.roll_back() == 1
+    for number in (3, 4, 5):
+        if restarting:
+            device.close()
+            device, events = device_of(tmp_path / "b", range(number, number + 1))
+        device.step(0)
+        assert_uses(device, 1, expected[0])
+        assert (events[-1].kind, events[-1].round, events[-1].values) == ("kept", number, {"pinned": True})
+        assert sorted(os.listdir(tmp_path / "b" / "versions")) == [str(number), "deployed.json"]
+    assert device.roll_forward() == 5
+    assert device.version == 1, "in the next turn"
+    if restarting:
+        device.close()
+        device, events = device_of(tmp_path / "b", range(0))
+    with device:
+        device.step(0)
+        assert_uses(device, 5, expected[4])
+        assert [event.values for event in events if event.kind == "delivered"][-1] == {"version": 5}
+        assert device.roll_back() == 1
+        device.step(0)
+        assert_uses(device, 1, expected[0])
+
+
+def test_roll_forward_without_a_later_delivery_lets_the_next_one_replace_the_model(tmp_path: Path) -> None:
+    device, events = device_of(tmp_path, range(1, 4))
+    with device:
+        assert device.roll_forward() == 0
+        play(device, 2)
+        assert device.roll_forward() == 2
+        device.roll_back()
+        assert device.roll_forward() == 1
+        play(device, 1)
+        assert device.version == 3
     assert kinds(events) == [("delivered", 1), ("delivered", 2), ("rolled-back", 1), ("delivered", 3)]
 
 
@@ -142,6 +186,7 @@ def test_without_an_exported_file_the_model_is_rolled_back_anyway(tmp_path: Path
         np.testing.assert_array_equal(device.predict(BATCH), logits[0])
     exporting, _ = device_of(tmp_path, range(3, 4), export_onnx="round")
     with exporting:
+        exporting.roll_forward()
         logits = play(exporting, 1)
         assert exporting.roll_back() == 1
         exporting.step(0)
@@ -236,28 +281,36 @@ def test_file_systems_without_hard_links_get_copies(tmp_path: Path, monkeypatch:
 
 def test_a_device_without_pytorch_rolls_back_all_its_variants(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
-        "run": {"method": "classstats", "rounds": 2},
+        "run": {"method": "classstats", "rounds": 3},
         "contract": {"classes": 10, "input_shape": [1, 8, 8]},
     }
     rng = np.random.default_rng(0)
-    images = [rng.random((60, 1, 8, 8), dtype=np.float32) for _ in range(2)]
+    images = [rng.random((60, 1, 8, 8), dtype=np.float32) for _ in range(3)]
     found: list[dict[str, np.ndarray]] = []
     with MemoryServer(settings) as server:
-        worker = light_worker(lambda: (images[len(found) > 0], np.arange(60) % 10))
+        worker = light_worker(lambda: (images[len(found)], np.arange(60) % 10))
         with Device(server=server.link(), worker=worker, state_dir=tmp_path) as device:
             while not found:
                 device.step(0)
                 if device.version == 1:
                     found.append({name: model(images[0][:3]) for name, model in device.models.items()})
             device.replace_data()
-            device.run()
-            assert device.version == 2
+            while device.version < 2:
+                device.step(0)
+            found.append({})
             assert device.roll_back() == 1
-            device.step(0)
+            device.replace_data()
+            device.run()
+            assert device.version == 1, "the third delivery is stored"
             for name, model in device.models.items():
                 np.testing.assert_array_equal(model(images[0][:3]), found[0][name])
                 predicted = Predictor(tmp_path, variant=name).predict(images[0][:3])
                 np.testing.assert_allclose(predicted, found[0][name], rtol=1e-4, atol=1e-4)
+            assert device.roll_forward() == 3
+            device.step(0)
+            assert device.version == Predictor(tmp_path).version == 3
+            for name, model in device.models.items():
+                assert not np.array_equal(model(images[0][:3]), found[0][name])
 
 
 # --- kills
@@ -292,10 +345,53 @@ def test_a_device_killed_in_a_roll_back_completes_it(
     restarted, events = device_of(tmp_path, range(3, 4))
     with restarted:
         play(restarted, 1)
+        assert kinds(events) == [("rolled-back", 1)]
+        assert_uses(restarted, 1, logits[0])
+        assert restarted.roll_forward() == 3
+        restarted.step(0)
         assert kinds(events) == [("rolled-back", 1), ("delivered", 3)]
         assert restarted.roll_back() == 1
         restarted.step(0)
         assert_uses(restarted, 1, logits[0])
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "device.promote.before-renames",
+        "device.promote.between-renames",
+        "device.promote.after-renames",
+        "device.outcome.after-told",
+        "device.roll-back.after-file",
+        "device.roll-back.after-record",
+    ],
+)
+def test_a_device_killed_while_a_version_is_pinned_loses_no_delivery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    undisturbed, _ = device_of(tmp_path / "a", range(1, 4))
+    with undisturbed:
+        expected = play(undisturbed, 3)
+    device, _ = device_of(tmp_path / "b", range(1, 4))
+    play(device, 2)
+    device.roll_back()
+    with monkeypatch.context() as patch:
+        if point.startswith("device.roll-back"):
+            play(device, 1)
+            device.roll_forward()
+        die_at(patch, point)
+        with pytest.raises(Crash):
+            device.step(0)
+    device.close(leave=False)
+    restarted, _ = device_of(tmp_path / "b", range(0))
+    with restarted:
+        restarted.step(0)
+        restarted.roll_forward()
+        restarted.step(0)
+        assert_uses(restarted, 3, expected[2])
+        assert restarted.roll_back() == 1
+        restarted.step(0)
+        assert_uses(restarted, 1, expected[0])
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def members(device: Device, kind: str) -> dict[str, Callable[[], Any]]:
         "join": lambda: device.join(0.01),
         "preview": device.preview,
         "roll_back": device.roll_back,
+        "roll_forward": device.roll_forward,
         "version": lambda: device.version,
         "background_result": device.background_result,
     }

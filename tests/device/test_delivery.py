@@ -26,7 +26,7 @@ from support.sdk_fleet import (
 )
 from torch import nn
 
-from fleetdistill import Step
+from fleetdistill import Deployment, Step
 from fleetdistill.errors import (
     DataError,
     LinkError,
@@ -214,6 +214,20 @@ def test_an_answer_that_failed_half_way_leaves_no_trace_in_the_next(fleet: Fleet
         undisturbed.step(0)
         assert equal(weights(device), weights(undisturbed))
     np.testing.assert_array_equal(knowledge_of(fleet).logits, knowledge_of(other).logits)
+
+
+def test_while_the_app_keeps_an_earlier_version_the_answers_report_no_replacement(fleet: Fleet, tmp_path: Path) -> None:
+    with make_device(
+        fleet, tmp_path, validation_data=tiny_data(30, seed=4), deployment=Deployment(max_accuracy_drop=1.0)
+    ) as device:
+        for release in (False, False, False, True):
+            if release:
+                device.roll_forward()
+            elif device.version == 2:
+                device.roll_back()
+            fleet.ask("d")
+            device.step(0)
+    assert reported(fleet) == [(1, True), (2, True), (3, False), (4, True)]
 
 
 # --- delivery, in the app

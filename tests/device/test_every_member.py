@@ -204,7 +204,7 @@ def close(at: Moment) -> None:
     with at.copy() as device:
         device.close()
         device.close()
-        for call in ("run", "step", "tick", "start", "roll_back", "replace_data", "preview", "forget"):
+        for call in ("run", "step", "tick", "start", "roll_back", "roll_forward", "replace_data", "preview", "forget"):
             with pytest.raises(DeviceClosedError):
                 getattr(device, call)()
         with pytest.raises(DeviceClosedError):
@@ -220,6 +220,14 @@ def roll_back(at: Moment) -> None:
         with at.copy() as device:
             assert device.roll_back() == at.version - 1
             assert device.version == at.version, "in the next turn"
+
+
+def roll_forward(at: Moment) -> None:
+    assert at.device.roll_forward() == at.device.version, "it takes deliveries anyway"
+    if at.version > 1 and not at.working:
+        with at.copy() as device:
+            before = device.roll_back()
+            assert device.roll_forward() == before
 
 
 def replace_data(at: Moment) -> None:
@@ -283,6 +291,7 @@ DEVICE: Mapping[str, Callable[[Moment], None]] = {
     "pause_seconds": pause_seconds,
     "close": close,
     "roll_back": roll_back,
+    "roll_forward": roll_forward,
     "replace_data": replace_data,
     "forget": forget,
     "preview": preview,
@@ -402,7 +411,7 @@ class Async:
                     call(self.device)
             case "roll_back":
                 assert call(self.device) == self.at.version - 1
-            case "call":
+            case "call" | "roll_forward":
                 assert call(self.device) == self.at.version
             case "device_id" | "state_dir":
                 assert call(self.device) == getattr(self.device, member)
@@ -424,7 +433,7 @@ ASYNC: tuple[str, ...] = (
     "run",
     "stop",
 )
-ASYNC += ("replace_data", "roll_back", "close")
+ASYNC += ("replace_data", "roll_forward", "roll_back", "close")
 
 
 # --- the table

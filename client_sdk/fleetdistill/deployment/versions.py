@@ -4,10 +4,12 @@
     versions/deployed.json a copy, from which a damaged or missing deployed.json is restored
     model.onnx.due         a version whose model is delivered, or will be after a restart, and that is not recorded yet
     roll-back.due          number of the version that the device returns to in its next turn
+    pinned                 number of the version that the app keeps until `Device.roll_forward`
     versions/NUMBER/       an earlier version: delivered.safetensors, ONNX files and version.json, written last
 
 A kept version consists of hard links where the file system supports them: the device replaces files and never writes
-into them. Numbers only increase; after a roll-back the next delivery has a new number.
+into them. Numbers only increase; after a roll-back the next delivery has a new number. While a version is pinned, a
+delivery is only stored, with its model alone; the newest one is used after `Device.roll_forward`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ IN_USE = "deployed.json"
 """File that describes the version in use."""
 NO_VERSION = "it does not describe a version"
 """What is wrong with a damaged `deployed.json`."""
-_DUE, _ROLL_BACK = "model.onnx.due", "roll-back.due"
+_DUE, _ROLL_BACK, _PINNED = "model.onnx.due", "roll-back.due", "pinned"
 _FOLDER, _NOTE = "versions", "version.json"
 _COPY = f"{_FOLDER}/{IN_USE}"
 
@@ -50,6 +52,7 @@ class Version:
         files: Names of its ONNX files.
         last: Highest number so far.
         sha256: Digest of a kept version's `delivered.safetensors`, in hexadecimal.
+        held: Whether it was stored while another version was pinned, and has not been in use.
     """
 
     number: int
@@ -59,6 +62,7 @@ class Version:
     files: tuple[str, ...] = ()
     last: int = 0
     sha256: str = ""
+    held: bool = False
 
 
 class Versions:
@@ -145,9 +149,12 @@ class Versions:
     def earlier(self) -> list[Version]:
         """Returns the kept versions before the one in use, the newest first."""
         in_use = self.in_use()
-        found = [version_of(self._load(folder)) for folder in self._folders()]
-        kept = [one for one in found if one is not None and in_use is not None and one.number < in_use.number]
+        kept = [one for one in self._kept() if in_use is not None and one.number < in_use.number and not one.held]
         return sorted(kept, key=lambda one: -one.number)
+
+    def _kept(self) -> list[Version]:
+        found = [version_of(self._load(folder)) for folder in self._folders()]
+        return [one for one in found if one is not None]
 
     def model_of(self, version: Version) -> bytes:
         """Returns `delivered.safetensors` of a kept version. Raises StateError if it is damaged."""
@@ -159,7 +166,10 @@ class Versions:
 
     def _keep_version_in_use(self) -> None:
         version = self.in_use()
-        if version is None or version_of(self._load(self._folder(version.number))) is not None:
+        if version is None:
+            return
+        kept = version_of(self._load(self._folder(version.number)))
+        if kept is not None and not kept.held:
             return
         folder = self._folder(version.number)
         with disk_errors(self._directory):
@@ -174,6 +184,8 @@ class Versions:
 
     def _prune(self) -> None:
         requested, kept = self.requested(), {one.number for one in self.earlier()[: self._keep - 1]}
+        if (held := self.held()) is not None:
+            kept.add(held.number)
         for folder in self._folders():
             number = int(folder.name)
             if number not in kept and (requested is None or number != requested.number):
@@ -196,11 +208,68 @@ class Versions:
     def _load(self, folder: Path) -> bytes | None:
         return Files(folder).load(_NOTE)
 
+    # --- deliveries while a version is pinned
+
+    def unpin(self) -> None:
+        """Ends the effect of a pinned request to roll back."""
+        self._files.remove(_PINNED)
+
+    def is_pinned(self) -> bool:
+        """Returns whether the app keeps its version."""
+        return self._files.load(_PINNED) is not None
+
+    def hold(self, model: Path, number: int, variant: str, accuracy: float | None) -> None:
+        """Stores a delivery that is not used yet, instead of an earlier one; repeatable after a crash.
+
+        Args:
+            model: The delivered model.
+            number, variant, accuracy: As in `announce`.
+        """
+        with disk_errors(self._directory):
+            digest = hashlib.sha256(model.read_bytes()).hexdigest()
+        newest = self.held()
+        if newest is not None and (newest.round, newest.sha256) == (number, digest):
+            return
+        version = replace(self._next(number), variant=variant, accuracy=accuracy, sha256=digest, held=True)
+        folder = self._folder(version.number)
+        with disk_errors(self._directory):
+            make_directory(folder)
+            _link(model, folder / MODEL)
+            sync_directory(folder)
+        Files(folder).save(_NOTE, _packed(version))
+        self._prune()
+
+    def held(self) -> Version | None:
+        """Returns the newest delivery that was stored while a version was pinned, until `end_holding`; None without."""
+        in_use = self.in_use()
+        first = 0 if in_use is None else in_use.number
+        held = (one for one in self._kept() if one.held and one.number >= first)
+        return max(held, key=lambda one: one.number, default=None)
+
+    def use_held(self, version: Version) -> None:
+        """Makes a held version the one in use; repeatable after a crash at any point."""
+        in_use = self.in_use()
+        if self._keep > 1 and in_use is not None and in_use.number != version.number:
+            self._keep_version_in_use()
+        self.roll_back(version)
+
+    def end_holding(self, version: Version) -> None:
+        """Deletes the second copy of a version that is in use now, after the app has been notified."""
+        with disk_errors(self._directory):
+            self._delete(self._folder(version.number))
+        self._prune()
+
     # --- roll-back
 
-    def request_roll_back(self, version: Version) -> None:
-        """Stores that the device returns to a kept version in its next turn. Raises StateError if it is damaged."""
+    def request_roll_back(self, version: Version, *, pinned: bool) -> None:
+        """Stores that the device returns to a kept version in its next turn, and if `pinned` keeps it until `unpin`.
+
+        Raises:
+            StateError: The version is damaged.
+        """
         self.model_of(version)
+        if pinned:
+            self._files.save(_PINNED, str(version.number).encode())
         self._files.save(_ROLL_BACK, str(version.number).encode())
         failpoints.hit("device.roll-back.after-request")
 
@@ -217,7 +286,7 @@ class Versions:
                 _restore(folder / name, self._directory / name)
                 failpoints.hit("device.roll-back.after-file")
         last = version.last if in_use is None else in_use.last
-        self._save_in_use(replace(version, last=last, sha256=""))
+        self._save_in_use(replace(version, last=max(last, version.last), sha256="", held=False))
         failpoints.hit("device.roll-back.after-record")
 
     def end_roll_back(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from fleetdistill.errors import (
 from fleetdistill.interruption import time_limit
 from fleetdistill.link.terms import check_ask, upload_digest
 from fleetdistill.progress import reported_to
+from fleetdistill.replacement import Replacement, pin
 from fleetdistill.state.outbox import Pending
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code
@@ -35,7 +37,7 @@ from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
-    from fleetdistill.device.compute import Compute
+    from fleetdistill.device.compute import Compute, Computed
     from fleetdistill.device.preview import Preview
     from fleetdistill.knowledge import Kind
     from fleetdistill.methods.base import Answer, Ask
@@ -52,6 +54,7 @@ class AskHandler:
         sender: Sends the answer.
         private: Makes the answers of a private run.
         max_seconds: Time limit for one ask, in seconds.
+        is_pinned: Returns whether the app keeps the version that it has returned to.
     """
 
     def __init__(
@@ -63,10 +66,11 @@ class AskHandler:
         *,
         private: PrivateAnswers,
         max_seconds: float,
+        is_pinned: Callable[[], bool],
     ) -> None:
         self._session, self._events, self._storage = session, events, session.storage
         self._check_in, self._sender = check_in, sender
-        self._private, self._max_seconds = private, max_seconds
+        self._private, self._max_seconds, self._is_pinned = private, max_seconds, is_pinned
         self._declines = Declines()
 
     def handle(self, ask: service_pb2.Ask) -> tuple[Step, float]:
@@ -183,6 +187,8 @@ class AskHandler:
         handler = self._session.spans.span("handler", step=ask.step)
         with time_limit(self._max_seconds, now), reported_to(note, now), handler:
             computed = self._session.permission.compute(partial(compute.answer, ask, parts, allow))
+        if computed.replacement is not None and computed.replacement.replaced and self._is_pinned():
+            computed = _pinned(computed, computed.replacement)
         answer = computed.answer
         if guarantee is not None:
             answer = self._private.private_answer(answer, compute.contract, guarantee, ask.round)
@@ -222,6 +228,17 @@ class AskHandler:
         if self._declines.is_first_report():
             self._events.emit("dropped", ask.round, str(reason))
         return Step.DECLINED, pause
+
+
+def _pinned(computed: Computed, replacement: Replacement) -> Computed:
+    """Returns a result whose model is stored, but does not replace the app's."""
+    from fleetdistill.knowledge import Metrics
+
+    answer, metrics = computed.answer, computed.answer.parts.get("metrics")
+    replacement, counted = pin(replacement, metrics.metrics if isinstance(metrics, Metrics) else ())
+    if counted:
+        answer = replace(answer, parts={**answer.parts, "metrics": Metrics(metrics=counted)})
+    return replace(computed, answer=answer, replacement=replacement)
 
 
 class _AskClosed(Exception):

@@ -112,6 +112,10 @@ class AsyncDevice:
         """Returns to the previous version of the model in the next turn; see `Device.roll_back`."""
         return await self.call(lambda device: device.roll_back())
 
+    async def roll_forward(self) -> int:
+        """Ends the effect of `roll_back`; see `Device.roll_forward`."""
+        return await self.call(lambda device: device.roll_forward())
+
     async def forget(self) -> bool:
         """Asks the server to delete what the device has sent, then erases the state; see `Device.forget`."""
         return await self.call(lambda device: device.forget())

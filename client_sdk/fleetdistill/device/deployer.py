@@ -14,7 +14,14 @@ from fleetdistill.control_flow import CONTROL_FLOW
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.deployment.versions import Version, Versions
 from fleetdistill.device.events import Events
-from fleetdistill.errors import ConfigurationError, LinkError, ModelError, RefusedError, StateError, WorkInterrupted
+from fleetdistill.errors import (
+    ConfigurationError,
+    LinkError,
+    ModelError,
+    RefusedError,
+    StateError,
+    WorkInterrupted,
+)
 from fleetdistill.interruption import check_may_continue
 from fleetdistill.replacement import Replacement
 from fleetdistill.state.disk import disk_errors
@@ -71,6 +78,12 @@ class Deployer:
         version = self._delivered or self.versions.in_use()
         return 0 if version is None else version.number
 
+    def hold(self, number: int, replacement: Replacement) -> None:
+        """Stores before the commit of an answer the model that it delivers while the app keeps another version."""
+        if replacement.pinned:
+            model = self._session.storage.outbox.delivered_file
+            self.versions.hold(model, number, replacement.variant, replacement.accuracy)
+
     def deliver(self, compute: Compute, replacement: Replacement) -> None:
         """Replaces or keeps the app's model after the commit; a model that cannot be copied is read from the disk."""
         with self._reports(self._events.emit_not_copied, self.versions.due() or Version(0)):
@@ -100,9 +113,10 @@ class Deployer:
             emit(version, error)
 
     def settle(self) -> None:
-        """Exports and records a delivered version, and carries out a requested roll-back."""
+        """Exports and records a delivered version, and carries out a requested roll-back or its end."""
         self._settle_due()
         self._roll_back()
+        self._use_held()
 
     def _settle_due(self) -> None:
         version = self.versions.due()
@@ -183,8 +197,14 @@ class Deployer:
                 f"{self._directory} has no earlier version of the model; the device keeps "
                 f"{self._deployment.keep_versions} (Deployment(keep_versions=...)), and the first delivery is version 1"
             )
-        self.versions.request_roll_back(earlier[0])
+        self.versions.request_roll_back(earlier[0], pinned=True)
         return earlier[0].number
+
+    def roll_forward(self) -> int:
+        """Stores that the app takes deliveries again; returns the number of the version that it uses then."""
+        self.versions.unpin()
+        version = self.versions.held() or self.versions.requested() or self.versions.in_use()
+        return 0 if version is None else version.number
 
     def check_accuracy(self, replacement: Replacement) -> None:
         """Returns to a kept version if the model in use is worse on the validation data by more than the limit.
@@ -193,14 +213,14 @@ class Deployer:
         """
         accuracy = replacement.accuracy if replacement.replaced else replacement.accuracy_in_use
         earlier, in_use = self.versions.earlier(), self.versions.in_use()
-        if accuracy is None or in_use is None:
+        if accuracy is None or in_use is None or self.versions.is_pinned():
             return
         if self._session.compute is not self._measured_by:
             self._measured, self._measured_by = {}, self._session.compute
         self._measured[in_use.number] = accuracy
         best = max(earlier, key=self._accuracy_of, default=None)
         if best is not None and self._accuracy_of(best) > accuracy + self._deployment.max_accuracy_drop:
-            self.versions.request_roll_back(best)
+            self.versions.request_roll_back(best, pinned=False)
             self._roll_back()
 
     def _accuracy_of(self, version: Version) -> float:
@@ -232,6 +252,21 @@ class Deployer:
         text = f"the app's model is version {version.number} of round {version.round} again"
         self._events.emit("rolled-back", version.round, text, {"version": version.number})
         self.versions.end_roll_back()
+        self._settle_due()
+
+    def _use_held(self) -> None:
+        version = None if self.versions.is_pinned() else self.versions.held()
+        if version is None:
+            return
+        with self._session.guard.held():
+            self.versions.use_held(version)
+            self._session.forget_state()
+            if self._export_onnx == "round":
+                self.versions.mark_due()
+        self._renew_predictions(version)
+        text = f"the app's model is version {version.number}, delivered in round {version.round}"
+        self._events.emit("delivered", version.round, text, {"version": version.number})
+        self.versions.end_holding(version)
         self._settle_due()
 
 

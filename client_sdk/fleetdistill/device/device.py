@@ -227,6 +227,7 @@ class Device(Disclosure):
                 self._sender,
                 private=PrivateAnswers(self._storage, budget, self._events),
                 max_seconds=max_seconds_per_ask,
+                is_pinned=self._deployer.versions.is_pinned,
             )
             stopped = StopRequest()
             engine = Engine(
@@ -349,8 +350,9 @@ class Device(Disclosure):
     def roll_back(self) -> int:
         """Returns to the previous version of the delivered model in the next turn, with the event `rolled-back`.
 
-        Replaces `model`, the model of `predict` and the ONNX files. The version in use is deleted; training continues
-        from its own state, and the next delivery has a new number. The request survives a restart. Thread-safe.
+        Replaces `model`, the model of `predict` and the ONNX files. The version in use is deleted. The app keeps the
+        earlier version until `roll_forward`, also after a restart: training continues from its own state, and later
+        deliveries are stored with their numbers, but not used (event `kept`). Thread-safe.
 
         Returns:
             Number of the version that the device returns to.
@@ -362,6 +364,22 @@ class Device(Disclosure):
         with self._guard.held():
             self._turns.check_open("roll_back")
             return self._deployer.request_roll_back()
+
+    def roll_forward(self) -> int:
+        """Ends the effect of `roll_back`: from the next turn on the app takes deliveries again.
+
+        If there were deliveries in the meantime, the app's model becomes the newest of them, with the event
+        `delivered`. Without an earlier `roll_back` there is no effect. Thread-safe.
+
+        Returns:
+            Number of the version that the app uses from the next turn on; 0 before the first delivery.
+
+        Raises:
+            DeviceClosedError: The device was closed.
+        """
+        with self._guard.held():
+            self._turns.check_open("roll_forward")
+            return self._deployer.roll_forward()
 
     def replace_data(self, data: Any = None) -> None:
         """Replaces the training data, or reads them again. The next turn checks in with them before it requests work.

@@ -226,9 +226,10 @@ class Sender:
 
     def _promote(self, pending: Pending) -> None:
         """Commits the state of an acknowledged answer, and its model if the app's model is replaced."""
-        if pending.replacement is not None and pending.replacement.replaced:
-            self._deployer.announce(pending.round, pending.replacement)
-        self._storage.outbox.promote()
+        replaced = pending.replacement is not None and pending.replacement.replaced
+        if pending.replacement is not None:
+            (self._deployer.announce if replaced else self._deployer.hold)(pending.round, pending.replacement)
+        self._storage.outbox.promote(replaced=replaced)
         compute = self._session.compute
         if compute is None:
             return

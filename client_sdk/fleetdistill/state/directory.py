@@ -9,7 +9,7 @@
     downloads/              payloads by digest: the run's proxy set or extractor, the last ask's, an incomplete one
     delivered.safetensors   the app's model
     model.onnx              the app's model as ONNX, if the app wants it
-    deployed.json, model.onnx.due, roll-back.due, versions/
+    deployed.json, model.onnx.due, roll-back.due, pinned, versions/
                             the versions of the app's model, written by `fleetdistill.deployment.versions`
     usage.json              bytes and seconds of computing used today, if the app has set budgets
     pace.json               the time before which the server asked the device not to call

@@ -101,10 +101,10 @@ class _MemoryOutbox(Outbox):
         assert self._answer is not None  # opened only for the pending answer
         yield self._answer[1]
 
-    def promote(self) -> None:
+    def promote(self, *, replaced: bool) -> None:
         assert self._answer is not None  # only a pending answer has a receipt
         _, _, candidate, delivered = self._answer
-        if delivered is not None:
+        if replaced and delivered is not None:
             self._contents.save("delivered.safetensors", delivered)
         self._contents.save("state.safetensors", candidate)
         self._answer = None

@@ -238,16 +238,21 @@ class Outbox:
         with file:
             yield Payload(header.parts, slots, _FileSource(file), header.sha256, header.blake3)
 
-    def promote(self) -> None:
-        """Commits an acknowledged answer: renames the app's next model, then the candidate state.
+    @property
+    def delivered_file(self) -> Path:
+        """The app's next model in the outbox; missing if the answer has none."""
+        return self._outbox / "delivered.safetensors"
+
+    def promote(self, *, replaced: bool) -> None:
+        """Commits an acknowledged answer: renames the app's next model if `replaced`, then the candidate state.
 
         The order matters: after a crash between the two steps the answer is still pending, and the next start completes
         the commit.
         """
         with disk_errors(self.directory):
             failpoints.hit("device.promote.before-renames")
-            delivered = self._outbox / "delivered.safetensors"
-            if delivered.exists():
+            delivered = self.delivered_file
+            if replaced and delivered.exists():
                 delivered.replace(self.directory / "delivered.safetensors")
                 sync_directory(self.directory)
             failpoints.hit("device.promote.between-renames")

@@ -16,7 +16,7 @@ _IN_USE = "deployed.json"
 _TOP = (
     r"(lock|erasing|(device|deployed|usage|pace|last_outcome|privacy)\.json|ledger\.jsonl|rows\.txt|released\.npz"
     r"|(profile|contract|sample_ids)\.bin|(state|delivered)\.safetensors|(model|general|personal|own)\.onnx"
-    r"|model\.onnx\.due|roll-back\.due)"
+    r"|model\.onnx\.due|roll-back\.due|pinned)"
 )
 _IN_FOLDERS = (
     r"outbox/((header|data)\.bin|(candidate|delivered)\.safetensors|(manifest|outcome)\.json|tries\.txt)",
