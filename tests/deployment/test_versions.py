@@ -18,7 +18,7 @@ from support.hostile_server import CLASSES
 from support.small_device import SmallWorker
 
 from fleetdistill import Deployment, Device, Event, Predictor
-from fleetdistill.errors import ConfigurationError, StateError
+from fleetdistill.errors import ConfigurationError, LinkError, NoRoomError, StateError
 from fleetdistill.light import light_worker
 from fleetdistill.replacement import judge
 from fleetdistill.state import failpoints
@@ -426,6 +426,38 @@ def test_a_device_killed_in_a_delivery_has_each_version_once(
         assert restarted.roll_back() == 1
         restarted.step(0)
         assert_uses(restarted, 1, logits[0])
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_disk_that_is_full_when_a_version_is_recorded_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    left = [failing]
+
+    def full(name: str) -> None:
+        if name == "device.deploy.before-record" and left[0]:
+            left[0] -= 1
+            raise NoRoomError("the state directory cannot be used: No space left on device")
+
+    device, events = device_of(tmp_path, range(1, 4), deployment=THREE)
+    with device:
+        logits = play(device, 1)
+        monkeypatch.setattr(failpoints, "hit", full)
+        logits += play(device, 1)
+        assert device.version == 2
+        assert events.texts("not-recorded") == [
+            "version 2 of the model could not be recorded: the state directory cannot be used: No space left on device"
+            "; the device goes on, and the next delivery tries again"
+        ]
+        if failing == 2:
+            with pytest.raises(LinkError, match="No space left on device"):
+                device.step(0)
+        logits += play(device, 1)
+        assert_uses(device, 3, logits[2])
+        for back in (2, 1):
+            assert device.roll_back() == back
+            device.step(0)
+            assert_uses(device, back, logits[back - 1])
 
 
 # --- accuracy

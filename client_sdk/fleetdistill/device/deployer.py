@@ -18,6 +18,7 @@ from fleetdistill.errors import (
     ConfigurationError,
     LinkError,
     ModelError,
+    NoRoomError,
     RefusedError,
     StateError,
     WorkInterrupted,
@@ -65,11 +66,15 @@ class Deployer:
         self._directory = session.storage.directory
         self.versions = Versions(session.storage, deployment.keep_versions)
         self._delivered: Version | None = None  # in use, but not recorded yet
+        self._not_recorded = 0  # number of the version for which the disk was full; tried again at the next delivery
         self._measured: dict[int, float] = {}  # accuracy of versions on the current validation data, by number
         self._measured_by: Compute | None = None
 
     def announce(self, number: int, replacement: Replacement) -> None:
         """Stores before the commit of an answer that it delivers a version, so that a crash leaves no outdated file."""
+        unrecorded = self.versions.due()
+        if unrecorded is not None and unrecorded.round != number:  # the disk was full
+            self._record(unrecorded)
         self.versions.announce(number, replacement.variant, replacement.accuracy)
 
     @property
@@ -95,7 +100,7 @@ class Deployer:
 
     def use_delivered(self) -> None:
         """Makes the announced version and its model the ones in use, just before the event `delivered`."""
-        self._delivered = self.versions.due()
+        self._delivered, self._not_recorded = self.versions.due(), 0
         self._renew_predictions(self._delivered or Version(0))
 
     def _renew_predictions(self, version: Version) -> None:
@@ -114,13 +119,24 @@ class Deployer:
 
     def settle(self) -> None:
         """Exports and records a delivered version, and carries out a requested roll-back or its end."""
-        self._settle_due()
-        self._roll_back()
-        self._use_held()
+        for settle in (self._settle_due, self._roll_back, self._use_held):
+            with self._survives_full_disk():
+                settle()
+
+    @contextmanager
+    def _survives_full_disk(self) -> Iterator[None]:
+        """Turns a full disk in the block into an event, once for each version."""
+        try:
+            yield
+        except NoRoomError as full:
+            version = self.versions.due() or self.versions.requested() or self.versions.held() or Version(0)
+            if version.number != self._not_recorded:
+                self._events.emit_not_recorded(version, full)
+            self._not_recorded = version.number
 
     def _settle_due(self) -> None:
         version = self.versions.due()
-        if version is None:
+        if version is None or version.number == self._not_recorded:
             return
         files = self.export(version) if self._export_onnx == "round" else ()
         self._record(replace(version, files=files))
@@ -136,7 +152,8 @@ class Deployer:
             version = self.versions.in_use() or Version(0)
             files = self.export(version)
             if version.number:
-                self._record(replace(version, files=files))
+                with self._survives_full_disk():
+                    self._record(replace(version, files=files))
 
     # --- export
 
@@ -220,8 +237,9 @@ class Deployer:
         self._measured[in_use.number] = accuracy
         best = max(earlier, key=self._accuracy_of, default=None)
         if best is not None and self._accuracy_of(best) > accuracy + self._deployment.max_accuracy_drop:
-            self.versions.request_roll_back(best, pinned=False)
-            self._roll_back()
+            with self._survives_full_disk():
+                self.versions.request_roll_back(best, pinned=False)
+                self._roll_back()
 
     def _accuracy_of(self, version: Version) -> float:
         """Returns the accuracy of a kept version on the validation data; -1 if it cannot be measured."""

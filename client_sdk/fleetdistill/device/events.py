@@ -164,6 +164,12 @@ class Events:
         text += "; predictions go on with the previous copy, and the next delivery tries again"
         self.emit("not-copied", version.round, text, self._noted(version, error))
 
+    def emit_not_recorded(self, version: Version, error: BaseException) -> None:
+        """Emits and logs that the disk was full when a version was to be recorded."""
+        text = f"version {version.number} of the model could not be recorded: {error}"
+        text += "; the device goes on, and the next delivery tries again"
+        self.emit("not-recorded", version.round, text, self._noted(version, error))
+
     def emit_not_exported(self, version: Version, error: BaseException) -> None:
         """Emits and logs that a delivered model could not be written as ONNX."""
         text = f"version {version.number} of the model could not be exported: {_described(error)}"
@@ -172,7 +178,7 @@ class Events:
 
     def _noted(self, version: Version, error: BaseException) -> dict[str, Any]:
         """Logs the traceback of a failure; returns the values of its event."""
-        logger.warning("%s: a copy or an export of the model failed", self._device_id, exc_info=error)
+        logger.warning("%s: a copy, a record or an export of the model failed", self._device_id, exc_info=error)
         return {"version": version.number, "error": type(error).__name__}
 
     def emit_failed(self, error: BaseException) -> None:
