@@ -151,7 +151,11 @@ def _forget(given: argparse.Namespace) -> Iterator[str]:
     if unknown:
         yield "the device has never checked in: no server has its data"
     elif recorded:
-        yield f"the server has recorded the request to delete the data of {found.device} before the next round"
+        yield (
+            f"the server has recorded the request to delete the data of {found.device}: before the next round, or at "
+            "once if the run is over. Nothing deletes them while only a front runs (serve --only front); then its "
+            f"operator can run: {operator_command(found.run, found.device)}"
+        )
     else:
         yield f"the server was not asked; its operator can run: {operator_command(found.run, found.device or 'DEVICE')}"
 

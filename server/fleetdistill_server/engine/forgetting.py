@@ -4,25 +4,30 @@ The history of the rounds is kept: the device's id and profile, its figures exce
 events. The device's share in values that methods averaged or learned over many devices is kept too.
 
 After `fleetdistill devices forget` the run no longer asks the device. Forgetting happens between two rounds: in the
-engine, or immediately in the command if no server serves the run, after closing an open round as short. It proceeds
-in three steps: commit a state without the device, delete everything that is no longer needed, mark the device as
-forgotten. After a failure before the last step, all steps are repeated.
+engine, or immediately in the command if no server serves the run, after closing an open round as short. For a run at
+rest the supervisor starts this module as a process (`service/forgetting.py`). Forgetting proceeds in three steps:
+commit a state without the device, delete everything that is no longer needed, mark the device as forgotten. After a
+failure before the last step, all steps are repeated.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state import failpoints
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.service.processes import end_with_parent
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.retention import WAIT_SECONDS, drop_unneeded, sweep_all
 from fleetdistill_server.store.states import ACTIVE
@@ -173,3 +178,24 @@ def _method_of(row: Row) -> ServerMethod:
     from fleetdistill_server.engine.contract import build_method
 
     return build_method(run_config({**json.loads(row["config"]), "server": {"torch_device": "cpu"}, "proxy": {}}))
+
+
+def main() -> int:
+    """Forgets the devices of runs at rest; the arguments are the store, the parent's process id, and the runs."""
+    end_with_parent(int(sys.argv[2]))
+    store = Store.open(Path(sys.argv[1]))
+    left = False
+    try:
+        for run in sys.argv[3:]:
+            for device in store.devices.to_forget(run)[:1]:
+                left |= not ask_to_forget(store, run, device, served=True)
+    except FleetDistillError:
+        logging.exception("the devices of a run at rest could not be forgotten")
+        return 1
+    finally:
+        store.close()
+    return int(left)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -217,7 +217,9 @@ def _ask_to_forget(run: str, device: str, store: Store) -> None:
         known = store.devices.get(run, device)
         store.devices.ask_to_forget(run, device)
         if known is not None and known["forget_asked_at"] is None:
-            text = "the device requested the deletion of its data, before the next round or by `devices forget`"
+            text = (
+                "the device requested the deletion of its data, before the next round or, if the run is over, at once"
+            )
             store.history.add_event(run, "forget-requested", text, device=device)
 
 

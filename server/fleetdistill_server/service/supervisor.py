@@ -22,6 +22,7 @@ from fleetdistill_server.logs import Interruption
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.call_log import CallLog
 from fleetdistill_server.service.engine_slots import engines_at_once, make_slots
+from fleetdistill_server.service.forgetting import Forgetting
 from fleetdistill_server.service.front_process import FrontProcess
 from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessFile, ProcessState
 from fleetdistill_server.service.processes import check_system
@@ -103,6 +104,7 @@ class Supervisor:
             serve_run(self.store, config)
         self._calls = CallLog(self.store)
         self._process_file = ProcessFile(directory)
+        self._forgetting = Forgetting(self.store, directory, self._run)
         self._arguments = [str(_write_served(config)), *log_options]
         self._front_ends, ends = make_ends(count)
         self.engines = Reconciliation(
@@ -176,6 +178,7 @@ class Supervisor:
                 over = self._status() in OVER
             return over
         finally:
+            self._forgetting.stop()
             self.engines.stop(self._at_once)
             if self._front is not None:
                 self._front.stop(self._at_once)
@@ -188,6 +191,7 @@ class Supervisor:
         if self._only == FRONT or (self.port is None and self._only != ENGINE):
             return
         self.engines.look()
+        self._forgetting.look()
         self._calls.look()
         self._check_short_rounds()
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from fleetdistill_server.store.credentials import REVOKED
 from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.states import AT_REST
 
 HAS_ITS_DEVICES = (
     "(waits_for > 0 AND waits_for <= (SELECT count(*) FROM devices WHERE run = name AND present = 1 "
@@ -146,6 +147,15 @@ class Devices:
             run,
         )
         return [row["device"] for row in rows]
+
+    def runs_to_forget_in(self) -> list[str]:
+        """Returns the runs at rest, which no engine works on, that have devices to forget, ordered by name."""
+        rows = self._db.rows(
+            "SELECT DISTINCT d.run AS run FROM devices d JOIN runs r ON r.name = d.run "
+            "WHERE d.forget_asked_at IS NOT NULL AND d.forgotten_at IS NULL AND r.checkpoint IS NOT NULL "
+            f"AND r.status IN ({', '.join(repr(one) for one in AT_REST)}) ORDER BY d.run"
+        )
+        return [row["run"] for row in rows]
 
     def payloads_with_data_of(self, run: str, devices: Sequence[str]) -> set[bytes]:
         """Returns digests of the payloads that can contain data of these devices.
