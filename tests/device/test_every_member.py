@@ -512,12 +512,11 @@ class Fleet:
             self.look_async(at)
 
     def look_async(self, at: Moment) -> None:
-        state = self.copy_of(at.device.state_dir)
-        for member in ASYNC:
-            looked = Async(at)
-            looked.device = AsyncDevice(server=Away(), state_dir=state, **self.arguments(self.spec))
+        looked, state = Async(at), self.copy_of(at.device.state_dir)
+        looked.device = AsyncDevice(server=Away(), state_dir=state, export_onnx="never", **self.arguments(self.spec))
+        for member in ASYNC:  # the last one closes it
             self.note(f"AsyncDevice.{member}", at.name, partial(looked.of, member))
-            asyncio.run(looked.device.close())
+        asyncio.run(looked.device.close())
 
     def note(self, member: str, moment: str, check: Callable[[], None]) -> None:
         try:

@@ -220,8 +220,8 @@ class Deployer:
     def roll_forward(self) -> int:
         """Stores that the app takes deliveries again; returns the number of the version that it uses then."""
         self.versions.unpin()
-        version = self.versions.held() or self.versions.requested() or self.versions.in_use()
-        return 0 if version is None else version.number
+        version = self.versions.held() or self.versions.requested()
+        return self.version if version is None else version.number
 
     def check_accuracy(self, replacement: Replacement) -> None:
         """Returns to a kept version if the model in use is worse on the validation data by more than the limit.
