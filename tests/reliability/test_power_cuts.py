@@ -82,7 +82,7 @@ def use_storage(disk: RecordedDisk) -> None:
             if number == DROPPED:
                 then(replace(now, pending=None), storage.outbox.drop)
             else:
-                then(promoted(now, number), storage.outbox.promote)
+                then(promoted(now, number), partial(storage.outbox.promote, replaced=True))
             then(replace(now, noted=False), storage.outbox.mark_reported)
 
 
@@ -101,7 +101,7 @@ def check_storage(root: Path, said: tuple[Any, ...]) -> None:
         assert pending in (before.pending, after.pending)
         with storage.outbox.answer() as payload:
             assert digest(payload.parts, iter([data_of(payload)])) == PAYLOAD.sha256
-        storage.outbox.promote()
+        storage.outbox.promote(replaced=True)
         assert contents(storage) == shown(promoted(before, pending.round))
 
 

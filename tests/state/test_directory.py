@@ -180,7 +180,7 @@ def test_a_receipt_makes_the_candidate_the_state(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     storage.save("state.safetensors", b"old state")
     put(storage)
-    storage.outbox.promote()
+    storage.outbox.promote(replaced=True)
     assert list((tmp_path / "outbox").iterdir()) == []
     assert storage.outbox.pending() is None
     assert storage.load("state.safetensors") == b"new state"
@@ -295,7 +295,7 @@ def test_what_an_earlier_crash_left_never_mixes_with_a_new_answer(
     assert {whole_answer(storage) for storage in restarted} == {False, True}
     for storage in restarted:
         if storage.outbox.pending():
-            storage.outbox.promote()
+            storage.outbox.promote(replaced=True)
             assert storage.load("state.safetensors") == b"new state"
         storage.close()
 
@@ -307,7 +307,7 @@ def test_a_crash_while_a_receipt_is_settled_keeps_the_answer_or_its_state(
         storage.save("state.safetensors", b"old state")
         put(storage)
 
-    restarted = every_crash(tmp_path, monkeypatch, prepare, lambda storage: storage.outbox.promote())
+    restarted = every_crash(tmp_path, monkeypatch, prepare, lambda storage: storage.outbox.promote(replaced=True))
     outcomes = set()
     for storage in restarted:
         outcomes.add((whole_answer(storage), storage.load("state.safetensors")))
@@ -325,12 +325,12 @@ def test_a_crash_while_a_receipt_is_settled_delivers_what_was_reported_once(
         storage.save("delivered.safetensors", b"old model")
         put(storage, delivered=b"new model")
 
-    restarted = every_crash(tmp_path, monkeypatch, prepare, lambda storage: storage.outbox.promote())
+    restarted = every_crash(tmp_path, monkeypatch, prepare, lambda storage: storage.outbox.promote(replaced=True))
     outcomes = set()
     for storage in restarted:
         outcomes.add((whole_answer(storage), storage.load("delivered.safetensors")))
         if storage.outbox.pending():
-            storage.outbox.promote()
+            storage.outbox.promote(replaced=True)
         assert storage.load("delivered.safetensors") == b"new model"
         assert storage.load("state.safetensors") == b"new state"
         storage.close()
@@ -343,7 +343,7 @@ def test_a_model_that_a_crash_left_behind_is_not_delivered_by_an_answer_that_kee
     put(storage, delivered=b"never reported")
     (tmp_path / "outbox" / "manifest.json").unlink()
     put(storage)
-    storage.outbox.promote()
+    storage.outbox.promote(replaced=True)
     assert storage.load("delivered.safetensors") == b"old model"
     storage.close()
 
@@ -574,7 +574,7 @@ def test_tries_are_counted_over_restarts_and_from_anew_for_the_next_answer(tmp_p
     again = Storage(tmp_path)
     assert again.outbox.tries == 2
     assert again.outbox.count_try() == 3
-    again.outbox.promote()
+    again.outbox.promote(replaced=True)
     put(again)
     assert again.outbox.tries == 0
     again.close()
