@@ -67,6 +67,9 @@ class Disclosure(Loops):
     def forget(self) -> bool:
         """Asks the server to delete what this device has sent, erases the state directory, and closes the device.
 
+        The server deletes before its next round, or at once if the run is over. Where only a front serves the store,
+        nothing deletes until an engine's server runs, or the operator calls `fleetdistill devices forget`.
+
         The privacy ledger of private runs is kept, because a release stays spent. A new `Device` with this directory is
         a new device with a new id.
 

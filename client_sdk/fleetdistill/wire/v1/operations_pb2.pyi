@@ -1543,7 +1543,9 @@ class ReadRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     MOST_FIELD_NUMBER: _builtins.int
     view: _builtins.str
-    """Name: about, runs, run, devices, overview, rounds, traffic, events, participants, device, classes, round or settings."""
+    """Name: about, runs, run, devices, overview, rounds, traffic, events, participants, device, classes, round,
+    settings, health or server.
+    """
     run: _builtins.str
     """Name of the run; empty for all, where the view has no run."""
     device: _builtins.str

@@ -381,8 +381,8 @@ class LeaveRequest(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     FORGET_FIELD_NUMBER: _builtins.int
     forget: _builtins.bool
-    """Whether the server must also delete what the device has sent: permanently, before the run's next round. The device's
-    own request, with the effect of the operator's `devices forget`.
+    """Whether the server must also delete what the device has sent: permanently, before the run's next round, or at
+    once if the run is over. The device's own request, with the effect of the operator's `devices forget`.
     """
     @_builtins.property
     def identity(self) -> Global___Identity:
