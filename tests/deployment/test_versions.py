@@ -79,6 +79,29 @@ def test_a_roll_back_returns_model_predictions_and_file_to_the_previous_version(
     assert os.listdir(tmp_path / "versions") == ["deployed.json"]
 
 
+@pytest.mark.parametrize("keep", [2, 4])
+@pytest.mark.parametrize("kind", ["delivered", "exported"])
+def test_a_roll_back_from_an_event_of_a_delivery_returns_to_the_version_before_it(
+    tmp_path: Path, kind: str, keep: int
+) -> None:
+    """The delivered version is not recorded yet when the app hears of it."""
+    undisturbed, _ = device_of(tmp_path / "a", range(1, 4))
+    with undisturbed:
+        expected = play(undisturbed, 3)
+    returned: list[int] = []
+
+    def on_event(event: Event) -> None:
+        if (event.kind, event.round) == (kind, 3):
+            returned.append(device.roll_back())
+
+    device, _ = device_of(tmp_path / "b", range(1, 4), deployment=Deployment(keep_versions=keep), on_event=on_event)
+    with device:
+        play(device, 3)
+        device.step(0)
+        assert returned == [2]
+        assert_uses(device, 2, expected[1])
+
+
 def test_version_and_predictions_change_before_the_event_delivered(tmp_path: Path) -> None:
     found = []
 

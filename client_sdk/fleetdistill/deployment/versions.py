@@ -152,6 +152,12 @@ class Versions:
         kept = [one for one in self._kept() if in_use is not None and one.number < in_use.number and not one.held]
         return sorted(kept, key=lambda one: -one.number)
 
+    def previous(self) -> Version | None:
+        """Returns the newest kept version before the delivered one, also while that is not recorded yet, or None."""
+        delivered = self.due() or self.in_use()
+        kept = [one for one in self._kept() if delivered is not None and one.number < delivered.number and not one.held]
+        return max(kept, key=lambda one: one.number, default=None)
+
     def _kept(self) -> list[Version]:
         found = [version_of(self._load(folder)) for folder in self._folders()]
         return [one for one in found if one is not None]

@@ -208,14 +208,14 @@ class Deployer:
         Raises:
             StateError: There is no earlier version, or it is damaged.
         """
-        earlier = self.versions.earlier()
-        if not earlier:
+        previous = self.versions.previous()
+        if previous is None:
             raise StateError(
                 f"{self._directory} has no earlier version of the model; the device keeps "
                 f"{self._deployment.keep_versions} (Deployment(keep_versions=...)), and the first delivery is version 1"
             )
-        self.versions.request_roll_back(earlier[0], pinned=True)
-        return earlier[0].number
+        self.versions.request_roll_back(previous, pinned=True)
+        return previous.number
 
     def roll_forward(self) -> int:
         """Stores that the app takes deliveries again; returns the number of the version that it uses then."""
