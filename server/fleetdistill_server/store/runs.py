@@ -145,7 +145,6 @@ class Runs:
             kept = {row["round"]: row for row in self.checkpoints(run)}
             if number not in kept:
                 raise RunError(f"run {run!r} has no checkpoint of round {number}")
-            self.own(run)
             self._abandon_round(run, why)
             self._sums.drop_rounds(run, number - MOST_STALENESS, EVERY)
             report_late_answers(self._db, run, number, why)
@@ -159,7 +158,8 @@ class Runs:
             self._db.write(f"UPDATE rounds SET status = 'undone', reason = ? WHERE {closed}", why, run, number)
             self._db.write(f"DELETE FROM checkpoints WHERE {later}", run, number)
             self._db.write(
-                "UPDATE runs SET checkpoint = ?, completed_rounds = ?, status = 'stopped', reason = ? WHERE name = ?",
+                "UPDATE runs SET checkpoint = ?, completed_rounds = ?, status = 'stopped', reason = ?, engine = NULL "
+                "WHERE name = ?",
                 *(kept[number]["sha256"], kept[number]["completed_rounds"], why, run),
             )
             self._sums.add_settled(run, EVERY, number - MOST_STALENESS)
