@@ -163,6 +163,7 @@ def test_later_checkpoints_are_gone_and_an_undone_round_is_refused(played: tuple
     with pytest.raises(RunError, match="has no checkpoint of round 2"):
         store.runs.roll_back(RUN, 2)
     assert row_of(store)["completed_rounds"] == 1
+    assert row_of(store)["engine"] is None, "the next start is no restart after a crash"
     store.close()
 
 
