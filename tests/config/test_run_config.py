@@ -125,7 +125,8 @@ UNKNOWN = {
         with_setting("server", "port", 1),
         "[server] port: unknown setting; known are listen, store, database, blobs, lease_seconds, "
         "engine_timeout_seconds, max_upload_bytes, torch_device, pki, enrol_listen, certificate_days, compression, "
-        "keep_rounds, keep_checkpoints, disk_budget_bytes, keep_free_bytes, metrics, traces, engines_at_once",
+        "keep_rounds, keep_checkpoints, disk_budget_bytes, keep_free_bytes, metrics, traces, engines_at_once, "
+        "data_directories",
     ),
 }
 

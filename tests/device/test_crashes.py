@@ -112,7 +112,7 @@ def test_a_device_killed_between_receipt_and_export_exports_after_the_restart(
 ) -> None:
     """The file must not stay one delivery behind the model that it claims to be, also when no round follows."""
 
-    def die(*given: Any) -> None:
+    def die(*given: Any, **more: Any) -> None:
         raise Crash
 
     crashing = make_device(fleet, tmp_path, export_onnx="round")
@@ -203,7 +203,7 @@ def test_a_device_killed_before_the_app_has_heard_tells_it_after_the_restart(
 ) -> None:
     """At least once: the crash falls before the first event, or behind the last one."""
 
-    def die(*given: Any) -> None:
+    def die(*given: Any, **more: Any) -> None:
         raise Crash
 
     first, events = EventLog(), EventLog()

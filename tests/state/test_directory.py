@@ -597,7 +597,7 @@ def test_attempts_are_counted_over_restarts(tmp_path: Path) -> None:
     storage.close()
 
 
-@pytest.mark.parametrize("act", [Outbox.promote, Outbox.drop])
+@pytest.mark.parametrize("act", [lambda outbox: outbox.promote(replaced=True), Outbox.drop])
 def test_a_crash_never_hides_from_the_app_what_became_of_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Outbox], None]
 ) -> None:
