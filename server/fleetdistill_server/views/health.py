@@ -8,7 +8,7 @@ from pathlib import Path
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
 from fleetdistill_server.service.heartbeat import served
-from fleetdistill_server.service.process_state import ENGINE, FRONT, read_processes
+from fleetdistill_server.service.process_state import FRONT, read_processes
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.disk_space import bytes_under
@@ -29,8 +29,6 @@ def problems(store: Store, directory: Path) -> list[str]:
     for one in read_processes(directory):
         if one.name == FRONT and one.pid is None:
             found.append("the front does not run, so no device can call; the supervisor starts it again")
-        if one.name == ENGINE and one.pid is None:
-            found.append(f"the engine of run {one.run!r} has failed; the supervisor starts it again, see `runs show`")
         if one.hangs:
             found.append(f"the supervisor hangs (process {one.pid}): it would start no front or engine again")
     try:
