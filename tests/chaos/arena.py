@@ -39,7 +39,6 @@ from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.store import Store
 
 RUN = "chaos"
-LONGEST_RUN_SECONDS = 300.0
 _LOOK_SECONDS = 0.02
 _MOST_FAILURES = 5
 _DISK_BYTES = 256 << 20
@@ -285,9 +284,9 @@ class Arena:
                 self._end_of_trouble()
             if any(len(member.failures) >= _MOST_FAILURES for member in self._members.values()):
                 break
-            if time.monotonic() - began > LONGEST_RUN_SECONDS:
+            if time.monotonic() - began > self._wanted.max_seconds:
                 left = ", ".join(member.name for member in self._members.values() if not member.done)
-                wrong.append(f"the run was not over after {LONGEST_RUN_SECONDS:g} s; it waits for {left}")
+                wrong.append(f"the run was not over after {self._wanted.max_seconds:g} s; it waits for {left}")
                 break
             await asyncio.sleep(_LOOK_SECONDS)
 

@@ -25,12 +25,12 @@ from chaos.scenario import Scenario, beyond_one_machine, scenario
 Row = dict[str, Any]
 
 
-def run_seed(seed: int, out: Path, mutation: str = "", *, keep: bool = False) -> Row:
-    """Runs one seed; its folder stays if something was found, or if it is to be kept."""
+def run_seed(seed: int, out: Path, mutation: str = "", length: int = 1, *, keep: bool = False) -> Row:
+    """Runs one seed, so many times as long; its folder stays if something was found, or if it is to be kept."""
     work = out / str(seed)
     shutil.rmtree(work, ignore_errors=True)
     try:
-        row = run_scenario(scenario(seed), work, mutation)
+        row = run_scenario(scenario(seed, length), work, mutation)
     except Exception:  # a fault of the harness is a finding too, and the other seeds go on
         row = {"seed": seed, "method": "", "acknowledged": 0, "lost": [], "doubled": [], "kills": 0, "faults": {}}
         row |= {"wrong": [traceback.format_exc()], "figures": {}, "seconds": 0.0}
@@ -68,13 +68,13 @@ def is_good(row: Row) -> bool:
     return not (row["lost"] or row["doubled"] or row["wrong"])
 
 
-def run_seeds(seeds: Sequence[int], out: Path, jobs: int, mutation: str) -> Iterator[Row]:
+def run_seeds(seeds: Sequence[int], out: Path, jobs: int, mutation: str, length: int) -> Iterator[Row]:
     """Runs many seeds, several at a time; each of the processes has a fork server of its own."""
     if jobs == 1:
-        yield from (run_seed(seed, out, mutation, keep=len(seeds) == 1) for seed in seeds)
+        yield from (run_seed(seed, out, mutation, length, keep=len(seeds) == 1) for seed in seeds)
         return
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(run_seed, seed, out, mutation) for seed in seeds]):
+        for done in as_completed([pool.submit(run_seed, seed, out, mutation, length) for seed in seeds]):
             yield done.result()
 
 
@@ -114,6 +114,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=1, help="the first seed")
     parser.add_argument("--runs", type=int, default=1, help="how many seeds to run from there on")
+    parser.add_argument("--length", type=int, default=1, help="times as many rounds, kills and faults in each run")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     parser.add_argument("--out", type=Path, default=Path("out/chaos"))
     parser.add_argument("--beyond", action="store_true", help="several fronts over PostgreSQL and an object store")
@@ -130,7 +131,7 @@ def main() -> int:
         return 0 if all(is_good(row) for row in beyond) else 1
     rows = []
     with (given.out / "runs.jsonl").open("w") as file:
-        for row in run_seeds(seeds, given.out.resolve(), min(given.jobs, len(seeds)), given.mutation):
+        for row in run_seeds(seeds, given.out.resolve(), min(given.jobs, len(seeds)), given.mutation, given.length):
             rows.append(row)
             file.write(json.dumps(row) + "\n")
             file.flush()

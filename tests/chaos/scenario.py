@@ -41,6 +41,7 @@ _ON_ONE_MACHINE = {
     Action.SUSPEND: 1,
 }
 """How often each action comes, relative to the others."""
+_MAX_SECONDS = 300.0
 _LONG_STOP = 0.1
 """Share of the stops that last up to a minute."""
 
@@ -80,6 +81,7 @@ class Scenario:
         blows: What befalls the processes, in order.
         failpoints: For each process and each of its first lives where it kills itself.
         fronts: Names of the fronts.
+        max_seconds: How long the run may take.
     """
 
     seed: int
@@ -96,6 +98,7 @@ class Scenario:
     blows: tuple[Blow, ...]
     failpoints: dict[str, tuple[str, ...]]
     fronts: tuple[str, ...] = (FRONT,)
+    max_seconds: float = _MAX_SECONDS
 
 
 def beyond_one_machine(seed: int) -> Scenario:
@@ -131,12 +134,13 @@ def _blow_on(rng: random.Random, target: str, uploads: int, action: Action) -> B
     return Blow(rng.randint(0, int(0.7 * uploads)), rng.uniform(0, 0.1), action, target, rng.uniform(0.1, 1.0))
 
 
-def scenario(seed: int) -> Scenario:
-    """What happens with this seed."""
+def scenario(seed: int, length: int = 1) -> Scenario:
+    """What happens with this seed, with so many times as many rounds, blows and failpoints."""
     rng = random.Random(f"chaos/{seed}")
     torch = seed % FEDDKC_EVERY == 0
     devices = tuple(f"device-{number:02d}" for number in range(rng.randint(2, 3) if torch else rng.randint(8, 12)))
     rounds, steps = (rng.randint(2, 3), 1) if torch else (rng.randint(3, 6), rng.randint(1, 3))
+    rounds *= length
     uploads = len(devices) * rounds * steps
     return Scenario(
         seed=seed,
@@ -150,18 +154,19 @@ def scenario(seed: int) -> Scenario:
         large_share=rng.choice((0.05, 0.2)),
         twice=rng.choice((0.0, 0.1, 0.3)),
         faulty=rng.choice((0.0, 0.4, 0.8)),
-        blows=_blows(rng, devices, uploads),
-        failpoints={name: _failpoints(rng, name) for name in (FRONT, ENGINE, *devices)},
+        blows=_blows(rng, devices, uploads, length),
+        failpoints={name: _failpoints(rng, name, length) for name in (FRONT, ENGINE, *devices)},
+        max_seconds=_MAX_SECONDS * length,
     )
 
 
-def _blows(rng: random.Random, devices: Sequence[str], uploads: int) -> tuple[Blow, ...]:
+def _blows(rng: random.Random, devices: Sequence[str], uploads: int, length: int) -> tuple[Blow, ...]:
     """The first is a kill and comes early, so that it meets its target in any case."""
     first = _blow(rng, devices, rng.randint(0, min(5, uploads // 4)), Action.KILL)
     latest = max(int(0.8 * uploads), 2)
     others = [
         _blow(rng, devices, rng.randint(1, latest), rng.choices(*zip(*_ON_ONE_MACHINE.items(), strict=True))[0])
-        for _ in range(rng.randint(1, 5))
+        for _ in range(rng.randint(1, 5) * length)
     ]
     return tuple(sorted([first, *others], key=lambda blow: blow.after))
 
@@ -183,12 +188,12 @@ def _seconds(rng: random.Random, action: Action, of_device: bool) -> float:
     return rng.uniform(0.1, 3.0 if of_device or action in (Action.CUT, Action.FILL) else 1.0)
 
 
-def _failpoints(rng: random.Random, target: str) -> tuple[str, ...]:
-    """A process dies by its own hand in some of its first two lives; later ones are spared, so that the run ends."""
+def _failpoints(rng: random.Random, target: str, length: int = 1) -> tuple[str, ...]:
+    """A process dies by its own hand in some of its first lives; later ones are spared, so that the run ends."""
     kind = target.partition("-")[0]
     points = sorted(point for point in FAILPOINTS if point.startswith(_POINTS_OF.get(kind, _POINTS_OF[""])))
     share = 0.4 if kind in (FRONT, ENGINE) else 0.1
     return tuple(
         f"{rng.choice(points)}=kill@{rng.choice((1, 1, 2, 3, 5, 8, 20))}" if rng.random() < share else ""
-        for _ in range(2)
+        for _ in range(2 * length)
     )

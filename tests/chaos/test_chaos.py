@@ -67,6 +67,14 @@ def test_a_seed_decides_everything() -> None:
     assert scenario(3) == scenario(3) != scenario(4)
 
 
+def test_a_longer_run_has_more_of_everything() -> None:
+    short, long = scenario(3), scenario(3, length=20)
+    assert long.rounds == 20 * short.rounds
+    assert len(long.blows) - 1 == 20 * (len(short.blows) - 1)
+    assert long.max_seconds == 20 * short.max_seconds
+    assert all(len(points) == 40 for points in long.failpoints.values())
+
+
 def test_every_seed_kills_early_enough_to_meet_its_target() -> None:
     for seed in SEEDS:
         wanted = scenario(seed)
