@@ -65,7 +65,8 @@ class Moment:
         rounds: Rounds of the deliveries so far.
         online: Whether the server can be reached.
         working: Whether the device is in the middle of its work, as in `on_event`.
-        copy: Opens a device on a copy of the state directory, for a member that changes it.
+        copy: Opens a device on a copy of the state directory, for a member that changes it; with the server's link where
+            the server can be reached and it is asked for.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Moment:
     rounds: Sequence[int]
     online: bool
     working: bool
-    copy: Callable[[], contextlib.AbstractContextManager[Device]]
+    copy: Callable[..., contextlib.AbstractContextManager[Device]]
 
     @property
     def version(self) -> int:
@@ -86,6 +87,10 @@ class Moment:
     def files(self) -> Sequence[int]:
         """Rounds of which a file was written: it follows the event `delivered`."""
         return self.rounds[:-1] if self.working else self.rounds
+
+    @property
+    def finished(self) -> bool:
+        return self.online and self.name in ("after delivery", "restarted")
 
     @property
     def checked_in(self) -> bool:
@@ -151,7 +156,7 @@ def version(at: Moment) -> None:
 
 
 def works(call: str) -> Callable[[Moment], None]:
-    """`run`, `step`, `tick` and `start`: one thread at a time works. What they do with a server, the play shows."""
+    """`run`, `step`, `tick` and `start`: one thread at a time works. The play shows what they do before the end."""
 
     def check(at: Moment) -> None:
         if at.working:
@@ -160,8 +165,22 @@ def works(call: str) -> Callable[[Moment], None]:
         elif not at.online:
             with at.copy() as device:
                 offline(device, call)
+        elif at.finished:
+            with at.copy(online=True) as device:
+                after_the_end(device, call)
+                predict(replace(at, device=device))
 
     return check
+
+
+def after_the_end(device: Device, call: str) -> None:
+    if call in ("step", "tick"):
+        assert getattr(device, call)() is Step.FINISHED
+        return
+    getattr(device, call)()
+    assert device.join(60)
+    if call == "start":
+        assert device.background_result().result() is None
 
 
 def offline(device: Device, call: str) -> None:
@@ -483,8 +502,9 @@ class Fleet:
         return Device(server=link, state_dir=folder or self.work / spec.name, **{**self.arguments(spec), **changes})
 
     @contextlib.contextmanager
-    def copied(self, state: Path) -> Iterator[Device]:
-        with self.open(self.spec, Away(), self.copy_of(state), export_onnx="never") as device:
+    def copied(self, state: Path, *, online: bool = False) -> Iterator[Device]:
+        link = self.server.link() if online else Away()
+        with self.open(self.spec, link, self.copy_of(state), export_onnx="never") as device:
             yield device
 
     def copy_of(self, state: Path) -> Path:
@@ -538,6 +558,7 @@ class Fleet:
             self.look("during delivery", first, delivered[-1], rounds, online=True)
 
         with MemoryServer(self.settings) as server, contextlib.ExitStack() as closing:
+            self.server = server
             first = closing.enter_context(self.open(self.spec, server.link(), on_event=on_event))
             others = [closing.enter_context(self.open(one, server.link())) for one in self.specs[1:]]
             self.look("new", first, self.own_logits(), (), online=True)
