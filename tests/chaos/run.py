@@ -68,7 +68,7 @@ def is_good(row: Row) -> bool:
     return not (row["lost"] or row["doubled"] or row["wrong"])
 
 
-def run_seeds(seeds: Sequence[int], out: Path, jobs: int, mutation: str, length: int) -> Iterator[Row]:
+def run_seeds(seeds: Sequence[int], out: Path, jobs: int, mutation: str, length: int = 1) -> Iterator[Row]:
     """Runs many seeds, several at a time; each of the processes has a fork server of its own."""
     if jobs == 1:
         yield from (run_seed(seed, out, mutation, length, keep=len(seeds) == 1) for seed in seeds)

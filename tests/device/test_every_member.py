@@ -65,8 +65,7 @@ class Moment:
         rounds: Rounds of the deliveries so far.
         online: Whether the server can be reached.
         working: Whether the device is in the middle of its work, as in `on_event`.
-        copy: Opens a device on a copy of the state directory, for a member that changes it; with the server's link where
-            the server can be reached and it is asked for.
+        copy: Opens a device on a copy of the state directory, for a member that changes it; `online` has the server's link.
     """
 
     name: str
