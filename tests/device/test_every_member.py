@@ -65,7 +65,7 @@ class Moment:
         rounds: Rounds of the deliveries so far.
         online: Whether the server can be reached.
         working: Whether the device is in the middle of its work, as in `on_event`.
-        copy: Opens a device on a copy of the state directory, for a member that changes it; `online` has the server's link.
+        copy: Opens a device on a copy of the state directory, for members that change it; `online` or not.
     """
 
     name: str
