@@ -41,7 +41,7 @@ from fleetdistill_server.store.store import Store
 RUN = "chaos"
 _LOOK_SECONDS = 0.02
 _MOST_FAILURES = 5
-_DISK_BYTES = 256 << 20
+_DISK_BYTES = 1 << 30
 _AFTERMATH_SECONDS = 5.0
 """Time after a full disk in which processes may end with an error of it; supervisor and apps start them again."""
 _LONGEST_END_SECONDS = 5.0

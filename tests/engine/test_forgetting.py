@@ -558,9 +558,21 @@ def test_it_is_asked_no_more_within_the_round_though_it_calls_again(joined: Join
     assert (joined.status(1), joined.status(2)) == ("out", "out")
 
 
-def test_an_upload_that_ends_after_it_leaves_nothing(joined: Joined) -> None:
+def at_storing(act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acts in the moment in which the next payload is stored, after the last look at its ask."""
+    left = [act]
+    monkeypatch.setattr(failpoints, "hit", lambda name: left.pop()() if name == "blob.before-commit" and left else None)
+
+
+@pytest.mark.parametrize("when", ["before it is stored", "while it is stored"])
+def test_an_upload_that_ends_after_it_leaves_nothing(
+    when: str, joined: Joined, monkeypatch: pytest.MonkeyPatch
+) -> None:
     payload, session = joined.begin()
-    joined.forget()
+    if when == "while it is stored":
+        at_storing(joined.forget, monkeypatch)
+    else:
+        joined.forget()
     with pytest.raises(RefusedError, match="no longer accepts answers"):
         session.finish()
     assert not joined.store.blobs.has(payload.sha256)
@@ -574,7 +586,7 @@ def test_for_an_upload_that_ends_too_late_nobody_is_held_up(joined: Joined, monk
         raise AssertionError(given)
 
     payload, session = joined.begin()
-    joined.forget()
+    at_storing(joined.forget, monkeypatch)
     monkeypatch.setattr(joined.api.store.database, "transaction", refuse)
     monkeypatch.setattr(retention, "time", SimpleNamespace(monotonic=time.monotonic, sleep=refuse))
     with joined.store.blobs.exclusive(), pytest.raises(RefusedError, match="no longer accepts answers"):
@@ -591,7 +603,7 @@ def test_of_other_devices_what_comes_too_late_is_left_to_a_sweep(
         raise AssertionError(given)
 
     payload, session = joined.begin()
-    joined.store.runs.close_short_round(MADE_RUN, joined.round, "too few")
+    at_storing(lambda: joined.store.runs.close_short_round(MADE_RUN, joined.round, "too few"), monkeypatch)
     monkeypatch.setattr(retention, "needed", refuse)
     with pytest.raises(RefusedError, match="no longer accepts answers"):
         session.finish()

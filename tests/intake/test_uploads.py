@@ -100,7 +100,8 @@ def test_an_answer_to_a_closed_round_is_refused(fleet: Fleet) -> None:
     assert fleet.refused() == [("d1", "closed")]
 
 
-def test_an_answer_that_was_begun_in_time_and_ended_too_late_is_refused(fleet: Fleet) -> None:
+def test_an_answer_that_was_begun_in_time_and_ended_too_late_is_refused(any_fleet: Fleet) -> None:
+    fleet = any_fleet
     identity = fleet.join()
     fleet.ask()
     session = fleet.begin(identity, make_payload())
@@ -116,6 +117,8 @@ def test_an_answer_that_was_begun_in_time_and_ended_too_late_is_refused(fleet: F
     (row,) = fleet.store.history.traffic(RUN)
     assert (row["payloads"], row["tensor_bytes"], row["envelope_bytes"]) == (0, 0, 0)
     assert refused_bytes(fleet) == make_payload().header().ByteSize() + make_payload().data_bytes
+    assert not fleet.store.blobs.has(make_payload().sha256), "nothing needs it"
+    assert list(fleet.store.blobs.staging()) == []
 
 
 def test_the_same_upload_again_gets_the_same_receipt_and_counts_once(any_fleet: Fleet) -> None:

@@ -170,6 +170,7 @@ class UploadSession:
     def _commit(self, store: Callable[[], None]) -> service_pb2.Receipt:
         with self._stream.lock:
             self._assert_open()
+            self._refusing(partial(self._uploads.check_open, self._run, self._stream.ask))
             deletions = self._refusing(self._uploads.deletions)
             self._refusing(store)
             self._abandoned = True

@@ -232,6 +232,13 @@ class Uploads:
         self._refusals.note(run, number, device, refusal, ask=ask["id"] if ask else 0)
         raise refusal
 
+    def check_open(self, run: str, ask: Row) -> None:
+        """Raises RefusedError if the ask no longer accepts answers. Called before storing an answer's payload, since a
+        stored one takes space until a sweep."""
+        current = self._store.asks.get(*_name_of(run, ask))
+        if current is None or current["status"] not in ("open", "answered"):
+            raise closed(current)
+
     def deletions(self) -> int:
         """Returns the store's count of deletions, for `accept`. Call this before storing the answer's payload."""
         return self._store.deletions.count()
