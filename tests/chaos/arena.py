@@ -39,7 +39,7 @@ from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.store import Store
 
 RUN = "chaos"
-_LOOK_SECONDS = 0.02
+_LOOK_SECONDS = 0.05
 _MOST_FAILURES = 5
 _DISK_BYTES = 1 << 30
 _AFTERMATH_SECONDS = 5.0

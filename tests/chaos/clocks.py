@@ -19,7 +19,7 @@ import grpc
 
 from fleetdistill_server.store import clock
 
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.2
 
 
 @dataclass
