@@ -114,3 +114,19 @@ def test_each_run_counts_its_own_asks(store: Store) -> None:
     }
     steps = {run: progress(store, run).steps for run in ("r", "other")}
     assert [(row["asked"], row["answered"]) for run in ("r", "other") for row in steps[run]] == [(2, 1), (2, 0)]
+
+
+def test_answers_that_a_round_did_not_use_are_counted_apart() -> None:
+    """Three devices answer; the method uses two of the answers."""
+    made = Store.in_memory()
+    made.runs.begin("r", {"run": {"name": "r", "method": "feddkc", "rounds": 9}})
+    for device in "abc":
+        made.devices.register("r", device, b"", contract_pb2.DeviceProfile().SerializeToString())
+    number = opened_round(made, "r", "abc")
+    for device in "abc":
+        answer(made, number, device, right=1, rows=10)
+    used = [ask["id"] for ask in made.asks.of_step("r", number, 1)][:2]
+    made.runs.close_round("r", number, b"", used, {})
+    for (row,) in (figures.rounds(made, "r"), progress(made, "r").rounds):
+        assert (row["used"], row["reported"]) == (2, 1)
+    made.close()

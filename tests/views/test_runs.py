@@ -145,7 +145,20 @@ def test_the_fleet_expects_by_rows_and_not_by_devices() -> None:
         names = (LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT)
         metrics = [Metric(name=name, split="train", sum=right, count=rows) for name in names]
         store.history.add_figures("r", 1, device, Metrics(metrics=metrics))
-    assert views.run(store, "r").facts["leave_one_out_general"] == 0.19
+    facts = views.run(store, "r").facts
+    assert (facts["leave_one_out_general"], facts["leave_one_out_personal"]) == (0.19, 0.19)
+
+
+def test_a_device_that_asks_to_be_forgotten_no_longer_counts() -> None:
+    """At once, not only when its data are deleted, and in no row, not even its own."""
+    store = filled(1)
+    store.history.add_figures("r", 1, "a", left_out(2, 3, 4))
+    store.history.add_figures("r", 1, "b", left_out(8, 9, 5))
+    store.devices.ask_to_forget("r", "a")
+    shown = views.run(store, "r")
+    assert [row["device"] for row in shown.lists["leave_one_out"]] == ["b"]
+    assert shown.facts["leave_one_out_general"] == 0.8
+    assert [row["leave_one_out"] for row in views.devices(store, "r").lists["devices"]] == [None, 0.8]
 
 
 def test_a_device_that_tells_half_of_it_expects_nothing() -> None:

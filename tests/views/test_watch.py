@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 import subprocess
 import time
@@ -203,6 +204,19 @@ def closed_round(number: int) -> Row:
     figures = {"devices": 12, "answers": 12, "used": 12, "reported": 0, "test_accuracy": 0.9, "guards": 0}
     sizes = {"bytes_up": 123_456_789, "bytes_down": 12_345_678, "seconds": 123.4}
     return {"kind": "round", "round": number, "status": "closed", "reason": None, **figures, **sizes}
+
+
+def test_each_figure_of_the_table_stands_under_its_name() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    live = Live(console=console, auto_refresh=False)
+    run = {"kind": "run", "run": RUN, "method": "feddkc", "status": "running", "reason": "", "present": 12}
+    row = {**closed_round(7), "devices": 12, "answers": 11, "used": 10, "guards": 2}
+    LiveTable(live).show([{**run, "completed_rounds": 7, "wanted_rounds": 9}, row])
+    *_, names, cells = ("".join(part.text for part in line) for line in console.render_lines(live.renderable))
+    columns = ["round", "status", "devices", "answers", "used", "test accuracy", "guards", "up", "down", "seconds"]
+    assert re.split("  +| (?!accuracy)", names.strip()) == columns
+    values = ["7", "closed", "12", "11", "10", "90.0%", "2", "123.46 MB", "12.35 MB", "123.4"]
+    assert re.split(" +(?!MB)", cells.strip()) == values
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -1,0 +1,54 @@
+"""The page of the server: its queue, and the certificates that somebody has to renew."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from fleetdistill_server.security.revocation import revoke_device
+from fleetdistill_server.service import serve_lock
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.views.server import server
+
+DAY = 86_400.0
+
+
+def test_the_queue_has_the_order_in_which_runs_get_engines(tmp_path: Path) -> None:
+    store, clock = Store.open(tmp_path), [0.0]
+    store.database.now = lambda: clock[0]
+    for name in ("a", "b", "c", "over"):
+        store.runs.begin(name, {})
+    for name in ("c", "a", "b", "over"):
+        clock[0] += 1
+        store.led.set_setup(name, {})
+        store.led.activate(name)
+    store.runs.end("over", "finished", "")
+    with serve_lock.take(tmp_path, "", 1):
+        view = server(store, tmp_path)
+    assert [row["run"] for row in view.lists["queue"]] == ["c", "a", "b"]
+    assert view.facts["engines_at_once"] == 1
+    store.close()
+
+
+def test_devices_are_listed_that_should_have_renewed(tmp_path: Path) -> None:
+    """They renew at half of the validity: three quarters of it, whatever that is, is late."""
+    store, now = Store.open(tmp_path), time.time()
+    rest: dict[str, Any] = {"run": "", "public_key": b"", "pem": b""}
+    for number, (device, begun, ends) in enumerate(
+        [
+            ("fresh-for-10-days", now - 4 * DAY, now + 6 * DAY),
+            ("late-for-10-days", now - 8 * DAY, now + 2 * DAY),
+            ("late-for-400-days", now - 310 * DAY, now + 90 * DAY),
+            ("fresh-for-400-days", now - 200 * DAY, now + 200 * DAY),
+            ("gone", now - 10 * DAY, now - 1.0),
+            ("revoked", now - 10 * DAY, now - 1.0),
+        ]
+    ):
+        store.credentials.add_certificate(
+            {**rest, "serial": str(number), "device": device, "issued_at": begun, "expires_at": ends}
+        )
+    revoke_device(store, "revoked", "stolen")
+    found = {row["device"]: row["state"] for row in server(store, tmp_path).lists["certificates"]}
+    assert found == {"gone": "expired", "late-for-10-days": "expires soon", "late-for-400-days": "expires soon"}
+    store.close()
