@@ -32,6 +32,9 @@ with meter.of_round(), reported_to(lambda kind, fraction: texts.append((kind, fr
     with phase("distillation"):
         report_progress("training", 0.25)
         look("trains:")
+        with phase("averaging"):
+            look("averages:")
+        look("trains again:")
     look("trained:")
     report_progress("inference", 0.5)
 look("after:")
@@ -51,6 +54,8 @@ def test_phases_and_progress_of_a_round(tmp_path: Path) -> None:
         "round: [('round', 1.0)]",
         "waits for answers: [('round', 1.0)]",
         "trains: [('distillation', 1.0), ('progress', 0.25)]",
+        "averages: [('averaging', 1.0)]",
+        "trains again: [('distillation', 1.0)]",
         "trained: [('round', 1.0)]",
         "after: [('waiting', 1.0)]",
         "kept: [('waiting', 1.0)]",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prometheus_client.metrics_core import Metric
 
+from fleetdistill import knowledge
 from fleetdistill_server.metrics.runs import MOST_RUNS, STATES, RunsCollector
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.store import Store
@@ -46,6 +47,39 @@ def test_a_run_that_tries_in_vain_says_since_when(tmp_path: Path) -> None:
     assert values(collector, name) == {"digits": 200.0}
     clock[0] = 500.0
     assert values(collector, "fleetdistill_run_short_rounds") == {"digits": 2.0}
+    store.runs.start_round("digits", ["d0"])
+    clock[0] = 600.0
+    assert values(collector, "fleetdistill_run_short_rounds") == {"digits": 2.0}, "an open round is not short yet"
+    collector.close()
+    store.close()
+
+
+def test_figures_are_read_anew_after_two_seconds(tmp_path: Path) -> None:
+    store, clock = Store.open(tmp_path), [0.0]
+    collector = RunsCollector(tmp_path, clock=lambda: clock[0])
+    store.runs.begin("first", {})
+    seen = []
+    for at in (10.0, 11.9, 12.0):
+        clock[0] = at
+        seen.append(set(values(collector, "fleetdistill_devices_present")))
+        store.runs.begin(f"after {at:g} s", {})
+    assert seen == [{"first"}, {"first"}, {"first", "after 10 s", "after 11.9 s"}]
+    collector.close()
+    store.close()
+
+
+def test_accuracy_and_loss_are_those_of_their_split(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    store.runs.begin("digits", {})
+    figures = [("accuracy", "test", 9), ("accuracy", "train", 10), ("loss", "test", 21), ("loss", "train", 3)]
+    metrics = [knowledge.Metric(name=name, split=split, sum=sum, count=10) for name, split, sum in figures]
+    number = store.runs.start_round("digits", ["d0"])
+    store.history.add_figures("digits", number, "d0", knowledge.Metrics(metrics=metrics))
+    store.runs.close_round("digits", number, b"", [], {})
+    collector = RunsCollector(tmp_path)
+    found = {one.name.removeprefix("fleetdistill_last_round_"): one.samples for one in collector.collect()}
+    shown = {name: {one.labels["split"]: one.value for one in found[name]} for name in ("accuracy_ratio", "loss")}
+    assert shown == {"accuracy_ratio": {"test": 0.9, "train": 1.0}, "loss": {"test": 2.1, "train": 0.3}}
     collector.close()
     store.close()
 

@@ -1,0 +1,53 @@
+"""Figures of the server's machine, each with its label."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from support.secured import make_pki
+
+from fleetdistill.link.credentials import AUTHORITIES
+from fleetdistill_server.config.server_config import ServerSection
+from fleetdistill_server.metrics.files import clear
+from fleetdistill_server.metrics.machine import MachineCollector
+from fleetdistill_server.security.pki import SERVER
+from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessState
+
+
+def collected(config: ServerSection, processes: Sequence[ProcessState] = ()) -> dict[str, dict[tuple[str, ...], float]]:
+    """Values by name of the sample, and by the values of its labels."""
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for metric in MachineCollector(config, lambda: processes).collect():
+        for one in metric.samples:
+            found.setdefault(one.name, {})[tuple(one.labels.values())] = one.value
+    return found
+
+
+def test_each_certificate_has_its_own_end(tmp_path: Path) -> None:
+    make_pki(tmp_path / "pki")
+    config = ServerSection(store=str(tmp_path), pki=str(tmp_path / "pki"), enrol_listen="127.0.0.1:0")
+    ends = {
+        name: x509.load_pem_x509_certificates((tmp_path / "pki" / file).read_bytes())[0].not_valid_after_utc.timestamp()
+        for name, file in (("server", SERVER), ("ca", AUTHORITIES))
+    }
+    assert ends["server"] < ends["ca"]
+    shown = collected(config)["fleetdistill_certificate_expiry_timestamp_seconds"]
+    assert shown == {(name,): end for name, end in ends.items()}
+
+
+def test_a_process_that_does_not_run_is_down_and_keeps_its_restarts(tmp_path: Path) -> None:
+    clear(tmp_path)
+    processes = [ProcessState(FRONT, "", os.getpid(), 1), ProcessState(ENGINE, "digits", None, 4)]
+    found = collected(ServerSection(store=str(tmp_path)), processes)
+    assert found["fleetdistill_process_up"] == {(FRONT, ""): 1, (ENGINE, "digits"): 0}
+    assert found["fleetdistill_process_restarts_total"] == {(FRONT, ""): 1, (ENGINE, "digits"): 4}
+    assert set(found["fleetdistill_process_resident_memory_bytes"]) == {(FRONT, "")}
+
+
+def test_the_limits_of_the_disk_are_those_of_the_settings(tmp_path: Path) -> None:
+    found = collected(ServerSection(store=str(tmp_path), keep_free_bytes=3, disk_budget_bytes=5))
+    assert found["fleetdistill_disk_keep_free_bytes"] == {(): 3}
+    assert found["fleetdistill_disk_budget_bytes"] == {(): 5}
