@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from fleetdistill_server.dashboard import units
 from fleetdistill_server.dashboard.chart import MOST_POINTS, thinned
+from fleetdistill_server.dashboard.pages.runs import accuracy
 from fleetdistill_server.dashboard.panels.classes import bubbles, note, spread
 from fleetdistill_server.dashboard.panels.curves import axis
+from fleetdistill_server.dashboard.panels.devices import presence
 from fleetdistill_server.dashboard.panels.embed import address, embedding
 from fleetdistill_server.dashboard.panels.round import (
     MOST_DEVICES,
@@ -111,12 +113,36 @@ def test_a_round_is_described_with_its_deadline() -> None:
     open_ = {"round": 3, "status": "open", "started_at": 100.0, "ended_at": None, "paused_at": None}
     said = sentence(asks, open_, now=110.0)
     assert said == "Round 3 is open: 1 of 2 devices acknowledged, 10 s since its beginning, deadline in 50 s."
+    later = ask("c", deadline_at=190.0)  # of a later step
+    assert sentence([*asks, later], open_, now=110.0).endswith("deadline in 1 min 20 s.")
     assert "No round has begun" in sentence([], {**open_, "round": None}, now=0.0)
 
 
 def test_a_round_that_has_ended_is_drawn_to_its_end() -> None:
     closed = {"round": 3, "status": "closed", "started_at": 100.0, "ended_at": 120.0}
     assert latest_time([ask("a", "acknowledged", acknowledged_at=119.0)], closed) == 120.0
+
+
+@pytest.mark.parametrize(
+    ("row", "word"),
+    [
+        ({}, "away"),
+        ({"present": True}, "present"),
+        ({"present": True, "forgotten": "asked"}, "to be forgotten"),
+        ({"forgotten": "2026-11-23T09:42:33Z"}, "forgotten"),
+        ({"present": True, "forgotten": "asked", "revoked": True}, "revoked"),
+    ],
+)
+def test_a_word_says_whether_a_device_is_there(row: dict[str, Any], word: str) -> None:
+    assert presence({"present": False, "forgotten": None, "revoked": False, **row}) == word
+
+
+def test_the_list_of_runs_has_the_accuracy_of_the_fleet_first() -> None:
+    known = {"test_accuracy": 0.0, "server_accuracy": 0.5, "global_accuracy": 0.7}
+    assert accuracy(known) == 0.0
+    assert accuracy({**known, "test_accuracy": None}) == 0.5
+    assert accuracy({**known, "test_accuracy": None, "server_accuracy": None}) == 0.7
+    assert accuracy(dict.fromkeys(known)) is None
 
 
 def test_bytes_are_summed_by_kind() -> None:
