@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,10 @@ from support.mlflow_server import MlflowServer, mlflow_server
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.traffic import Counted
 from fleetdistill_server.tracking.follower import Followed, Follower
 from fleetdistill_server.tracking.mlflow_tracker import MlflowTracker
+from fleetdistill_server.tracking.results import results_in
 from fleetdistill_server.tracking.run_figures import points_since, settings_of
 from fleetdistill_server.tracking.tensorboard_tracker import TensorBoardTracker
 from fleetdistill_server.tracking.tracker import Tracker
@@ -101,6 +104,36 @@ def test_a_short_round_has_figures_and_an_open_or_undone_one_has_none(store: Sto
     ]
     store.runs.roll_back(RUN, 1)
     assert 2 not in [one.step for one in points_since(store, RUN, 0)]
+
+
+def test_a_round_has_its_answers_its_bytes_and_its_seconds(store: Store) -> None:
+    """Of three answers the method uses two, in a round of 12 seconds."""
+    now = [1000.0]
+    store.database.now = lambda: now[0]
+    store.devices.register(RUN, "c", b"", contract_pb2.DeviceProfile().SerializeToString())
+    number = store.runs.start_round(RUN, ["a", "b", "c"])
+    row = {"run": RUN, "round": number, "step_number": 1, "step": "train", "expects": {}, "seed": 1}
+    row |= {"payload": None, "payload_bytes": 0, "deadline_at": 2000.0}
+    store.asks.write([{**row, "device": device} for device in "abc"])
+    asks = [ask["id"] for ask in store.asks.of_step(RUN, number, 1)]
+    for ask in asks:
+        store.asks.accept_upload(ask, 1, bytes(32), 10, 1)
+    store.history.add_traffic(RUN, number, "a", "up", Counted(Counter(logits=100), Counter(logits=40)), 10)
+    store.history.add_traffic(RUN, number, "a", "down", Counted(Counter(plan=900), Counter(plan=700)), 10)
+    store.history.add_event(RUN, "teacher-guard", "held back", number=number, device="a")
+    now[0] += 12
+    store.runs.close_round(RUN, number, b"", asks[:2], {})
+    (point,) = points_since(store, RUN, 0)
+    assert point.values == {
+        "round/completed": 1,
+        "round/devices": 3,
+        "round/used": 2,
+        "round/reported": 1,
+        "round/seconds": 12,
+        "round/guards": 1,
+        "bytes/up": 50,
+        "bytes/down": 710,
+    }
 
 
 def test_rounds_that_end_while_figures_are_read_wait_for_the_next_look(
@@ -271,6 +304,18 @@ def test_what_mlflow_missed_while_it_was_away_is_written_later(
     assert len(warnings) == 1
     assert "the run goes on and they are written later" in warnings[0]
     assert "figures are written to the tracker again" in caplog.text
+
+
+def test_fedavg_is_a_control_of_other_methods_only(tmp_path: Path) -> None:
+    curves = [{"name": "FedAvg devices", "accuracy": [0.3, 0.4], "bytes": [100.0, 200.0]}]
+    found = {}
+    for method in ("fedavg", "feddkc"):
+        report: dict[str, Any] = {"method": method, "finished": False, "curves": curves, "alone_accuracy_by_round": {}}
+        (tmp_path / "report.json").write_text(json.dumps(report))
+        results = results_in(tmp_path, [1, 2])
+        assert results is not None
+        found[method] = [one.step for one in results.points], list(results.controls)
+    assert found == {"fedavg": ([1, 2], []), "feddkc": ([], ["FedAvg devices"])}
 
 
 @pytest.mark.slow
