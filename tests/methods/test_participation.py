@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from support.fleets import RUNS, prepare, run_in_memory
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import DELIVER
 from fleetdistill.methods import METHODS, config_class
+from fleetdistill_server.methods.cohort import devices_needed
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
 
@@ -46,3 +49,12 @@ def test_a_part_that_is_none_is_refused(method: str, ratio: float) -> None:
 @every_method
 def test_all_devices_take_part_by_default(method: str) -> None:
     assert config_class(method)().participation_ratio == 1.0
+
+
+def test_a_quorum_is_rounded_up_from_what_was_written() -> None:
+    """0.07 of 100 devices are 7, though 0.07 * 100 is above 7 in floating point; 0.07 of 101 are 8."""
+    for percent in range(101):
+        for asked in range(1, 301):
+            exact = math.ceil(Fraction(percent * asked, 100))
+            assert devices_needed(asked, percent / 100) == exact, f"{percent} % of {asked}"
+    assert [devices_needed(asked, 2 / 3) for asked in (3, 4, 6, 3_000)] == [2, 3, 4, 2_000]

@@ -26,6 +26,7 @@ from support.dafkd_fleet import (
     two_devices,
 )
 from support.fleets import RUN, SMALL, prepare, run_in_memory
+from support.stale import run_stale_round
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -37,7 +38,7 @@ from fleetdistill.knowledge import (
     Plan,
     WeightedPredictions,
 )
-from fleetdistill.methods.base import Ask, PartKind
+from fleetdistill.methods.base import Answer, Ask, PartKind
 from fleetdistill.methods.dafkd.device import DaFKDDevice
 from fleetdistill.methods.dafkd.samples import distillation_samples, make_generator
 from fleetdistill.state.state_file import pack_state, unpack_state
@@ -53,7 +54,7 @@ from fleetdistill_server.methods.dafkd.ensemble import (
     ensemble,
     importance_weights,
 )
-from fleetdistill_server.testing import FakeCohort
+from fleetdistill_server.testing import FakeCohort, play
 
 
 def answer_of(device: str, parts: Parts) -> DeviceAnswer:
@@ -103,6 +104,30 @@ def test_the_mean_can_weigh_devices_by_their_samples() -> None:
     first, second = (part_of(parts, "parameters", ModelParameters).parameters[name] for *_, parts in answered(cohort))
     expected = (40 * first + 25 * second) / 65
     np.testing.assert_allclose(model_parameters(server.model).parameters[name], expected, atol=1e-6)
+
+
+def test_an_answer_to_an_earlier_round_counts_for_less() -> None:
+    server = make_server(kd_epochs=0)
+    cohort = run_stale_round(server, two_devices(), {"b": 0.5})
+    name = "stages.head.bias"
+    first, second = (part_of(parts, "parameters", ModelParameters).parameters[name] for *_, parts in answered(cohort))
+    np.testing.assert_allclose(model_parameters(server.model).parameters[name], (2 * first + second) / 3, atol=1e-6)
+
+
+def test_a_device_that_is_left_out_of_the_mean_does_not_teach() -> None:
+    """One of five sends a generator far from those of the others."""
+    honest, liar = {name: make_device(seed) for seed, name in enumerate("abcd", start=1)}, make_device(9)
+
+    def lie(ask: Ask) -> Answer:
+        answer = liar.handle(ask)
+        sent = part_of(answer.parts, "generator", Generator)
+        far = {name: 1000 * (1 + array) for name, array in sent.parameters.parameters.items()}
+        generator = replace(sent, parameters=replace(sent.parameters, parameters=far))
+        return replace(answer, parts={**answer.parts, "generator": generator})
+
+    (cohort,) = play(make_server(), {**honest, "liar": lie})
+    assert ("update-left-out", "liar") in [(one.kind, one.device) for one in cohort.events]
+    assert cohort.figures["likelihood"].keys() == honest.keys()
 
 
 def test_the_ensemble_is_that_of_the_devices_own_models() -> None:

@@ -29,6 +29,7 @@ from fleetdistill.errors import QuorumNotReached
 from fleetdistill.knowledge import RefinedKnowledge
 from fleetdistill.methods.base import Ask
 from fleetdistill.wire.codec import decode, encode
+from fleetdistill_server.engine.forgetting import BetweenRounds
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.fedd2s.server import Triplets
 from fleetdistill_server.testing import FakeCohort
@@ -68,6 +69,14 @@ def test_layers_drop_with_a_devices_own_participations() -> None:
             layers[device].append(cut)
     assert layers == {"d0": ["d", "d", "c", "c"], "d1": ["d", "d", "c", "c"], "d2": ["d", "d", "d", "c"]}
     assert server.participations == {"d0": 4, "d1": 4, "d2": 3}  # d2's failure in round 3 was taken back
+
+
+def test_a_forgotten_device_begins_at_the_last_layer_again() -> None:
+    server, fleet = make_server(drop_every=1, l_min=2), make_fleet(drop_every=1)
+    run_round(server, fleet)
+    server.forget("d0", BetweenRounds(1))
+    assert run_round(server, fleet).figures["cut_layer"] == {"d0": "d", "d1": "c"}
+    assert server.state_dict()["participations"] == {"d0": 1, "d1": 2}
 
 
 def test_a_device_that_is_never_selected_has_no_count_and_is_not_asked() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.stale import run_stale_round
 from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
@@ -92,6 +93,16 @@ def test_a_predictor_that_does_not_stay_finite_goes_on_from_before_the_round(set
     for device in "ab":
         assert encode(server.message(device), np.float16)
     assert "distillation-undone" not in run_round(make_server(), knowledge).kinds
+
+
+def test_an_answer_to_an_earlier_round_has_a_part_of_its_rows() -> None:
+    """At a factor of 0.5, 6 of 12 rows are trained on, and all 12 get knowledge; at 0.01, one row."""
+    for decay, rows in ((0.5, 6), (0.01, 1)):
+        server = make_server()
+        members = {device: always({"knowledge": make_knowledge(seed)}) for seed, device in enumerate("ab")}
+        cohort = run_stale_round(server, members, {"b": decay})
+        assert sum(cohort.figures["refined_rows"].values()) == 12 + rows
+        assert [len(server.knowledge[device][0]) for device in "ab"] == [12, 12]
 
 
 def make_device(rows: int = 20, **settings: Any) -> FedDKCDevice:
