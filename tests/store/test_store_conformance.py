@@ -420,6 +420,33 @@ def test_asks_past_their_deadline_are_closed_with_an_event_each(store: Store) ->
 # --- what happened
 
 
+def test_a_restart_bounds_deadlines_and_extends_none(store: Store) -> None:
+    began = store.asks.clock.now()
+    for device, seconds in (("soon", 10.0), ("late", 7200.0)):
+        ask_devices(store, device, deadline_at=began + seconds)
+    store.asks.bound_deadlines(RUN, 600.0)
+    ended = store.asks.clock.now()
+    soon, late = (store.asks.get(RUN, 1, 1, device) or {} for device in ("soon", "late"))
+    assert soon["deadline_at"] == began + 10.0
+    assert began + 600.0 <= late["deadline_at"] <= ended + 600.0
+
+
+def test_a_step_ends_with_the_answers_of_devices_that_count(store: Store) -> None:
+    """Device b was asked before a crash, and is no longer part of the step."""
+    a, b, c, _ = ask_devices(store, "a", "b", "c", "d")
+    among = ("a", "c", "d")
+    for ask in (a, b):
+        accept(store, ask)
+    assert not store.asks.end_step(RUN, 1, 1, 2, among)
+    assert store.asks.devices_with_open(RUN) == {"c", "d"}
+    accept(store, c)
+    assert store.asks.end_step(RUN, 1, 1, 2, among)
+    assert {row["device"]: (row["status"], row["reason"]) for row in store.asks.of_step(RUN, 1, 1)} == {
+        **dict.fromkeys("abc", ("answered", None)),
+        "d": ("out", "enough devices answered"),
+    }
+
+
 def test_events_come_oldest_first_and_by_kind(store: Store) -> None:
     store.history.add_event(RUN, "refused", "first", number=2, device="a", code="bad-value")
     store.history.add_event(RUN, "late", "second")
@@ -532,6 +559,17 @@ def test_a_transaction_sees_its_own_writes(store: Store) -> None:
     with store.transaction():
         store.history.add_event(RUN, "kind", "text")
         assert len(store.history.events(RUN)) == 1
+
+
+def test_only_unused_tokens_are_revoked(store: Store) -> None:
+    """A device whose token is used may repeat its call, as after a lost reply."""
+    hashes = [bytes([first]) * 32 for first in (0x10, 0x11, 0x20)]
+    store.credentials.add_tokens(dict.fromkeys(hashes, ""), "", time.time() + 600)
+    certificate = {"serial": "1", "device": "a", "run": "", "public_key": b"", "pem": b"", "issued_at": 0.0}
+    store.credentials.use_token(hashes[0], {**certificate, "expires_at": time.time() + 600})
+    assert [store.credentials.revoke_tokens(prefix) for prefix in ("1", "1", "2", "")] == [1, 0, 1, 0]
+    found = {row["hash"]: (bool(row["revoked"]), row["device"]) for row in store.credentials.tokens()}
+    assert found == dict(zip(hashes, [(False, "a"), (True, None), (True, None)], strict=True))
 
 
 def test_errors_of_the_database_are_store_errors(store: Store) -> None:
