@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from link.test_hostile_server import device_at
 from support.devices import answer_waits, compute_of, state_of
+from support.hostile_server import LyingLink, ask
 from support.sdk_fleet import RUN, Fleet, make_device
 
 from fleetdistill import Step
@@ -17,7 +19,7 @@ from fleetdistill.errors import (
     CannotAnswer,
 )
 from fleetdistill.knowledge import RefinedKnowledge
-from fleetdistill.testing import EventLog
+from fleetdistill.testing import EventLog, ManualClock
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 
 # --- declining
@@ -51,6 +53,21 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
         assert device.step(0) is Step.ANSWERED
     assert events.kinds()[-1] == "delivered"
     assert all(bool(one.any()) for one in compute_of(device).module.parameters()), "it went on from the committed state"
+
+
+def test_an_ask_that_comes_again_is_declined_after_longer_and_longer_pauses(tmp_path: Path) -> None:
+    clock, pauses = ManualClock(), list[float]()
+    device, events = device_at(LyingLink(*[ask(step="dream")] * 11, ask(step="dream", round=2)), tmp_path, clock=clock)
+    with device:
+        for _ in range(12):
+            assert device.tick() is Step.DECLINED
+            pauses.append(device.pause_seconds)
+            clock.advance(pauses[-1])
+    assert pauses == [0, 0.5, 1, 2, 4, 8, 16, 32, 60, 60, 60, 0], "another ask is declined at once"
+    assert [(event.kind, event.round) for event in events if event.kind == "dropped"] == [
+        ("dropped", 1),
+        ("dropped", 2),
+    ]
 
 
 # --- room, and questions that cannot be understood

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from link.test_hostile_server import device_at
 from support.fleets import RUNS, device_files, prepare, record, run_in_memory
@@ -98,7 +98,14 @@ def test_a_policy_that_cannot_be_meant_is_an_error_at_construction(settings: Any
         Eligibility(**settings)
 
 
-@given(st.datetimes(datetime(2026, 1, 1), datetime(2027, 1, 1)), st.integers(0, 1439), st.integers(1, 1439))
+@given(
+    now=st.datetimes(datetime(2026, 1, 1), datetime(2027, 1, 1)),
+    start=st.integers(0, 1439),
+    length=st.integers(1, 1439),
+)
+@example(now=datetime(2026, 1, 1, 17), start=9 * 60, length=8 * 60)  # the second time is outside,
+@example(now=datetime(2026, 1, 1, 6), start=22 * 60, length=8 * 60)  # also past midnight,
+@example(now=datetime(2026, 1, 1, 22), start=22 * 60, length=8 * 60)  # and the first inside
 def test_hours_hold_from_the_first_time_to_the_second(now: datetime, start: int, length: int) -> None:
     times = [f"{minute // 60 % 24:02}:{minute % 60:02}" for minute in (start, start + length)]
     inside = (now.hour * 60 + now.minute - start) % 1440 < length
@@ -364,11 +371,18 @@ def test_a_call_without_a_reply_is_cancelled(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("every_check")
-@pytest.mark.parametrize(("deadline", "declined"), [(16 * 3600 + 3600, False), (3600, True)])
+@pytest.mark.parametrize(
+    ("deadline", "declined"),
+    [
+        (16 * 3600 + 3600, False),
+        (16 * 3600 + 300, True),  # from the ask on, which came nearly ten minutes before the hours ended
+        (3600, True),
+    ],
+)
 def test_an_ask_is_declined_only_if_its_deadline_is_before_the_next_hours(
     tmp_path: Path, deadline: float, declined: bool
 ) -> None:
-    clock = ManualClock(time=datetime(2026, 1, 1, 5, 59).timestamp())
+    clock = ManualClock(time=datetime(2026, 1, 1, 5, 50).timestamp())
     link = LyingLink(ask(deadline_seconds=deadline), terms=terms(settings={"local_epochs": 10**12}))
 
     def passing() -> bool:

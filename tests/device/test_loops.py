@@ -239,6 +239,26 @@ def test_tick_and_run_report_lost_and_returned_contact(tmp_path: Path) -> None:
         assert all(0 < event.values["seconds"] <= 4 for event in told[1::2])
 
 
+def test_the_time_without_contact_begins_with_the_first_of_all_errors(tmp_path: Path) -> None:
+    """Refused for ten seconds, then timed out for fifteen: two reports of the loss, and one of 25 seconds."""
+    clock, errors = ManualClock(), [LinkError("refused"), LinkError("timed out")]
+
+    class Failing(LyingLink):
+        def next_ask(self, identity: Any, wait_seconds: float) -> Any:
+            if errors:
+                raise errors.pop(0)
+            return super().next_ask(identity, wait_seconds)
+
+    device, events = device_at(Failing(ask()), tmp_path, clock=clock)
+    with device:
+        for seconds in (10.0, 15.0, 0.0):
+            device.tick()
+            clock.advance(seconds)
+    told = [event for event in events if "contact" in event.kind]
+    assert [event.kind for event in told] == ["lost-contact", "lost-contact", "contact-returned"]
+    assert told[-1].values["seconds"] == 25.0
+
+
 # --- stop and close
 
 

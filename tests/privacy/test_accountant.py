@@ -12,6 +12,7 @@ from fleetdistill.privacy.accountant import (
     composed,
     discrete_mu_for,
     epsilon_for,
+    epsilon_for_zcdp,
     gaussian_delta,
     mu_for,
     rho_for,
@@ -59,6 +60,14 @@ def test_a_mu_never_spends_more_than_its_epsilon(epsilon, exponent):
     mu = mu_for(epsilon, delta)
     assert gaussian_delta(epsilon, mu) <= delta
     assert epsilon_for(mu, delta) == pytest.approx(epsilon, rel=1e-6)
+
+
+@given(mu=st.floats(0.001, 4), exponent=st.floats(-12, -1))
+def test_an_epsilon_is_never_less_than_what_is_spent(mu, exponent):
+    """Rounded up: the delta of the epsilon itself, not of one nearby, is within the limit."""
+    delta = 10**exponent
+    assert gaussian_delta(epsilon_for(mu, delta), mu) <= delta
+    assert zcdp_delta(mu * mu / 2, epsilon_for_zcdp(mu * mu / 2, delta)) <= delta
 
 
 @given(epsilon=st.floats(0.01, 50), exponent=st.floats(-12, -1))
