@@ -66,6 +66,20 @@ def test_a_report_has_the_simulated_time_and_who_was_late_dropped_or_absent(tmp_
         simulate(replace(saved, behaviour=replace(BEHAVIOUR, churn=1.0)), if_there="resume")
 
 
+def test_a_device_that_goes_after_its_first_answer_of_a_round_is_dropped(tmp_path: Path) -> None:
+    """Each of the two steps takes 10 s; device 2 goes at 15 s."""
+    goes = ((0.0, 15.0, 1.0), (1000.0, 1e6, 1.0))
+    behaviour = replace(BEHAVIOUR, traces=(ALWAYS, ALWAYS, goes))
+    two_steps: dict[str, Any] = {"method": "feddkd", "settings": {"dkd_steps": 1}, "models": ("digits_mlp_small",)}
+    times = simulate(
+        replace(FLEET, **two_steps, devices=3, rounds=1, behaviour=behaviour, out=tmp_path / "out")
+    ).simulated_time
+    assert times is not None
+    (only,) = times.rounds
+    assert (only.asked, only.answered, only.dropped, only.late) == (3, 2, ["device-2"], [])
+    assert (times.devices["device-2"].dropped, times.devices["device-2"].answered) == (1, 0)
+
+
 def test_a_simulation_without_behaviour_reports_no_simulated_time(tmp_path: Path) -> None:
     report = simulate(
         replace(FLEET, behaviour=None, deadline_seconds=None, devices=2, train_limit=60, rounds=1, out=tmp_path / "out")
