@@ -431,6 +431,32 @@ def test_a_restart_bounds_deadlines_and_extends_none(store: Store) -> None:
     assert began + 600.0 <= late["deadline_at"] <= ended + 600.0
 
 
+def test_a_lost_answer_is_asked_for_again_only_in_time(store: Store) -> None:
+    for device in ("a", "late", "away", "d"):
+        store.devices.register(RUN, device, b"h", b"")
+    over = store.runs.start_round(RUN, ["d"])
+    asks = {"d": ask_devices(store, "d", number=over)[0]}
+    accept(store, asks["d"])
+    store.runs.close_round(RUN, over, b"c" * 32, [asks["d"]], {})
+    number = store.runs.start_round(RUN, ["a", "late", "away"])
+    for device, seconds in (("a", 600.0), ("late", -1.0), ("away", 600.0)):
+        deadline = store.asks.clock.now() + seconds
+        asks[device] = ask_devices(store, device, number=number, deadline_at=deadline)[0]
+        accept(store, asks[device])
+    store.devices.mark_absent(RUN, "away", "device left")
+    for ask in asks.values():
+        store.asks.withdraw_upload(ask, "it is damaged")
+    rows = [*store.asks.of_step(RUN, over, 1), *store.asks.of_step(RUN, number, 1)]
+    assert {row["device"]: (row["status"], (row["reason"] or "").rpartition(", ")[2]) for row in rows} == {
+        "a": ("open", ""),
+        "late": ("out", "deadline passed"),
+        "away": ("out", "device not present"),
+        "d": ("out", "round closed"),
+    }
+    assert [row["status"] for row in store.asks.uploads(RUN)] == ["reported"] * 4
+    assert all(store.asks.last_lost_attempt(ask) == 1 for ask in asks.values())
+
+
 def test_a_step_ends_with_the_answers_of_devices_that_count(store: Store) -> None:
     """Device b was asked before a crash, and is no longer part of the step."""
     a, b, c, _ = ask_devices(store, "a", "b", "c", "d")
