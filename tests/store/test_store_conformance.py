@@ -20,6 +20,7 @@ from fleetdistill.knowledge import ClassCount, Metric, Metrics
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
+from fleetdistill_server.store.states import STALENESS
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
@@ -278,6 +279,26 @@ def test_an_upload_is_used_once_even_if_a_later_round_names_its_ask(store: Store
     store.runs.start_round(RUN, ["a"])
     store.runs.close_round(RUN, 2, b"c", [ask], {})
     assert upload_states(store) == {"a": ("reported", "round short: why")}
+
+
+def test_a_rollback_takes_back_answers_to_rounds_before_it(store: Store) -> None:
+    """In a buffered run round 2 uses the answer of device a to round 1."""
+    store.runs.set_keep_checkpoints(RUN, 5)
+    none = (0, 0)
+    first = store.runs.start_round(RUN, ["a"])
+    (late,) = ask_devices(store, "a", number=first)
+    store.runs.close_round(RUN, first, b"c" * 32, [], {}, none)
+    second = store.runs.start_round(RUN, ["b"])
+    (own,) = ask_devices(store, "b", number=second)
+    for ask in (late, own):
+        accept(store, ask)
+    store.runs.close_round(RUN, second, b"d" * 32, [late, own], {STALENESS: {"a": second - first, "b": 0}}, none)
+    assert {status for status, _ in upload_states(store).values()} == {"used"}
+    store.runs.roll_back(RUN, first)
+    assert {device: status for device, (status, _) in upload_states(store).items()} == {
+        "a": "reported",
+        "b": "reported",
+    }
 
 
 @settings(max_examples=30)
