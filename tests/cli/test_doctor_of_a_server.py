@@ -24,6 +24,7 @@ from fleetdistill_server.cli.server_checks import examine
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.service import serve_lock
+from fleetdistill_server.service.process_state import ENGINE, ProcessFile, ProcessState
 from fleetdistill_server.store.store import Store
 
 
@@ -88,6 +89,13 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         (error,) = said(write_config(tmp_path, listen=address))
     assert error.startswith(f"ports: [server] listen: cannot listen on {address}")
+
+
+def test_an_engine_that_waits_for_its_restart_is_named(store: Store, tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    with serve_lock.take(tmp_path / "store", ""):
+        ProcessFile(tmp_path / "store").write([ProcessState(ENGINE, "digits", None, 1, waits="has failed")])
+        assert "processes: the engine of run 'digits' has failed; see `runs show` and the server's log" in said(path)
 
 
 def test_a_server_that_holds_the_lock_and_does_not_listen_is_named(store: Store, tmp_path: Path) -> None:

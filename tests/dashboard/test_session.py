@@ -14,7 +14,7 @@ import httpx
 import pytest
 from support.dashboards import TOKEN, dashboard
 from support.live_front import write_server_config
-from support.processes import PATIENCE_SECONDS
+from support.processes import PATIENCE_SECONDS, wait_until
 from typer.testing import CliRunner
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
@@ -231,9 +231,11 @@ def test_a_browser_that_signs_out_goes_to_the_sign_in_page_in_all_its_windows(ad
     assert RUN not in page.content()
 
 
-def test_the_health_check_needs_no_session_and_reveals_nothing(address: str) -> None:
-    answer = httpx.get(f"{address}/health", timeout=PATIENCE_SECONDS)
-    assert (answer.status_code, answer.text) == (200, "ok\n")
+def test_the_health_check_needs_no_session_and_reveals_nothing(address: str, work: Path) -> None:
+    with serve_lock.take(work / "store", "", 1):
+        wait_until(lambda: httpx.get(f"{address}/health", timeout=PATIENCE_SECONDS).text == "ok\n", "the server", 15)
+        answer = httpx.get(f"{address}/health", timeout=PATIENCE_SECONDS)
+    assert answer.status_code == 200
     assert "set-cookie" not in answer.headers
     elsewhere = httpx.get(f"{address}/health", headers={"Host": "attacker.example"}, timeout=PATIENCE_SECONDS)
     assert elsewhere.status_code == 400
@@ -248,8 +250,12 @@ def test_the_health_check_and_the_pages_say_that_the_server_is_not_well(address:
         page.get_by_role("alert").get_by_text("so uploads are refused").wait_for()
         answer = httpx.get(f"{address}/health", timeout=PATIENCE_SECONDS)
         assert (answer.status_code, answer.text.startswith("the server needs attention")) == (503, True)
-    page.get_by_role("alert").wait_for(state="hidden")
-    assert httpx.get(f"{address}/health", timeout=PATIENCE_SECONDS).status_code == 200
+        write_server_config(work / "store", ServerConfig(server=ServerSection(keep_free_bytes=0)))
+        page.get_by_role("alert").wait_for(state="hidden")
+        wait_until(lambda: httpx.get(f"{address}/health", timeout=PATIENCE_SECONDS).status_code == 200, "the limit")
+    stopped = lambda: httpx.get(f"{address}/health", timeout=PATIENCE_SECONDS).status_code == 503  # noqa: E731
+    wait_until(stopped, "the server, which has stopped", 15)
+    assert page.get_by_role("alert").count() == 0, "a page shows what a server has left"
 
 
 @pytest.mark.parametrize("content", ["short", "two words" * 8, ""])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import time
@@ -20,8 +21,9 @@ from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.engine import engine, process
 from fleetdistill_server.event_kinds import ENGINE_FAILED
-from fleetdistill_server.service import engine_process
+from fleetdistill_server.service import engine_process, leading
 from fleetdistill_server.service.engine_slots import Slot
+from fleetdistill_server.service.process_state import ProcessState
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE, EXIT_STORE_AWAY
 from fleetdistill_server.service.reconciliation import Reconciliation
 from fleetdistill_server.service.registration import register, serve_run
@@ -134,7 +136,7 @@ class Ended:
     def __init__(self, code: int | None) -> None:
         self.process: Any = self
         self.arguments: list[str] = []
-        self.starts = 0
+        self.restarts = 0
         self.started = time.monotonic()
         self.code = code
 
@@ -144,11 +146,18 @@ class Ended:
     def end(self, grace_seconds: float = 0.0) -> bool:
         return True
 
+    def state(self, name: str, run: str) -> ProcessState:
+        return ProcessState(name, run, None if self.code is not None else 1, self.restarts)
+
     def stop(self, at_once: bool) -> None:
         pass
 
+    @property
+    def starts(self) -> int:
+        return self.restarts
+
     def start_again(self) -> None:
-        self.starts += 1
+        self.restarts += 1
 
 
 class Seconds:
@@ -262,12 +271,47 @@ def test_six_kills_within_seconds_stop_no_run_and_the_run_says_when_it_goes_on(s
         service.look(-signal.SIGKILL, 1)
     row = service.row()
     assert (row["status"], service.failed) == ("preparing", [])
-    assert row["reason"] == f"the engine is started again after 12.8 s: {cause}"
+    again = re.fullmatch(rf"the engine (has failed and is started again at (\S+Z)): {re.escape(cause)}", row["reason"])
+    assert again is not None, row["reason"]
+    time.strptime(again[2], "%Y-%m-%dT%H:%M:%SZ")
+    assert [one.state().waits for one in service.engines.engines.values()] == [again[1]]
     service.look(-signal.SIGKILL, 13)
     assert (child.starts, service.row()["reason"]) == (7, ""), "it works again"
     service.look(-signal.SIGKILL, 1000)
     assert service.row()["status"] == "stopped", "the kernel kills an engine that lacks memory each time"
     assert child.starts == MAX_KILLS - 1
+
+
+@pytest.mark.parametrize("code", [1, EXIT_NO_SPACE])
+def test_a_pause_ends_with_the_next_start_or_the_runs_need(service: Service, code: int) -> None:
+    def waits() -> list[str]:
+        return [one.state().waits for one in service.engines.engines.values()]
+
+    service.look(None, 1)
+    assert waits() == [""]
+    service.look(code, 1)
+    assert waits() != [""]
+    service.look(None, 11)
+    assert waits() == [""], "it works again"
+    service.look(code, 1)
+    leading.pause(service.store, RUN)
+    service.look(code, 1)
+    assert waits() == [], "a run that is paused waits for no engine"
+
+
+def test_restarts_are_counted_over_stops_of_the_run(service: Service) -> None:
+    def restarts() -> list[int]:
+        return [one.state().restarts for one in service.engines.engines.values()]
+
+    service.look(1, 3)
+    before = restarts()
+    assert before != [0]
+    leading.stop(service.store, RUN)
+    service.look(None, 2)
+    assert restarts() == []
+    leading.start(service.store, RUN)
+    service.look(None, 2)
+    assert restarts() == before
 
 
 def test_an_engine_says_why_it_failed_itself(service: Service) -> None:

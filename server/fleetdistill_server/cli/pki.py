@@ -42,7 +42,8 @@ from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views.runs import View, when
+from fleetdistill_server.texts import when
+from fleetdistill_server.views.runs import View
 from fleetdistill_server.views.units import counted
 
 pki_app = typer.Typer(help="Manages the server's certificate authority (CA).", no_args_is_help=True)

@@ -26,12 +26,12 @@ from fleetdistill_server.cli.store_checks import store_findings
 from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
 from fleetdistill_server.security.pki import CA_KEY, SERVER
-from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.processes import hard_limit_of_files
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.location import Location
 from fleetdistill_server.store.store import open_for_trial
+from fleetdistill_server.views.health import problems_of_processes
 from fleetdistill_server.views.units import readable_bytes
 
 _PACKAGES = ("grpcio", "torch", "onnxruntime", "cryptography", "psycopg", "s3fs")
@@ -95,11 +95,10 @@ def _processes(server: ServerSection) -> Found:
         yield OK, f"no server uses the store {server.store}"
         return
     with open_for_trial(directory, Location.of(server)) as store:
-        now = served(directory, store)
-    for run in sorted(now.hanging):
-        text = f"the engine of run {run!r} sends no heartbeat"
-        yield ERROR, f"{text}; `serve` restarts it after [server] engine_timeout_seconds"
-    if not now.hanging:
+        wrong = problems_of_processes(store, directory)
+    for text in wrong:
+        yield ERROR, f"{text}; see `runs show` and the server's log"
+    if not wrong:
         yield OK, f"a server serves run {found.run!r}" if found.run else "a server serves all runs of the store"
 
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from fleetdistill_server.dashboard.feed import Feed
-from fleetdistill_server.dashboard.readers import HEALTH
+from fleetdistill_server.dashboard.readers import ABOUT, HEALTH
 
 _SILENT_SECONDS = 12.0
 """Age of the newest figures from which a server does not answer, although a call to it has not failed yet."""
@@ -36,3 +36,11 @@ class Board:
         silent = time.time() - snapshot.read_at
         text = "; ".join(snapshot.value or ())
         return text or (f"the server has not answered for {silent:.0f} s" if silent > _SILENT_SECONDS else "")
+
+    def problem_for_monitors(self) -> str | None:
+        """Returns what `problem` does, and also that no server works on the store, which a page may well show."""
+        problem, about = self.problem(), self.feed.look(ABOUT)
+        if problem or about.value is None:
+            return problem or about.error or None
+        stopped = about.value.facts["served_run"] is None
+        return "no server works on this store" if problem == "" and stopped else problem

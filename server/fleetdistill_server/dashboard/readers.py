@@ -36,7 +36,7 @@ RUNS: Subject[View] = Subject("overview", lambda: Source.overview)
 HEALTH: Subject[Sequence[str]] = Subject("health", lambda: Source.problems)
 SERVER: Subject[View] = Subject("server", lambda: Source.server, 5.0)
 CALLS: Subject[View] = Subject("operators", lambda: Source.operators, 5.0)
-ABOUT: Subject[View] = Subject("about", lambda: Source.about, SLOW_SECONDS)
+ABOUT: Subject[View] = Subject("about", lambda: Source.about, 5.0)
 
 
 def rounds(run: str) -> Subject[Sequence[Row]]:

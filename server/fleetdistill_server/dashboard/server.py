@@ -133,5 +133,5 @@ def _serve(
         shown = f"[{host}]" if ":" in host else host
         token = session.new_token() if token_file is None else session.read_token(token_file)
         address = f"http://{shown}:{port}/{path}" + (f"?token={token}" if token_file is None else "")
-        access = session.Access(token, [shown, *names], port, board.problem)
+        access = session.Access(token, [shown, *names], port, board.problem_for_monitors)
         site.serve(board, bound, access, lambda: on_listening(address))

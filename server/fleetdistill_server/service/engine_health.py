@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fleetdistill_server.service.engine_files import engine_directory
 from fleetdistill_server.service.heartbeat import SILENT_SECONDS, HeartbeatMonitor
+from fleetdistill_server.service.process_state import read_processes
 from fleetdistill_server.service.serve_lock import Serving, serving
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
@@ -30,7 +31,8 @@ class EngineHealth:
     def is_good(self) -> bool:
         """Returns whether the engine of every run that has its turn sends heartbeats, or starts.
 
-        False without a server or any engine. Engines on another machine have a supervisor there, which watches them.
+        False during the pause after a failure, and without a server or any engine. Engines on another machine have a
+        supervisor there, which watches them.
 
         Raises:
             StoreError: The store could not be read.
@@ -44,7 +46,7 @@ class EngineHealth:
         here = any(beats.begun for beats in self._beats.values())
         if found is None or (self._beats and not here and self._store.database.is_remote):
             return self._store.database.is_listening("engine")
-        return all(good.values())
+        return all(good.values()) and not any(one.waits for one in read_processes(self._directory))
 
     def _have_turns(self, found: Serving) -> list[str]:
         if found.run:  # registered by the server of the engine's machine, which may be of an earlier version

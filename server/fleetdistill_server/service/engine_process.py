@@ -6,6 +6,7 @@ import contextlib
 import logging
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from fleetdistill_server.service.restarts import Restarts
 from fleetdistill_server.service.torchrun import Torchrun
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import when
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
 STEADY_SECONDS = 3600.0
@@ -80,6 +82,7 @@ class EngineProcess:
         self._due: float | None = None  # when an engine that has exited is started again
         self._restarts = Restarts()
         self._waits_for = ""
+        self._pause = ""  # why it is not running, until it is started again
         self._known_failures = self._newest_failure()[0]
         setup = self._write_config()
         self._limit = float(setup["server"].get("engine_timeout_seconds", config.server.engine_timeout_seconds))
@@ -110,7 +113,7 @@ class EngineProcess:
 
     def state(self) -> ProcessState:
         """Returns what metrics say of the process."""
-        return self.child.state(ENGINE, self.run)
+        return replace(self.child.state(ENGINE, self.run), waits=self._pause)
 
     def stop(self, at_once: bool) -> None:
         """Ends the process and waits for it."""
@@ -155,7 +158,7 @@ class EngineProcess:
             if not self._waits_for:
                 self._store.led.set_reason(self.run, "")
                 self._store.history.add_event(self.run, ENGINE_RESTARTED, "the engine is started again after a failure")
-        self._due, self.token = None, token
+        self._due, self._pause, self.token = None, "", token
         self.reset_heartbeat()
         self.child.arguments = self._arguments()
         self.child.start_again()
@@ -166,7 +169,7 @@ class EngineProcess:
                 self._waits_for = _WAITED[code]
                 text = "the engine waits for %s; it is started again every %g s"
                 logger.warning(text, self._waits_for, WAIT_SECONDS, extra=about(run=self.run))
-            self._due = time.monotonic() + WAIT_SECONDS
+            self._wait(WAIT_SECONDS, f"waits for {self._waits_for} and is started again every {WAIT_SECONDS:g} s")
             return
         self._waits_for = ""
         number, cause = self._newest_failure()
@@ -181,16 +184,21 @@ class EngineProcess:
             self._after_failure(cause, killed=code == 0 or -code in _TERMINATIONS)
 
     def _after_failure(self, cause: str, *, killed: bool = False) -> None:
-        """Plans the next start, or gives the engine up."""
+        """Waits before the next start, or gives the engine up."""
         if time.monotonic() - self.child.started >= STEADY_SECONDS:
             self._restarts.forget()
         pause = self._restarts.pause_after(cause, self._store.led.progress(self.run), killed=killed)
         if pause is None:
             self._give_up(f"the engine failed {self._restarts.repeated} times at the same point: {cause}")
             return
-        self._due = time.monotonic() + pause
+        self._wait(pause, f"has failed and is started again at {when(time.time() + pause)}")
         with contextlib.suppress(StoreError):  # the disk may be full too
-            self._store.led.set_reason(self.run, f"the engine is started again after {pause:.3g} s: {cause}")
+            self._store.led.set_reason(self.run, f"the engine {self._pause}: {cause}")
+
+    def _wait(self, seconds: float, why: str) -> None:
+        """Plans the next start."""
+        self._due, self._pause = time.monotonic() + seconds, why
+        clear_heartbeat(self._directory)  # what does not run does not hang
 
     def _give_up(self, reason: str) -> None:
         self.failed = reason

@@ -27,6 +27,7 @@ class ProcessState:
         pid: Process id; None if it does not run.
         restarts: How often it was restarted since the server was started.
         hangs: Of the supervisor: whether it has not written its file for 10 s.
+        waits: Why a process that does not run is started again later, such as `has failed`; else empty.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ProcessState:
     pid: int | None
     restarts: int
     hangs: bool = False
+    waits: str = ""
 
 
 class ProcessFile:

@@ -58,6 +58,7 @@ class Reconciliation:
         self._log = log
         self._options = options
         self._on_failed = on_failed
+        self._restarts: dict[str, int] = {}  # of engines that were ended, by run
         self._foreign: dict[str, str] = {}  # tokens of other servers' engines, by run
         self.engines: dict[str, EngineProcess] = {}
 
@@ -114,6 +115,7 @@ class Reconciliation:
         except BaseException:
             self._free.insert(0, slot)
             raise
+        self.engines[run].child.restarts = self._restarts.pop(run, 0)
         failpoints.hit("supervisor.engine.after-start")
 
     def _look_after(self, engine: EngineProcess) -> None:
@@ -136,10 +138,12 @@ class Reconciliation:
         self._drop(engine)
         if found is None:
             delete_engine_files(Path(self._config.server.store), engine.run)
+            del self._restarts[engine.run]
         if row is not None and row["engine"] is not None:
             self._foreign[engine.run] = row["engine"]
             self._on_failed(engine.run, f"run {engine.run!r} was taken over by another server")
 
     def _drop(self, engine: EngineProcess) -> None:
         del self.engines[engine.run]
+        self._restarts[engine.run] = engine.child.restarts
         self._free.append(engine.slot)

@@ -8,8 +8,9 @@ from collections import defaultdict
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import when
 from fleetdistill_server.views.progress import state_of
-from fleetdistill_server.views.runs import View, contract_of, device_rows, event_row, existing, rate, when
+from fleetdistill_server.views.runs import View, contract_of, device_rows, event_row, existing, rate
 
 _COUNTED = {"refused": "refusals", "late": "late", "declined": "declined"}
 """Kinds of events that are counted by device, and the names of the columns."""

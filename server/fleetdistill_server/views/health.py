@@ -22,20 +22,31 @@ def problems(store: Store, directory: Path) -> list[str]:
     Raises:
         StoreError: The store could not be read, for example because its database is away.
     """
-    hanging = served(directory, store).hanging
-    found = [f"the engine of run {run!r} hangs: it sends no heartbeat" for run in sorted(hanging)]
+    found = problems_of_processes(store, directory)
     if serving(directory) is None:
         return found
-    for one in read_processes(directory):
-        if one.name == FRONT and one.pid is None:
-            found.append("the front does not run, so no device can call; the supervisor starts it again")
-        if one.hangs:
-            found.append(f"the supervisor hangs (process {one.pid}): it would start no front or engine again")
     try:
         server = load_server_config(directory / SERVED_FILE).server
     except ConfigurationError:  # of a server by hand
         return found
     return [*found, *_of_the_disk(server, directory)]
+
+
+def problems_of_processes(store: Store, directory: Path) -> list[str]:
+    """Returns the sentences on processes, as `problems`."""
+    found = [
+        f"the engine of run {run!r} hangs: it sends no heartbeat" for run in sorted(served(directory, store).hanging)
+    ]
+    if serving(directory) is None:
+        return found
+    for one in read_processes(directory):
+        if one.name == FRONT and one.pid is None:
+            found.append("the front does not run, so no device can call; the supervisor starts it again")
+        if one.waits:
+            found.append(f"the engine of run {one.run!r} {one.waits}")
+        if one.hangs:
+            found.append(f"the supervisor hangs (process {one.pid}): it would start no front or engine again")
+    return found
 
 
 def _of_the_disk(server: ServerSection, directory: Path) -> list[str]:

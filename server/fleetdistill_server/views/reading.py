@@ -13,6 +13,7 @@ from fleetdistill_server.service.enrol_port import load_enrol_port
 from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import when
 from fleetdistill_server.views import fleet, health, overview, progress, runs, server
 from fleetdistill_server.views.runs import View
 
@@ -84,7 +85,7 @@ def _events(store: Store, directory: Path, query: Query) -> View:
 def _operators(store: Store, directory: Path, query: Query) -> View:
     found = store.operator_calls.newest(before=query.before, call=query.kind, text=query.text, most=query.most + 1)
     names = ("id", "role", "name", "call", "arguments", "address", "result")
-    rows = [{**{name: row[name] for name in names}, "at": runs.when(row["at"])} for row in found[: query.most]]
+    rows = [{**{name: row[name] for name in names}, "at": when(row["at"])} for row in found[: query.most]]
     return View({"operators": rows}, {"more": len(found) > query.most})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import ACTIVE, QUEUED
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
+from fleetdistill_server.texts import when
 from fleetdistill_server.views import figures
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
 
@@ -96,6 +96,7 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
     }
     totals = {
         "events_in_all": store.history.count_events(name),
+        "checkpoints_after_rounds": [row["round"] for row in store.runs.checkpoints(name)],
         "guards_fired": sum(store.summaries.guards(name, 0, EVERY).values()),
         **{f"models_{what}": sum(int(row[what]) for row in replaced) for what in ("replaced", "kept")},
         **_expected_of_the_fleet(expectations),
@@ -266,11 +267,6 @@ def _forgotten(row: Row) -> str | None:
     if row["forgotten_at"] is not None:
         return when(row["forgotten_at"])
     return "asked" if row["forget_asked_at"] is not None else None
-
-
-def when(seconds: float) -> str:
-    """Formats Unix time in seconds as ISO 8601 in UTC."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def _display_row(row: Row) -> Row:

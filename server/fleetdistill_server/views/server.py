@@ -19,15 +19,16 @@ from fleetdistill_server.config.server_config import ServerSection, load_server_
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.service.heartbeat import Served, served
-from fleetdistill_server.service.process_state import ENGINE, SUPERVISOR, read_processes
+from fleetdistill_server.service.process_state import ENGINE, FRONT, SUPERVISOR, read_processes
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.location import read_location
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import when
 from fleetdistill_server.views.health import problems
-from fleetdistill_server.views.runs import View, run_row, when
+from fleetdistill_server.views.runs import View, run_row
 
 SOON_SECONDS = 21 * 86_400.0
 """Time left of a certificate of the server, the CA or a person from which it is to be renewed, as in the alerts."""
@@ -78,7 +79,7 @@ def _section(directory: Path) -> ServerSection:
 def _processes(directory: Path, works: Served) -> list[Row]:
     rows = []
     for one in read_processes(directory):
-        state = "works" if one.pid is not None else "starts again"
+        state = "works" if one.pid is not None else "starts again" if one.name == FRONT or one.waits else "ends"
         if (one.name == ENGINE and one.run in works.hanging) or (one.name == SUPERVISOR and one.hangs):
             state = "hangs"
         rows.append({"process": one.name, "run": one.run, "state": state, "pid": one.pid, "restarts": one.restarts})
