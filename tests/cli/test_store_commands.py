@@ -10,8 +10,9 @@ import pytest
 from support.wire_samples import make_payload
 from typer.testing import CliRunner
 
-from fleetdistill.errors import RunError
+from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill_server.cli.app import app
+from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.units import readable_bytes
@@ -41,6 +42,32 @@ def directory(tmp_path: Path) -> Path:
         store.runs.close_round(RUN, number, store.blobs.put_state(b"state"), [], {})
     store.close()
     return tmp_path / "store"
+
+
+def test_runs_show_prints_the_last_rounds_and_json_all(directory: Path) -> None:
+    store = Store.open(directory)
+    for _ in range(20):
+        store.runs.close_short_round(RUN, store.runs.start_round(RUN, ["d1"]), "too few answers")
+    store.close()
+    given = ("runs", "show", RUN, "--store", str(directory))
+    said = call(*given)[1]
+    assert "rounds_shown: the last 20 of 23; --json prints all" in said
+    assert "rounds (20)" in said
+    shown = json.loads(call(*given, "--json")[1])
+    assert [row["round"] for row in shown["rounds"]] == list(range(1, 24))
+    assert "rounds_shown" not in shown
+
+
+def test_a_store_that_is_replaced_is_opened_anew(directory: Path, tmp_path: Path) -> None:
+    opened = LocalStore(directory)
+    assert [row["run"] for row in opened.runs().lists["runs"]] == [RUN]
+    directory.rename(tmp_path / "before")
+    with pytest.raises(ConfigurationError, match="there is no store in"):
+        opened.runs()
+    store = Store.open(directory)
+    store.runs.begin("restored", {"run": {"rounds": 9}})
+    store.close()
+    assert [row["run"] for row in opened.runs().lists["runs"]] == ["restored"]
 
 
 def status(directory: Path) -> str:

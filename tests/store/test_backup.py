@@ -109,6 +109,19 @@ def test_a_restored_run_goes_on_and_no_receipt_of_before_is_lost(server: Server,
     again.store.close()
 
 
+def test_engines_and_devices_of_then_are_not_in_a_restored_store(server: Server, tmp_path: Path) -> None:
+    asked = [(row["device"], row["status"]) for row in server.store.asks.of_step(RUN, 3, 1)]
+    assert (server.store.runs.get(RUN) or {})["engine"] is not None
+    assert server.store.devices.present(RUN) == list(DEVICES)
+    backup(server.directory, tmp_path / "backup")
+    restore(tmp_path / "backup", tmp_path / "restored")
+    store = Store.open(tmp_path / "restored")
+    assert (store.runs.get(RUN) or {})["engine"] is None, "no server of this store has crashed"
+    assert store.devices.present(RUN) == []
+    assert [(row["device"], row["status"]) for row in store.asks.of_step(RUN, 3, 1)] == asked != []
+    store.close()
+
+
 def test_a_backup_has_what_the_contract_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = NetworkFile(onnx=np.arange(50, dtype=np.uint8))
     monkeypatch.setattr(FedAvgServer, "extractor_file", lambda self: file)

@@ -29,6 +29,7 @@ from fleetdistill_server.engine.usable import reason_not_usable
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.fedavg import FedAvgServer
+from fleetdistill_server.operations.local_calls import local_user
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
@@ -95,7 +96,10 @@ def test_the_newest_checkpoints_are_kept_and_all_others_deleted(tmp_path: Path) 
     assert [(one["round"], one["completed_rounds"]) for one in kept] == [(3, 3), (4, 4)]
     assert {one["sha256"] for one in kept} == set(store.blobs._states)  # type: ignore[attr-defined]
     assert kept[-1]["sha256"] == row_of(store)["checkpoint"]
-    with pytest.raises(ConfigurationError, match=r"has no checkpoint of round 1; available rounds: 3, 4\. "):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"has no checkpoint of round 1; available rounds: 3 \(3 completed\), 4 \(4 completed\)\. ",
+    ):
         roll_back(store, RUN, 1)
     store.close()
 
@@ -131,6 +135,11 @@ def test_the_command_says_what_it_did(played: tuple[Prepared, Path]) -> None:
         "closed",
         "undone: the run was rolled back to the state after round 1",
     ]
+    assert json.loads(shown.stdout)["checkpoints_after_rounds"] == [0, 1]
+    (event,) = store.history.events(RUN, "rolled-back")
+    assert (
+        event["text"] == f"the run was rolled back to the state after round 1 by {local_user()} on the store's machine"
+    )
     play(prepared, store)
     assert statuses(store) == ["closed", "undone", "closed"]
     store.close()
@@ -142,7 +151,8 @@ def test_the_command_says_what_it_did(played: tuple[Prepared, Path]) -> None:
         (["other", "--to", "1"], "there is no run 'other'"),
         (
             [RUN, "--to", "7"],
-            "--to is 7, but run 'simulation' has no checkpoint of round 7; available rounds: 0, 1, 2.",
+            "--to is 7, but run 'simulation' has no checkpoint of round 7; available rounds: 0 (0 completed), 1 (1 "
+            "completed), 2 (2 completed). They are numbered as in `runs show`, where short rounds count too",
         ),
     ],
 )
@@ -158,7 +168,9 @@ def test_later_checkpoints_are_gone_and_an_undone_round_is_refused(played: tuple
     assert roll_back(store, RUN, 1) == RolledBack(completed_rounds=1, undone=1)
     assert [one["round"] for one in store.runs.checkpoints(RUN)] == [0, 1]
     assert not store.blobs.has(undone)
-    with pytest.raises(ConfigurationError, match=r"has no checkpoint of round 2; available rounds: 0, 1\. "):
+    with pytest.raises(
+        ConfigurationError, match=r"has no checkpoint of round 2; available rounds: 0 \(0 completed\), 1 "
+    ):
         roll_back(store, RUN, 2)
     with pytest.raises(RunError, match="has no checkpoint of round 2"):
         store.runs.roll_back(RUN, 2)

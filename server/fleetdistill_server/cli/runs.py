@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.cli.leading import COMMANDS
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
@@ -26,6 +27,8 @@ from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.views.deleted import left_for_later, payloads
 from fleetdistill_server.views.units import counted
 
+_MOST_ROUNDS = 20
+"""Number of rounds that `runs show` prints; the newest ones."""
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 runs_app = typer.Typer(help="Inspects and manages runs.", no_args_is_help=True)
 for _name, _command in COMMANDS.items():
@@ -56,9 +59,14 @@ def runs_show(
     identity: IdentityOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Shows a run's rounds, figures and events. Example: fleetdistill runs show digits"""
+    """Shows a run's last rounds, figures and events; --json has all rounds. Example: fleetdistill runs show digits"""
     with open_source(store, server, identity) as source:
-        show(source.run(run), as_json)
+        view = source.run(run)
+    rounds = view.lists["rounds"]
+    if len(rounds) > _MOST_ROUNDS and not as_json:
+        view.lists["rounds"] = rounds[-_MOST_ROUNDS:]
+        view.facts["rounds_shown"] = f"the last {_MOST_ROUNDS} of {len(rounds)}; --json prints all"
+    show(view, as_json)
 
 
 @runs_app.command("prune")
@@ -101,7 +109,10 @@ def runs_prune(
 def runs_rollback(
     run: RunArgument,
     to: Annotated[
-        int, typer.Option("--to", help="Round whose final state is restored; 0 for the state before round 1.")
+        int,
+        typer.Option(
+            "--to", help="Number of the round in `runs show`, where short rounds count too; 0: before round 1."
+        ),
     ],
     store: StoreOption = DEFAULT_STORE,
     server: ServerOption = None,
@@ -139,13 +150,19 @@ def runs_delete(
     identity: IdentityOption = None,
     yes: YesOption = False,
 ) -> None:
-    """Deletes a run and its model, whatever its status. Example: fleetdistill runs delete digits --yes"""
+    """Deletes a run and its model, whatever its status. Example: fleetdistill runs delete digits --yes
+
+    If there is no such run, it deletes what an interrupted deletion has left, and the exit status is 1.
+    """
     with open_source(store, server, identity) as source:
         row = next((one for one in source.runs().lists["runs"] if one["run"] == run), None)
         if row is not None and not yes:
             what = f"It is {row['status']} and has {counted(row['completed_rounds'], 'completed round')}."
             typer.confirm(f"{what} Delete run {run!r} with its model, receipts and figures?", abort=True)
-        typer.echo(source.delete(run))
+        text = source.delete(run)
+        if row is None:
+            raise ConfigurationError(text)
+        typer.echo(text)
 
 
 @runs_app.command("watch")

@@ -47,7 +47,7 @@ from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 from fleetdistill_server.views.reading import FOR_OPERATORS, MOST_EVENTS, VIEWS, Query, ViewReader, read
 from fleetdistill_server.views.runs import View
-from fleetdistill_server.views.units import counted
+from fleetdistill_server.views.units import counted, readable_bytes
 from fleetdistill_server.views.watch import changes, is_over
 
 T = TypeVar("T", bound=Message)
@@ -188,7 +188,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         async with self._copying:
             with contextlib.ExitStack() as ends:
                 folder = await in_pool(self._copies, context, lambda: ends.enter_context(folder_in(self._directory)))
-                work = partial(self._log.around, call, partial(make, folder), lambda made: Outcome(text=made[1]))
+                work = partial(self._log.around, call, partial(make, folder), _copied)
                 parts = parts_of_files(folder, *await in_pool(self._copies, context, work))
                 while (part := await in_pool(self._copies, context, partial(next, parts, None))) is not None:
                     yield part
@@ -233,7 +233,9 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         self, request: operations_pb2.RollBackRunRequest, context: Any
     ) -> operations_pb2.RollBackRunResponse:
         call = call_of(context, "RollBackRun", request)
-        work = partial(self._log.around, call, partial(self._leading.roll_back, request.run, request.to), _said)
+        work = partial(
+            self._log.around, call, partial(self._leading.roll_back, request.run, request.to, call.who), _said
+        )
         text = await in_pool(self._pool, context, work)
         return operations_pb2.RollBackRunResponse(text=text)
 
@@ -309,6 +311,13 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 
         made = self._log.commit(call, create, lambda tokens: Outcome(text=counted(len(tokens), "token")))
         return operations_pb2.CreateTokensResponse(tokens=made)
+
+
+def _copied(made: tuple[Sequence[Path], str]) -> Outcome:
+    """Returns in words what a backup or an export has made."""
+    report = json.loads(made[1])
+    count = f"{counted(report['payloads'], 'payload')}, " if "payloads" in report else ""
+    return Outcome(text=f"{count}{readable_bytes(report['bytes'])}")
 
 
 @contextlib.contextmanager

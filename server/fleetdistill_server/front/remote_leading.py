@@ -66,10 +66,10 @@ class RemoteLeading:
         with _refusals(), contextlib.closing(Store.open(self._directory)) as store:
             return deleted(run, delete(self._directory, store, run))
 
-    def roll_back(self, run: str, to: int) -> str:
-        """Rolls a run back to the state after a round."""
+    def roll_back(self, run: str, to: int, who: str) -> str:
+        """Rolls a run back to the state after a round; `who` is the operator."""
         with _refusals(), contextlib.closing(Store.open(self._directory)) as store:
-            return roll_back(self._directory, store, run, to)
+            return roll_back(self._directory, store, run, to, who)
 
 
 def _parsed(text: str) -> dict[str, object]:

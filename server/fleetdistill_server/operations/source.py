@@ -21,7 +21,7 @@ from fleetdistill_server.service.enrol_port import enrol_port_for_tokens
 from fleetdistill_server.service.run_endings import delete, roll_back
 from fleetdistill_server.store.backup import BackedUp, backup
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.location import has_store
+from fleetdistill_server.store.location import SQLITE, has_store
 from fleetdistill_server.store.operator_calls import LOCAL
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.deleted import deleted
@@ -40,6 +40,15 @@ def open_store(directory: Path) -> Store:
     return Store.open(directory)
 
 
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """Returns what tells the database's file from another of the same name; None if there is none."""
+    try:
+        found = (directory / SQLITE).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 class LocalStore(Source):
     """Reads and changes the store in a directory.
 
@@ -52,7 +61,16 @@ class LocalStore(Source):
 
     def __init__(self, directory: Path, pki: Path | None = None) -> None:
         self.name = str(directory)
-        self._directory, self._pki, self._store = directory, pki, open_store(directory)
+        self._directory, self._pki = directory, pki
+        self._opened, self._file = open_store(directory), _identity(directory)
+
+    @property
+    def _store(self) -> Store:
+        """The store, opened again if another one has been restored into its directory."""
+        found = _identity(self._directory)
+        if found != self._file:  # another thread may still use the old one, so it is not closed here
+            self._opened, self._file = open_store(self._directory), found
+        return self._opened
 
     def read(self, query: Query) -> View:
         """Reads one view."""
@@ -127,7 +145,7 @@ class LocalStore(Source):
     def roll_back(self, run: str, to: int) -> str:
         """Rolls a run back to the state after a round; returns a sentence on it."""
         with noted_around(self._store, "RollBackRun", {"run": run, "to": to}) as result:
-            result.text = roll_back(self._directory, self._store, run, to)
+            result.text = roll_back(self._directory, self._store, run, to, local_call("", {}).who)
         return result.text
 
     def _lead(self, call: str, change: Callable[[Store, str, str], str], run: str) -> str:

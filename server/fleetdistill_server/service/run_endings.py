@@ -26,7 +26,7 @@ def mark_cancelled(store: Store, run: str) -> bool:
         return store.runs.cancel(run, f"by the operator, after {row['completed_rounds']} rounds")
 
 
-def roll_back(directory: Path, store: Store, run: str, to: int) -> str:
+def roll_back(directory: Path, store: Store, run: str, to: int, who: str) -> str:
     """Rolls a run back to the state after a round, also while a server works on others; returns a sentence on it.
 
     Args:
@@ -34,6 +34,7 @@ def roll_back(directory: Path, store: Store, run: str, to: int) -> str:
         store: The store.
         run: Name of the run.
         to: Round number; 0 for the state before the first round.
+        who: The operator, for the run's events.
 
     Raises:
         ConfigurationError: The run does not exist, or it has no checkpoint of that round.
@@ -47,7 +48,7 @@ def roll_back(directory: Path, store: Store, run: str, to: int) -> str:
                 raise RunError(f"run {run!r} is being served; stop its server first")
             if status in ACTIVE:
                 raise RunError(f"run {run!r} is {status}; stop it first with `fleetdistill runs stop {run}`")
-        done = rollback.roll_back(store, run, to)
+        done = rollback.roll_back(store, run, to, who)
     undone, completed = done.undone, done.completed_rounds
     text = f"run {run!r} is rolled back to round {to}: {undone} round{'s' * (undone != 1)} undone"
     text += f", {completed} completed round{'s' * (completed != 1)} left"

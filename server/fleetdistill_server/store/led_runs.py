@@ -92,6 +92,12 @@ class LedRuns:
             name,
         )
 
+    def forget_server(self) -> None:
+        """Forgets the engines and present devices of a server that the store no longer has; open asks stay open."""
+        with self._db.transaction():
+            self._db.write("UPDATE runs SET engine = NULL")
+            self._db.write("UPDATE devices SET present = 0")
+
     def free(self, name: str, token: str) -> None:
         """Records that an engine has ended in order, with its server."""
         self._db.write("UPDATE runs SET engine = NULL WHERE name = ? AND engine = ?", name, token)

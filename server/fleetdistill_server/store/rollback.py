@@ -29,13 +29,14 @@ class RolledBack:
     undone: int
 
 
-def roll_back(store: Store, run: str, to: int) -> RolledBack:
+def roll_back(store: Store, run: str, to: int, who: str = "an operator") -> RolledBack:
     """Rolls a run back to the state after a round; it is stopped afterwards.
 
     Args:
         store: Store that contains the run.
         run: Name of the run.
         to: Round number, as shown by `fleetdistill runs show`; 0 for the state before the first round.
+        who: The operator, for the run's events.
 
     Raises:
         ConfigurationError: The run does not exist, or it has no checkpoint of that round.
@@ -46,14 +47,14 @@ def roll_back(store: Store, run: str, to: int) -> RolledBack:
         raise ConfigurationError(no_such_run(run, store.runs.names()))
     kept = {one["round"]: one for one in store.runs.checkpoints(run)}
     if to not in kept:
-        has = ", ".join(map(str, kept)) or "none"
+        has = ", ".join(f"{one['round']} ({one['completed_rounds']} completed)" for one in kept.values()) or "none"
         raise ConfigurationError(
-            f"--to is {to}, but run {run!r} has no checkpoint of round {to}; available rounds: {has}. "
-            "[server] keep_checkpoints sets how many checkpoints are kept"
+            f"--to is {to}, but run {run!r} has no checkpoint of round {to}; available rounds: {has}. They are "
+            "numbered as in `runs show`, where short rounds count too; [server] keep_checkpoints sets how many are kept"
         )
     store.blobs.get_state(kept[to]["sha256"])
     failpoints.hit("rollback.before-commit")
-    spent = store.runs.roll_back(run, to)
+    spent = store.runs.roll_back(run, to, who)
     failpoints.hit("rollback.after-commit")
     drop_unneeded(store, spent)
     completed = kept[to]["completed_rounds"]

@@ -129,10 +129,10 @@ class Runs:
         self._db.write(f"DELETE {beyond}", run)
         return spent
 
-    def roll_back(self, run: str, number: int) -> set[bytes]:
+    def roll_back(self, run: str, number: int, who: str = "an operator") -> set[bytes]:
         """Restores the checkpoint of a round in one transaction; the run's current engine loses ownership.
 
-        Later rounds become `undone`, and their uploads `reported`.
+        Later rounds become `undone`, and their uploads `reported`. `who` is the operator, for the run's events.
 
         Returns:
             Digests of the checkpoints that the run no longer keeps.
@@ -163,7 +163,7 @@ class Runs:
                 *(kept[number]["sha256"], kept[number]["completed_rounds"], why, run),
             )
             self._sums.add_settled(run, EVERY, number - MOST_STALENESS)
-            self._history.add_event(run, "rolled-back", why, number=number)
+            self._history.add_event(run, "rolled-back", f"{why} by {who}", number=number)
         return {row["sha256"] for one, row in kept.items() if one > number}
 
     def end(self, name: str, status: str, reason: str) -> None:
