@@ -118,6 +118,7 @@ def test_columns_fit_at_1280_pixels_and_no_height_is_left_empty(width: int, url:
         assert width == 400 or (tab, page.evaluate(SIDEWAYS)) == (tab, [])
         picture(page, f"{tab}-{width}")
     shown(page, url, "/runs/digits/devices/d2", "1 of 2 asks")
+    assert texts(page.get_by_label("Breadcrumb").locator("> *"), "x") == ["Runs", "›", "digits", "›", "d2"]
     assert width == 400 or page.evaluate(SIDEWAYS) == []
     picture(page, f"device-{width}")
 
@@ -137,7 +138,16 @@ def test_a_table_of_many_rows_scrolls(tmp_path: Path, page: Any) -> None:
     store.close()
     with dashboard(tmp_path, "--store", "store") as url:
         shown(page, url, "", "run-2")
-        assert page.locator(".fd-table").bounding_box()["height"] < 700
+        high = page.locator(".fd-table").bounding_box()["height"]
+        assert high < 700
+        page.get_by_label("Filter runs").fill("run-12")
+        page.get_by_role("link", name="run-2", exact=True).wait_for(state="detached")
+        page.wait_for_timeout(300)
+        assert page.evaluate(EMPTY) == [], "a table that is filtered shrinks"
+        page.get_by_label("Filter runs").fill("")
+        page.get_by_role("link", name="run-2", exact=True).wait_for()
+        page.wait_for_timeout(300)
+        assert page.locator(".fd-table").bounding_box()["height"] == high
 
 
 def test_the_tab_is_in_the_address_so_that_a_link_and_the_back_button_work(url: str, page: Any) -> None:

@@ -65,7 +65,7 @@ def frame(board: Board, heading: str, trail: Sequence[tuple[str, str]] = ()) -> 
     ui.skip_link("Skip to the content", target=main)
     with main:
         _show_problem(board)
-        _trail(trail)
+        _trail(trail, heading)
         ui.label(heading).props("role=heading aria-level=1").classes("fd-h1")
         yield
 
@@ -83,13 +83,14 @@ def _show_problem(board: Board) -> None:
     live(update)
 
 
-def _trail(trail: Sequence[tuple[str, str]]) -> None:
+def _trail(trail: Sequence[tuple[str, str]], here: str) -> None:
     if not trail:
         return
     with ui.element("nav").props('aria-label="Breadcrumb"').classes("fd-trail"):
         for name, path in trail:
             ui.link(name, path)
             ui.label("›").props("aria-hidden=true")
+        ui.label(here).props("aria-current=page")
 
 
 def _dark_switch(dark: ui.dark_mode) -> None:

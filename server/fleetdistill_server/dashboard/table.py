@@ -87,6 +87,8 @@ _ORDER = """params => {
   const names = params.clientWidth < 640 ? %s : %s;
   params.api.applyColumnState({state: names.map(colId => ({colId})), applyOrder: true});
 }"""
+_HEIGHT = f"""params => params.api.setGridOption(
+  'domLayout', params.api.getDisplayedRowCount() > {_MOST_AT_ONCE} ? 'normal' : 'autoHeight')"""
 _ANY_COLUMN = {
     "sortable": True,
     "resizable": True,
@@ -137,6 +139,7 @@ class LiveTable:
             ":onGridReady": f"params => params.api.setGridAriaProperty('label', {json.dumps(caption)})",
             ":onCellKeyDown": _OPEN_LINK,
             "domLayout": "autoHeight",
+            ":onModelUpdated": _HEIGHT,  # also while it is filtered
             ":onGridSizeChanged": _ORDER % (json.dumps(narrow), json.dumps(usual)),
         }
         self.grid = ui.aggrid(options, auto_size_columns=False).classes("fd-table").style(f"height: {height}")

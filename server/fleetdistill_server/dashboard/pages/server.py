@@ -56,12 +56,13 @@ _LISTS: dict[str, tuple[str, list[dict[str, Any]], str]] = {
         "Not known.",
     ),
 }
+_WRAPPED = {"wrapText": True, "autoHeight": True}
 _CALLS = [
     table.time("at", "When (UTC)", to="second", minWidth=165),
-    table.text("who", "Who", flex=2, minWidth=150),
-    table.text("what", "Operation", flex=2, minWidth=140),
-    table.text("run", "Run", minWidth=100),
-    table.text("result", "Result", flex=5, minWidth=250, wrapText=True, autoHeight=True),
+    table.text("who", "Who", flex=2, minWidth=110, **_WRAPPED),
+    table.text("what", "Operation", flex=2, minWidth=110, **_WRAPPED),
+    table.text("run", "Run", minWidth=90, **_WRAPPED),
+    table.text("result", "Result", flex=5, minWidth=200, **_WRAPPED),
 ]
 _DATABASE, _PAYLOADS = "Database", "Payloads"
 _USED, _FREE, _KEEP = "Size of the store", "Free on its disk", "Uploads are refused below"
