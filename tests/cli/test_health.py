@@ -71,6 +71,16 @@ def test_a_front_with_tls_replies_on_its_enrolment_port_without_an_identity(secu
 
 
 @pytest.mark.slow
+def test_a_ca_on_the_main_port_is_told_what_to_pass(secured: SecuredFront) -> None:
+    code, said = health(f"localhost:{secured.port}", "--ca", secured.pki / "ca.pem")
+    assert (code, "this is its main port, which wants one of you too: give --identity" in said) == (1, True), said
+
+
+def test_a_server_without_a_port_is_told_to_add_one() -> None:
+    assert health("localhost") == (1, "error: 'localhost' has no port; give host:port, such as localhost:50051")
+
+
+@pytest.mark.slow
 def test_a_viewer_asks_the_main_port(secured: SecuredFront) -> None:
     server = f"localhost:{secured.port}"
     given = ("--identity", secured.pki / "viewer-vera", "--service", "fleetdistill.database")

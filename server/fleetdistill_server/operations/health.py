@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import socket
+import ssl
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -45,6 +47,8 @@ def check_health(server: str, *, ca: Path | None = None, identity: Path | None =
         LinkError: The server cannot be reached, is not the CA's, or does not serve.
         RefusedError: The holder of the identity may not make the call.
     """
+    if not re.fullmatch(r".+:\d+", server):
+        raise ConfigurationError(f"{server!r} has no port; give host:port, such as {server or 'localhost'}:50051")
     if ca is not None and (identity is not None or service):
         raise ConfigurationError("--ca cannot be combined with --identity or --service, which need the other port")
     try:
@@ -54,6 +58,13 @@ def check_health(server: str, *, ca: Path | None = None, identity: Path | None =
         if ca is None or refusal.code != Code.NOT_ALLOWED:
             raise
         return "replies"
+    except LinkError as error:
+        if ca is None or not _wants_certificate(server, ca):
+            raise
+        raise LinkError(
+            f"server {server} has a certificate of this CA, but this is its main port, which wants one of you too: "
+            "give --identity with your directory, or --ca with the enrolment port ([server] enrol_listen)"
+        ) from error
 
 
 def _said(channel: Any, server: str, services: Iterable[str]) -> str:
@@ -79,6 +90,23 @@ def _channel(server: str, ca: Path | None, identity: Path | None) -> Any:
     if ca is not None:
         return grpc.secure_channel(server, grpc.ssl_channel_credentials(_authorities(ca)))
     return grpc.insecure_channel(server)
+
+
+def _wants_certificate(server: str, ca: Path) -> bool:
+    """Returns whether a server that is the CA's hangs up after the handshake, as the port for identities does."""
+    host, _, port = server.rpartition(":")
+    name, context = host.strip("[]"), ssl.create_default_context(cafile=str(ca))
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection((name, int(port)), HEALTH_SECONDS) as raw,
+            context.wrap_socket(raw, server_hostname=name) as wrapped,
+        ):
+            return not wrapped.recv(1)
+    except ssl.SSLError as error:
+        return "CERTIFICATE_REQUIRED" in str(error)
+    except OSError:
+        return False
 
 
 def _authorities(path: Path) -> bytes:
