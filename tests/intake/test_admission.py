@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from operator import attrgetter
 from typing import Any
 
@@ -185,8 +186,8 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "extractor": (
         {"extractor_fingerprint": "a" * 64},
-        "extractor: the device has aaaaaaaaaaaa, run 'digits' has eeeeeeeeeeee; "
-        "give 'small' the extractor that run.toml names as [model] extractor",
+        "extractor: the device has another one in 'small' (aaaaaaaaaaaa), run 'digits' has eeeeeeeeeeee; "
+        "build the app's model on the extractor that run.toml names as [model] extractor",
     ),
     "no samples": (
         {"samples": 0},
@@ -213,8 +214,8 @@ def test_a_device_that_does_not_fit_is_refused_with_both_sides(fleet: Fleet, nam
             {"same_architecture": True},
             {"model_fingerprint": "b" * 64},
             {"model_fingerprint": "c" * 64},
-            "model: the device has cccccccccccc, run 'digits' has bbbbbbbbbbbb; replace 'small' by the model that "
-            "run.toml names as [model] device",
+            "model: the device has 'small' (cccccccccccc), run 'digits' has bbbbbbbbbbbb; pass the model that "
+            "run.toml names as [model] device to Device(model=...)",
         ),
         (
             {"proxy_set": True},
@@ -232,6 +233,15 @@ def test_what_a_method_requires_is_compared(
     with pytest.raises(RefusedError) as error:
         strict.check_in(profile=make_profile(**profile))
     assert str(error.value) == sentence
+
+
+def test_the_models_of_device_and_run_are_named(store: Store) -> None:
+    needs = contract_pb2.Requirements(same_architecture=True)
+    fleet = Fleet(store, requirements=needs, model_fingerprint="b" * 64)
+    models = {"model": {"device": "digits_mlp_small", "extractor": "digits_extractor"}}
+    store.database.write("UPDATE runs SET config = ?", json.dumps(models))
+    with pytest.raises(RefusedError, match=r"has 'small' \(cccc.*, run 'digits' has 'digits_mlp_small' \(bbbb"):
+        fleet.check_in(profile=make_profile(model_fingerprint="c" * 64))
 
 
 def test_what_no_method_requires_may_differ(store: Store) -> None:

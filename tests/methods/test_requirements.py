@@ -82,12 +82,13 @@ def required(contract: Contract, profile: Profile) -> Iterator[tuple[str, Violat
     """For each field of `Requirements` that is set, devices that do not fit it."""
     needs, model = contract.requirements, profile.model_name
     if needs.same_extractor:
-        advice = f"give {model!r} the extractor that run.toml names as [model] extractor"
-        sentence = mismatch("extractor", "a" * 12, contract.extractor_fingerprint[:12], advice)
+        advice = "build the app's model on the extractor that run.toml names as [model] extractor"
+        has = f"another one in {model!r} ({'a' * 12})"
+        sentence = mismatch("extractor", has, contract.extractor_fingerprint[:12], advice)
         yield "same_extractor", (changed(extractor_fingerprint=ABSENT), Code.CONTRACT_MISMATCH, sentence)
     if needs.same_architecture:
-        advice = f"replace {model!r} by the model that run.toml names as [model] device"
-        sentence = mismatch("model", "a" * 12, contract.model_fingerprint[:12], advice)
+        advice = "pass the model that run.toml names as [model] device to Device(model=...)"
+        sentence = mismatch("model", f"{model!r} ({'a' * 12})", contract.model_fingerprint[:12], advice)
         yield "same_architecture", (changed(model_fingerprint=ABSENT), Code.CONTRACT_MISMATCH, sentence)
     if needs.proxy_set:
         advice = "update the device's SDK, which downloads the run's proxy set automatically"

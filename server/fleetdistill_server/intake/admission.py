@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.kind import allow_line
@@ -17,8 +19,15 @@ _USUAL_CHARACTERS = 64
 _MOST_CHARACTERS = {"model_name": 128, "features": MAX_NAME}
 
 
-def check_profile(contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile) -> None:
+def check_profile(
+    contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile, models: Mapping[str, str] | None = None
+) -> None:
     """Checks that a device's profile fits the run's contract.
+
+    Args:
+        contract: The run's contract.
+        profile: What the device says of its model and data.
+        models: Names of the run's models, as in [model] of run.toml, for the message.
 
     Raises:
         RefusedError: The profile is too large or does not fit; the message gives both values and a remedy.
@@ -34,12 +43,14 @@ def check_profile(contract: contract_pb2.Contract, profile: contract_pb2.DeviceP
     _check_shapes(contract, profile)
     needs = contract.requirements
     if needs.same_extractor and profile.extractor_fingerprint != contract.extractor_fingerprint:
-        found, wanted = profile.extractor_fingerprint[:12], contract.extractor_fingerprint[:12]
-        advice = f"give {profile.model_name!r} the extractor that run.toml names as [model] extractor"
+        found = f"another one in {profile.model_name!r} ({profile.extractor_fingerprint[:12]})"
+        wanted = _named((models or {}).get("extractor", ""), contract.extractor_fingerprint)
+        advice = "build the app's model on the extractor that run.toml names as [model] extractor"
         _mismatch("extractor", found, wanted, contract, advice)
     if needs.same_architecture and profile.model_fingerprint != contract.model_fingerprint:
-        found, wanted = profile.model_fingerprint[:12], contract.model_fingerprint[:12]
-        advice = f"replace {profile.model_name!r} by the model that run.toml names as [model] device"
+        found = _named(profile.model_name, profile.model_fingerprint)
+        wanted = _named((models or {}).get("device", ""), contract.model_fingerprint)
+        advice = "pass the model that run.toml names as [model] device to Device(model=...)"
         _mismatch("model", found, wanted, contract, advice)
     if needs.proxy_set and profile.proxy_digest != contract.proxy_digest:
         found, wanted = profile.proxy_digest.hex()[:12], contract.proxy_digest.hex()[:12]
@@ -104,6 +115,11 @@ def _check_columns(contract: contract_pb2.Contract, profile: contract_pb2.Device
             f"{', '.join(missing)}; {allow_line({*profile.allowed_columns, *missing})}",
             {"columns": ",".join(missing)},
         )
+
+
+def _named(name: str, fingerprint: str) -> str:
+    """Returns a model's name, if it is known, and the beginning of its fingerprint."""
+    return f"{name!r} ({fingerprint[:12]})" if name else fingerprint[:12]
 
 
 def _mismatch(

@@ -6,6 +6,7 @@ thread-safe. Writes go through `commit`, for which the front passes its group-co
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -141,7 +142,8 @@ class DeviceApi:
         self, run: str, device: str, contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile
     ) -> None:
         try:
-            check_profile(contract, profile)
+            config = json.loads((self.store.runs.get(run) or {}).get("config") or "{}")
+            check_profile(contract, profile, config.get("model"))
         except RefusedError as refusal:
             self._refusals.note(run, 0, device, refusal, known=self.store.devices.get(run, device) is not None)
             raise
