@@ -15,7 +15,7 @@ from support.sdk_fleet import ALLOW, RUN, Crash, Fleet, crashing_link, make_devi
 from fleetdistill import Device, Step
 from fleetdistill.errors import ConfigurationError, LinkError, NoRoomError, RefusedError
 from fleetdistill.state.sent_ledger import SentLedger
-from fleetdistill.testing import EventLog, FaultyLink, lost, lost_reply
+from fleetdistill.testing import EventLog, FaultyLink, lost, lost_reply, refused
 from fleetdistill.wire.codec import decode
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 
@@ -57,6 +57,28 @@ def test_the_ledger_has_what_a_check_in_and_a_decline_say(fleet: Fleet, tmp_path
     assert (declined.kind, declined.step, declined.outcome) == ("decline", "no-such-step", "sent")
     assert "has no handler for step" in declined.text
     assert totals.messages == {"check-in": 1, "decline": 1}
+
+
+def test_a_check_in_without_a_reply_is_recorded_once(fleet: Fleet, tmp_path: Path) -> None:
+    def check_ins() -> list[str]:
+        return [one.outcome for one in device.ledger.entries if one.kind == "check-in"]
+
+    with make_device(fleet, tmp_path) as device:
+        device.step(0)
+        assert check_ins() == ["sent"]
+    away = FaultyLink(MemoryLink(fleet.api), *(lost("check_in", nth) for nth in (1, 2, 3)))
+    with make_device(fleet, tmp_path, link=away) as device:
+        for _ in range(3):
+            with pytest.raises(LinkError):
+                device.step(0)
+            assert check_ins() == ["sent", "may have been sent"]
+        device.step(0)
+        assert check_ins() == ["sent", "sent"]
+    busy = FaultyLink(MemoryLink(fleet.api), refused("check_in", "too-many"))
+    with make_device(fleet, tmp_path, link=busy) as device:
+        with pytest.raises(LinkError):
+            device.step(0)
+        assert check_ins() == ["sent"] * 3, "a server that refuses it has it"
 
 
 @pytest.mark.parametrize("fault", [lost("upload"), lost_reply("upload")], ids=["lost", "lost reply"])

@@ -19,6 +19,7 @@ from fleetdistill.errors import (
     DataError,
     FleetDistillError,
     NoSamplesError,
+    RefusedError,
     StateError,
 )
 from fleetdistill.link.base import Link
@@ -90,8 +91,12 @@ class CheckIn:
         """Whether the device must check in, because it has not, or because the app has narrowed `allow` since."""
         return self._session.terms is None or self._columns_sent != self._session.consent.columns
 
-    def check_in(self) -> service_pb2.CheckInResponse:
-        """Checks the device in; uses the saved profile if there is one, so that an idle device does not load torch."""
+    def check_in(self, on_reply: Callable[[], None] = lambda: None) -> service_pb2.CheckInResponse:
+        """Checks the device in; uses the saved profile if there is one, so that an idle device does not load torch.
+
+        Args:
+            on_reply: Called when the server has replied, before the event.
+        """
         profile, columns = self._saved_profile(), self._session.consent.columns
         run, made_now = self._session.identity.run, False
         if profile is None:
@@ -113,6 +118,7 @@ class CheckIn:
         self._session.terms, self._columns_sent = terms, columns
         self._events.rounds = terms.contract.rounds
         device = self._session.identity.device
+        on_reply()
         text, reveals = f"{device} takes part in run {terms.contract.run!r}", _reveals(terms.contract)
         self._events.emit_checked_in(text, reveals, leaves_the_process=self._session.link.remote)
         return terms
@@ -130,11 +136,21 @@ class CheckIn:
     def _call_server(self, profile: contract_pb2.DeviceProfile | None, run: str) -> service_pb2.CheckInResponse:
         """Sends a check-in; one with a profile is recorded in the ledger first."""
         if profile is not None:
-            self._storage.ledger.record(check_in_entry(run, profile.samples, profile.ByteSize()))
+            self._storage.ledger.begin_check_in(check_in_entry(run, profile.samples, profile.ByteSize()))
         identity = self._session.identity
         if run and identity.HasField("abilities"):  # the run that was chosen a moment ago, even if others fit now
             identity = service_pb2.Identity(run=run, device=identity.device, secret=identity.secret)
-        return self._session.link.check_in(identity, profile)
+        try:
+            terms = self._session.link.check_in(identity, profile)
+        except RefusedError:
+            self._note_reply(run, profile)
+            raise
+        self._note_reply(run, profile)
+        return terms
+
+    def _note_reply(self, run: str, profile: contract_pb2.DeviceProfile | None) -> None:
+        if profile is not None:
+            self._storage.ledger.end_check_in(run)
 
     def _profile_of(self, compute: Compute) -> contract_pb2.DeviceProfile:
         # Imported here because it loads methods: the front imports this package and must not load them.

@@ -135,6 +135,12 @@ class _NoLedger(SentLedger):
     def begin_answer(self, entry: Sent) -> None:
         return
 
+    def begin_check_in(self, entry: Sent) -> None:
+        return
+
+    def end_check_in(self, run: str) -> None:
+        return
+
     def end_answer(self, run: str, name: tuple[int, int, int], *, receipt: str = "", code: str = "") -> None:
         return
 

@@ -16,7 +16,7 @@ class Sent:
 
     Attributes:
         kind: `answer`, `check-in` or `decline`.
-        time: When the device was about to send it, in Unix seconds.
+        time: When the device was about to send it, in Unix seconds; for a check-in that was tried again, first.
         bytes: Size of the message, uncompressed.
         run: Name of the run.
         round, step, step_number, attempt: The ask, and the attempt to answer it; 0 and empty for a check-in.
@@ -26,6 +26,7 @@ class Sent:
         receipt: Id of the server's receipt; empty without one.
         code: Code of the server's refusal; empty without one.
         text: Reason of a decline.
+        replied: Of a check-in, whether the server replied to it.
     """
 
     kind: str
@@ -42,12 +43,16 @@ class Sent:
     receipt: str = ""
     code: str = ""
     text: str = ""
+    replied: bool = False
 
     @property
     def outcome(self) -> str:
-        """`received`, `refused`, or `may have been sent` for an answer without either; `sent` for other kinds."""
+        """`received`, `refused`, or `may have been sent` for an answer without either.
+
+        `sent` for a decline, and for a check-in to which the server replied; else `may have been sent`.
+        """
         if self.kind != ANSWER:
-            return "sent"
+            return "sent" if self.kind == DECLINE or self.replied else "may have been sent"
         return "received" if self.receipt else "refused" if self.code else "may have been sent"
 
     @property

@@ -30,6 +30,8 @@ LEDGER = "ledger.jsonl"
 MOST_ENTRIES, KEPT_ENTRIES = 2000, 1000
 MOST_MONTHS = 240
 _OUTCOME, _MONTH = "outcome", "month"
+_CHECK_IN_NAME = (0, 0, 0)
+"""What outcomes name a check-in by; rounds begin with 1."""
 
 
 class SentLedger:
@@ -60,8 +62,20 @@ class SentLedger:
             self._write({"kind": _OUTCOME, "run": run, "name": list(name), "receipt": receipt, "code": code})
             failpoints.hit("device.ledger.after-outcome")
 
+    def begin_check_in(self, entry: Sent) -> None:
+        """Records a check-in durably before it is sent; a repeated attempt without a reply is not recorded again."""
+        with self._lock:
+            last = next((one for one in reversed(self._ledger().entries) if one.kind == CHECK_IN), None)
+            if last is None or last.replied or replace(entry, time=last.time) != last:
+                self._append(entry)
+
+    def end_check_in(self, run: str) -> None:
+        """Records that the server replied to the last check-in."""
+        with self._lock:
+            self._write({"kind": _OUTCOME, "run": run, "name": list(_CHECK_IN_NAME), "receipt": "", "code": ""})
+
     def record(self, entry: Sent) -> None:
-        """Records a check-in or a decline durably before it is sent."""
+        """Records a decline durably before it is sent."""
         with self._lock:
             self._append(entry)
 
@@ -164,8 +178,8 @@ class _Reader:
     def _end(self, run: str, name: tuple[int, ...], receipt: str, code: str) -> None:
         for at in reversed(range(len(self.entries))):
             one = self.entries[at]
-            if one.kind == ANSWER and (one.run, one.name) == (run, name):
-                self.entries[at] = replace(one, receipt=receipt, code=code)
+            if one.kind != DECLINE and (one.run, one.name) == (run, name):
+                self.entries[at] = replace(one, receipt=receipt, code=code, replied=one.kind == CHECK_IN)
                 return
 
     @property
