@@ -16,12 +16,16 @@ import pytest
 from link.test_hostile_server import DATA, device_at, model
 from support.hostile_server import LyingLink, ask
 from support.processes import PATIENCE_SECONDS, module_path
+from support.sdk_fleet import Fleet, make_device
 from torch import nn
 
 from fleetdistill import Device, Event, Step
+from fleetdistill.device.contact import LONGEST_PAUSE_SECONDS
+from fleetdistill.device.engine import POLL_SECONDS
 from fleetdistill.errors import DeviceBusyError, DeviceClosedError, LinkError
-from fleetdistill.testing import FaultyLink, ManualClock, lost
+from fleetdistill.testing import EventLog, FaultyLink, ManualClock, lost
 from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_server.simulation.links.memory_link import MemoryLink
 
 COME_BACK = service_pb2.NextAskResponse(come_back=service_pb2.ComeBack(after_seconds=7, before_seconds=7))
 
@@ -378,3 +382,41 @@ def test_an_apps_own_handler_for_ctrl_c_is_respected(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert pressed == [signal.SIGINT] * 2
+
+
+# --- what an app is told while nothing happens
+
+
+def test_a_first_contact_comes_before_the_check_in_and_returns_nothing(fleet: Fleet, tmp_path: Path) -> None:
+    events, clock = EventLog(), ManualClock()
+    away = FaultyLink(MemoryLink(fleet.api), lost("check_in"), lost("next_ask", 2))
+    with make_device(fleet, tmp_path, events, link=away, clock=clock) as device:
+        for _ in range(5):
+            device.tick()
+            clock.advance(LONGEST_PAUSE_SECONDS)
+    told = [(one.kind, one.text.split(" after ")[0]) for one in events if "contact" in one.kind or "check" in one.kind]
+    assert [kind for kind, _ in told] == [
+        *("lost-contact", "contact-returned", "checked-in"),
+        *("lost-contact", "contact-returned"),
+    ]
+    assert told[0][1].startswith("no contact yet: check_in: the server cannot be reached")
+    assert told[1][1] == "the server can be reached"
+    assert told[3][1].startswith("next_ask: the server cannot be reached")
+    assert told[4][1] == "the server can be reached again"
+
+
+def test_a_wait_for_other_devices_is_an_event_at_each_end(fleet: Fleet, tmp_path: Path) -> None:
+    events, clock = EventLog(), ManualClock()
+    with make_device(fleet, tmp_path, events, clock=clock) as device:
+        device.tick()
+        clock.advance(POLL_SECONDS - 1)
+        device.tick()
+        assert events.kinds()[-1] == "checked-in", "a short wait is nothing to tell"
+        for _ in range(3):
+            clock.advance(1)
+            device.tick()
+        assert events.kinds()[-2:] == ["checked-in", "waiting"]
+        fleet.ask("d")
+        device.tick()
+        assert [one.values for one in events if one.kind in ("waiting", "resumed")] == [{"condition": "work"}] * 2
+        assert events.kinds().index("resumed") < events.kinds().index("ask")

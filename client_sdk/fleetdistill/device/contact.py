@@ -27,6 +27,7 @@ class Contact:
         self._events, self._clock = events, clock
         self._pause = _FIRST_PAUSE_SECONDS
         self._reason = ""  # the last reported error; empty while there is contact
+        self._known = False  # whether the server has ever replied
         self._lost_at = 0.0
 
     def lost(self, error: LinkError) -> float:
@@ -38,7 +39,8 @@ class Contact:
             self._lost_at = self._clock.now()
         if str(error) != self._reason:
             self._reason = str(error)
-            self._events.emit("lost-contact", 0, f"{self._reason}; the device keeps trying")
+            first = "" if self._known else "no contact yet: "
+            self._events.emit("lost-contact", 0, f"{first}{self._reason}; the device keeps trying")
         pause = error.after_seconds + _pauses.uniform(self._pause / 2, self._pause)
         self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
         return pause
@@ -48,8 +50,10 @@ class Contact:
         if self._reason:
             self._reason = ""
             seconds = self._clock.now() - self._lost_at
-            text = f"the server can be reached again after {seconds:.0f} seconds"
+            again = " again" if self._known else ""
+            text = f"the server can be reached{again} after {seconds:.0f} seconds"
             self._events.emit("contact-returned", 0, text, {"seconds": seconds})
+        self._known = True
 
     def reset_pause(self) -> None:
         """Makes the next pause short again, after a turn without an error."""

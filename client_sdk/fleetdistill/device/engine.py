@@ -49,6 +49,7 @@ class Engine:
         self._manners = Manners(session, events, stopped)
         self._pause = 0.0  # seconds to wait after the last turn
         self._resume_at = 0.0  # time before which `tick` does nothing
+        self._asks_since: float | None = None  # when the device first asked for work that there was none of
 
     def run(self) -> None:
         """Runs turns until the run is finished or the device is stopped; retries while the server is unavailable."""
@@ -134,8 +135,7 @@ class Engine:
         with self._session.guard.held():
             self._check_in.take_replaced_data()
             if self._check_in.is_due:
-                self._check_in.check_in()
-                self._contact.restored()
+                self._check_in.check_in(self._contact.restored)
             pending = self._session.storage.outbox.pending()
             self._events.emit_put_aside(self._session.storage.put_aside)
         if pending is not None:
@@ -147,9 +147,21 @@ class Engine:
         self._deployer.settle()
         if not self._check_in.has_samples():
             raise NoSamplesError()
+        asked_at = self._session.clock.now()
         response = self._session.link.next_ask(self._session.identity, wait_seconds)
         self._contact.restored()
+        self._note_work(response, asked_at)
         return self._handle(response)
+
+    def _note_work(self, response: service_pb2.NextAskResponse, asked_at: float) -> None:
+        """Emits an event once the run has had no work for a while, and one when it has."""
+        if response.WhichOneof("next") in ("ask", "finished") or response.come_back.reason:
+            self._asks_since = None
+            self._events.emit_work(there_is_some=response.HasField("ask"))
+            return
+        self._asks_since = asked_at if self._asks_since is None else self._asks_since
+        if self._session.clock.now() - self._asks_since >= POLL_SECONDS:
+            self._events.emit_no_work()
 
     def _wait_for_samples(self, none: NoSamplesError, wait_seconds: float) -> Step:
         """Waits without asking the server for work, which the device cannot do without samples."""

@@ -81,7 +81,7 @@ class Events:
     def __init__(self, guard: Guard, device_id: str) -> None:
         self._guard, self._device_id = guard, device_id
         self.rounds = 0
-        self._without_samples = False
+        self._without_samples = self._without_work = False
         self._reason = ""  # the last reported reason for having no work
 
     def emit(self, kind: str, number: int, text: str, values: dict[str, Any] | None = None) -> None:
@@ -192,6 +192,19 @@ class Events:
         if not self._without_samples:
             self.emit("no-samples", 0, text)
         self._without_samples = True
+
+    def emit_no_work(self) -> None:
+        """Emits that the run has had no work for a while, once until it has some."""
+        if not self._without_work:
+            text = "the run has no work for this device now, for example because it waits for other devices"
+            self.emit("waiting", 0, f"{text}; the device keeps asking", {"condition": "work"})
+        self._without_work = True
+
+    def emit_work(self, *, there_is_some: bool) -> None:
+        """Ends what `emit_no_work` began; emits that there is work, unless the run has stopped or is over."""
+        if self._without_work and there_is_some:
+            self.emit("resumed", 0, "the run has work for this device again", {"condition": "work"})
+        self._without_work = False
 
     def emit_reason(self, reason: str) -> None:
         """Emits the server's reason for having no work, once per reason; empty if there is work."""
