@@ -95,10 +95,11 @@ def in_the_end(app: Any) -> None:
 @pytest.mark.parametrize("sync", [True, False], ids=["function", "coroutine"])
 def test_whatever_the_callback_raises_run_returns(tmp_path: Path, error: type[BaseException], sync: bool) -> None:
     """KeyboardInterrupt and SystemExit end the app; everything else is an event."""
-    kinds: list[str] = []
+    kinds, errors = list[str](), list[str]()
 
     def fail(event: Event) -> None:
         kinds.append(event.kind)
+        errors.extend([event.values["error"]] if event.kind == "callback-failed" else [])
         if event.kind == "delivered":
             raise error()
 
@@ -117,6 +118,7 @@ def test_whatever_the_callback_raises_run_returns(tmp_path: Path, error: type[Ba
     else:
         in_the_end(app)
         assert kinds[-3:] == ["delivered", "callback-failed", "finished"]
+        assert errors == [error.__name__], "as the app raised it"
     device_at(LyingLink(), tmp_path)[0].close()  # the state directory is free
 
 

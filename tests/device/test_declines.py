@@ -70,6 +70,25 @@ def test_an_ask_that_comes_again_is_declined_after_longer_and_longer_pauses(tmp_
     ]
 
 
+def test_a_fault_that_recurs_is_one_traceback_and_then_lines(
+    fleet: Fleet, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(ask: Any) -> None:
+        raise ValueError("a fault of the app's model that recurs")
+
+    events = EventLog()
+    with make_device(fleet, tmp_path, events) as device:
+        device.step(0)
+        compute_of(device).method.handle = fail
+        for _ in range(3):
+            fleet.ask("d")
+            assert device.step(0) is Step.DECLINED
+    logged = [one for one in caplog.records if "failed with ValueError: a fault of the app's model" in one.getMessage()]
+    noted = [one.exc_info is not None for one in logged if one.name == "fleetdistill.device.compute"]
+    assert noted == [True, False, False]
+    assert events.kinds().count("dropped") == 3
+
+
 # --- room, and questions that cannot be understood
 
 

@@ -147,8 +147,9 @@ class Predictor:
         if self._model is None:
             reason = f" ({self.error})" if self.error else ""
             raise ModelError(
-                f"{self._path} has no usable model{reason}; run the device until its event 'exported', "
-                "and check `predictor.ready`"
+                f"{self._path} has no usable model{reason}; run the device until its event 'exported', and check "
+                "`predictor.ready`. A device with export_onnx='never' writes none: use 'round' or 'finish', or predict "
+                "with `device.predict` in the device's process"
             )
         return self._model
 

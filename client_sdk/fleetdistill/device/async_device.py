@@ -163,8 +163,15 @@ class AsyncDevice:
             if inspect.isawaitable(result):
                 await result
         except BaseException as error:
-            return error
+            return _raised_by_app(error)
         return None
+
+
+def _raised_by_app(error: BaseException) -> BaseException:
+    """Returns what the app raised: Python raises a RuntimeError where a StopIteration leaves a coroutine."""
+    cause = error.__cause__
+    hidden = isinstance(error, RuntimeError) and isinstance(cause, (StopIteration, StopAsyncIteration))
+    return cause if cause is not None and hidden and str(error).startswith("coroutine raised") else error
 
 
 def _called(function: Callable[[Device], T], device: Device) -> T:

@@ -53,11 +53,16 @@ FAULTS = (
 """Exceptions that Python, NumPy and torch raise for unsuitable values; an app's own exceptions are excluded."""
 
 
+_logged: set[str] = set()
+"""Faults whose traceback is in the log; a model that fails in every round fills it with one line each."""
+_MOST_LOGGED = 100
+
+
 @contextlib.contextmanager
 def faults_decline(what: str) -> Iterator[None]:
     """Turns computation errors in the block into `CannotAnswer`, so that a server's values cannot end an app.
 
-    This includes errors in the app's model; their traceback is logged.
+    This includes errors in the app's model; their traceback is logged the first time, then one line.
 
     Args:
         what: Name of the computation, for the message.
@@ -65,10 +70,13 @@ def faults_decline(what: str) -> Iterator[None]:
     try:
         yield
     except FAULTS as error:
-        logger.warning("%s failed", what, exc_info=error)
         message = str(error).strip().split("\n")[0][:300]
+        name = f"{what} failed with {type(error).__name__}: {message}"
+        logger.warning("%s", name, exc_info=None if name in _logged else error)
+        if len(_logged) < _MOST_LOGGED:
+            _logged.add(name)
         raise CannotAnswer(
-            f"{what} failed with {type(error).__name__}: {message}; either the server's values do not fit this device, "
+            f"{name}; either the server's values do not fit this device, "
             "or the app's model is faulty. See the traceback in the log"
         ) from error
 
