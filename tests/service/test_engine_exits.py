@@ -309,6 +309,7 @@ def test_restarts_are_counted_over_stops_of_the_run(service: Service) -> None:
     leading.stop(service.store, RUN)
     service.look(None, 2)
     assert restarts() == []
+    service.child = None  # its next process is another one
     leading.start(service.store, RUN)
     service.look(None, 2)
     assert restarts() == before
