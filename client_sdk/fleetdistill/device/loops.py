@@ -200,8 +200,8 @@ class Loops:
         """Ends the work in progress; `run`, the background thread, `step` or `tick` then returns.
 
         Training ends after the current mini-batch, and calls to the server are cancelled. The committed state is
-        unchanged. A later turn does the same work again, if the server still requests it. An interrupted ask stays open:
-        the round waits for its answer until that turn, or until the ask's deadline or the device's lease ends.
+        unchanged. A later turn does the same work again, if the server still requests it. An interrupted ask stays
+        open: the round waits for its answer until that turn, or until the ask's deadline or the device's lease ends.
 
         If no work is in progress, ends the next `run`, `step` or `tick`, but not the next `start`. Does not wait. The
         device can be used again. Thread-safe; may be called from a signal handler.
