@@ -197,7 +197,7 @@ def test_a_device_more_does_not_ask_the_store_again(monkeypatch: pytest.MonkeyPa
 
 def test_the_operators_page_explains_every_column_of_a_round() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/runs.md").read_text(encoding="utf-8")
-    table = page.split("`runs show` has these columns for every round:")[1].split("\n\n")[1]
+    table = page.split("with these columns:")[1].split("\n\n")[1]
     explained = {name for cell in re.findall(r"^\| ([a-z, ]+) \|", table, re.MULTILINE) for name in cell.split(", ")}
     columns = {views.heading(name) for name in views.run(filled(1), "r").lists["rounds"][0]}
     assert columns - {"round"} == explained - {"column"}
