@@ -253,7 +253,10 @@ def test_the_command_asks_before_it_deletes(directory: Path) -> None:
     assert code == 0
     assert said.startswith(f"{question}y\nrun 'digits' is deleted: 2 rounds, 0 events, 0 figures, 3 payloads (")
     code, said = call(directory, "delete", RUN)
-    assert (code, said) == (1, "error: there is no run 'digits'; nothing to delete\n")
+    assert (code, said) == (0, "there is no run 'digits'; nothing to delete\n")
+    for _ in range(2):
+        code, said = call(directory, "delete", "digts")
+        assert (code, said) == (1, "error: there is no run 'digts'; nothing to delete\n"), "a mistake in the name"
     code, said = call(directory, "delete", "other", "--yes")
     assert (code, files(directory)) == (0, set())
 

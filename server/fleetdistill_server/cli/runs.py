@@ -21,10 +21,12 @@ from fleetdistill_server.cli.options import (
     report_errors,
     show,
 )
+from fleetdistill_server.operations.interface import Source
 from fleetdistill_server.operations.local_calls import noted_around
 from fleetdistill_server.operations.source import open_source, open_store
 from fleetdistill_server.service.serve_lock import serving
-from fleetdistill_server.views.deleted import left_for_later, payloads
+from fleetdistill_server.views.deleted import NOTHING, left_for_later, payloads
+from fleetdistill_server.views.operators import cells
 from fleetdistill_server.views.units import counted
 
 _MOST_ROUNDS = 20
@@ -152,7 +154,8 @@ def runs_delete(
 ) -> None:
     """Deletes a run and its model, whatever its status. Example: fleetdistill runs delete digits --yes
 
-    If there is no such run, it deletes what an interrupted deletion has left, and the exit status is 1.
+    It can be repeated, and then deletes what an interrupted deletion has left. The exit status is 1 for a name that no
+    run had.
     """
     with open_source(store, server, identity) as source:
         row = next((one for one in source.runs().lists["runs"] if one["run"] == run), None)
@@ -160,9 +163,15 @@ def runs_delete(
             what = f"It is {row['status']} and has {counted(row['completed_rounds'], 'completed round')}."
             typer.confirm(f"{what} Delete run {run!r} with its model, receipts and figures?", abort=True)
         text = source.delete(run)
-        if row is None:
+        if row is None and not _was_deleted(source, run):
             raise ConfigurationError(text)
         typer.echo(text)
+
+
+def _was_deleted(source: Source, run: str) -> bool:
+    """Returns whether a deletion of the run was begun earlier; then a repetition is no mistake in the name."""
+    calls = source.operators(call="DeleteRun", text=run).lists["operators"]
+    return any(cells(call)["run"] == run and NOTHING not in call["result"] for call in calls)
 
 
 @runs_app.command("watch")

@@ -5,11 +5,14 @@ from __future__ import annotations
 from fleetdistill_server.store.retention import Freed, Pruned
 from fleetdistill_server.views.units import counted, readable_bytes
 
+NOTHING = "nothing to delete"
+"""End of the sentence on a run that does not exist, also as the result of an operator's call."""
+
 
 def deleted(run: str, gone: Pruned | None) -> str:
     """Returns sentences on a deleted run; None if there was no such run."""
     if gone is None:
-        return f"there is no run {run!r}; nothing to delete"
+        return f"there is no run {run!r}; {NOTHING}"
     rows = f"{counted(gone.rounds, 'round')}, {counted(gone.events, 'event')}, {counted(gone.figures, 'figure')}"
     later = left_for_later(gone.later)
     return f"run {run!r} is deleted: {rows}, {payloads(gone.freed)}" + (f"\n{later}" if later else "")
