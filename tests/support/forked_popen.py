@@ -70,6 +70,8 @@ class ForkedPopen:
         self.stdout, out = _pipe(text) if stdout == subprocess.PIPE else (None, _number(stdout, 1))
         self.stderr, err = _pipe(text) if stderr == subprocess.PIPE else (None, _number(stderr, 2))
         self.stdin: IO[Any] | None = None
+        self._readers: list[threading.Thread] = []
+        self._read: dict[int, Any] = {}  # texts by stream
         files = {number: _File(number) for number in pass_fds}
         if stdin == subprocess.PIPE:
             here, there = os.pipe()
@@ -125,15 +127,15 @@ class ForkedPopen:
         if self.stdin is not None and input is not None:
             with self.stdin:
                 self.stdin.write(input.encode())
-        streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
-        texts: dict[int, Any] = {}
-        readers = [threading.Thread(target=_read, args=(stream, texts), daemon=True) for stream in streams]
-        for reader in readers:
-            reader.start()
+        if not self._readers:  # a call after a timeout goes on with what was read
+            streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
+            self._readers = [threading.Thread(target=_read, args=(one, self._read), daemon=True) for one in streams]
+            for reader in self._readers:
+                reader.start()
         self.wait(timeout)
-        for reader in readers:
+        for reader in self._readers:
             reader.join()
-        return texts.get(id(self.stdout)), texts.get(id(self.stderr))
+        return self._read.get(id(self.stdout)), self._read.get(id(self.stderr))
 
     def __enter__(self) -> ForkedPopen:
         return self
