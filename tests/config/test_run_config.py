@@ -314,6 +314,11 @@ def test_bad_classes_are_refused_with_one_sentence(classes: object) -> None:
     )
 
 
+def test_a_class_with_control_characters_is_refused() -> None:
+    text = refusal(with_setting("contract", "classes", ["a", "b\x1b[2J"]))
+    assert text.endswith("must be names without control characters")
+
+
 @pytest.mark.parametrize("value", [0.1, 0.05, 0.0, -1.0, 1.0, 2, math.nan])
 def test_a_target_peak_outside_its_range_is_refused(value: float) -> None:
     assert refusal(with_setting("method", "target_peak", value)) == (

@@ -40,6 +40,26 @@ def external_weights() -> bytes:
     return file_of([helper.make_node("Add", ["input", "w"], ["features"])], [tensor])
 
 
+def varint(number: int) -> bytes:
+    low = bytes([number & 0x7F])
+    return low if number < 0x80 else bytes([low[0] | 0x80]) + varint(number >> 7)
+
+
+def field(number: int, data: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def loop_behind_high_bits() -> bytes:
+    """An operator whose field has number 2**29 + 4: onnxruntime reads 4, the operator's name."""
+    node = helper.make_node("Identity", ["input"], ["features"])
+    node.ClearField("op_type")
+    nodes = field(1, node.SerializeToString() + field((1 << 29) + 4, b"Loop"))
+    model = helper.make_model(helper.make_graph([], "graph", [IN], [OUT]), ir_version=8)
+    graph = model.graph.SerializeToString() + nodes
+    model.ClearField("graph")
+    return bytes(model.SerializeToString()) + field(7, graph)
+
+
 def huge_shape() -> bytes:
     nodes = [
         helper.make_node("ConstantOfShape", ["shape"], ["zeros"]),
@@ -54,10 +74,11 @@ def huge_shape() -> bytes:
     [
         (endless_loop(), "has the operator Loop, which may never end"),
         (external_weights(), "refers to external weights"),
+        (loop_behind_high_bits(), "a field has number 536870916"),
         (huge_shape(), "extractor"),
         (b"\xff" * 1000, "not a valid ONNX file"),
     ],
-    ids=["loop", "external", "huge", "garbage"],
+    ids=["loop", "external", "high-bits", "huge", "garbage"],
 )
 def test_a_hostile_extractor_is_refused(data: bytes, words: str) -> None:
     with pytest.raises(WireError, match=words):

@@ -101,6 +101,14 @@ def test_a_run_of_a_million_classes_is_refused(tmp_path: Path) -> None:
         device.run()
 
 
+def test_a_class_with_control_characters_is_refused(tmp_path: Path) -> None:
+    given = terms()
+    given.contract.classes[1] = "\x1b[2Jcat"
+    device, _ = device_at(LyingLink(ask(), terms=given), tmp_path)
+    with device, pytest.raises(WireError, match="control characters in its name, expected printable names"):
+        device.run()
+
+
 def test_an_app_sets_how_many_threads_a_run_may_have(tmp_path: Path) -> None:
     device, _ = device_at(LyingLink(terms=terms(threads=3)), tmp_path / "a", max_threads=2)
     with device, pytest.raises(ConfigurationError, match="3 threads, but this device allows 2"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from fleetdistill.deployment.batch import check_batch
 from fleetdistill.deployment.settings import is_installed
 from fleetdistill.deployment.stamp import check_stamp
 from fleetdistill.errors import ModelError, StateError
-from fleetdistill.training.onnx_file import cpu_session
+from fleetdistill.training.foreign_onnx import first_line, foreign_session
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +56,17 @@ class DeployedModel:
         """
         check_stamp(data)
         try:
-            self._session = cpu_session(data, threads)
-        except Exception as error:  # onnxruntime raises its own exception types
-            raise ModelError(f"onnxruntime cannot load the file: {_first_line(error)}") from error
+            self._session = foreign_session(data, threads, standard=False)
+        except ModelError as error:
+            raise ModelError(f"the file {error}") from error
         found: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
         self.version, self.round = _number(found, "version"), _number(found, "round")
         self.variant, self.run = found.get("answer", ""), found.get("run", "")
         self.class_names: Sequence[str] = tuple(found.get("class_names", "").split(","))
         self.quantized = found.get("quantized", "")
-        (given,) = self._session.get_inputs()
+        (given,), (output,) = self._session.get_inputs(), self._session.get_outputs()
+        if output.name != "logits" or len(given.shape) < 1:
+            raise ModelError(f"the file has the output {output.name[:40]!r}, expected 'logits'")
         self.input_shape = tuple(size if isinstance(size, int) else None for size in given.shape[1:])
 
     def predict(self, inputs: NDArray[Any]) -> NDArray[np.float32]:
@@ -76,10 +79,13 @@ class DeployedModel:
         check_batch(inputs, self.input_shape)
         batch = np.ascontiguousarray(inputs, np.float32)
         try:
-            return np.asarray(self._session.run(["logits"], {"input": batch})[0])
+            logits = np.asarray(self._session.run(["logits"], {"input": batch})[0])
         except Exception as error:
             shape = list(batch.shape)
-            raise ModelError(f"the model cannot process a batch of shape {shape}: {_first_line(error)}") from error
+            raise ModelError(f"the model cannot process a batch of shape {shape}: {first_line(error)}") from error
+        if logits.ndim != 2 or len(logits) != len(batch):
+            raise ModelError(f"the model gives shape {list(logits.shape)} for a batch of {len(batch)}")
+        return logits
 
 
 class Predictor:
@@ -211,10 +217,6 @@ def _identity_of(found: os.stat_result) -> tuple[int, ...]:
 
 def _number(metadata: Mapping[str, str], name: str) -> int:
     text = metadata.get(name, "")
-    if not text.isdigit():
+    if not re.fullmatch("[0-9]{1,18}", text):
         raise ModelError(f"the file has no {name} in its metadata; export it with this SDK")
     return int(text)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -76,6 +76,8 @@ def _check_contract(contract: contract_pb2.Contract, run: str) -> None:
         raise _invalid(contract, f"{len(contract.classes)} classes", f"2 to {MAX_CLASSES}")
     if any(len(name) > MAX_NAME for name in (contract.method, *contract.classes)):
         raise _invalid(contract, "a method or class with a long name", f"at most {MAX_NAME} characters")
+    if not all(name.isprintable() for name in contract.classes):
+        raise _invalid(contract, "a class with control characters in its name", "printable names")
     if contract.knowledge_type not in KNOWLEDGE_TYPES:
         raise _invalid(contract, f"unknown knowledge type {contract.knowledge_type}", "float32, float16 or uint8")
     _check_shape(contract, "inputs", contract.input_shape)

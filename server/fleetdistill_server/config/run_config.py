@@ -97,6 +97,8 @@ class ContractSection(Section):
         count = given if isinstance(given, int) and not isinstance(given, bool) else len(set(names))
         if count < 2 or len(set(names)) != len(names):
             raise ValueError("must be a number of classes or a list of distinct names, at least 2")
+        if not all(name.isprintable() for name in names):
+            raise ValueError("must be names without control characters")
         return given
 
     def class_names(self) -> list[str]:

@@ -1,0 +1,136 @@
+"""Opens ONNX files from elsewhere: of a server, or of another process. Does not import torch or onnx.
+
+onnxruntime loads such a file only after its content is checked: ONNX's external data could otherwise refer to files or
+memory of this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fleetdistill.errors import ModelError
+from fleetdistill.training.onnx_file import cpu_session
+
+_STANDARD = (b"", b"ai.onnx")  # domain names of standard operators
+_DEEPEST = 50
+# Field numbers in onnx.proto of the nested messages that can contain tensors or operators, by message.
+_WITHIN: Mapping[str, Mapping[int, str]] = {
+    "model": {7: "graph", 20: "training", 25: "function"},
+    "training": {1: "graph", 2: "graph"},
+    "function": {7: "node", 11: "attribute"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse tensor"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse tensor", 23: "sparse tensor"},
+    "sparse tensor": {1: "tensor", 2: "tensor"},
+}
+_NODE_OPERATOR, _NODE_DOMAIN = 4, 7
+_REPEATING = (b"Loop", b"Scan")
+"""Operators that may repeat for ever."""
+_TENSOR_EXTERNAL, _TENSOR_LOCATION = 13, 14
+_MOST_FIELDS = (1 << 29) - 1
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+
+
+def foreign_session(data: bytes, threads: int = 1, *, standard: bool = True) -> Any:
+    """Creates an onnxruntime session on the CPU for a file from elsewhere.
+
+    Args:
+        data: Content of the file.
+        threads: Number of threads of onnxruntime, at least 1.
+        standard: Accept only standard operators without loops. False for a model, whose graph is that of the app.
+
+    Raises:
+        ModelError: The file is not ONNX, refers to external weights, has operators that are not accepted, cannot be
+            loaded, or does not map one float32 tensor `input` to one float32 tensor. The message continues "the file".
+        ImportError: onnxruntime is not installed.
+    """
+    check_self_contained(data, standard=standard)
+    try:
+        session = cpu_session(data, threads)
+    except ImportError:
+        raise
+    except Exception as error:  # onnxruntime raises its own exception types
+        raise ModelError(f"cannot be loaded into onnxruntime: {first_line(error)}") from error
+    inputs, outputs = session.get_inputs(), session.get_outputs()
+    if [one.name for one in inputs] != ["input"] or [one.type for one in (*inputs, *outputs)] != ["tensor(float)"] * 2:
+        ends = ", ".join(f"{one.name[:40]!r} of type {one.type}" for one in (*inputs[:3], *outputs[:3]))
+        raise ModelError(
+            f"has {len(inputs)} inputs and {len(outputs)} outputs ({ends}), expected 'input' and one output, both "
+            "float32 tensors"
+        )
+    return session
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of onnxruntime's message, at most 300 characters."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+def check_self_contained(data: bytes, *, standard: bool = True) -> None:
+    """Raises ModelError for external data and for other files than ONNX; if `standard`, for loops and other domains."""
+    waiting: list[tuple[str, memoryview, int]] = [("model", memoryview(data), 0)]
+    try:
+        while waiting:
+            kind, message, depth = waiting.pop()
+            if depth > _DEEPEST:
+                raise ModelError(f"is nested more than {_DEEPEST} levels deep")
+            for number, value in _fields(message):
+                if kind == "tensor" and (number == _TENSOR_EXTERNAL or (number == _TENSOR_LOCATION and value != 0)):
+                    raise ModelError("refers to external weights, which are not allowed")
+                if kind == "node" and standard:
+                    _check_operator(number, value)
+                inner = _WITHIN.get(kind, {}).get(number)
+                if inner is not None:
+                    waiting.append((inner, _as_message(value), depth + 1))
+    except (IndexError, ValueError) as error:
+        raise ModelError(f"is not a valid ONNX file: {error}") from error
+
+
+def _check_operator(number: int, value: memoryview | int) -> None:
+    if number == _NODE_OPERATOR and bytes(_as_message(value)) in _REPEATING:
+        raise ModelError(f"has the operator {bytes(_as_message(value)).decode()}, which may never end")
+    if number == _NODE_DOMAIN and bytes(_as_message(value)) not in _STANDARD:
+        domain = bytes(_as_message(value)[:50]).decode(errors="replace")
+        raise ModelError(f"has an operator of domain {domain!r}, only standard operators are allowed")
+
+
+def _as_message(value: memoryview | int) -> memoryview:
+    if isinstance(value, int):
+        raise ValueError("expected a message, found a number")
+    return value
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int]]:
+    """Yields field numbers and values of a protobuf message, without copying."""
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        number, wire_type = key >> 3, key & 7
+        if number > _MOST_FIELDS:  # other readers drop the high bits, and read another field
+            raise ValueError(f"a field has number {number}, must be at most {_MOST_FIELDS}")
+        if wire_type == _VARINT:
+            value, at = _varint(message, at)
+            yield number, value
+            continue
+        if wire_type == _LENGTH:
+            size, at = _varint(message, at)
+        elif wire_type in (_FIXED32, _FIXED64):
+            size = 4 if wire_type == _FIXED32 else 8
+        else:
+            raise ValueError(f"a field has unsupported wire type {wire_type}, expected 0, 1, 2 or 5")
+        if at + size > len(message):
+            raise ValueError("a field is longer than its message")
+        yield number, message[at : at + size]
+        at += size
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise ValueError("a protobuf varint is longer than 10 bytes")
