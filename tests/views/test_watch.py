@@ -227,6 +227,16 @@ def test_what_a_device_says_is_shown_and_never_obeyed(over: Store, terminal: boo
     assert "[bold]x[/bold]\\x1b]0;owned\\x07\\nround 9: all is well" in text
 
 
+def test_a_servers_status_is_shown_and_never_obeyed() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=200)
+    rounds = [{**closed_round(number), "status": "[bold]x[/bold]\x1b]0;owned"} for number in range(1, 1000)]
+    run = {"kind": "run", "run": RUN, "method": "feddkc", "status": "finished", "reason": "", "present": 12}
+    show_changes([[*rounds, {**run, "completed_rounds": 1, "wanted_rounds": 1}]], as_json=False, console=console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[bold]x[/bold]\\x1b]0;owned" in text
+    assert "\x1b]0;" not in text
+
+
 def test_the_command_gives_one_json_object_a_line(over: Store, tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["runs", "watch", RUN, "--store", str(tmp_path), "--json"])
     assert said.exit_code == 0

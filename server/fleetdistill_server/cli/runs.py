@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.printable import printable
 from fleetdistill_server.cli.leading import COMMANDS
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
@@ -49,7 +50,7 @@ def runs_list(
     with open_source(store, server, identity) as source:
         show(source.runs(), as_json)
         for problem in source.problems():
-            typer.echo(f"warning: {problem}", err=True)
+            typer.echo(f"warning: {printable(problem)}", err=True)
 
 
 @runs_app.command("show")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,10 +15,11 @@ import tomli_w
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError
 from fleetdistill.link.credentials import load_credentials
 from fleetdistill.link.grpc_link import CALL_SECONDS, errors_of
+from fleetdistill.printable import printable
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server.operations.interface import Exported, Source
-from fleetdistill_server.operations.receiving import receive_backup, receive_model
+from fleetdistill_server.operations.receiving import json_row, receive_backup, receive_model
 from fleetdistill_server.security.tokens import MOST_TOKENS
 from fleetdistill_server.service.creation import CREATION_SECONDS, NewRun
 from fleetdistill_server.store.backup import BackedUp, check_empty
@@ -28,6 +29,8 @@ from fleetdistill_server.views.runs import View
 
 READ_SECONDS = 120.0
 """Longest duration of a read in seconds; a view of a large fleet takes several."""
+MOST_READ_BYTES = 256 << 20
+"""Largest size of one view in bytes; 100,000 devices have about 50 MB."""
 _TOKENS_AT_ONCE = 1000
 _ALWAYS = ("rounds", "bytes", "bytes_by_kind", "reported_uploads", "events")
 """Lists of a run that are shown even if they are empty."""
@@ -58,7 +61,7 @@ class OperatorClient(Source):
         )
         method = "ReadForOperators" if query.view in FOR_OPERATORS else "Read"
         with errors_of(self._server), self._earlier_release(method):
-            return joined(getattr(self._stub, method)(request, timeout=READ_SECONDS))
+            return _joined(getattr(self._stub, method)(request, timeout=READ_SECONDS))
 
     def runs(self) -> View:
         """Returns a view of all runs of the server; earlier servers need a call for each page."""
@@ -76,11 +79,12 @@ class OperatorClient(Source):
 
     def _runs_of_earlier(self) -> View:
         rows: list[Row] = []
-        more = True
+        more, size = True, 0
         while more:
             answer = self._call("ListRuns", operations_pb2.ListRunsRequest(skip=len(rows)))
             rows += [_row(one) for one in answer.runs]
-            more = answer.more and bool(answer.runs)
+            size += answer.ByteSize()
+            more = answer.more and bool(answer.runs) and size < MOST_READ_BYTES
         return View({"runs": rows})
 
     def _run_of_earlier(self, name: str) -> View:
@@ -135,36 +139,36 @@ class OperatorClient(Source):
         if run.clone_of:
             names = {"run": run.clone_of, "new_run": run.settings["run"]["name"]}
             clone = operations_pb2.CloneRunRequest(**names, changes=run.changes, start=run.start)
-            return str(self._call("CloneRun", clone, CREATION_SECONDS).text)
+            return self._sentence("CloneRun", clone, CREATION_SECONDS)
         request = operations_pb2.CreateRunRequest(run_toml=tomli_w.dumps(run.settings), start=run.start)
-        return str(self._call("CreateRun", request, CREATION_SECONDS).text)
+        return self._sentence("CreateRun", request, CREATION_SECONDS)
 
     def start(self, run: str) -> str:
         """Starts a run that was created or stopped; returns a sentence on it."""
-        return str(self._call("StartRun", operations_pb2.StartRunRequest(run=run)).text)
+        return self._sentence("StartRun", operations_pb2.StartRunRequest(run=run))
 
     def pause(self, run: str) -> str:
         """Pauses a run; returns a sentence on it."""
-        return str(self._call("PauseRun", operations_pb2.PauseRunRequest(run=run)).text)
+        return self._sentence("PauseRun", operations_pb2.PauseRunRequest(run=run))
 
     def resume(self, run: str) -> str:
         """Resumes a paused run; returns a sentence on it."""
-        return str(self._call("ResumeRun", operations_pb2.ResumeRunRequest(run=run)).text)
+        return self._sentence("ResumeRun", operations_pb2.ResumeRunRequest(run=run))
 
     def stop(self, run: str) -> str:
         """Stops a run until it is started again; returns a sentence on it."""
-        return str(self._call("StopRun", operations_pb2.StopRunRequest(run=run)).text)
+        return self._sentence("StopRun", operations_pb2.StopRunRequest(run=run))
 
     def delete(self, run: str) -> str:
         """Deletes a run with everything that belongs to it; returns a sentence on what was deleted."""
-        return str(self._call("DeleteRun", operations_pb2.DeleteRunRequest(run=run), DELETION_SECONDS).text)
+        return self._sentence("DeleteRun", operations_pb2.DeleteRunRequest(run=run), DELETION_SECONDS)
 
     def roll_back(self, run: str, to: int) -> str:
         """Rolls a run back to the state after a round; returns a sentence on it."""
         if to < 0:
             raise ConfigurationError(f"--to is {to}, must be at least 0")
         request = operations_pb2.RollBackRunRequest(run=run, to=to)
-        return str(self._call("RollBackRun", request, DELETION_SECONDS).text)
+        return self._sentence("RollBackRun", request, DELETION_SECONDS)
 
     def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
         """Creates and returns enrolment tokens, in batches that fit into one response."""
@@ -173,13 +177,22 @@ class OperatorClient(Source):
             requests = [
                 operations_pb2.CreateTokensRequest(devices=group, expires_seconds=seconds, run=run) for group in groups
             ]
-            return [token for one in requests for token in self._call("CreateTokens", one).tokens]
+            return [token for one in requests for token in self._tokens(one)]
         made: list[str] = []
         while not made or len(made) < count:
             wanted = min(count - len(made), _TOKENS_AT_ONCE) if count <= MOST_TOKENS else count  # the server refuses it
-            request = operations_pb2.CreateTokensRequest(count=wanted, expires_seconds=seconds, run=run)
-            made += self._call("CreateTokens", request).tokens
+            made += self._tokens(operations_pb2.CreateTokensRequest(count=wanted, expires_seconds=seconds, run=run))
         return made
+
+    def _tokens(self, request: operations_pb2.CreateTokensRequest) -> list[str]:
+        tokens = list(self._call("CreateTokens", request).tokens)
+        if len(tokens) != (len(request.devices) or request.count) or not all(map(_is_token, tokens)):
+            raise LinkError(f"the server {self._server} sent something else than the tokens that were asked for")
+        return tokens
+
+    def _sentence(self, method: str, request: Any, seconds: float = CALL_SECONDS) -> str:
+        """Returns the text of a reply, without control characters but its ends of lines."""
+        return "\n".join(map(printable, self._call(method, request, seconds).text.split("\n")))
 
     def _call(self, method: str, request: Any, seconds: float = CALL_SECONDS) -> Any:
         with errors_of(self._server), self._earlier_release(method):
@@ -199,15 +212,23 @@ class OperatorClient(Source):
             ) from error
 
 
-def joined(pages: Iterable[operations_pb2.ReadResponse]) -> View:
-    """Returns the view whose facts and rows come in pages."""
+def _joined(pages: Iterable[operations_pb2.ReadResponse]) -> View:
+    """Returns the view whose facts and rows come in pages. Raises LinkError if they are no view, or too large."""
     facts: Row = {}
     lists: dict[str, list[Row]] = {}
+    size = 0
     for page in pages:
-        facts |= json.loads(page.facts or "{}")
+        size += page.ByteSize()
+        if size > MOST_READ_BYTES:
+            raise LinkError(f"the server sent more than {MOST_READ_BYTES} bytes for one view")
+        facts |= json_row(page.facts or "{}")
         if page.list:
-            lists.setdefault(page.list, []).extend(map(json.loads, page.rows))
+            lists.setdefault(page.list, []).extend(map(json_row, page.rows))
     return View(lists, facts)
+
+
+def _is_token(text: str) -> bool:
+    return re.fullmatch("[!-~]{1,10000}", text) is not None
 
 
 @contextlib.contextmanager

@@ -77,7 +77,8 @@ def _said(channel: Any, server: str, services: Iterable[str]) -> str:
                 raise
             raise LinkError(f"server {server} has no service {service!r}; try fleetdistill.engine") from error
         if status != health_pb2.HealthCheckResponse.SERVING:
-            name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+            known = health_pb2.HealthCheckResponse.ServingStatus.items()
+            name = next((name for name, number in known if number == status), f"in the unknown state {status}")
             wrong.append(f"{service or 'the front'} is {name}" + (f", {text}" if (text := _PARTS.get(service)) else ""))
     if wrong:
         raise LinkError(f"server {server}: {'; '.join(wrong)}. See its log, and `runs list`")

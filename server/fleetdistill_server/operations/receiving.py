@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from fleetdistill.errors import LinkError
+from fleetdistill.errors import LinkError, in_words
+from fleetdistill.printable import printable
 from fleetdistill.state.durable import make_directory, rename_durably, sync_directory, sync_file
 from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.store.backup import BackedUp, check_backup, check_empty
 from fleetdistill_server.store.blobs import disk_errors
+from fleetdistill_server.store.database import Row
 
+MOST_MODEL_BYTES = 2 << 30
+"""Largest size of a model in bytes, that of a protobuf message."""
 _NAMES = re.compile(r"backup/(manifest\.json|store\.sqlite|blobs/[0-9a-f]{2}/[0-9a-f]{64}\.safetensors)|model\.onnx")
 
 
@@ -26,21 +31,19 @@ def receive_model(parts: Iterable[operations_pb2.FilePart], out: Path) -> tuple[
         LinkError: The server sent something else than one complete model.
         StoreError: The file cannot be written.
     """
-    folder = out.with_name(out.name + ".receiving")
-    report = _receive_all(parts, folder)
-    with disk_errors(f"writing {out}"):
+    with _receiving(parts, out, MOST_MODEL_BYTES) as (folder, report), disk_errors(f"writing {out}"):
         size = (folder / "model.onnx").stat().st_size if (folder / "model.onnx").exists() else -1
         if size != report.get("bytes"):
             raise LinkError(f"the server sent {max(size, 0)} of {report.get('bytes')} bytes of the model; try again")
+        difference = float(report["max_difference"])
         rename_durably(folder / "model.onnx", out)
-        shutil.rmtree(folder)
-    return size, float(report["max_difference"])
+    return size, difference
 
 
 def receive_backup(parts: Iterable[operations_pb2.FilePart], out: Path) -> BackedUp:
     """Writes a received backup, after comparing every file with its digest in the manifest.
 
-    A copy that was interrupted begins again: it is in `OUT.receiving` until it is complete.
+    A copy that was interrupted begins again: it is in `OUT.receiving` until it is complete, and deleted after an error.
 
     Raises:
         ConfigurationError: `out` is not empty.
@@ -48,41 +51,70 @@ def receive_backup(parts: Iterable[operations_pb2.FilePart], out: Path) -> Backe
         StoreError: A file is damaged or cannot be written.
     """
     check_empty(out)
+    with _receiving(parts, out) as (folder, report):
+        lost = [printable(str(one)) for one in list(report.get("lost", []))]
+        hidden = int(report.get("lost_in_all", 0)) - len(lost)
+        found = BackedUp(int(report.get("payloads", 0)), int(report.get("bytes", 0)), lost)
+        check_backup(folder / "backup")
+        with disk_errors(f"writing {out}"):
+            if out.exists():
+                out.rmdir()
+            (folder / "backup").replace(out)
+            sync_directory(out.parent)
+    if hidden > 0:
+        lost.append(f"and {hidden} more")
+    return found
+
+
+@contextmanager
+def _receiving(
+    parts: Iterable[operations_pb2.FilePart], out: Path, most: float = math.inf
+) -> Iterator[tuple[Path, Row]]:
+    """Yields a new folder beside `out` with the files, durably written, and the report on them; then deletes it."""
     folder = out.with_name(out.name + ".receiving")
-    report = _receive_all(parts, folder)
-    check_backup(folder / "backup")
-    with disk_errors(f"writing {out}"):
-        if out.exists():
-            out.rmdir()
-        (folder / "backup").replace(out)
-        sync_directory(out.parent)
-        shutil.rmtree(folder)
-    hidden = int(report.get("lost_in_all", 0)) - len(report.get("lost", []))
-    lost = [str(one) for one in report.get("lost", [])] + ([f"and {hidden} more"] if hidden > 0 else [])
-    return BackedUp(int(report.get("payloads", 0)), int(report.get("bytes", 0)), lost)
+    try:
+        report = _receive_all(parts, folder, most)
+        yield folder, report
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise LinkError(f"the server's report on the files is not valid: {in_words(error)}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _receive_all(parts: Iterable[operations_pb2.FilePart], folder: Path) -> dict[str, Any]:
-    """Writes the files into a new folder, durably, and returns the report on them."""
+def _receive_all(parts: Iterable[operations_pb2.FilePart], folder: Path, most: float) -> Row:
     with disk_errors(f"receiving into {folder}"), ExitStack() as opened:
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted attempt
         make_directory(folder)
         file: IO[bytes] | None = None
+        size = 0
         for part in parts:
             if part.report:
                 if file is not None:
                     sync_file(file)
-                report: dict[str, Any] = json.loads(part.report)
-                return report
+                return json_row(part.report)
             if part.path:
                 if file is not None:
                     sync_file(file)
                     file.close()
                 file = opened.enter_context(_new_file(folder, part.path))
+            size += len(part.data)
+            if size > most:
+                raise LinkError(f"the server sent more than {most} bytes, which no model has")
             if file is None:
                 break
             file.write(part.data)
     raise LinkError("the server's files ended early; run the command again, it begins anew")
+
+
+def json_row(text: str) -> Row:
+    """Parses a JSON object of a server. Raises LinkError if the text is none, or is nested too deeply."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LinkError(f"the server sent text that is not valid JSON: {in_words(error)}") from error
+    if not isinstance(found, dict):
+        raise LinkError(f"the server sent {type(found).__name__} in JSON, expected an object")
+    return found
 
 
 def _new_file(folder: Path, name: str) -> IO[bytes]:

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import sqlite3
 import time
@@ -35,6 +36,7 @@ from fleetdistill_server.store.store import Store
 
 FORMAT = 1
 _DATABASE, MANIFEST, _BLOBS = "store.sqlite", "manifest.json", "blobs"
+_DIGEST = re.compile("[0-9a-f]{64}")
 _SHOWN = 5
 
 
@@ -238,7 +240,10 @@ def _read_manifest(source: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
         known = {"format", "made_at", "database", "payloads", "checkpoints"} <= manifest.keys()
-    except (OSError, ValueError, AttributeError) as error:
+        names = [*manifest["payloads"], *manifest["checkpoints"]] if known else []
+        if not all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in names):
+            raise ValueError("a payload or checkpoint is not named by a SHA-256")
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         text = f"{source} is not a complete backup: its {MANIFEST} cannot be read: {in_words(error)}"
         raise ConfigurationError(text) from error
     if not known or manifest["format"] != FORMAT:

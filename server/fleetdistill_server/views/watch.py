@@ -15,6 +15,7 @@ from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -148,6 +149,8 @@ class LiveTable:
             self._run = one
         elif one["kind"] == "round":
             self._rounds[one["round"]] = one
+            if len(self._rounds) > _LAST_ROUNDS:
+                del self._rounds[min(self._rounds)]
         elif one["kind"] == "step":
             self._step = sentence(one)
         else:
@@ -193,7 +196,7 @@ def _cells(row: Row) -> list[str]:
     accuracy, seconds = row["test_accuracy"], row["seconds"]
     return [
         str(row["round"]),
-        row["status"],
+        escape(printable(row["status"])),
         str(row["devices"]),
         str(row["answers"]),
         str(row["used"]),
