@@ -175,7 +175,7 @@ def test_a_download_that_is_closed_at_its_header_is_counted() -> None:
     async def close() -> None:
         with ThreadPoolExecutor(1) as pool:
             service = DeviceService(api, pool)
-            responses = service._responses(service_pb2.DownloadRequest(identity=service_pb2.Identity(run=RUN)), None)
+            responses = service.Download(service_pb2.DownloadRequest(identity=service_pb2.Identity(run=RUN)), None)
             assert service_pb2.DownloadResponse.FromString(await anext(responses)).HasField("header")
             await responses.aclose()
 

@@ -16,8 +16,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import grpc
 import pytest
+import zstandard
 from support.live_front import (
     RUN,
     Client,
@@ -56,6 +58,7 @@ from fleetdistill.wire.codes import AFTER_SECONDS, LONGEST_AFTER_SECONDS, Code, 
 from fleetdistill.wire.v1 import (
     enrolment_pb2,
     enrolment_pb2_grpc,
+    knowledge_pb2,
     operations_pb2,
     operations_pb2_grpc,
     service_pb2,
@@ -602,6 +605,20 @@ def test_a_message_that_unpacks_to_too_much_is_refused_without_a_stack_trace(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("mebibytes", [2, 1024])
+def test_a_chunk_that_unpacks_to_too_much_costs_no_memory(client: Client, store: Store, mebibytes: int) -> None:
+    name, payload = ask(store, client), make_payload()
+    packer = zstandard.ZstdCompressor(level=19).compressobj(size=mebibytes << 20)
+    bomb = b"".join(packer.compress(bytes(1 << 20)) for _ in range(mebibytes)) + packer.flush()
+    chunk = knowledge_pb2.TensorChunk(
+        data=bomb, crc32c=google_crc32c.value(bomb), compression=knowledge_pb2.COMPRESSION_ZSTD
+    )
+    with refused() as found:
+        client.send([client.header(name, payload), service_pb2.UploadRequest(chunk=chunk)])
+    assert found[0].reason == Code.BAD_MESSAGE
+    assert f"states a size of {mebibytes << 20} bytes, must be 1 to 1048576" in found[0].text
+
+
 # --- strangers, on both ports of TLS
 
 SECRET = b"s" * 32
@@ -734,6 +751,29 @@ def test_an_address_keeps_few_connections_of_unknown_callers_and_the_known_stay(
 
 
 # --- the device
+
+
+def test_a_backup_that_nobody_takes_is_ended_for_the_others(tmp_path: Path) -> None:
+    with secured(tmp_path, Limits(stall_seconds=TIGHT.stall_seconds)) as made:
+        write_asks(made.store, open_round(made.store, "known"), "known", payload=make_payload(rows=1_000_000))
+        with made.front.channel(made.operator) as channel, made.front.channel(made.operator) as other:
+            stalled = operations_pb2_grpc.OperationsServiceStub(channel).BackUp(operations_pb2.BackUpRequest())
+            next(stalled)
+            found: list[operations_pb2.FilePart] = []
+
+            def copied() -> list[operations_pb2.FilePart]:
+                with contextlib.suppress(grpc.RpcError):  # another backup is in progress
+                    found.extend(
+                        operations_pb2_grpc.OperationsServiceStub(other).BackUp(operations_pb2.BackUpRequest())
+                    )
+                return found
+
+            wait_until(copied, "the other backup")
+            assert found[-1].report
+            with refused() as refusals:
+                for _ in stalled:
+                    pass
+    assert (refusals[0].status, refusals[0].reason) == (grpc.StatusCode.ABORTED, "incomplete")
 
 
 def test_a_device_waits_as_long_as_it_is_told_and_keeps_its_answer(tmp_path: Path) -> None:

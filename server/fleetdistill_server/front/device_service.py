@@ -179,24 +179,6 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
     async def Download(  # type: ignore[override]  # sends serialised messages, see `RawChunks`
         self, request: service_pb2.DownloadRequest, context: Any
     ) -> AsyncIterator[bytes]:
-        async with contextlib.aclosing(self._responses(request, context)) as responses:
-            async for response in responses:
-                await self._write(context, response)
-        nothing: bytes
-        for nothing in ():  # written above, where a stalled device is detected
-            yield nothing
-
-    async def _write(self, context: Any, response: bytes) -> None:
-        """Sends one message; ends the call if the device does not accept it within `stall_seconds`."""
-        seconds = self._limits.stall_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                await context.write(response)
-        except TimeoutError:
-            text = f"the device did not accept a chunk within {seconds:g} s; resume the download"
-            await abort(context, RefusedError(Code.INCOMPLETE, text))
-
-    async def _responses(self, request: service_pb2.DownloadRequest, context: Any) -> AsyncGenerator[bytes, None]:
         (payload, chunks), who = await self._call(context, lambda: self._open_download(request))
         async with self._open_call(context, who):
             try:

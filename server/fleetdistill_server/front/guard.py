@@ -6,6 +6,7 @@ port), or any caller in plain text.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import time
@@ -58,6 +59,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         self.receiver = Receiver(limits)
         self.strangers = Strangers(limits)
         self._limiter = Limiter(limits)
+        self.stall_seconds = limits.stall_seconds
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Wraps a method's handler in the checks."""
@@ -156,16 +158,18 @@ class _Guarded:
             await self._refuse(requests, context, error, request)
         return answer
 
-    async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+    async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         request = None
         try:
             holder = self._guard.admit(self._method, context)
             caller = _caller(context, holder)
             with self._guard.stay_open(self._method, caller):
                 holder, request = await self._begin(requests, caller, holder)
-                async for answer in self._work(request, _Context(context, self._guard, holder)):
-                    self._guard.check_valid(holder)
-                    yield answer
+                checked = _Context(context, self._guard, holder)
+                async with contextlib.aclosing(self._work(request, checked)) as answers:
+                    async for answer in answers:
+                        self._guard.check_valid(holder)
+                        await checked.write(answer)
         except FleetDistillError as error:
             await self._refuse(requests, context, error, request)
 
@@ -200,7 +204,7 @@ class _Guarded:
 
 
 class _Context:
-    """A call's context that checks the certificate again before every message that it sends."""
+    """A call's context that checks the certificate before every message, and ends the call of a caller that stalls."""
 
     def __init__(self, context: Any, guard: Guard, holder: Holder | None) -> None:
         self._context = context
@@ -210,7 +214,13 @@ class _Context:
     async def write(self, message: Any) -> None:
         """Sends a message of a stream."""
         await _or_abort(self._context, self._guard.check_valid, self._holder)
-        await self._context.write(message)
+        seconds = self._guard.stall_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._context.write(message)
+        except TimeoutError:
+            text = f"the caller did not accept a message within {seconds:g} s; call again"
+            await abort(self._context, RefusedError(Code.INCOMPLETE, text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
