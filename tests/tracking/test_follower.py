@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 from fleetdistill_server.tracking.follower import Followed, Follower
-from fleetdistill_server.tracking.mlflow_tracker import MlflowTracker
+from fleetdistill_server.tracking.mlflow_tracker import ENVIRONMENT, MlflowTracker
 from fleetdistill_server.tracking.results import results_in
 from fleetdistill_server.tracking.run_figures import points_since, settings_of
 from fleetdistill_server.tracking.tensorboard_tracker import TensorBoardTracker
@@ -316,6 +317,52 @@ def test_fedavg_is_a_control_of_other_methods_only(tmp_path: Path) -> None:
         assert results is not None
         found[method] = [one.step for one in results.points], list(results.controls)
     assert found == {"fedavg": ([1, 2], []), "feddkc": ([], ["FedAvg devices"])}
+
+
+HOSTILE_REPLIES = {
+    "failure": (500, b"{}"),
+    "garbage": (200, b"\x00\xff" * 1000),
+    "list": (200, b"[1]"),
+    "deep": (200, b"[" * 100_000),
+    "types": (200, b'{"experiment": {"experiment_id": [1], "tags": 5}}'),
+    "elsewhere": (307, b""),
+}
+
+
+class HostileMlflow(BaseHTTPRequestHandler):
+    reply: tuple[int, bytes]
+
+    def do_GET(self) -> None:
+        status, body = self.reply
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Location", self.path)
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.mark.parametrize("kind", HOSTILE_REPLIES)
+def test_a_hostile_mlflow_is_a_warning(
+    kind: str, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    add_rounds(store, 1)
+    hostile = type("Hostile", (HostileMlflow,), {"reply": HOSTILE_REPLIES[kind]})
+    with ThreadingHTTPServer(("127.0.0.1", 0), hostile) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        uri = f"http://127.0.0.1:{served.server_port}"
+        following = follower(tmp_path, partial(MlflowTracker, uri))
+        for _ in range(2):
+            assert not following.look()
+        served.shutdown()
+    warnings = [one.message for one in caplog.records if one.levelno >= logging.WARNING and "figures" in one.message]
+    assert len(warnings) == 1
+    assert "cannot write figures to the tracker, the run goes on and they are written later" in warnings[0]
 
 
 @pytest.mark.slow
