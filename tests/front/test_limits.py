@@ -753,7 +753,7 @@ def test_an_address_keeps_few_connections_of_unknown_callers_and_the_known_stay(
 # --- the device
 
 
-def test_a_backup_that_nobody_takes_is_ended_for_the_others(tmp_path: Path) -> None:
+def test_a_backup_that_nobody_takes_ends_and_blocks_no_other(tmp_path: Path) -> None:
     with secured(tmp_path, Limits(stall_seconds=TIGHT.stall_seconds)) as made:
         write_asks(made.store, open_round(made.store, "known"), "known", payload=make_payload(rows=1_000_000))
         with made.front.channel(made.operator) as channel, made.front.channel(made.operator) as other:
@@ -770,6 +770,7 @@ def test_a_backup_that_nobody_takes_is_ended_for_the_others(tmp_path: Path) -> N
 
             wait_until(copied, "the other backup")
             assert found[-1].report
+            time.sleep(3 * TIGHT.stall_seconds)
             with refused() as refusals:
                 for _ in stalled:
                     pass

@@ -178,7 +178,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
 
     async def Download(  # type: ignore[override]  # sends serialised messages, see `RawChunks`
         self, request: service_pb2.DownloadRequest, context: Any
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         (payload, chunks), who = await self._call(context, lambda: self._open_download(request))
         async with self._open_call(context, who):
             try:

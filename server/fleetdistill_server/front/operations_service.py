@@ -185,13 +185,14 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         if self._copying.locked():
             text = "another backup or export is in progress; try again when it has ended"
             await abort(context, RefusedError(Code.NOT_READY, text))
-        async with self._copying:
-            with contextlib.ExitStack() as ends:
+        with contextlib.ExitStack() as ends:
+            async with self._copying:  # not while the caller reads, who may take its time
                 folder = await in_pool(self._copies, context, lambda: ends.enter_context(folder_in(self._directory)))
                 work = partial(self._log.around, call, partial(make, folder), _copied)
-                parts = parts_of_files(folder, *await in_pool(self._copies, context, work))
-                while (part := await in_pool(self._copies, context, partial(next, parts, None))) is not None:
-                    yield part
+                made = await in_pool(self._copies, context, work)
+            parts = parts_of_files(folder, *made)
+            while (part := await in_pool(self._copies, context, partial(next, parts, None))) is not None:
+                yield part
 
     async def CreateRun(
         self, request: operations_pb2.CreateRunRequest, context: Any
