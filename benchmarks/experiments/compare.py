@@ -317,14 +317,22 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12])
     parser.add_argument("--settings", nargs="+", help="only these of the comparison, such as 'alpha 0.1'")
-    parser.add_argument("--runs", nargs="+", help="only these of the comparison")
+    parser.add_argument("--runs", nargs="+", help="only these of the comparison; an unknown name lists them")
     parser.add_argument("--torch-device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("out/experiments/work"))
     parser.add_argument("--results", type=Path, default=Path("out/experiments/compare.jsonl"))
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--any-settings", action="store_true", help="take results whatever settings they are of")
     parser.add_argument("--track", action="append", default=[], help="mlflow:URI or tensorboard:DIR, as for simulate")
-    return parser.parse_args(words)
+    given = parser.parse_args(words)
+    comparison = COMPARISONS[given.comparison]
+    for option, known in (("settings", comparison.settings), ("runs", comparison.runs)):
+        if unknown := set(getattr(given, option) or ()) - known.keys():
+            names = ", ".join(map(repr, known))
+            parser.error(
+                f"--{option}: {given.comparison} has no {', '.join(map(repr, sorted(unknown)))}; it has {names}"
+            )
+    return given
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -57,6 +57,19 @@ def digest_of_today(compare: Any) -> str:
     return str(compare.digest(compare.simulation_of(compare.arguments([COMPARISON]), KEY)))
 
 
+@pytest.mark.parametrize(
+    ("option", "known"), [("--runs", "'no correlation'"), ("--settings", "'alpha 0.1', 'alpha 0.5'")]
+)
+def test_an_unknown_name_is_refused_with_the_known_ones(
+    option: str, known: str, compare: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        compare.arguments([COMPARISON, option, "nonsense"])
+    assert ended.value.code == 2
+    assert f"{option}: dafkd-digits has no 'nonsense'" in (said := capsys.readouterr().err)
+    assert known in said
+
+
 def test_only_rows_of_todays_settings_are_taken(
     compare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

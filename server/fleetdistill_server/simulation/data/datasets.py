@@ -181,6 +181,9 @@ def _bundled_digits() -> _Arrays:
 def _images(name: str, data_dir: str | os.PathLike[str] | None) -> _Arrays:
     given = data_dir or os.environ.get("FLEETDISTILL_DATA")
     folder = Path(given).expanduser() if given else _cache_folder()
+    if given and not folder.is_dir():
+        remedy = "create it, or set --data-dir or FLEETDISTILL_DATA to another one"
+        raise DataError(f"{name}: the folder {folder} does not exist; {remedy}")
     plain = name.replace("-", "_")
     file = folder / plain / f"{plain}.npz"
     arrays = _read(file) if file.is_file() else _download(name, folder, file)
@@ -217,8 +220,9 @@ def _download(name: str, folder: Path, file: Path) -> _Arrays:
         source = getattr(datasets, kind)
         train, test = (source(folder, train=train, download=True, **options) for train in (True, False))
     except (ImportError, OSError, RuntimeError) as error:
+        why = " ".join(str(error).split())
         raise DataError(
-            f"{name}: {file} does not exist and the download into {folder} failed ({error}); {_HOW_TO_PROVIDE}"
+            f"{name}: {file} does not exist and the download into {folder} failed ({why}); {_HOW_TO_PROVIDE}"
         ) from error
     parts = (train.data, train.targets, test.data, test.targets)  # CIFAR10: arrays and lists; MNIST: tensors
     arrays = {key: np.asarray(part) for key, part in zip(_KEYS, parts, strict=True)}
