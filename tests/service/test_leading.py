@@ -271,6 +271,11 @@ def test_a_clone_has_the_settings_of_its_run_and_its_own(store: Store) -> None:
     assert run_config(leading.clone_settings(store, RUN, "third", [])).contract == config().contract
 
 
+def test_a_clone_with_the_name_of_its_run_is_refused(store: Store) -> None:
+    leading.create(store, config())
+    assert "has the name of the run" in refusal(lambda: leading.clone_settings(store, RUN, RUN, ["run.rounds=99"]))
+
+
 @pytest.mark.parametrize("change", ["rounds=3", "run.rounds", "=3", "run.=3", "run.name=other"])
 def test_a_change_of_another_form_is_refused(store: Store, change: str) -> None:
     leading.create(store, config())

@@ -6,7 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fleetdistill_server.security.revocation import revoke_device
+from support.secured import make_pki
+
+from fleetdistill_server.security.certificates import Role
+from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.server import server
@@ -51,4 +54,17 @@ def test_devices_are_listed_that_should_have_renewed(tmp_path: Path) -> None:
     revoke_device(store, "revoked", "stolen")
     found = {row["device"]: row["state"] for row in server(store, tmp_path).lists["certificates"]}
     assert found == {"gone": "expired", "late-for-10-days": "expires soon", "late-for-400-days": "expires soon"}
+    store.close()
+
+
+def test_a_revoked_person_s_certificate_is_not_called_valid(tmp_path: Path) -> None:
+    authority, store = make_pki(tmp_path / "pki"), Store.open(tmp_path / "store")
+    for name in ("alice", "vera"):
+        authority.issue_person(Role.VIEWER, name, 30.0, tmp_path / "pki" / f"viewer-{name}")
+    (tmp_path / "store" / serve_lock.SERVED_FILE).write_text(f"[server]\npki = {str(tmp_path / 'pki')!r}\n")
+    revoke_person(store, Role.VIEWER, "alice", "left")
+    view = server(store, tmp_path / "store")
+    found = {row["holder"]: row["state"] for row in view.lists["certificates"]}
+    assert (found["viewer-alice"], found["viewer-vera"]) == ("revoked", "valid")
+    assert not view.facts["warnings"]
     store.close()

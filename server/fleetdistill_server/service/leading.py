@@ -123,10 +123,12 @@ def clone_settings(store: Store, run: str, new: str, changes: Sequence[str]) -> 
         changes: Settings as `section.key=value`, with values as in run.toml; text may stand without quotes.
 
     Raises:
-        ConfigurationError: There is no such run, or a change has another form.
+        ConfigurationError: There is no such run, the clone has its name, or a change has another form.
         RunError: The store does not have the run's configuration.
     """
     _row(store, run)
+    if new == run:
+        raise ConfigurationError(f"the clone of run {run!r} has the name of the run; choose another one")
     setup = store.led.setup(run)
     if setup is None:
         raise RunError(_without_setup(run))

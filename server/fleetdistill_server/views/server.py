@@ -34,6 +34,8 @@ SOON_SECONDS = 21 * 86_400.0
 """Time left of a certificate of the server, the CA or a person from which it is to be renewed, as in the alerts."""
 _SOON_SHARE = 0.25
 """The same for devices, as a share of the validity: they renew theirs before."""
+_DUE = ("expired", "expires soon")
+"""States of a certificate that somebody has to renew."""
 _MOST = 100
 _BACKUPS = 5
 _PACKAGES = ("torch", "grpcio", "nicegui")
@@ -51,7 +53,7 @@ def server(store: Store, directory: Path) -> View:
     """
     found, section = serving(directory), _section(directory)
     works = served(directory, store)
-    certificates = [*_own_certificates(section), *_device_certificates(store)]
+    certificates = [*_own_certificates(section, store), *_device_certificates(store)]
     lists = {
         "processes": _processes(directory, works) if found is not None else [],
         "queue": _queue(store, works),
@@ -61,7 +63,7 @@ def server(store: Store, directory: Path) -> View:
     }
     facts = {
         "problems": problems(store, directory),
-        "warnings": [_warning(row) for row in certificates if row["state"] != "valid" and not row["device"]],
+        "warnings": [_warning(row) for row in certificates if row["state"] in _DUE and not row["device"]],
         "serves": found is not None,
         "version": VERSION,
         "engines_at_once": 0 if found is None else found.engines,
@@ -114,7 +116,7 @@ def _disk(directory: Path, section: ServerSection) -> Row:
     return {"disk_free": None, "disk_used": None, "keep_free": section.keep_free_bytes, "disk_budget": 0}
 
 
-def _own_certificates(section: ServerSection) -> Iterator[Row]:
+def _own_certificates(section: ServerSection, store: Store) -> Iterator[Row]:
     """Yields the certificates in the directory of the PKI, which has those of people unless `--out` was elsewhere."""
     tls = section.tls()
     if tls is None:
@@ -122,11 +124,13 @@ def _own_certificates(section: ServerSection) -> Iterator[Row]:
     people = sorted(
         path for role in (Role.OPERATOR, Role.VIEWER) for path in tls.directory.glob(f"{role}-*/{IDENTITY}")
     )
+    revoked = {row["subject"].replace(":", "-", 1) for row in store.credentials.revocations()}
     files = {"server": tls.directory / SERVER, "CA": tls.directory / AUTHORITIES}
     for holder, path in {**files, **{path.parent.name: path for path in people}}.items():
         with contextlib.suppress(OSError, ValueError):  # it is being replaced
             ends = x509.load_pem_x509_certificates(path.read_bytes())[0].not_valid_after_utc.timestamp()
-            yield _certificate(holder, "", ends, SOON_SECONDS)
+            row = _certificate(holder, "", ends, SOON_SECONDS)
+            yield row | {"state": "revoked"} if holder in revoked else row
 
 
 def _device_certificates(store: Store) -> list[Row]:
@@ -139,12 +143,12 @@ def _device_certificates(store: Store) -> list[Row]:
         for row in store.credentials.newest_certificates()
         if f"{Role.DEVICE}:{row['device']}" not in revoked
     ]
-    return [row for row in rows if row["state"] != "valid"][:_MOST]
+    return [row for row in rows if row["state"] in _DUE][:_MOST]
 
 
 def _certificate(holder: str, device: str, ends: float, soon: float) -> Row:
     left = ends - time.time()
-    state = "expired" if left <= 0 else "expires soon" if left < soon else "valid"
+    state = _DUE[0] if left <= 0 else _DUE[1] if left < soon else "valid"
     return {"holder": holder, "device": device, "expires": when(ends), "state": state}
 
 
