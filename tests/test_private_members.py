@@ -19,7 +19,7 @@ REASONS = {
     "puts another link or event sink under a device that runs": ("_session", "_guard", "_api"),
     "a device that is asked and never answers": ("_handler",),
     "halts an engine or a training between two of its steps": ("_close", "_train", "_store"),
-    "a sweep, or an error, in the middle of a commit": ("_commit", "_guarded", "_responses"),
+    "a sweep, or an error, in the middle of a commit": ("_commit", "_guarded"),
     "nothing may be left in memory, which has no public view": (
         *("_streams", "_staging", "_states", "_thread", "_jobs", "_calls"),
     ),

@@ -431,6 +431,10 @@ class Async:
                 assert call(self.device) == self.at.version - 1
             case "call" | "roll_forward":
                 assert call(self.device) == self.at.version
+            case "allow":
+                assert set(self.device.allow) == set(COLUMNS)
+                self.device.allow = ("metrics",)
+                assert awaited("call", lambda device: device.allow)(self.device) == ("metrics",)
             case "device_id" | "state_dir":
                 assert call(self.device) == getattr(self.device, member)
             case "run" | "stop":
@@ -451,7 +455,7 @@ ASYNC: tuple[str, ...] = (
     "run",
     "stop",
 )
-ASYNC += ("replace_data", "roll_forward", "roll_back", "close")
+ASYNC += ("replace_data", "roll_forward", "roll_back", "allow", "close")
 
 
 # --- the table

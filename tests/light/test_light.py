@@ -584,7 +584,7 @@ INNER = helper.make_graph(
 )
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "not ONNX": (b"not a file of ONNX at all", "not a valid ONNX file"),
-    "empty": (b"", "cannot load"),
+    "empty": (b"", "cannot be loaded"),
     "text": (b"\x7fELF" + bytes(1000), "not a valid ONNX file"),
     "cut off": (file_of()[:-10], "not a valid ONNX file"),
     "a number where the graph is": (b"\x38\x01", "not a valid ONNX file"),
@@ -601,7 +601,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         file_of([helper.make_node("Gelu", ["input"], ["features"], domain="com.microsoft")], opset="com.microsoft"),
         "operator of domain 'com.microsoft'",
     ),
-    "two inputs": (file_of(inputs=("input", "more")), r"inputs \['input', 'more'\]"),
+    "two inputs": (file_of(inputs=("input", "more")), "has 2 inputs and 1 outputs"),
     "another input's name": (
         file_of([helper.make_node("Flatten", ["x"], ["features"])], inputs=("x",)),
         "expected 'input'",
@@ -616,7 +616,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "no axis of features": (
         file_of([helper.make_node("ReduceSum", ["input", "a"], ["features"], keepdims=0)], [constant("a", [1, 2, 3])]),
-        "expected float32",
+        "expected one row for each input",
     ),
     "whole numbers": (
         file_of([FLATTEN, helper.make_node("Cast", ["flat"], ["features"], to=TensorProto.INT64)]),

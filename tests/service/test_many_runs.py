@@ -78,6 +78,10 @@ class Service:
         rows = views.runs(self.store, served(self.directory, self.store)).lists["runs"]
         return {row["run"]: row["status"] for row in rows}
 
+    def reasons(self) -> dict[str, str]:
+        rows = views.runs(self.store, served(self.directory, self.store)).lists["runs"]
+        return {row["run"]: row["reason"] for row in rows}
+
 
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
@@ -209,6 +213,7 @@ def test_a_run_without_its_devices_gives_up_its_engine_and_joins_the_queue_when_
         "c": "preparing",
         "d": "queued (1 of 1)",
     }
+    assert service.reasons() == {"a": "needs 2 devices that are present", "b": "", "c": "", "d": ""}
     check_in(service, "a", "camera-1")
     assert service.status()["a"] == "waiting for devices"
     check_in(service, "a", "camera-2")

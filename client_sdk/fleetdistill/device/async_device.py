@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -58,6 +58,15 @@ class AsyncDevice:
     def device_id(self) -> str:
         """Name of this device in the fleet."""
         return self._device.device_id
+
+    @property
+    def allow(self) -> tuple[str, ...]:
+        """Columns that may leave the device. Assign fewer to withdraw consent, as with `Device.allow`."""
+        return self._device.allow
+
+    @allow.setter
+    def allow(self, columns: Sequence[str]) -> None:
+        self._device.allow = columns
 
     @property
     def state_dir(self) -> Path:

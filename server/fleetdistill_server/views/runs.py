@@ -21,13 +21,14 @@ from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.heartbeat import NOT_SERVED, Served, state_of
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.run_names import no_such_run
-from fleetdistill_server.store.states import ACTIVE, QUEUED
+from fleetdistill_server.store.states import ACTIVE, QUEUED, WAITING
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.texts import when
 from fleetdistill_server.views import figures
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
 
+_NEEDS = "needs {} devices that are present"
 UNTIL_STOPPED = "until stopped"
 """Text shown for a run without a number of rounds."""
 _FURTHER = "/accuracy"
@@ -144,7 +145,7 @@ def run_row(row: Row, served: Served) -> Row:
         "run": row["name"],
         "method": config.get("run", {}).get("method", ""),
         "status": _status(row, served),
-        "reason": row["reason"] or "",
+        "reason": row["reason"] or (_NEEDS.format(row["waits_for"]) if state_of(row, served) == WAITING else ""),
         "completed_rounds": row["completed_rounds"],
         "wanted_rounds": config.get("run", {}).get("rounds") or None,
         "devices": row["devices"],
