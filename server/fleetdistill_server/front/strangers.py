@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ from fleetdistill_server.config.limits import Limits
 _OPEN_FILES = "/dev/fd"
 _MAPPED = "::ffff:"
 """How an IPv6 socket writes an IPv4 address."""
+
+_LAST_ACK = struct.Struct("=56xI")
+"""The field `tcpi_last_ack_recv` of Linux' `struct tcp_info`."""
 
 Peer = tuple[str, int]
 """Address and port of the other end of a connection."""
@@ -37,7 +41,6 @@ class Strangers:
         self._ports: frozenset[int] = frozenset()
         self._lock = threading.Lock()
         self._known: set[Peer] = set()
-        self._unknown: list[Peer] = []  # oldest first
         self._closed: set[Peer] = set()  # gRPC has not noticed yet
         self._new = 0
 
@@ -64,24 +67,25 @@ class Strangers:
                 self._close_some()
 
     def _close_some(self) -> None:
-        """Keeps the newest connections of each address, and of all addresses equally many."""
+        """Keeps the connections of each address that sent something last, and of all addresses equally many.
+
+        A caller whose handshake is under way is therefore kept before those that say nothing.
+        """
         found = {peer: number for number, port, peer in _connections() if port in self._ports}
         self._count_after = max(self._quarter, len(found) // 16)
         self._known = {peer for peer in list(self._known) if peer in found}
         self._closed &= found.keys()
         unknown = found.keys() - self._known - self._closed
-        self._unknown = [peer for peer in dict.fromkeys([*self._unknown, *found]) if peer in unknown]
         counts: Counter[str] = Counter()
         ranked = []
-        for peer in reversed(self._unknown):
+        for peer in sorted(unknown, key=lambda peer: _silent_ms(found[peer])):
             ranked.append((counts[peer[0]], peer))
             counts[peer[0]] += 1
         ranked.sort(key=lambda one: one[0])
         kept = {peer for rank, peer in ranked[: self._most] if rank < self._most_of_address}
-        for peer in set(self._unknown) - kept:
+        for peer in unknown - kept:
             _shut_down(found[peer], peer)
             self._closed.add(peer)
-        self._unknown = [peer for peer in self._unknown if peer in kept]
 
 
 def _connections() -> Iterator[tuple[int, int, Peer]]:
@@ -92,6 +96,16 @@ def _connections() -> Iterator[tuple[int, int, Peer]]:
             _borrowed(int(name)) as seen,
         ):  # no socket, not connected, or closed meanwhile
             yield int(name), *_ends(seen)
+
+
+def _silent_ms(number: int) -> int:
+    """Milliseconds since a packet of the other end arrived; 0 for a closed connection, and where there is no TCP_INFO."""
+    if not hasattr(socket, "TCP_INFO"):
+        return 0
+    with contextlib.suppress(OSError), _borrowed(number) as seen:
+        info = seen.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.size)
+        return int(_LAST_ACK.unpack(info)[0])
+    return 0
 
 
 def _shut_down(number: int, peer: Peer) -> None:
