@@ -33,7 +33,7 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.digests import Algorithm, digest, has_blake3
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.section import as_toml
-from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN
+from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN, EXIT_STORE_AWAY
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.store import Store
@@ -304,11 +304,14 @@ class Arena:
                 proxy.server_ports = tuple(self._ports.values())
 
     def _forgive(self) -> None:
-        """An engine may end at a restart of its database; the supervisor then starts another one."""
+        """An engine may end while its database is away or locked; the supervisor then starts another one."""
         failures = self._members[ENGINE].failures
         if self._services is not None and failures and self.forgiven < self._services.restarts:
             self.forgiven += 1
             failures.pop()
+        while EXIT_STORE_AWAY in failures:  # a front was stopped for long while it wrote
+            failures.remove(EXIT_STORE_AWAY)
+            self.happened["ends of engines whose database was locked"] += 1
         if time.monotonic() < self._disk.troubled_until:
             for member in self._members.values():
                 self.happened["ends of processes at a full disk"] += len(member.failures)

@@ -11,6 +11,7 @@ import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from support.wire_samples import (
     with_blake3,
 )
 
-from fleetdistill.errors import StoreError
+from fleetdistill.errors import StoreError, StoreUnavailableError
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import service_pb2
@@ -251,6 +252,17 @@ def test_a_database_that_another_process_switches_is_waited_for(
     connect = sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", lambda *args, **kwargs: connect(*args, factory=_Busy, **kwargs))
     Store.open(directory).close()
+
+
+def test_a_database_that_stays_locked_is_not_available(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **kwargs: connect(*args, **{**kwargs, "timeout": 0.05}))
+    with closing(Store.open(directory)) as store, closing(Store.open(directory)) as stopped:
+        store.runs.begin(RUN, {})
+        with stopped.transaction():
+            with pytest.raises(StoreUnavailableError, match="another process has held the write lock for 30 s"):
+                store.devices.register(RUN, "d0", b"s" * 32, b"")
+        store.devices.register(RUN, "d0", b"s" * 32, b"")
 
 
 def test_a_reader_opens_a_store_that_a_simulation_creates_at_the_same_moment(

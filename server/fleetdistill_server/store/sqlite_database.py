@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import sqlite_utils
 
-from fleetdistill.errors import NoSpaceError, StoreError
+from fleetdistill.errors import NoSpaceError, StoreError, StoreUnavailableError
 from fleetdistill_server.store.checks import RECOVERY
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.schema import migrations
@@ -151,7 +151,7 @@ def _use_wal(connection: sqlite3.Connection) -> None:
 
 
 class _Errors:
-    """Converts SQLite's errors to StoreError, and to NoSpaceError if the disk is full.
+    """Converts SQLite's errors to StoreError, NoSpaceError if the disk is full, StoreUnavailableError if it is locked.
 
     One object serves all statements: making a context manager for each takes longer than the shortest of them.
     """
@@ -170,7 +170,12 @@ _ERRORS = _Errors()
 
 
 def database_errors() -> contextlib.AbstractContextManager[None]:
-    """Converts SQLite's errors in a block to StoreError, and to NoSpaceError if the disk is full."""
+    """Converts SQLite's errors in a block to StoreError.
+
+    Raises:
+        NoSpaceError: The disk is full.
+        StoreUnavailableError: Another process holds the write lock for too long.
+    """
     return _ERRORS
 
 
@@ -180,4 +185,7 @@ def _store_error(error: sqlite3.Error) -> StoreError:
         return NoSpaceError("cannot write the database: the disk is full")
     if (code & 0xFF) in _DAMAGED:
         return StoreError(f"the database store.sqlite is damaged ({error}). {RECOVERY}")
+    if (code & 0xFF) == sqlite3.SQLITE_BUSY:
+        text = f"another process has held the write lock for {_BUSY_SECONDS} s; it may be stopped or the disk too slow"
+        return StoreUnavailableError(f"the database is not available: {text}")
     return StoreError(f"database error: {error}")
