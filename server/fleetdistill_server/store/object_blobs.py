@@ -22,6 +22,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from typing import Any
 import s3fs
 from botocore.exceptions import BotoCoreError
 
-from fleetdistill.errors import ConfigurationError, StoreUnavailableError
+from fleetdistill.errors import ConfigurationError, StoreError, StoreUnavailableError
+from fleetdistill.printable import printable
 from fleetdistill.state.durable import rename_durably
 from fleetdistill.wire.codec import Payload
 from fleetdistill_server.store.blobs import Held, disk_errors
@@ -62,13 +64,12 @@ class ObjectBlobs(FileBlobs):
     def check(self) -> None:
         """See `Blobs.check`; an object store that is away is not an error, because calls are repeated later."""
         bucket = self._root.partition("/")[0]
-        try:
-            self._objects.call_s3("head_bucket", Bucket=bucket)
-        except FileNotFoundError:
-            text = f"[server] blobs: there is no bucket {bucket!r} in the object store; create it or correct the name"
-            raise ConfigurationError(text) from None
-        except (OSError, BotoCoreError):
-            return
+        with contextlib.suppress(StoreError), object_errors("looking for the bucket"):
+            try:
+                self._objects.call_s3("head_bucket", Bucket=bucket)
+            except FileNotFoundError:
+                text = f"[server] blobs: there is no bucket {bucket!r} in the object store; create it or correct the name"
+                raise ConfigurationError(text) from None
 
     def open(self, sha256: bytes, *, verify: bool = False) -> Payload:
         self._fetch(sha256)
@@ -79,14 +80,16 @@ class ObjectBlobs(FileBlobs):
         return super().get_state(sha256)
 
     def has(self, sha256: bytes) -> bool:
-        return self._info(self._key_of(sha256)) is not None
+        return self.age_seconds(sha256) < math.inf
 
     def age_seconds(self, sha256: bytes) -> float:
-        found = self._info(self._key_of(sha256))
-        return math.inf if found is None else _age(found)
+        key = self._key_of(sha256)
+        with object_errors(f"reading the age of {key}"), contextlib.suppress(FileNotFoundError):
+            return _age(self._objects.info(key))
+        return math.inf
 
     def held(self) -> list[Held]:
-        return [Held(bytes.fromhex(name), found["size"], _age(found)) for name, found in self._listed().items()]
+        return list(self._listed().values())
 
     def drop(self, sha256: bytes) -> None:
         super().drop(sha256)
@@ -147,25 +150,20 @@ class ObjectBlobs(FileBlobs):
         name = sha256.hex()
         return f"{self._root}/{name[:2]}/{name}{SUFFIX}"
 
-    def _info(self, key: str) -> dict[str, Any] | None:
-        with object_errors(f"reading the age of {key}"):
-            try:
-                found: dict[str, Any] = self._objects.info(key)
-            except FileNotFoundError:
-                return None
-        return found
-
     def _delete(self, key: str) -> None:
         with object_errors(f"deleting {key}"), contextlib.suppress(FileNotFoundError):
             self._objects.rm_file(key)
 
-    def _listed(self) -> dict[str, dict[str, Any]]:
+    def _listed(self) -> dict[str, Held]:
         """Returns the objects of payloads and checkpoints by their digests in hex."""
+        held = {}
         with object_errors("listing the payloads"), contextlib.suppress(FileNotFoundError):
-            found = self._objects.find(self._root, detail=True)
-            names = {key.rpartition("/")[2]: one for key, one in found.items()}
-            return {name.removesuffix(SUFFIX): one for name, one in names.items() if HELD_NAME.fullmatch(name)}
-        return {}
+            for key, info in self._objects.find(self._root, detail=True).items():
+                name = key.rpartition("/")[2]
+                if HELD_NAME.fullmatch(name):
+                    digest = name.removesuffix(SUFFIX)
+                    held[digest] = Held(bytes.fromhex(digest), info["size"], _age(info))
+        return held
 
 
 @lru_cache(maxsize=1)
@@ -174,8 +172,11 @@ def _object_store(process: int, address: str) -> s3fs.S3FileSystem:
     return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
 
 
-def _age(found: dict[str, Any]) -> float:
-    return time.time() - float(found["LastModified"].timestamp())
+def _age(info: dict[str, Any]) -> float:
+    modified = info["LastModified"]
+    if not isinstance(modified, datetime):
+        raise ValueError("an object has no time of its last change")
+    return time.time() - modified.timestamp()
 
 
 @contextlib.contextmanager
@@ -184,9 +185,13 @@ def object_errors(doing: str) -> Iterator[None]:
 
     Raises:
         StoreUnavailableError: The object store cannot be reached.
+        StoreError: It refused the call, or its reply is invalid or redirects without end.
     """
     try:
         with disk_errors(doing):
             yield
     except BotoCoreError as error:
         raise StoreUnavailableError(f"{doing}: {error}") from error
+    except (ValueError, KeyError, RecursionError) as error:  # of botocore and s3fs for a reply that is none of S3
+        text = "it redirects without end" if isinstance(error, RecursionError) else printable(str(error))[:300]
+        raise StoreError(f"{doing}: the reply of the object store is invalid: {text}") from error
