@@ -96,14 +96,20 @@ def blobs(server: _Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> O
     return ObjectBlobs(tmp_path / "blobs", "s3://bucket/prefix")
 
 
+def _error_of(call: Callable[[ObjectBlobs], object], blobs: ObjectBlobs) -> str:
+    try:
+        call(blobs)
+    except StoreError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("reply", REPLIES)
 def test_invalid_replies_are_store_errors(reply: str, server: _Server, blobs: ObjectBlobs, tmp_path: Path) -> None:
     server.reply = REPLIES[reply]
     for name, call in CALLS.items():
-        try:
-            call(blobs)
-        except StoreError as error:
-            assert str(error).isprintable(), f"{name}: {error}"
+        text = _error_of(call, blobs)
+        assert text.isprintable(), f"{name}: {text}"
     assert not list(tmp_path.glob("blobs/??/*")), "a reply was stored as a payload"
 
 

@@ -259,9 +259,9 @@ def test_a_database_that_stays_locked_is_not_available(directory: Path, monkeypa
     monkeypatch.setattr(sqlite3, "connect", lambda *args, **kwargs: connect(*args, **{**kwargs, "timeout": 0.05}))
     with closing(Store.open(directory)) as store, closing(Store.open(directory)) as stopped:
         store.runs.begin(RUN, {})
-        with stopped.transaction():
-            with pytest.raises(StoreUnavailableError, match="another process has held the write lock for 30 s"):
-                store.devices.register(RUN, "d0", b"s" * 32, b"")
+        locked = pytest.raises(StoreUnavailableError, match="another process has held the write lock for 30 s")
+        with stopped.transaction(), locked:
+            store.devices.register(RUN, "d0", b"s" * 32, b"")
         store.devices.register(RUN, "d0", b"s" * 32, b"")
 
 

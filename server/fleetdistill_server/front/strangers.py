@@ -99,7 +99,7 @@ def _connections() -> Iterator[tuple[int, int, Peer]]:
 
 
 def _silent_ms(number: int) -> int:
-    """Milliseconds since a packet of the other end arrived; 0 for a closed connection, and where there is no TCP_INFO."""
+    """Milliseconds since a packet of the other end arrived; 0 if it is closed, and on systems without TCP_INFO."""
     if not hasattr(socket, "TCP_INFO"):
         return 0
     with contextlib.suppress(OSError), _borrowed(number) as seen:

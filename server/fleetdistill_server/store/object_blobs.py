@@ -68,8 +68,8 @@ class ObjectBlobs(FileBlobs):
             try:
                 self._objects.call_s3("head_bucket", Bucket=bucket)
             except FileNotFoundError:
-                text = f"[server] blobs: there is no bucket {bucket!r} in the object store; create it or correct the name"
-                raise ConfigurationError(text) from None
+                text = f"there is no bucket {bucket!r} in the object store; create it or correct the name"
+                raise ConfigurationError(f"[server] blobs: {text}") from None
 
     def open(self, sha256: bytes, *, verify: bool = False) -> Payload:
         self._fetch(sha256)
