@@ -58,7 +58,8 @@ def _run_device_command(command: str, words: Sequence[str]) -> int:
 
 def _run_without_server(command: str, words: Sequence[str], package: str) -> int:
     """Runs a command where the extra `server` is not installed; returns the exit status."""
-    if command in DEVICE_COMMANDS:
+    examines_server = command == "doctor" and any(not word.startswith("-") for word in words)
+    if command in DEVICE_COMMANDS and not examines_server:
         return _run_device_command(command, words)
     if command == "--version":
         print(VERSION)
@@ -72,6 +73,7 @@ def _run_without_server(command: str, words: Sequence[str], package: str) -> int
     from fleetdistill_server.extras import missing_of_command
 
     print(f"error: {missing_of_command(command, package)}", file=sys.stderr)
+    print(f"Commands that work without it: {', '.join(DEVICE_COMMANDS)}", file=sys.stderr)
     return 1
 
 

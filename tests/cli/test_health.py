@@ -76,6 +76,13 @@ def test_a_ca_on_the_main_port_is_told_what_to_pass(secured: SecuredFront) -> No
     assert (code, "this is its main port, which wants one of you too: give --identity" in said) == (1, True), said
 
 
+@pytest.mark.slow
+def test_a_plain_call_to_a_port_with_tls_is_told_what_to_pass(secured: SecuredFront) -> None:
+    for port in (secured.port, secured.enrol_port):
+        code, said = health(f"localhost:{port}")
+        assert (code, f"error: server localhost:{port} requires TLS: give --identity" in said) == (1, True), said
+
+
 def test_a_server_without_a_port_is_told_to_add_one() -> None:
     assert health("localhost") == (1, "error: 'localhost' has no port; give host:port, such as localhost:50051")
 

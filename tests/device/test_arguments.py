@@ -41,7 +41,7 @@ class Unfit(nn.Module):
         ({"run": 5}, "run is 5, must be 1 to 64 letters"),
         ({"run": "a/b"}, "run is 'a/b', must be 1 to 64 letters"),
         ({"enrolment": 5}, "enrolment is 5, expected a token, or the path of a file with a token"),
-        ({"enrolment": "nofile"}, "the enrolment token cannot be read from nofile: No such file"),
+        ({"enrolment": "nofile"}, "nor a file with one: nofile: No such file"),
         ({"insecure": "no"}, "insecure is 'no', expected True or False"),
         ({"model": 5}, "model is 5, expected a function that returns a torch.nn.Module, or the module itself"),
         ({"model": None, "data": None, "worker": 5}, "worker is 5, expected a function that takes the run's contract"),
@@ -104,7 +104,7 @@ def test_any_error_in_the_constructor_unlocks_the_directory(
 
 def test_a_wrong_token_stores_no_key(tmp_path: Path) -> None:
     """A stored key would require TLS at every later start."""
-    with pytest.raises(ConfigurationError, match="the enrolment token cannot be read from nofile"):
+    with pytest.raises(ConfigurationError, match=r"neither a token, .* nor a file with one: nofile"):
         Enrolment("127.0.0.1:1", tmp_path, "d", "nofile")
     assert not any(tmp_path.iterdir())
 

@@ -199,7 +199,7 @@ def test_whatever_a_function_of_the_app_raises_every_await_returns(
     if (member, argument) == ("predict", "data"):
         in_the_end(app)  # predictions need no data
         return
-    own = error in CONTROL_FLOW or (argument == "data" and member != "call" and issubclass(error, Exception))
+    own = error in CONTROL_FLOW or (member != "call" and issubclass(error, Exception))
     with pytest.raises(FleetDistillError if own else error):
         in_the_end(app)
 

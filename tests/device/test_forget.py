@@ -182,14 +182,22 @@ def test_a_device_that_is_forgotten_erases_itself_and_asks_the_server(fleet: Fle
 
 def test_the_request_is_authenticated(fleet: Fleet, used: Path, tmp_path: Path) -> None:
     stranger = make_device(fleet, tmp_path / "other")
-    with stranger, pytest.raises(RefusedError):
-        stranger.forget()
+    with stranger:
+        for refused in (lambda: stranger.step(0), stranger.forget):
+            with pytest.raises(RefusedError):
+                refused()
     assert fleet.store.devices.to_forget(RUN) == []
     assert (tmp_path / "other" / "device.json").exists()
 
 
 def test_a_device_that_the_server_does_not_know_is_erased(fleet: Fleet, tmp_path: Path) -> None:
     device = make_device(fleet, tmp_path, device_id="new")
+    assert device.forget() is True
+    assert contents(tmp_path) == {"lock": b""}
+
+
+def test_a_device_that_never_called_a_server_needs_none(fleet: Fleet, tmp_path: Path) -> None:
+    device = make_device(fleet, tmp_path, link=FaultyLink(MemoryLink(fleet.api), lost("leave")))
     assert device.forget() is True
     assert contents(tmp_path) == {"lock": b""}
 

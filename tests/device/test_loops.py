@@ -22,7 +22,7 @@ from torch import nn
 from fleetdistill import Device, Event, Step
 from fleetdistill.device.contact import LONGEST_PAUSE_SECONDS
 from fleetdistill.device.engine import POLL_SECONDS
-from fleetdistill.errors import DeviceBusyError, DeviceClosedError, LinkError
+from fleetdistill.errors import ConfigurationError, DeviceBusyError, DeviceClosedError, LinkError, ModelError
 from fleetdistill.testing import EventLog, FaultyLink, ManualClock, lost
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
@@ -113,11 +113,27 @@ def test_an_exception_in_the_background_is_an_event_a_log_record_and_raised_by_e
     with device:
         device.start()
         for _ in range(2):
-            with pytest.raises(OSError, match="the app's disk is full"):
+            with pytest.raises(ModelError, match="model: the function raised OSError: the app's disk is full"):
                 device.join(PATIENCE_SECONDS)
-        assert events[-1] == Event("failed", 0, events[-1].text, {"error": "OSError"})
+        assert events[-1] == Event("failed", 0, events[-1].text, {"error": "ModelError"})
         assert "the app's disk is full" in events[-1].text
-    assert "the background thread failed" in caplog.text
+    assert "the background thread ended with ModelError: model: the function raised OSError" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("seconds", ["5", None, float("nan"), -1, 61])
+def test_a_wrong_time_to_wait_is_refused_before_any_call(tmp_path: Path, seconds: Any) -> None:
+    device, _ = device_at(LyingLink(ask()), tmp_path)
+    with device, pytest.raises(ConfigurationError, match=r"wait_seconds is .*, (must be in|expected a number)"):
+        device.step(seconds)
+
+
+def test_a_run_that_ends_without_a_delivery_says_so(tmp_path: Path) -> None:
+    device, events = device_at(LyingLink(service_pb2.NextAskResponse(finished="1 rounds completed")), tmp_path)
+    with device:
+        device.run()
+    (text,) = events.texts("finished")
+    assert text.startswith("1 rounds completed; no model was delivered to this device")
 
 
 def test_a_callback_that_always_fails_ends_no_run_and_is_told_once_for_each_event(

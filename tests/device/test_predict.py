@@ -117,6 +117,11 @@ def test_logits_come_in_the_type_of_the_inputs(tmp_path: Path) -> None:
     [
         (np.zeros((2, 5), np.float32), r"shape \[2, 5\], expected \[samples, 4\]; a single sample is a batch of 1"),
         (np.zeros(4, np.float32), r"shape \[4\], expected \[samples, 4\]"),
+        (
+            np.array([[0, 0, 0, 0], [0, 0, np.nan, 0]], np.float32),
+            "the inputs contain NaN or infinite values, .* row 1",
+        ),
+        (torch.tensor([[0.0, float("inf"), 0, 0]]), "the inputs contain NaN or infinite values, first in row 0"),
         (np.zeros((2, 4), np.uint8), "the inputs are uint8, expected an array of floats"),
         ([[0.0] * 4], "the inputs are list, expected an array of floats"),
     ],

@@ -8,18 +8,22 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
+from support.live_front import prepare_store
+from support.secured import device_credentials, make_pki, secured_front
 
 from fleetdistill.errors import LinkError
-from fleetdistill.link.grpc_link import GrpcLink, errors_of
+from fleetdistill.link.credentials import Credentials
+from fleetdistill.link.grpc_link import CredentialsSource, GrpcLink, errors_of
 from fleetdistill.wire.v1 import service_pb2
 
 
-def error_of(server: str) -> str:
+def error_of(server: str, source: CredentialsSource | None = None) -> str:
     """What one call to a server says."""
-    link = GrpcLink(server)
+    link = GrpcLink(server, source)
     try:
         with pytest.raises(LinkError) as error:
             link.next_ask(service_pb2.Identity(run="r", device="d"), 0)
@@ -69,6 +73,24 @@ def test_a_port_of_another_grpc_server() -> None:
         server.stop(0).wait()
     assert said.startswith(f"127.0.0.1:{port} does not serve this call")
     assert said.endswith("pass the port of the server's `[server] listen`")
+
+
+def test_a_server_of_another_ca_is_none_that_does_not_listen(tmp_path: Path) -> None:
+    """Of a host with several addresses gRPC reports the last one, on which nothing may listen."""
+    theirs = make_pki(tmp_path / "theirs")
+    prepare_store(tmp_path / "store").close()
+    make_pki(tmp_path / "ours")
+
+    class Source:
+        def current(self) -> Credentials:
+            return credentials
+
+    with secured_front(tmp_path / "store", tmp_path / "ours") as front:
+        credentials = device_credentials(theirs, "d")
+        for _ in range(4):
+            said = error_of(f"localhost:{front.port}", Source())
+            assert "its certificate is not from a trusted CA, or not for this host name" in said, said
+            assert "nothing listens" not in said
 
 
 class Unavailable(grpc.RpcError):  # type: ignore[misc]  # grpc has no types

@@ -380,7 +380,7 @@ def test_the_enrolment_port_names_itself(service: Service) -> None:
 
 
 def test_a_missing_token_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"cannot be read from .*nowhere: No such file"):
+    with pytest.raises(ConfigurationError, match=r"neither a token, .* nor a file with one: .*nowhere: No such file"):
         read_token(tmp_path / "nowhere")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from fleetdistill.errors import DataError
 
 
@@ -22,7 +24,7 @@ def check_batch(inputs: Any, input_shape: Sequence[int | None] | None) -> None:
         input_shape: Shape of one input, with None where the model accepts any size; None if it is unknown.
 
     Raises:
-        DataError: The inputs are not floats, or have another shape than `[samples, *input_shape]`.
+        DataError: The inputs are not floats, have another shape than `[samples, *input_shape]`, or are not finite.
     """
     if not hasattr(inputs, "dtype") or "float" not in str(inputs.dtype):
         found = getattr(inputs, "dtype", type(inputs).__name__)
@@ -34,6 +36,10 @@ def check_batch(inputs: Any, input_shape: Sequence[int | None] | None) -> None:
     )
     if not inputs.ndim or not fits:
         raise DataError(f"{shape_message(inputs.shape, input_shape)}; a single sample is a batch of 1")
+    finite = inputs.isfinite() if hasattr(inputs, "isfinite") else np.isfinite(inputs)
+    if not bool(finite.all()):
+        row = [bool(one.all()) for one in finite].index(False)
+        raise DataError(f"the inputs contain NaN or infinite values, first in row {row}")
 
 
 def free_size(input_shape: Sequence[int]) -> list[int | None]:

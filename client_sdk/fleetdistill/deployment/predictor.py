@@ -73,7 +73,7 @@ class DeployedModel:
         """Returns logits `[batch, classes]` float32 for inputs `[batch, *input_shape]` of any float type.
 
         Raises:
-            DataError: The inputs are not floats, or have another shape.
+            DataError: The inputs are not floats, have another shape, or are not finite.
             ModelError: onnxruntime cannot process the batch.
         """
         check_batch(inputs, self.input_shape)
@@ -132,7 +132,7 @@ class Predictor:
             Logits `[batch, classes]` float32.
 
         Raises:
-            DataError: The inputs are not floats, or have another shape.
+            DataError: The inputs are not floats, have another shape, or are not finite.
             ModelError: There is no model yet (see `ready`), or it cannot process the batch.
         """
         self.refresh()
@@ -152,6 +152,8 @@ class Predictor:
         """
         if self._model is None:
             reason = f" ({self.error})" if self.error else ""
+            if others := sorted(path.stem for path in self._path.parent.glob("*.onnx")):
+                reason += f"; the directory has the variants {', '.join(others)}"
             raise ModelError(
                 f"{self._path} has no usable model{reason}; run the device until its event 'exported', and check "
                 "`predictor.ready`. A device with export_onnx='never' writes none: use 'round' or 'finish', or predict "

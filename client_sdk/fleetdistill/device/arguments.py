@@ -62,6 +62,11 @@ def check_backend(model: object, data: object, worker: object, **torch_options: 
     check_torch_device(torch_options["torch_device"])
     check_predictor(torch_options["predictor"])
     if worker is None:
+        if not is_installed("torch"):
+            raise ConfigurationError(
+                "Device(model=...) needs PyTorch: pip install 'fleetdistill[train]', or pass "
+                "worker=light_worker(data) for a device without it"
+            )
         check_model(model)
     else:
         check_function("worker", worker, "that takes the run's contract, such as light_worker(...)")

@@ -73,6 +73,11 @@ class AsyncDevice:
         """Directory that stores the device's identity, model and unfinished work."""
         return self._device.state_dir
 
+    @property
+    def version(self) -> int:
+        """Number of the delivered model in use; see `Device.version`."""
+        return self._device.version
+
     async def run(self) -> None:
         """Takes part in the run until it is finished, or until `stop` is called.
 

@@ -193,4 +193,7 @@ def _request(given: argparse.Namespace) -> bool:
         try:
             return request_forgetting(link, identity)
         except LinkError as error:
-            raise LinkError(f"{error}; nothing was erased. Try again later, or pass --local to only erase") from error
+            raise LinkError(
+                f"{error}; nothing was erased. Try again later, pass --server HOST:PORT if it has another "
+                "address, or --local to only erase"
+            ) from error

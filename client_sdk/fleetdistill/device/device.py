@@ -330,7 +330,7 @@ class Device(Disclosure):
             Logits `[batch, classes]` float32; an array for an array, a tensor on the same device for a tensor.
 
         Raises:
-            DataError: The inputs are not floats, or have another shape.
+            DataError: The inputs are not floats, have another shape, or are not finite.
             ModelError: A device with a `worker` has no model before its first ask, or with `light_worker` before
                 the first delivery; a custom worker does not support `predict`; or the model does not accept the batch.
             StateError: The model in `state_dir` is damaged.
@@ -437,7 +437,7 @@ class _Backend:
         if self._worker is not None:
             raise ModelError(
                 "this device has no model yet: its worker gets one from the run. Run the device until its event "
-                "'delivered', or check `device.version`"
+                "'delivered', or check `device.version`. A run that has finished delivers none any more"
             )
         from fleetdistill.device.torch_compute import own_frozen_model
 

@@ -78,14 +78,16 @@ class Disclosure(Loops):
             earlier version: ask its operator for `fleetdistill devices forget`.
 
         Raises:
-            LinkError: The server is unavailable; nothing is erased. Call it again later.
+            LinkError: The server is unavailable; nothing is erased. Call it again later. A device that has never called
+                a server needs none.
             RefusedError: The server refuses this device; nothing is erased.
             DeviceBusyError: Another call works on the device: call `stop` and wait for it first.
             DeviceClosedError: The device was closed.
             StateError: A file cannot be deleted. Opening the directory tries again.
         """
         with self._working("forget"):
-            recorded = request_forgetting(self._session.link, self._session.identity)
+            sent = self.ledger.totals.messages  # a device that has sent nothing needs no server
+            recorded = not sent or request_forgetting(self._session.link, self._session.identity)
         self.close(leave=False)
         erase_directory(self._session.storage.directory)
         return recorded

@@ -193,5 +193,9 @@ class Engine:
 
     def _finish(self, reason: str) -> Step:
         self._deployer.finish()
-        self._events.emit("finished", 0, plain(reason))
+        text = plain(reason)
+        if not self._deployer.version:
+            text += "; no model was delivered to this device, and the run delivers none any more: its operator can "
+            text += "continue it with more rounds, or without an end (rounds = 0)"
+        self._events.emit("finished", 0, text)
         return Step.FINISHED

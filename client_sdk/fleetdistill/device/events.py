@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill.device.guard import Guard
+from fleetdistill.errors import FleetDistillError
 from fleetdistill.link.terms import plain
 from fleetdistill.printable import printable
 from fleetdistill.state.files import SetAside
@@ -183,8 +184,9 @@ class Events:
 
     def emit_failed(self, error: BaseException) -> None:
         """Emits and logs the exception that ended the background thread."""
-        logger.error("%s: the background thread failed", self._device_id, exc_info=error)
         text = f"the background thread ended with {_described(error)}"
+        known = isinstance(error, FleetDistillError)  # says itself what is wrong; a traceback would only hide it
+        logger.error("%s: %s", self._device_id, text, exc_info=None if known else error)
         self._guard.emit(Event("failed", 0, text, {"error": type(error).__name__}, self.rounds))
 
     def emit_no_samples(self, text: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Self
 
+from fleetdistill.checked import check_number
 from fleetdistill.control_flow import control_flow_as_errors
 from fleetdistill.device.background import BackgroundLoop
 from fleetdistill.device.engine import POLL_SECONDS, Engine
@@ -16,6 +17,8 @@ from fleetdistill.device.interrupts import on_ctrl_c
 from fleetdistill.device.session import Session
 from fleetdistill.device.turns import Turns
 from fleetdistill.errors import ConfigurationError, DeviceBusyError, FleetDistillError
+
+_MAX_WAIT_SECONDS = 60.0
 
 
 class Loops:
@@ -87,12 +90,16 @@ class Loops:
             of the run.
 
         Raises:
+            ConfigurationError: `wait_seconds` is outside its range.
             LinkError: The server is unavailable or temporarily refuses requests, or the disk is full. Retry later.
             DeviceBusyError: Another call works on the device.
             DeviceClosedError: The device was closed.
             RefusedError: The server refuses this device permanently.
             FleetDistillError: The data, the model or the state directory cannot be used.
         """
+        check_number("wait_seconds", wait_seconds)
+        if not 0 <= wait_seconds <= _MAX_WAIT_SECONDS:
+            raise ConfigurationError(f"wait_seconds is {wait_seconds}, must be in [0, {_MAX_WAIT_SECONDS:g}]")
         with self._working("step"):
             return self._engine.step(wait_seconds)
 

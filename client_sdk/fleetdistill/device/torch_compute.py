@@ -21,7 +21,15 @@ from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.compute import Computed, faults_decline
 from fleetdistill.device.frozen_model import FrozenModel
 from fleetdistill.device.torch_export import export_variants
-from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, KnowledgeError, ModelError, WireError
+from fleetdistill.errors import (
+    CannotAnswer,
+    ConfigurationError,
+    DataError,
+    FleetDistillError,
+    KnowledgeError,
+    ModelError,
+    WireError,
+)
 from fleetdistill.knowledge import CUT, DELIVER, EMBEDDING, RECEIVED, RESULT, Kind, Metric, Metrics, ModelParameters
 from fleetdistill.methods import config_of_contract, device_class
 from fleetdistill.methods.base import Ask, DeviceMethod, Local
@@ -442,8 +450,12 @@ def _module_of(model: nn.Module | Callable[[], nn.Module], torch_device: str) ->
 def _made_by(function: Callable[[], nn.Module]) -> nn.Module:
     try:
         return function()
-    except CONTROL_FLOW as error:
-        raise ModelError(f"the function model raised {type(error).__name__}; it must return a module") from error
+    except FleetDistillError:
+        raise
+    except (Exception, *CONTROL_FLOW) as error:
+        raise ModelError(
+            f"model: the function raised {type(error).__name__}: {error}; it must return a torch.nn.Module"
+        ) from error
 
 
 def _method_of(contract: contract_pb2.Contract, config: Any, local: Local) -> DeviceMethod:

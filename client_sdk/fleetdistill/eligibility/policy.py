@@ -126,7 +126,8 @@ class Conditions:
         if value is None:
             return f"{name} cannot be measured"
         if name not in _LIMITS:
-            return "" if value is True else _TEXTS.get(name, f"{name} does not hold")
+            given = "" if isinstance(value, bool) else f": its probe returned {value!r}, expected True or False"
+            return "" if value is True else _TEXTS.get(name, f"{name} does not hold") + given
         setting, sign, text = _LIMITS[name]
         limit = getattr(self._eligibility, setting)
         return "" if sign * value <= sign * limit else text.format(value, limit)

@@ -346,7 +346,8 @@ class LightCompute:
         if not self._delivered:
             raise ModelError(
                 "this device has no model yet; without PyTorch the first delivery provides it. "
-                f"Run the device until its event 'delivered', or check `{GENERAL!r} in device.models`"
+                f"Run the device until its event 'delivered', or check `{GENERAL!r} in device.models`. A run that has "
+                "finished delivers none any more: its operator can continue it with more rounds"
             )
         return self._delivered[self._in_use]
 

@@ -92,7 +92,9 @@ def _read_file(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"
-        raise ConfigurationError(f"the enrolment token cannot be read from {path}: {reason}") from None
+        raise ConfigurationError(
+            f"enrolment is neither a token, which begins with {PREFIX!r}, nor a file with one: {path}: {reason}"
+        ) from None
 
 
 class Enrolment:
@@ -207,7 +209,8 @@ class Enrolment:
             self._due = time.time() + (self._ends - time.time()) / 10
 
     def _call(self, call: str, request: Any, server: str, credentials: Any) -> Any:
-        with grpc.secure_channel(server, credentials) as channel, errors_of(server):
+        named = f"{server} (the enrolment port that the token names)" if call == "Enrol" else server
+        with grpc.secure_channel(server, credentials) as channel, errors_of(named):
             stub = enrolment_pb2_grpc.EnrolmentServiceStub(channel)
             return getattr(stub, call)(request, timeout=CALL_SECONDS)
 

@@ -132,7 +132,7 @@ class GrpcLink:
         self._used: Credentials | None = None
         self._own: list[Connection] = []
         self._calls: set[Any] = set()  # the calls that `interrupt` cancels
-        self._probe_at = 0.0
+        self._probe_at, self._accepts_tls = 0.0, False
         if shared is not None:
             self._connection = shared
         elif source is None:
@@ -263,20 +263,33 @@ class GrpcLink:
         try:
             with errors_of(self._server):
                 yield
-        except LinkError:
-            self._check_plain_text()
+        except LinkError as error:
+            self._check_tls(error)
             raise
 
-    def _check_plain_text(self) -> None:
-        """Raises ConfigurationError if a call in plain text failed because the server requires TLS."""
-        if self._source is not None or time.monotonic() < self._probe_at:
+    def _check_tls(self, error: LinkError) -> None:
+        """Raises a better error if the server accepts TLS, which gRPC does not report of each address of a host.
+
+        Raises:
+            ConfigurationError: A call in plain text failed because the server requires TLS.
+            LinkError: The server listens, but the TLS handshake of gRPC failed.
+        """
+        if self._source is not None and _NOTHING_LISTENS not in str(error):
             return
-        self._probe_at = time.monotonic() + _PROBE_EVERY_SECONDS
-        if accepts_tls(self._server):
+        if time.monotonic() >= self._probe_at:
+            self._probe_at = time.monotonic() + _PROBE_EVERY_SECONDS
+            self._accepts_tls = accepts_tls(self._server)
+        if not self._accepts_tls:
+            return
+        if self._source is None:
             raise ConfigurationError(
                 f"server {self._server} requires TLS: pass the operator's token from `fleetdistill enrol`, or a file "
                 "with the token, as Device(enrolment=...)"
             )
+        raise LinkError(
+            f"server {self._server} cannot be reached; it listens, but the TLS handshake failed: {_BAD_CERTIFICATE}, "
+            "or it does not admit this device's certificate"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -330,10 +343,10 @@ def _translated(error: Any, server: str) -> FleetDistillError:
     return LinkError(f"call to server {server} failed: {error.code().name}, {details}")
 
 
+_BAD_CERTIFICATE = "its certificate is not from a trusted CA, or not for this host name"
+_NOTHING_LISTENS = "nothing listens on this port; check the port, and whether the server is running"
 _REASONS = {
-    "CERTIFICATE_VERIFY_FAILED|Hostname Verification Check failed": (
-        "its certificate is not from a trusted CA, or not for this host name"
-    ),
+    "CERTIFICATE_VERIFY_FAILED|Hostname Verification Check failed": _BAD_CERTIFICATE,
     "address lookup failed|DNS resolution failed|errors resolving": (
         "the host name cannot be resolved; check the name and this machine's DNS"
     ),
@@ -344,7 +357,7 @@ _REASONS = {
     "SSL_ERROR|handshake|WRONG_VERSION_NUMBER|TSI_": (
         "the TLS handshake failed; check the port, and whether the server uses TLS and admits this certificate"
     ),
-    "refused": "nothing listens on this port; check the port, and whether the server is running",
+    "refused": _NOTHING_LISTENS,
     "timed out|Timeout|TIMEOUT": "the connection timed out; check the address, and firewalls on the way",
 }
 """Reasons by a pattern in the details of gRPC's status UNAVAILABLE, of which the first that fits counts."""

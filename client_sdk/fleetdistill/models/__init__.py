@@ -151,7 +151,10 @@ def resolve(table: Mapping[str, str], kind: str, name_or_path: str) -> Callable[
     try:
         factory = getattr(import_module(module_name), factory_name, None)
     except Exception as error:  # the app's module may raise anything
-        raise ConfigurationError(f"{kind} {name_or_path!r}: cannot import {module_name!r}: {error}") from error
+        remedy = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            remedy = "; it needs PyTorch: pip install 'fleetdistill[train]'"
+        raise ConfigurationError(f"{kind} {name_or_path!r}: cannot import {module_name!r}: {error}{remedy}") from error
     if not callable(factory):
         raise ConfigurationError(f"{kind} {name_or_path!r}: {module_name!r} has no function {factory_name!r}")
     return factory  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from fleetdistill.errors import ConfigurationError, FleetDistillError, LinkError, RefusedError, in_words
 from fleetdistill.link.credentials import load_credentials
 from fleetdistill.link.grpc_link import errors_of
+from fleetdistill.link.tls_probe import accepts_tls
 from fleetdistill.printable import printable
 from fleetdistill.wire.codes import Code
 
@@ -59,6 +60,11 @@ def check_health(server: str, *, ca: Path | None = None, identity: Path | None =
             raise
         return "replies"
     except LinkError as error:
+        if ca is None and identity is None and accepts_tls(server):
+            raise LinkError(
+                f"server {server} requires TLS: give --identity with your directory for the main port, or "
+                "--ca with the server's ca.pem for the enrolment port ([server] enrol_listen)"
+            ) from error
         if ca is None or not _wants_certificate(server, ca):
             raise
         raise LinkError(

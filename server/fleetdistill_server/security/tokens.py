@@ -149,7 +149,8 @@ def _reissue(store: Store, token: Row, device: str, key: ec.EllipticCurvePublicK
     row = store.credentials.certificate(token["serial"])
     same = row is not None and (row["device"], row["public_key"]) == (device, fingerprint(key))
     if row is None or not same or row["expires_at"] < time.time():
-        raise RefusedError(Code.BAD_TOKEN, "the enrolment token is used; ask the operator for a new token")
+        text = "the enrolment token is used; the device that used it continues with its state_dir"
+        raise RefusedError(Code.BAD_TOKEN, f"{text}, another one needs a new token from the operator")
     return bytes(row["pem"])
 
 
