@@ -38,6 +38,68 @@ def test_the_figures_of_a_device_are_drawn_by_variant_and_split() -> None:
     assert device.series(rows, "loss", 1) == {"train": [(1, 1.25)]}
 
 
+def test_the_page_of_a_device_has_its_figures_under_their_names() -> None:
+    facts: dict[str, Any] = {
+        "present": True,
+        "revoked": False,
+        "forgotten": None,
+        "certificate_expires": None,
+        "test_accuracy": 0.0,
+    }
+    facts |= {"model": "digits_linear", "parameters": 1_250, "samples": 3_000, "rounds": 12, "answers": 7, "asks": 10}
+    facts |= {"late": 1, "declined": 2, "refusals": 3, "last_seen": "2026-11-23T12:00:00Z", "sdk": ""}
+    assert device.tiles(facts) == {
+        "Presence": "present",
+        "Certificate": "none (plain text)",
+        "Last test accuracy": "0.0 %",
+        "Model": "digits_linear (1,250 parameters)",
+        "Training samples": "3,000",
+        "Rounds": "12",
+        "Answers": "7 of 10 asks",
+        "Late, declined, refused": "1, 2, 3",
+        "Last seen (UTC)": "2026-11-23T12:00:00Z",
+        "SDK": "–",
+    }
+
+
+def ask_of(step_number: int, upload: str | None) -> dict[str, Any]:
+    """An ask of round 4 that was answered within 2.5 seconds."""
+    row = {"round": 4, "step_number": step_number, "step": "train", "state": "acknowledged", "bytes": 10, "reason": ""}
+    return {**row, "upload": upload, "not_used_because": "", "asked_at": NOON, "acknowledged_at": NOON + 2.5}
+
+
+def test_each_ask_of_a_round_has_a_row_of_its_own() -> None:
+    first, second = (device.ask_cells(ask_of(number, "used")) for number in (1, 2))
+    assert first["id"] != second["id"]
+    assert (first["asked"], first["seconds"]) == ("2026-11-23 12:00:00", 2.5)
+
+
+@pytest.mark.parametrize(
+    ("upload", "told"), [("used", "yes"), ("reported", "no"), ("acknowledged", "not yet"), (None, "")]
+)
+def test_an_answer_says_whether_it_is_in_the_result(upload: str | None, told: str) -> None:
+    assert device.ask_cells(ask_of(1, upload))["upload"] == told
+
+
+def test_the_last_figures_of_runs_are_compared_with_their_units() -> None:
+    row = {"method": "fedavg", "status": "running", "completed_rounds": 1_200, "wanted_rounds": 2_000, "devices": 1_500}
+    row |= {"test_accuracy": 0.5, "server_accuracy": 0.25, "global_accuracy": None, "round_seconds": 61.0}
+    row |= {"bytes_up": 2_000_000, "bytes_down": 3_000_000_000, "created": "2026-11-23T12:00:00Z"}
+    assert compare.figures(row) == {
+        "Method": "fedavg",
+        "Status": "running",
+        "Rounds completed": "1,200 of 2,000",
+        "Accuracy, fleet": "50.0 %",
+        "Accuracy, server's model": "25.0 %",
+        "Accuracy, global model": "–",
+        "Mean duration of the last 5 rounds": "1 min 1 s",
+        "Received from devices": "2.00 MB",
+        "Sent to devices": "3.00 GB",
+        "Devices": "1,500",
+        "Created (UTC)": "2026-11-23T12:00:00Z",
+    }
+
+
 def test_only_settings_that_differ_are_compared() -> None:
     a = {"run": {"rounds": 3, "method": "fedavg"}, "method": {"local_epochs": 1}}
     b = {"run": {"rounds": 3, "method": "feddkc"}, "method": {"refinement": "kkr"}}

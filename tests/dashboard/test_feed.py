@@ -11,9 +11,11 @@ import pytest
 from support.processes import wait_until
 
 from fleetdistill.errors import LinkError
+from fleetdistill_server.dashboard.board import Board
 from fleetdistill_server.dashboard.feed import Feed
 from fleetdistill_server.dashboard.readers import Subject, rounds
 from fleetdistill_server.operations.source import LocalStore
+from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.store import Store
 
 RUN = "r"
@@ -71,6 +73,24 @@ def test_while_the_source_fails_the_last_figures_stay_with_the_reason(feed: Feed
     wait_until(lambda: not feed.look(subject).error, "the figures to be current again")
 
 
+def test_figures_that_cannot_be_read_again_keep_their_age(feed: Feed) -> None:
+    fails, failures = threading.Event(), list[object]()
+
+    def read(source: object) -> str:
+        if fails.is_set():
+            failures.append(source)
+            raise LinkError("the server cannot be reached")
+        return "figures"
+
+    subject: Subject[str] = Subject("away", lambda: read)
+    wait_until(lambda: feed.look(subject).value, "the first figures")
+    fails.set()
+    wait_until(lambda: feed.look(subject).error, "the error")
+    age, known = feed.look(subject).read_at, len(failures)
+    wait_until(lambda: feed.look(subject) and len(failures) > known + 2, "more failures")
+    assert feed.look(subject).read_at == age
+
+
 def test_equal_figures_keep_their_version(feed: Feed) -> None:
     reads: list[object] = []
 
@@ -100,3 +120,12 @@ def test_rounds_are_read_in_parts_and_anew_after_a_rollback(store: Store, source
     close_rounds(store, 3)
     assert list(read(source)) == source.rounds(RUN).lists["rounds"]
     assert len(read(source)) == 3
+
+
+def test_monitors_are_told_when_no_server_works_on_a_store(feed: Feed, tmp_path: Path) -> None:
+    board = Board(feed, "title", "place")
+    told = wait_until(lambda: board.problem_for_monitors(), "what monitors are told")
+    assert (told, board.problem()) == ("no server works on this store", "")
+    with serve_lock.take(tmp_path / "store", RUN):
+        feed.refresh()
+        wait_until(lambda: board.problem_for_monitors() == "", "the server to be seen")

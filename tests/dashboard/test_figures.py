@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fleetdistill_server.dashboard import units
 from fleetdistill_server.dashboard.chart import MOST_POINTS, thinned
+from fleetdistill_server.dashboard.pages.run import last_accuracy, time_left
 from fleetdistill_server.dashboard.pages.runs import accuracy
 from fleetdistill_server.dashboard.panels.classes import bubbles, note, spread
 from fleetdistill_server.dashboard.panels.curves import axis
@@ -51,6 +52,14 @@ ROUNDS = [
 )
 def test_rounds_are_drawn_against_rounds_bytes_or_time(name: str, unit: str, xs: list[float]) -> None:
     assert axis(name, ROUNDS)[1:] == (unit, xs)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit", "end"), [(119.0, "seconds", 119.0), (7_200.0, "hours", 2.0), (172_800.0, "days", 2.0)]
+)
+def test_a_long_run_is_drawn_in_hours_or_days(seconds: float, unit: str, end: float) -> None:
+    row = {"round": 1, "started_at": 100.0, "ended_at": 100.0 + seconds}
+    assert axis("Time", [row])[1:] == (unit, [end])
 
 
 @pytest.mark.parametrize("name", ["Rounds", "Bytes", "Time"])
@@ -123,6 +132,12 @@ def test_a_round_that_has_ended_is_drawn_to_its_end() -> None:
     assert latest_time([ask("a", "acknowledged", acknowledged_at=119.0)], closed) == 120.0
 
 
+def test_a_receipt_after_the_end_of_a_round_is_drawn_too() -> None:
+    """Answers to buffered rounds come later."""
+    closed = {"round": 3, "status": "closed", "started_at": 100.0, "ended_at": 120.0}
+    assert latest_time([ask("a", "acknowledged", asked_at=101.0, acknowledged_at=150.0)], closed) == 150.0
+
+
 @pytest.mark.parametrize(
     ("row", "word"),
     [
@@ -143,6 +158,30 @@ def test_the_list_of_runs_has_the_accuracy_of_the_fleet_first() -> None:
     assert accuracy({**known, "test_accuracy": None}) == 0.5
     assert accuracy({**known, "test_accuracy": None, "server_accuracy": None}) == 0.7
     assert accuracy(dict.fromkeys(known)) is None
+
+
+def test_the_page_of_a_run_says_whose_accuracy_it_shows() -> None:
+    known = {"test_accuracy": 0.0, "server_accuracy": 0.5, "global_accuracy": 0.7}
+    assert last_accuracy(known) == "0.0 % (fleet)"
+    assert last_accuracy({**known, "test_accuracy": None}) == "50.0 % (server's model)"
+    assert last_accuracy({**known, "test_accuracy": None, "server_accuracy": None}) == "70.0 % (global model)"
+    assert last_accuracy(dict.fromkeys(known)) == "–"
+
+
+@pytest.mark.parametrize(
+    ("status", "left"),
+    [
+        ("running", "about 1 min 30 s"),
+        ("preparing", "about 1 min 30 s"),
+        ("running (no server)", "about 1 min 30 s"),
+        ("paused", "–"),
+        ("queued (1 of 2)", "–"),
+        ("finished", "–"),
+    ],
+)
+def test_only_a_run_at_work_has_a_time_left(status: str, left: str) -> None:
+    assert time_left({"status": status, "seconds_left": 90.0}) == left
+    assert time_left({"status": status, "seconds_left": None}) == "–"
 
 
 def test_bytes_are_summed_by_kind() -> None:
@@ -181,7 +220,8 @@ def test_the_lines_for_an_app_are_python_that_names_server_run_and_columns() -> 
     needs = {"contract": {"classes": ["a", "b"], "input_shape": [1, 8, 8], "columns": ["features", "labels"]}}
     lines = embedding("h:1", 'odd"name', {"tls": True}, needs)
     compile(lines, "app.py", "exec")
-    for part in ('server="h:1"', 'run="odd\\"name"', '"features", "labels"', "enrolment=token", "[N, 1, 8, 8]"):
+    allow = 'allow=["features", "labels", "counts", "metrics"]'  # without the last two, pages show no accuracies
+    for part in ('server="h:1"', 'run="odd\\"name"', allow, "enrolment=token", "[N, 1, 8, 8]"):
         assert part in lines
     assert "enrolment" not in embedding("h:1", "r", {"tls": False}, needs)
 
@@ -215,3 +255,11 @@ def test_a_paused_deadline_stands_still() -> None:
 )
 def test_a_setting_with_many_digits_is_a_fraction(value: object, text: str) -> None:
     assert units.setting(value) == text
+
+
+def test_a_rate_of_nothing_is_a_figure() -> None:
+    assert (units.percent(0.0), units.percent(None), units.size(0), units.size(None)) == ("0.0 %", "–", "0.0 kB", "–")
+
+
+def test_names_are_sorted_as_people_do() -> None:
+    assert sorted(["d10", "E1", "d2", "D1"], key=units.natural) == ["D1", "d2", "d10", "E1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -14,7 +15,8 @@ from support.dashboards import Watched, picture
 from support.forked_popen import REAL_POPEN
 from support.processes import COMMAND, PATIENCE_SECONDS, wait_until
 
-from fleetdistill_server.dashboard.simulated import training_classes, with_alone
+from fleetdistill_server.dashboard.simulated import SimulatedRun, training_classes, with_alone
+from fleetdistill_server.store.store import Store
 
 OPTIONS = ("--devices", "3", "--rounds", "2", "--method", "fedavg", "--train-limit", "120", "--test-limit", "40")
 
@@ -26,6 +28,17 @@ def test_each_round_has_the_accuracy_of_devices_that_trained_alone_for_as_many()
     found = with_alone(rounds, {"a": [0.2, 0.4], "b": [0.4, 0.8]})
     assert [row["alone_accuracy"] for row in found] == pytest.approx([0.3, None, 0.6])
     assert [row["alone_accuracy"] for row in with_alone(rounds, {})] == [None] * 3
+
+
+def test_rounds_after_a_round_have_the_accuracy_of_as_many_alone(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "work" / "store")
+    store.runs.begin("r", {"run": {"name": "r", "method": "fedavg", "rounds": 3}})
+    for _ in range(3):
+        store.runs.close_round("r", store.runs.start_round("r", ["a"]), b"", [], {})
+    store.close()
+    (tmp_path / "report.json").write_text(json.dumps({"alone_accuracy_by_round": {"a": [0.1, 0.2, 0.3]}}))
+    found = SimulatedRun(tmp_path).rounds("r", after=1).lists["rounds"]
+    assert [(row["round"], row["alone_accuracy"]) for row in found] == [(2, 0.2), (3, 0.3)]
 
 
 def test_classes_are_those_of_the_training_data() -> None:
