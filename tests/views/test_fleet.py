@@ -72,3 +72,18 @@ def test_classes_are_of_the_training_data_where_it_is_known(store: Store) -> Non
     store.asks.accept_upload(ask["id"], 1, bytes(32), 0, 1)
     report(store, third, "test", {1: (1, 4)})
     assert fleet.classes(store, RUN).lists["devices"] == [{"device": "a", "split": "test", "counts": {"1": 4}}]
+
+
+def test_events_of_a_device_are_counted_and_listed_in_order(store: Store) -> None:
+    for count, kind in enumerate(("late", "declined", "refused"), start=1):
+        for number in range(count):
+            store.history.add_event(RUN, kind, f"{kind} {number}", device="a")
+    store.history.add_event(RUN, "late", "of another device", device="b")
+    view = fleet.device(store, RUN, "a")
+    assert {name: view.facts[name] for name in ("late", "declined", "refusals")} == {
+        "late": 1,
+        "declined": 2,
+        "refusals": 3,
+    }
+    texts = ["late 0", "declined 0", "declined 1", "refused 0", "refused 1", "refused 2"]
+    assert [row["text"] for row in view.lists["events"]] == texts

@@ -42,3 +42,28 @@ def test_a_process_that_does_not_run_is_a_problem(
         ended = "starts again" if waits else "ends"
         assert states["engine"] == ("works" if engine else ended)
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ("keep_free_bytes = 0", ""),
+        ("keep_free_bytes = 0\ndisk_budget_bytes = 1000000000000", ""),
+        (
+            "keep_free_bytes = 0\ndisk_budget_bytes = 1000",
+            "so uploads are refused; [server] disk_budget_bytes is 1.0 kB",
+        ),
+        (
+            "keep_free_bytes = 1000000000000000000",
+            "so uploads are refused; [server] keep_free_bytes is 1000000000.00 GB",
+        ),
+    ],
+)
+def test_a_limit_of_the_disk_that_is_reached_is_a_problem(tmp_path: Path, settings: str, says: str) -> None:
+    store = Store.open(tmp_path)
+    (tmp_path / serve_lock.SERVED_FILE).write_text(f"[server]\n{settings}\n")
+    with serve_lock.take(tmp_path, ""):
+        found = problems(store, tmp_path)
+    store.close()
+    assert len(found) == bool(says)
+    assert all(one.endswith(says) for one in found)

@@ -20,6 +20,7 @@ from fleetdistill.methods.classstats.class_variants import (
 )
 from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.service.heartbeat import Served
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 
@@ -63,6 +64,14 @@ def test_a_run_without_an_end_wants_no_number_of_rounds(rounds: int, wanted: int
         for table in view.tables():
             console.print(table)
         assert told in console.export_text()
+
+
+def test_only_a_served_run_says_that_it_needs_devices() -> None:
+    store = Store.in_memory()
+    store.runs.begin("r", {})
+    store.led.begin_wait("r", 2)
+    reasons = [views.runs(store, served).lists["runs"][0]["reason"] for served in (Served(frozenset({"r"})), Served())]
+    assert reasons == ["needs 2 devices that are present", ""]
 
 
 def test_a_round_has_its_own_figures() -> None:

@@ -52,8 +52,10 @@ def test_devices_are_listed_that_should_have_renewed(tmp_path: Path) -> None:
             {**rest, "serial": str(number), "device": device, "issued_at": begun, "expires_at": ends}
         )
     revoke_device(store, "revoked", "stolen")
-    found = {row["device"]: row["state"] for row in server(store, tmp_path).lists["certificates"]}
+    view = server(store, tmp_path)
+    found = {row["device"]: row["state"] for row in view.lists["certificates"]}
     assert found == {"gone": "expired", "late-for-10-days": "expires soon", "late-for-400-days": "expires soon"}
+    assert not view.facts["warnings"], "each device renews its own; nobody else has to"
     store.close()
 
 
@@ -67,4 +69,12 @@ def test_a_revoked_person_s_certificate_is_not_called_valid(tmp_path: Path) -> N
     found = {row["holder"]: row["state"] for row in view.lists["certificates"]}
     assert (found["viewer-alice"], found["viewer-vera"]) == ("revoked", "valid")
     assert not view.facts["warnings"]
+    store.close()
+
+
+def test_the_limits_of_the_disk_are_those_that_the_server_has(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    (tmp_path / serve_lock.SERVED_FILE).write_text("[server]\nkeep_free_bytes = 3\ndisk_budget_bytes = 5\n")
+    facts = server(store, tmp_path).facts
+    assert (facts["keep_free"], facts["disk_budget"]) == (3, 5)
     store.close()
