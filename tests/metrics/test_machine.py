@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,3 +53,24 @@ def test_the_limits_of_the_disk_are_those_of_the_settings(tmp_path: Path) -> Non
     found = collected(ServerSection(store=str(tmp_path), keep_free_bytes=3, disk_budget_bytes=5))
     assert found["fleetdistill_disk_keep_free_bytes"] == {(): 3}
     assert found["fleetdistill_disk_budget_bytes"] == {(): 5}
+
+
+def test_the_size_of_the_store_and_the_free_space_of_its_disk(tmp_path: Path) -> None:
+    (tmp_path / "payload").write_bytes(bytes(1000))
+    found = collected(ServerSection(store=str(tmp_path)))
+    assert found["fleetdistill_disk_used_bytes"] == {(): 1000}
+    assert found["fleetdistill_disk_free_bytes"][()] > 1000
+
+
+def test_the_memory_of_a_process_includes_that_of_its_children(tmp_path: Path) -> None:
+    clear(tmp_path)
+    config, own = ServerSection(store=str(tmp_path)), [ProcessState(ENGINE, "digits", os.getpid(), 0)]
+    name = "fleetdistill_process_resident_memory_bytes"
+    code = "held = b'x' * (256 << 20); print('ready', flush=True); input()"
+    before = collected(config, own)[name][ENGINE, "digits"]
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        more = collected(config, own)[name][ENGINE, "digits"] - before
+        child.communicate(b"\n")
+    assert more > 128 << 20

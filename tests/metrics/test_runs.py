@@ -54,6 +54,32 @@ def test_a_run_that_tries_in_vain_says_since_when(tmp_path: Path) -> None:
     store.close()
 
 
+def test_the_settings_and_the_last_round_of_a_run_are_figures(tmp_path: Path) -> None:
+    """A completed round from 200 s to 210 s, and a short one after it."""
+    store, clock = Store.open(tmp_path), [100.0]
+    store.database.now = lambda: clock[0]
+    store.runs.begin("digits", {"run": {"method": "fedavg", "rounds": 3, "deadline_seconds": 60.0}})
+    for at, short in ((200.0, False), (300.0, True)):
+        clock[0] = at
+        number = store.runs.start_round("digits", ["d0"])
+        clock[0] = at + 10
+        if short:
+            store.runs.close_short_round("digits", number, "nobody answered")
+        else:
+            store.runs.close_round("digits", number, b"", [], {})
+    collector = RunsCollector(tmp_path)
+    shown = {
+        "run_wanted_rounds": 3.0,
+        "run_deadline_seconds": 60.0,
+        "run_completed_rounds": 1.0,
+        "run_last_completed_timestamp_seconds": 210.0,
+        "last_round_duration_seconds": 10.0,
+    }
+    assert {name: values(collector, f"fleetdistill_{name}")["digits"] for name in shown} == shown
+    collector.close()
+    store.close()
+
+
 def test_figures_are_read_anew_after_two_seconds(tmp_path: Path) -> None:
     store, clock = Store.open(tmp_path), [0.0]
     collector = RunsCollector(tmp_path, clock=lambda: clock[0])
