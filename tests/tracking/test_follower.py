@@ -23,10 +23,10 @@ from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 from fleetdistill_server.tracking.follower import Followed, Follower
 from fleetdistill_server.tracking.mlflow_tracker import ENVIRONMENT, MlflowTracker
-from fleetdistill_server.tracking.results import results_in
+from fleetdistill_server.tracking.results import ACCURACY, ALONE, BYTES, results_in
 from fleetdistill_server.tracking.run_figures import points_since, settings_of
 from fleetdistill_server.tracking.tensorboard_tracker import TensorBoardTracker
-from fleetdistill_server.tracking.tracker import Tracker
+from fleetdistill_server.tracking.tracker import Description, Tracker
 
 RUN = "digits"
 CONFIG = {"run": {"name": RUN, "method": "feddkc", "rounds": 9}, "method": {"server_beta": 1.5, "layers": [1, 2]}}
@@ -228,6 +228,35 @@ def test_all_runs_of_a_store_are_followed_unless_one_is_named(store: Store, tmp_
     assert len(list((tmp_path / "events").iterdir())) == 2
 
 
+def test_notes_beside_event_files_stay_when_another_is_made(tmp_path: Path) -> None:
+    described = Description("0" * 32, RUN, 1000.0)
+    run = TensorBoardTracker(tmp_path).open(described)
+    run.set_note("model.round", "3")
+    run.end("running", "")
+    run.close()
+    again = TensorBoardTracker(tmp_path).open(described)
+    assert (again.note("model.round"), again.note("status")) == ("3", "running")
+    again.close()
+
+
+def test_a_status_with_another_reason_is_copied(store: Store, tmp_path: Path) -> None:
+    watching = to_events(tmp_path)
+    said = []
+    for reason in ("out of patience", "by the operator"):
+        store.runs.end(RUN, "stopped", reason)
+        assert watching.look()
+        said.append(json.loads((directory_of(tmp_path) / "fleetdistill.json").read_text())["status"])
+    assert said == ["stopped: out of patience", "stopped: by the operator"]
+
+
+def test_a_follower_that_is_stopped_copies_the_last_rounds_first(store: Store, tmp_path: Path) -> None:
+    add_rounds(store, 2)
+    stopped = threading.Event()
+    stopped.set()
+    to_events(tmp_path).follow(stopped)
+    assert steps_in(directory_of(tmp_path), "accuracy/test") == [1, 2]
+
+
 # --- MLflow
 
 
@@ -317,6 +346,26 @@ def test_fedavg_is_a_control_of_other_methods_only(tmp_path: Path) -> None:
         assert results is not None
         found[method] = [one.step for one in results.points], list(results.controls)
     assert found == {"fedavg": ([1, 2], []), "feddkc": ([], ["FedAvg devices"])}
+
+
+def test_figures_of_a_report_have_the_numbers_of_their_rounds(tmp_path: Path) -> None:
+    """Rounds 2 and 5 are completed; controls count theirs from 1, and a device without a figure does not count."""
+    curves = [
+        {"name": "feddkc", "accuracy": [0.5, 0.75], "bytes": [10.0, 20.0]},
+        {"name": "FedAvg global", "accuracy": [0.3, None, 0.4], "bytes": [100.0, 200.0, 300.0]},
+    ]
+    alone = {"a": [0.2, None], "b": [0.4, 0.8]}
+    report = {"method": "feddkc", "finished": False, "curves": curves, "alone_accuracy_by_round": alone}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    results = results_in(tmp_path, [2, 5])
+    assert results is not None
+    assert [(one.step, one.values) for one in results.points] == [
+        (2, {ACCURACY: 0.5, BYTES: 10.0}),
+        (5, {ACCURACY: 0.75, BYTES: 20.0}),
+    ]
+    assert [one.step for one in results.controls["FedAvg global"]] == [1, 2, 3]
+    found = [(one.step, one.values[ACCURACY]) for one in results.controls[ALONE]]
+    assert found == [(1, pytest.approx(0.3)), (2, 0.8)]
 
 
 HOSTILE_REPLIES = {
