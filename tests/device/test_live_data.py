@@ -316,6 +316,21 @@ def test_augmented_data_train_on_new_draws_and_send_knowledge_of_the_samples(tmp
     assert first[2] == plain[2]
 
 
+@pytest.mark.parametrize("data", [tiny_data(), items()], ids=["arrays", "items"])
+def test_another_transform_of_the_same_samples_is_used(data: Any) -> None:
+    def first(one: Tensor) -> Tensor:
+        return one
+
+    def second(one: Tensor) -> Tensor:
+        return one
+
+    known = read_samples(Augmented(data, first))
+    assert read_samples(Augmented(data, first), known) is known
+    changed = read_samples(Augmented(data, second), known)
+    assert (changed.transform, changed.digest) == (second, known.digest)
+    assert read_samples(data, changed).transform is None
+
+
 def test_a_random_dataset_keeps_its_ids_and_draws_anew_in_training(tmp_path: Path) -> None:
     data = Noisy(items(), torch_noise)
     first, again = learned(tmp_path / "a", data), learned(tmp_path / "b", data)

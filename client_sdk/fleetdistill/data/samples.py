@@ -96,7 +96,7 @@ def read_samples(data: Any, known: Samples | None = None) -> Samples:
 
     Args:
         data: Data in any form of `Device(data=...)`, or the result of an earlier call.
-        known: Result of the previous call; returned again if no sample has changed.
+        known: Result of the previous call; returned again if neither a sample nor the transform has changed.
 
     Raises:
         DataError: The data cannot be read, or a sample is invalid.
@@ -105,12 +105,13 @@ def read_samples(data: Any, known: Samples | None = None) -> Samples:
         return data
     rows, transform = opened(data)
     fingerprint = rows.fingerprint()
-    if known is not None and fingerprint is not None and fingerprint == known.fingerprint:
-        return known
+    same = known if known is not None and known.transform is transform else None
+    if same is not None and fingerprint is not None and fingerprint == same.fingerprint:
+        return same
     read = _scan(rows, fingerprint, transform)
-    if known is not None and known.digest == read.digest and known.transform is transform:
-        known.rows, known.fingerprint = rows, fingerprint  # the same samples, perhaps in new files
-        return known
+    if same is not None and same.digest == read.digest:
+        same.rows, same.fingerprint = rows, fingerprint  # the same samples, perhaps in new files
+        return same
     return read
 
 
