@@ -168,6 +168,26 @@ def test_a_full_disk_is_named_with_the_limit(
     assert "runs prune" in error
 
 
+def test_a_store_that_nearly_fills_its_budget_is_a_warning(store: Store, tmp_path: Path) -> None:
+    store.close()
+    used = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*") if path.is_file())
+    path = write_config(tmp_path, disk_budget_bytes=used * 100 // 95)
+    assert said(path) == []
+    (warning,) = said(path, "warning")
+    assert warning.startswith("disk: ")
+    assert "which nearly fills [server] disk_budget_bytes = " in warning
+    assert said(write_config(tmp_path, disk_budget_bytes=used * 2), "warning") == []
+
+
+def test_a_server_s_certificate_is_named_a_month_before_its_end(tmp_path: Path) -> None:
+    """That of the CA, whose successor all devices have to get, three months before."""
+    make_pki(tmp_path / "pki").issue_server([], 60.0)
+    path = write_config(tmp_path, pki=str(tmp_path / "pki"), enrol_listen=f"127.0.0.1:{free_port()}")
+    assert said(path, "warning") == []
+    (warning,) = said(path, "warning", clock=lambda: time.time() + 31 * 86_400)
+    assert warning.startswith("TLS: the server's certificate expires on")
+
+
 def payload_file(tmp_path: Path) -> Path:
     (found,) = (tmp_path / "store" / "blobs").glob("??/*.safetensors")
     return found
@@ -186,6 +206,19 @@ def test_a_damaged_and_a_missing_payload_are_named_by_digest(store: Store, tmp_p
     for quick in (False, True):
         (error,) = said(path, quick=quick)
         assert error.startswith(f"store: payload {file.stem} is missing")
+
+
+def test_of_many_lost_payloads_five_are_named_and_all_counted(tmp_path: Path) -> None:
+    opened = prepare_store(tmp_path / "store")
+    number = open_round(opened, "a")
+    for step in range(1, 8):
+        write_asks(opened, number, "a", step_number=step, payload=make_payload(step))
+    opened.close()
+    for file in (tmp_path / "store" / "blobs").glob("??/*.safetensors"):
+        file.unlink()
+    *named, counted = said(write_config(tmp_path))
+    assert ["is missing" in error for error in named] == [True] * 5
+    assert counted == "store: 2 more payloads or checkpoints are missing or damaged"
 
 
 @pytest.mark.parametrize("left", [100, 0.5])

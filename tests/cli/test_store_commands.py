@@ -147,6 +147,25 @@ def test_a_run_that_is_mistyped_is_guessed(directory: Path, command: tuple[str, 
     assert (code, told) == (1, "error: there is no run 'digist'; did you mean 'digits'? Runs in the store: digits\n")
 
 
+def test_forgetting_beside_a_server_says_when_the_data_go(directory: Path) -> None:
+    store = Store.open(directory)
+    store.devices.register(RUN, "d1", b"", b"")
+    store.close()
+    lock = serve_lock.take(directory, RUN)
+    code, said = call("devices", "forget", RUN, "d1", "--store", str(directory))
+    lock.close()
+    assert code == 0
+    assert "its payloads are deleted before the run's next round; if the run has ended, repeat this command" in said
+
+
+def test_only_a_name_that_a_run_had_is_deleted_twice(directory: Path) -> None:
+    where = ("--yes", "--store", str(directory))
+    for _ in range(2):
+        assert call("runs", "delete", "digts", *where)[0] == 1
+    for _ in range(2):
+        assert call("runs", "delete", RUN, *where)[0] == 0
+
+
 def test_backup_and_restore(directory: Path, tmp_path: Path) -> None:
     code, said = call("backup", str(tmp_path / "backup"), "--store", str(directory))
     assert (code, "4 payloads and the database" in said) == (0, True)
