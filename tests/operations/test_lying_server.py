@@ -17,8 +17,11 @@ from typer.testing import CliRunner
 from fleetdistill.link.credentials import split
 from fleetdistill.wire.v1 import operations_pb2 as words
 from fleetdistill_server.cli.app import app
+from fleetdistill_server.operations import receiving
+from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import SERVER
+from fleetdistill_server.store.store import Store
 
 _SERVICE = "fleetdistill.wire.v1.OperationsService"
 ESCAPE = "\x1b]0;pwned\x07\x1b[2J"
@@ -177,6 +180,16 @@ def test_a_model_that_is_none_leaves_nothing(liar: LyingServer, tmp_path: Path, 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_in_small_parts_has_a_bound_too(
+    liar: LyingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiving, "MOST_MODEL_BYTES", 3)
+    rest = words.FilePart(report='{"bytes": 4, "max_difference": 0}')
+    liar.replies["ExportModel"] = files(MODEL, *[words.FilePart(data=b"x")] * 3, rest)
+    assert "sent more than 3 bytes" in liar.said("export", "r", "--out", str(tmp_path / "m.onnx"))
+    assert not list(tmp_path.iterdir())
+
+
 def manifest(payloads: Any = (), **others: Any) -> words.FilePart:
     made = {"format": 1, "made_at": "", "database": "", "payloads": payloads, "checkpoints": [], **others}
     return words.FilePart(path="backup/manifest.json", data=json.dumps(made).encode())
@@ -202,3 +215,15 @@ def test_a_backup_that_is_none_leaves_nothing(liar: LyingServer, tmp_path: Path,
     liar.replies["BackUp"] = reply
     assert sentence in liar.said("backup", str(tmp_path / "copy"))
     assert not list(tmp_path.iterdir())
+
+
+def test_payloads_missing_in_a_backup_are_named_or_counted(liar: LyingServer, tmp_path: Path) -> None:
+    """A server names 100 of them at most; this one names 2 of 7."""
+    Store.open(tmp_path / "store").close()
+    LocalStore(tmp_path / "store").back_up(tmp_path / "made")
+    copied = {f"backup/{one.name}": one.read_bytes() for one in (tmp_path / "made").iterdir() if one.is_file()}
+    report = words.FilePart(report=json.dumps({"lost": ["payload a", "payload b"], "lost_in_all": 7}))
+    liar.replies["BackUp"] = files(*[words.FilePart(path=path, data=data) for path, data in copied.items()], report)
+    said = liar.said("backup", str(tmp_path / "copy"), code=0)
+    told = [line.removeprefix("warning: not in the backup: ") for line in said.splitlines() if "warning" in line]
+    assert told == ["payload a", "payload b", "and 5 more"]
