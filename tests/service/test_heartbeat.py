@@ -275,6 +275,20 @@ def test_one_hung_engine_of_several_is_seen_though_the_others_listen(
     store.close()
 
 
+def test_an_engine_that_starts_may_be_silent_for_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.open(tmp_path)
+    store.runs.begin(RUN, {})
+    store.led.set_setup(RUN, {})
+    store.led.activate(RUN)
+    monkeypatch.setattr(engine_health, "SILENT_SECONDS", 0.0)
+    with serve_lock.take(tmp_path, "", 1):
+        assert EngineHealth(tmp_path, store).is_good(), "it has not sent any heartbeat yet"
+        engine_directory(tmp_path, RUN).mkdir(parents=True)
+        beat(engine_directory(tmp_path, RUN), time.time())
+        assert not EngineHealth(tmp_path, store).is_good()
+    store.close()
+
+
 # --- a signal that comes early
 
 

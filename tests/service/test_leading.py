@@ -103,6 +103,15 @@ def test_a_repeated_action_says_the_same_and_changes_nothing(store: Store, actio
     assert (row_of(store), store.history.events(RUN)) == before
 
 
+def test_a_creation_repeated_after_the_run_starts_nothing(store: Store) -> None:
+    said = leading.create(store, config(rounds=1), start_it=True)
+    store.runs.close_round(RUN, store.runs.start_round(RUN, ["d1"]), b"", [], {})
+    store.runs.end(RUN, "finished", "all rounds done")
+    assert leading.create(store, config(rounds=1), start_it=True) == said
+    assert row_of(store)["status"] == "finished"
+    assert [event["kind"] for event in store.history.events(RUN)].count("started") == 1
+
+
 @pytest.mark.parametrize("action", ["pause", "stop"])
 def test_an_engine_whose_run_is_taken_from_it_can_commit_nothing(store: Store, action: str) -> None:
     token = begin(store)

@@ -33,7 +33,7 @@ from fleetdistill_server.operations.client import OperatorClient
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
-from fleetdistill_server.service.run_endings import delete
+from fleetdistill_server.service.run_endings import delete, roll_back
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
@@ -275,6 +275,17 @@ def test_a_deletion_that_is_killed_is_finished_by_the_next(directory: Path, poin
     delete(directory, store, RUN)
     assert len(files(directory)) == 5, "two asks, two answers and the checkpoint of the other run"
     store.close()
+
+
+# --- rolling back
+
+
+def test_a_roll_back_says_how_the_run_goes_on(directory: Path, store: Store) -> None:
+    assert roll_back(directory, store, RUN, 1, "ada").endswith("; serve the run to continue")
+    store.runs.end("other", "stopped", "by the operator")
+    with serve_lock.take(directory, ""):
+        said = roll_back(directory, store, "other", 1, "ada")
+    assert said.endswith("; use `fleetdistill runs start other` to continue")
 
 
 # --- beside a server
