@@ -485,6 +485,13 @@ def test_new_ids_of_a_minute_are_bounded_for_one_address_and_for_all() -> None:
     limiter.begin_device("a")
 
 
+def test_a_new_id_refused_for_all_costs_its_address_nothing() -> None:
+    limiter = Limiter(Limits(new_devices_per_minute=1, new_devices_per_minute_per_address=1), Clock())
+    limiter.begin_device("a")
+    said = [str(too_many(limiter.begin_device, "b")) for _ in range(2)]
+    assert all("the server has started 1 check-ins of new ids" in one for one in said)
+
+
 def test_ids_that_cost_nothing_do_not_fill_the_store(tmp_path: Path) -> None:
     prepare_store(tmp_path / "store").close()
     limits = Limits(new_devices_per_minute_per_address=10)

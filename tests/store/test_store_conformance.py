@@ -377,6 +377,15 @@ def test_a_payload_is_meant_for_the_devices_whose_asks_name_it(store: Store) -> 
     assert not store.asks.naming("other", "a", b"p" * 32)
 
 
+def test_a_note_of_refusals_has_the_time_of_the_newest(store: Store) -> None:
+    times = iter([100.0, 200.0])
+    store.database.now = lambda: next(times)
+    known = store.history.note_refusals_left_out(RUN, "a", "3 further refusals", None)
+    store.history.note_refusals_left_out(RUN, "a", "4 further refusals", known)
+    (event,) = store.history.events(RUN)
+    assert (event["text"], event["at"]) == ("4 further refusals", 200.0)
+
+
 def test_an_event_number_that_came_again_is_not_taken_for_the_note_of_before(store: Store) -> None:
     known = store.history.note_refusals_left_out(RUN, "a", "3 further refusals", None)
     assert store.history.note_refusals_left_out(RUN, "a", "4 further refusals", known) == known
