@@ -65,6 +65,14 @@ def test_a_large_fleet_has_rows_for_sixty_devices(report: FleetReport) -> None:
     assert table.row_count == 60 + 1 + len(report.further)
 
 
+def test_the_last_row_has_all_samples_and_the_mean_bytes(report: FleetReport) -> None:
+    one = replace(report.devices[0], samples=1_000, bytes_up=2_000_000, bytes_down=0)
+    other = replace(report.devices[1], samples=500, bytes_up=4_000_000, bytes_down=1_000_000)
+    table = report_table(replace(report, devices=[one, other]))
+    last = {str(column.header): list(column.cells)[2] for column in table.columns}
+    assert (last["samples"], last["up"], last["down"]) == ("1,500", "3.00 MB", "500.0 kB")
+
+
 def test_a_wide_terminal_has_every_column(report: FleetReport) -> None:
     assert len(report_table(report, 200).columns) == len(report_table(report).columns) == 9
     assert [column.header for column in report_table(report, 1).columns] == [

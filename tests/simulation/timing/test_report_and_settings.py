@@ -17,7 +17,12 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.simulation import show
 from fleetdistill_server.simulation.checks import check_settings
 from fleetdistill_server.simulation.folder import saved_simulation
-from fleetdistill_server.simulation.report.simulated_time import readable_seconds, time_lines
+from fleetdistill_server.simulation.report.simulated_time import (
+    SimulatedRound,
+    SimulatedTimes,
+    readable_seconds,
+    time_lines,
+)
 
 ALWAYS, GONE = ((0.0, 1e6, 1.0),), ((0.0, 4.0, 1.0), (1000.0, 1e6, 1.0))
 SLOW, LATER = ((0.0, 1e6, 0.1),), ((5.0, 1e6, 1.0),)
@@ -86,6 +91,18 @@ def test_a_simulation_without_behaviour_reports_no_simulated_time(tmp_path: Path
     )
     assert report.simulated_time is None
     assert time_lines(None) == []
+
+
+def test_the_usual_length_of_a_round_is_that_of_completed_ones() -> None:
+    """Two of 10 s and 30 s, and between them one of 100 s that fell short."""
+    ends = [("closed", 0.0, 10.0), ("short", 10.0, 110.0), ("closed", 110.0, 140.0)]
+    nobody: dict[str, Any] = {"late": [], "dropped": [], "declined": [], "not_needed": [], "absent": 0}
+    rounds = [
+        SimulatedRound(round=number, status=status, started=start, ended=end, asked=2, answered=2, **nobody)
+        for number, (status, start, end) in enumerate(ends, 1)
+    ]
+    (line,) = time_lines(SimulatedTimes(140.0, rounds, {}))
+    assert line.startswith("simulated time: 2 min 20 s, 20 s per round (median); 1 of 3 rounds fell short; ")
 
 
 @pytest.mark.parametrize(
