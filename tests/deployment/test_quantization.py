@@ -97,6 +97,19 @@ def test_an_int8_file_that_loses_too_much_is_not_used(tmp_path: Path, measured: 
     np.testing.assert_allclose(predictor.predict(INPUTS), device.predict(INPUTS), rtol=1e-3, atol=1e-2)
 
 
+def test_the_accuracy_of_a_file_is_over_rows_not_batches(tmp_path: Path) -> None:
+    """64 rows are right, and one is wrong, which is in a batch of its own."""
+    inputs = np.concatenate([INPUTS, INPUTS[:5]])
+    first, _ = delivered(tmp_path / "float", model=shifted)
+    labels = first.predict(inputs).argmax(axis=1)
+    labels[-1] = (labels[-1] + 1) % CLASSES
+    deployment = Deployment(quantize="static", max_quantization_drop=0.0, max_accuracy_drop=1.0)
+    given: dict[str, Any] = {"model": shifted, "deployment": deployment, "validation_data": (inputs, labels)}
+    _, events = delivered(tmp_path / "int8", **given)
+    (event,) = [event for event in events if event.kind == "not-quantized"]
+    assert event.values["accuracy"] == pytest.approx(64 / 65)
+
+
 def test_a_file_that_cannot_be_quantised_is_exported_as_float(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime.quantization
 

@@ -15,6 +15,7 @@ from support.sdk_fleet import RUN, Fleet, make_device, tiny_data
 from torch import nn
 
 from fleetdistill import COLUMNS, Device, Step
+from fleetdistill.device.preview import Histogram
 from fleetdistill.errors import ConfigurationError, DeviceBusyError
 from fleetdistill.knowledge import ProxySet
 from fleetdistill.light import light_worker
@@ -62,6 +63,10 @@ def test_a_preview_shows_each_tensors_histogram_and_the_figures(fleet: Fleet, tm
     assert "\n  metrics: name accuracy, split test, sum " in text
     assert text.count("\n  metrics: name ") == 3
     assert "{" not in text
+
+
+def test_a_bin_with_few_values_can_be_seen() -> None:
+    assert str(Histogram([1, 0, 1000], [0.0, 1.0, 2.0, 3.0])) == "0 [▁ █] 3"
 
 
 def test_a_preview_changes_nothing_and_the_next_answer_is_the_same(fleet: Fleet, tmp_path: Path) -> None:

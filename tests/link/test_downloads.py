@@ -19,6 +19,7 @@ from fleetdistill.link import downloads as transfer
 from fleetdistill.link.downloads import Downloads, adopt_proxy_set, download
 from fleetdistill.wire import digests
 from fleetdistill.wire.codec import Payload, decode, encode
+from fleetdistill.wire.codes import AFTER_SECONDS, Code
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
 IDENTITY = service_pb2.Identity(run="digits", device="d1")
@@ -328,3 +329,18 @@ def test_a_file_that_says_it_is_another_payload_is_not_taken_for_it(tmp_path: Pa
     fetch(tmp_path, Server(other), other)
     (tmp_path / f"{other.sha256.hex()}.payload").rename(tmp_path / f"{payload.sha256.hex()}.payload")
     assert Downloads(tmp_path, ROOM).stored(payload.sha256) is None
+
+
+def test_a_server_that_names_a_pause_is_called_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Busy:
+        calls = 0
+
+        def download(self, identity: Any, sha256: bytes, first_byte: int) -> Any:
+            self.calls += 1
+            raise RefusedError(Code.TOO_MANY, "too many calls", {AFTER_SECONDS: "7.0"})
+
+    monkeypatch.setattr(transfer, "PAUSE_SECONDS", 0.0)
+    link: Any = Busy()
+    with pytest.raises(LinkError) as refused:
+        Downloads(tmp_path, ROOM).fetch(link, IDENTITY, bytes(32))
+    assert (link.calls, refused.value.after_seconds) == (1, 7.0)

@@ -18,6 +18,7 @@ from fleetdistill.privacy.accountant import (
     rho_for,
     zcdp_delta,
 )
+from fleetdistill.privacy.guarantee import Guarantee
 
 DELTA = 1e-5
 
@@ -88,3 +89,9 @@ def test_no_release_costs_nothing_and_no_noise_costs_everything():
 def test_impossible_guarantees_are_refused(epsilon, delta):
     with pytest.raises(ValueError, match="must be in"):
         mu_for(epsilon, delta)
+
+
+def test_a_guarantee_is_lowered_and_never_raised():
+    given = Guarantee(epsilon=2.0, delta=1e-6)
+    assert given.at_most(1.0, 1e-5) == Guarantee(epsilon=1.0, delta=1e-6)
+    assert given.at_most(4.0, 1e-7) == Guarantee(epsilon=2.0, delta=1e-7)

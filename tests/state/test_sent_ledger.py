@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleetdistill.device.inspection import inspect
 from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files
 from fleetdistill.state.sent import Ledger, Sent, compacted
@@ -104,6 +106,23 @@ def test_compaction_keeps_totals_and_bounds(times: list[int], entries: int, mont
     assert found.totals == full.totals
     assert len(found.entries) <= entries
     assert len(found.months) <= months
+
+
+def test_months_beyond_the_limit_count_for_the_oldest_one_kept() -> None:
+    month = 31 * 86400
+    full = Ledger([answer(number, NOVEMBER + number * month, size=10**number) for number in range(3)])
+    found = compacted(full, entries=0, months=2)
+    assert [(one.month, one.bytes) for one in found.months] == [("2026-12", 11), ("2027-01", 100)]
+
+
+def test_a_round_with_two_receipts_is_one_round(tmp_path: Path) -> None:
+    ledger = SentLedger(Files(tmp_path))
+    for entry in (answer(1), replace(answer(1), step_number=2), answer(2), answer(3)):
+        ledger.begin_answer(entry)
+    for name in ((1, 1, 1), (1, 2, 1), (2, 1, 1)):
+        ledger.end_answer("r", name, receipt="cafe")
+    found = inspect(tmp_path)
+    assert (found.rounds, found.ledger.totals.receipts) == (2, 3)
 
 
 # --- damage
