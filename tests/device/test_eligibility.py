@@ -223,6 +223,21 @@ def test_the_server_does_not_expect_a_device_that_waits(fleet: Fleet, tmp_path: 
         assert fleet.store.devices.present(RUN) == ["d"]
 
 
+def test_a_device_that_waits_for_long_leaves_once(tmp_path: Path) -> None:
+    eligible, link = [True], LyingLink(ask(), ask(round=2))
+    policy = Eligibility(probes={"mine": lambda: eligible[0]})
+    device, _ = device_at(link, tmp_path, eligibility=policy, clock=ManualClock())
+    with device:
+        assert device.step(0) is Step.ANSWERED
+        for left in (1, 2):
+            eligible[0] = False
+            for _ in range(3):
+                assert device.step(0) is Step.WAITED
+            assert link.left == left
+            eligible[0] = True
+            device.step(0)
+
+
 # --- during work
 
 
