@@ -388,8 +388,10 @@ INPUTS, LABELS = tiny_data()
     [
         ("photos/", "data: the data is of type str; pass a tuple"),
         (iter(items()), "which can be read only once; pass a function"),
-        ((np.zeros((2, 4), np.uint8), LABELS[:2]), "the inputs are uint8, expected float32; scale images"),
-        ((INPUTS, LABELS * 1.0), "the labels are float64 of shape"),
+        ((np.zeros((2, 4), np.uint8), LABELS[:2]), "the inputs are uint8, expected floats; scale images"),
+        ((INPUTS, LABELS * 1.0), "the labels are float64 of shape .*; number the classes from 0"),
+        ((INPUTS, np.eye(3, dtype=int)[LABELS]), r"of shape \[24, 3\], .*; labels.argmax\(axis=1\) makes them"),
+        ((LABELS, INPUTS), r"inputs and labels are swapped; pass \(inputs, labels\)"),
         ((INPUTS, LABELS[1:]), "24 inputs but 23 labels"),
         ((INPUTS, LABELS - 1), "label -1 at row 0 is negative"),
         ((np.where(INPUTS > 2, np.inf, INPUTS), LABELS), "NaN or infinity, first at row"),

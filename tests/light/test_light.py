@@ -521,7 +521,7 @@ def changed(at: tuple[int, ...], value: float) -> np.ndarray:
             (digits(0)[0][:, 0], digits(0)[1]),
             r"the inputs have shape \[8, 8\], but .* expects \[1, 8, 8\]; reshape",
         ),
-        ((digits(0)[0].astype(np.uint8), digits(0)[1]), "the inputs are uint8, expected float32; scale images"),
+        ((digits(0)[0].astype(np.uint8), digits(0)[1]), "the inputs are uint8, expected floats; scale images"),
         ((digits(0)[0], digits(0)[1][1:]), "599 inputs but 598 labels"),
         ((digits(0)[0], digits(0)[1] * 1.0), "the labels are float64"),
         ((digits(0)[0], digits(0)[1] - 1), "label -1 at row 0 is negative"),

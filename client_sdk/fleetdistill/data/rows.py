@@ -247,11 +247,15 @@ def _check_arrays(inputs: Array, labels: Array) -> None:
     if inputs.dtype.hasobject or not np.issubdtype(inputs.dtype, np.number):
         raise DataError(f"cannot convert an array of dtype {inputs.dtype} to a tensor; use a numeric dtype")
     if not np.issubdtype(inputs.dtype, np.floating):
-        raise DataError(f"the inputs are {inputs.dtype}, expected float32; scale images to [0, 1] and convert them")
+        if inputs.ndim == 1 and np.issubdtype(labels.dtype, np.floating):
+            raise DataError("inputs and labels are swapped; pass (inputs, labels)")
+        raise DataError(f"the inputs are {inputs.dtype}, expected floats; scale images to [0, 1] and convert them")
     if inputs.ndim == 0:
         raise DataError("the inputs are a single number, expected [samples, ...]")
     if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1:
-        raise DataError(f"the labels are {labels.dtype} of shape {list(labels.shape)}, expected integers [samples]")
+        remedy = "labels.argmax(axis=1) makes them of one-hot rows" if labels.ndim == 2 else "number the classes from 0"
+        found = f"the labels are {labels.dtype} of shape {list(labels.shape)}, expected integers [samples]"
+        raise DataError(f"{found}; {remedy}")
     if len(inputs) != len(labels):
         raise DataError(f"{len(inputs)} inputs but {len(labels)} labels; every sample needs exactly one label")
 

@@ -109,7 +109,8 @@ def _lines(found: Inspection) -> Iterator[tuple[str, object]]:
     )
     yield (
         "data",
-        f"{found.samples} samples, version {found.data_version or 'unknown'}; allowed: {', '.join(found.allowed)}",
+        f"{found.samples} samples, version {found.data_version or 'unknown'}; allowed: "
+        + (", ".join(found.allowed) or "unknown before the first check-in"),
     )
     yield "rounds", f"{found.rounds} rounds with a receipt; the last answer was of round {found.last_round}"
     if found.waiting is not None:

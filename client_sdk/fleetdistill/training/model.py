@@ -280,7 +280,8 @@ def _try_taps(model: nn.Module, taps: FeatureModel, samples: Tensor, classes: in
         raise ModelError(f"{name} fails on samples of shape {tuple(samples.shape)}: {reason}") from error
     if logits.ndim != 2 or len(logits) != len(samples) or (classes is not None and logits.shape[1] != classes):
         expected = f"[{len(samples)}, {'classes' if classes is None else classes}]"
-        raise ModelError(f"{name} returns logits of shape {tuple(logits.shape)}, expected {expected}")
+        remedy = "" if classes is None else f"; the run has {classes} classes, build the model for as many"
+        raise ModelError(f"{name} returns logits of shape {tuple(logits.shape)}, expected {expected}{remedy}")
     if not torch.isfinite(logits).all():
         raise ModelError(f"{name} returns NaN or infinity for the samples; check its weights and its forward pass")
     if not _are_close(again, logits):
