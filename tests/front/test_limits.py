@@ -66,10 +66,9 @@ from fleetdistill.wire.v1 import (
 )
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.run_config import run_config
-from fleetdistill_server.front.strangers import Strangers
 from fleetdistill_server.front.streams import with_progress_deadline
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.intake.limiter import Allowance, Limiter, Reservation
+from fleetdistill_server.intake.limiter import Allowance, Limiter
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.store.store import Store
 
@@ -191,16 +190,6 @@ def test_an_allowance_is_never_more_than_an_hours() -> None:
     assert allowance.take(ONE) == 0
     clock.now += 1e9
     assert [allowance.take(ONE) == 0 for _ in range(4)] == [True, True, True, False]
-
-
-def test_without_limits_nothing_is_refused() -> None:
-    limiter = Limiter(None)
-    for _ in range(100):
-        limiter.begin_upload(ONE)
-        assert isinstance(limiter.open_call(ONE), Reservation)
-        limiter.hold_bytes(ONE, 1 << 60)
-        limiter.check_devices(ONE, 1 << 60)
-        limiter.begin_enrolment()
 
 
 def test_limits_may_change_between_two_starts_of_a_run() -> None:
@@ -756,32 +745,6 @@ def test_an_address_keeps_few_connections_of_unknown_callers_and_the_known_stay(
             world.heartbeat()  # a new connection of somebody known from the same address
             assert runs.ListRuns(asked, timeout=CALL_SECONDS).runs
         assert set(states) <= {grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.IDLE}
-
-
-@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="needs TCP_INFO, as on Linux")
-def test_the_longest_silent_connections_are_closed_whatever_their_file_numbers_are() -> None:
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        strangers = Strangers(Limits(unknown_connections=8, unknown_connections_per_address=4))
-        strangers.watch(listener.getsockname()[1])
-
-        def connect() -> socket.socket:
-            made = stack.enter_context(socket.create_connection(listener.getsockname()))
-            accepted.append(stack.enter_context(listener.accept()[0]))
-            time.sleep(0.03)  # longer than the kernel's clock tick
-            return made
-
-        accepted: list[socket.socket] = []
-        silent = [connect() for _ in range(7)]
-        accepted[0].close()
-        accepted[1].close()
-        handshaking = connect()  # takes the lowest free file numbers for its two ends
-        assert accepted[-1].fileno() < accepted[2].fileno()
-        silent[3].sendall(b"a hello")
-        time.sleep(0.03)
-        strangers.before_handshake()
-        assert [number for number, made in enumerate(silent) if is_closed(made)] == [0, 1, 2, 4]
-        assert not is_closed(handshaking)
 
 
 # --- the device
