@@ -56,7 +56,7 @@ def make_backup(directory: Path, folder: Path) -> tuple[list[Path], str]:
     """
     target = folder / "backup"
     try:
-        made = backup(directory, target)
+        made = backup(directory, target, link=True)
     except ConfigurationError as error:
         raise RefusedError(Code.BAD_MESSAGE, shortened(str(error))) from error
     files = sorted(path for path in target.rglob("*") if path.is_file() and path.name != MANIFEST)

@@ -1,9 +1,8 @@
 """Backs up a store, even while a server uses it, and restores it.
 
-A backup is a directory with the layout of a store: `store.sqlite`, a snapshot, and under `blobs/` every payload and
-checkpoint that the snapshot refers to, as hard links where the file system supports them. `manifest.json` is written
-last and lists them all; a directory without it is not a backup. No process deletes payloads during a backup
-(`Blobs.exclusive`).
+A backup is a directory with the layout of a store: `store.sqlite`, a snapshot, and under `blobs/` a copy of every
+payload and checkpoint that the snapshot refers to. `manifest.json` is written last and lists them all; a directory
+without it is not a backup. No process deletes payloads during a backup (`Blobs.exclusive`).
 
 A restored store has the state of the backup. Receipts issued after the backup are void, and an event in each run
 records that. Devices that are ahead of the store continue with their own state.
@@ -19,7 +18,7 @@ import re
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,12 +54,13 @@ class BackedUp:
     lost: list[str]
 
 
-def backup(source: Path, target: Path) -> BackedUp:
+def backup(source: Path, target: Path, *, link: bool = False) -> BackedUp:
     """Copies a store, even while a server uses it.
 
     Args:
         source: The store's directory.
         target: A directory that is empty or does not exist.
+        link: Whether payloads may be hard links to the store's, for a backup that is sent elsewhere and then deleted.
 
     Raises:
         ConfigurationError: `source` contains no store, or `target` is not empty.
@@ -81,7 +81,8 @@ def backup(source: Path, target: Path) -> BackedUp:
             _snapshot(source / _DATABASE, target / _DATABASE)
             failpoints.hit("backup.after-snapshot")
             payloads, checkpoints = _needed_by(target)
-            copied, lost = _copy_all(FileBlobs(source / _BLOBS), target / _BLOBS, payloads, checkpoints)
+            copy = _link_or_copy if link else _copy
+            copied, lost = _copy_all(FileBlobs(source / _BLOBS), target / _BLOBS, payloads, checkpoints, copy)
             size = sum(copied.values()) + (target / _DATABASE).stat().st_size
             _sync_all(target)
             failpoints.hit("backup.before-manifest")
@@ -168,7 +169,11 @@ def _needed_by(directory: Path) -> tuple[set[bytes], set[bytes]]:
 
 
 def _copy_all(
-    blobs: FileBlobs, target: Path, payloads: set[bytes], checkpoints: set[bytes]
+    blobs: FileBlobs,
+    target: Path,
+    payloads: set[bytes],
+    checkpoints: set[bytes],
+    copy: Callable[[Path, Path], None],
 ) -> tuple[dict[bytes, int], dict[bytes, str]]:
     """Copies the undamaged blobs; returns their sizes, and for the others why they could not be copied."""
     copied, lost = {}, {}
@@ -176,7 +181,7 @@ def _copy_all(
         path = target / _file_of(sha256.hex())
         try:
             _verify(blobs, sha256, sha256 in payloads)
-            _link_or_copy(blobs.path_of(sha256), path)
+            copy(blobs.path_of(sha256), path)
             copied[sha256] = path.stat().st_size
         except DamagedError as damage:
             lost[sha256] = str(damage)
@@ -195,7 +200,7 @@ def _file_of(name: str) -> str:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Links or copies a stored file. A link is as safe as a copy because stored files never change."""
+    """Links or copies a stored file, for a reader that compares it with its digest and keeps neither."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
