@@ -176,13 +176,17 @@ def test_backup_and_restore(directory: Path, tmp_path: Path) -> None:
     assert (code, "is not an empty directory" in said) == (1, True)
 
 
-def test_a_lossy_backup_warns(directory: Path, tmp_path: Path) -> None:
+def test_a_lossy_backup_warns_and_fails(directory: Path, tmp_path: Path) -> None:
     path = next((directory / "blobs").rglob("*.safetensors"))
     path.unlink()
     code, said = call("backup", str(tmp_path / "backup"), "--store", str(directory))
-    assert code == 0
+    assert code == 1
     assert "warning: not in the backup: " in said
     assert path.stem in said
+    assert said.endswith(", with 1 payload missing\n")
+    (noted,) = LocalStore(directory).operators(call="BackUp").lists["operators"]
+    assert noted["result"].endswith(", with 1 payload missing")
+    assert call("restore", str(tmp_path / "backup"), "--store", str(tmp_path / "restored"))[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,10 @@ def test_the_figures_of_the_server() -> None:
         ],
         "backups": [
             {"at": "1970-01-03T00:00:00Z", "result": "failed: no space"},
-            {"at": "1970-01-02T00:00:00Z", "result": "done"},
+            {
+                "at": "1970-01-02T00:00:00Z",
+                "result": "done: 3 payloads and the database, 9.0 kB, with 2 payloads missing",
+            },
         ],
     }
     view = View(lists, {"serves": True, "engines_at_once": 2, "disk_free": 5_000_000})
@@ -61,7 +64,7 @@ def test_the_figures_of_the_server() -> None:
         "1 queued, 2 running",
         "5.00 MB",
         "server, in 6 d 0 h",
-        "3 d 0 h ago",
+        "3 d 0 h ago, with 2 payloads missing",
     ]
 
 

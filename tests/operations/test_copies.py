@@ -38,7 +38,7 @@ def test_a_backup_from_elsewhere_restores_to_the_same_run(played: Played, tmp_pa
     assert there.rounds(RUN).json() == here.rounds(RUN).json()
     assert not list(played.store.glob("sending-*"))
     (call,) = here.operators(call="BackUp").lists["operators"]
-    assert re.fullmatch(r"done: \d+ payloads, [\d.]+ .?B", call["result"]), call["result"]
+    assert re.fullmatch(r"done: \d+ payloads and the database, [\d.]+ .?B", call["result"]), call["result"]
 
 
 def test_a_model_from_elsewhere_is_the_one_on_the_servers_machine(played: Played, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from fleetdistill_server.cli.options import (
     StoreOption,
     report_errors,
 )
-from fleetdistill_server.views.units import counted, readable_bytes
+from fleetdistill_server.views.backups import backed_up
+from fleetdistill_server.views.units import counted
 
 
 @report_errors
@@ -26,7 +27,8 @@ def backup(
 ) -> None:
     """Backs up a store, even while a server uses it. Example: fleetdistill backup /backups/today
 
-    With --server, an operator copies the backup to this machine. An interrupted copy begins again.
+    With --server, an operator copies the backup to this machine. An interrupted copy begins again. The exit status is 1
+    if the store has lost payloads; the backup has all others.
     """
     from fleetdistill_server.operations.source import open_source
 
@@ -34,7 +36,11 @@ def backup(
         made = source.back_up(out)
     for one in made.lost:
         typer.echo(f"warning: not in the backup: {one}", err=True)
-    typer.echo(f"{out}: {counted(made.payloads, 'payload')} and the database, {readable_bytes(made.bytes)}")
+    if made.missing > len(made.lost):
+        typer.echo(f"warning: and {counted(made.missing - len(made.lost), 'more payload')}", err=True)
+    typer.echo(f"{out}: {backed_up(made.payloads, made.bytes, made.missing)}")
+    if made.missing:
+        raise typer.Exit(1)
 
 
 @report_errors

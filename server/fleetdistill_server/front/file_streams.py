@@ -61,7 +61,7 @@ def make_backup(directory: Path, folder: Path) -> tuple[list[Path], str]:
         raise RefusedError(Code.BAD_MESSAGE, shortened(str(error))) from error
     files = sorted(path for path in target.rglob("*") if path.is_file() and path.name != MANIFEST)
     return [*files, target / MANIFEST], json.dumps(
-        {"payloads": made.payloads, "bytes": made.bytes, "lost": made.lost[:100], "lost_in_all": len(made.lost)}
+        {"payloads": made.payloads, "bytes": made.bytes, "lost": made.lost[:100], "lost_in_all": made.missing}
     )
 
 

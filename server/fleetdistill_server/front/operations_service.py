@@ -45,6 +45,7 @@ from fleetdistill_server.store.operator_calls import Call, Outcome
 from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
+from fleetdistill_server.views.backups import backed_up
 from fleetdistill_server.views.reading import FOR_OPERATORS, MOST_EVENTS, VIEWS, Query, ViewReader, read
 from fleetdistill_server.views.runs import View
 from fleetdistill_server.views.units import counted, readable_bytes
@@ -317,8 +318,9 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 def _copied(made: tuple[Sequence[Path], str]) -> Outcome:
     """Returns in words what a backup or an export has made."""
     report = json.loads(made[1])
-    count = f"{counted(report['payloads'], 'payload')}, " if "payloads" in report else ""
-    return Outcome(text=f"{count}{readable_bytes(report['bytes'])}")
+    if "payloads" in report:
+        return Outcome(text=backed_up(report["payloads"], report["bytes"], report["lost_in_all"]))
+    return Outcome(text=readable_bytes(report["bytes"]))
 
 
 @contextlib.contextmanager

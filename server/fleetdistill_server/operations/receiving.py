@@ -53,16 +53,14 @@ def receive_backup(parts: Iterable[operations_pb2.FilePart], out: Path) -> Backe
     check_empty(out)
     with _receiving(parts, out) as (folder, report):
         lost = [printable(str(one)) for one in list(report.get("lost", []))]
-        hidden = int(report.get("lost_in_all", 0)) - len(lost)
-        found = BackedUp(int(report.get("payloads", 0)), int(report.get("bytes", 0)), lost)
+        missing = max(int(report.get("lost_in_all", 0)), len(lost))
+        found = BackedUp(int(report.get("payloads", 0)), int(report.get("bytes", 0)), lost, missing)
         check_backup(folder / "backup")
         with disk_errors(f"writing {out}"):
             if out.exists():
                 out.rmdir()
             (folder / "backup").replace(out)
             sync_directory(out.parent)
-    if hidden > 0:
-        lost.append(f"and {hidden} more")
     return found
 
 

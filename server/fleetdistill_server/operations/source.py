@@ -24,10 +24,11 @@ from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import SQLITE, has_store
 from fleetdistill_server.store.operator_calls import LOCAL
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.views.backups import backed_up
 from fleetdistill_server.views.deleted import deleted
 from fleetdistill_server.views.reading import Query, read
 from fleetdistill_server.views.runs import View
-from fleetdistill_server.views.units import counted, readable_bytes
+from fleetdistill_server.views.units import counted
 from fleetdistill_server.views.watch import follow
 
 
@@ -113,7 +114,7 @@ class LocalStore(Source):
         """Writes a backup of the store to an empty directory."""
         with noted_around(self._store, "BackUp", {"out": str(out)}) as result:
             made = backup(self._directory, out)
-            result.text = f"{counted(made.payloads, 'payload')}, {readable_bytes(made.bytes)}"
+            result.text = backed_up(made.payloads, made.bytes, made.missing)
         return made
 
     def create(self, run: NewRun) -> str:

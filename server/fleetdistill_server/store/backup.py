@@ -46,12 +46,15 @@ class BackedUp:
     Attributes:
         payloads: Number of payloads and checkpoints.
         bytes: Total size of the payloads, the checkpoints and the database.
-        lost: One sentence for each payload or checkpoint that is missing or damaged in the store.
+        lost: One sentence for each payload or checkpoint that is missing or damaged in the store; of a backup from
+            elsewhere, the first ones.
+        missing: Number of these payloads and checkpoints.
     """
 
     payloads: int
     bytes: int
     lost: list[str]
+    missing: int
 
 
 def backup(source: Path, target: Path, *, link: bool = False) -> BackedUp:
@@ -89,7 +92,7 @@ def backup(source: Path, target: Path, *, link: bool = False) -> BackedUp:
             _write_manifest(target, payloads & copied.keys(), checkpoints & copied.keys(), lost)
     finally:
         store.close()
-    return BackedUp(len(copied), size, list(lost.values()))
+    return BackedUp(len(copied), size, list(lost.values()), len(lost))
 
 
 def restore(source: Path, target: Path) -> int:

@@ -14,6 +14,7 @@ from fleetdistill_server.dashboard.layout import Tiles, panel
 from fleetdistill_server.dashboard.readers import RUNS, SERVER
 from fleetdistill_server.dashboard.units import UNKNOWN, duration, size
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.views.backups import missing_in
 from fleetdistill_server.views.runs import View
 
 _ENGINES, _RUNS, _DISK, _EXPIRY, _BACKUP = "Engines", "Runs", "Free disk", "Next certificate to expire", "Last backup"
@@ -76,9 +77,9 @@ def tiles(view: View, runs: Sequence[Row], now: float | None = None) -> dict[str
 
 
 def backup(rows: Sequence[Row], now: float) -> str:
-    """Returns when the last successful backup was made."""
+    """Returns when the last successful backup was made, and what is missing in it."""
     done = next((row for row in rows if row["result"].startswith("done")), None)
-    return "none by fleetdistill" if done is None else _from_now(done["at"], now)
+    return "none by fleetdistill" if done is None else _from_now(done["at"], now) + missing_in(done["result"])
 
 
 def _from_now(at: str, now: float) -> str:

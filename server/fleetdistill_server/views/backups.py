@@ -1,0 +1,18 @@
+"""What `fleetdistill backup` prints, and its result among the operators' calls."""
+
+from __future__ import annotations
+
+from fleetdistill_server.views.units import counted, readable_bytes
+
+_WITH = ", with "
+
+
+def backed_up(payloads: int, size: int, missing: int) -> str:
+    """Returns the content of a backup in words, with the number of payloads that the store has lost."""
+    found = f"{counted(payloads, 'payload')} and the database, {readable_bytes(size)}"
+    return f"{found}{_WITH}{counted(missing, 'payload')} missing" if missing else found
+
+
+def missing_in(result: str) -> str:
+    """Returns the end of a result that says how many payloads are missing; empty for a complete backup."""
+    return "".join(result.partition(_WITH)[1:])
