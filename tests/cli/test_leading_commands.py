@@ -61,6 +61,14 @@ def test_a_run_that_no_server_works_on_is_started_with_a_warning(folder: Path) -
     )
 
 
+def test_a_clone_with_other_settings_of_an_existing_run_is_refused(folder: Path) -> None:
+    runs("create", "run.toml")
+    assert runs("clone", "digits", "copy").stdout == runs("clone", "digits", "copy").stdout == "run 'copy' is created\n"
+    done = CliRunner().invoke(app, ["runs", "clone", "digits", "copy", "--set", "run.rounds=1", "--start"])
+    assert done.exit_code == 1
+    assert "error: run 'copy' exists with other settings: run.rounds was 3, is 1;" in done.stderr
+
+
 def test_a_run_without_a_reason_has_no_line_for_it(folder: Path) -> None:
     runs("create", "run.toml")
     shown = runs("show", "digits").stdout

@@ -285,6 +285,21 @@ def test_a_clone_with_the_name_of_its_run_is_refused(store: Store) -> None:
     assert "has the name of the run" in refusal(lambda: leading.clone_settings(store, RUN, RUN, ["run.rounds=99"]))
 
 
+def test_a_clone_never_changes_a_run_that_exists(store: Store) -> None:
+    def clone(*changes: str) -> str:
+        return leading.create(
+            store, run_config(leading.clone_settings(store, RUN, "copy", changes)), start_it=True, may_change=False
+        )
+
+    leading.create(store, config(rounds=3))
+    said = clone("run.rounds=7")
+    before = row_of(store, "copy"), store.led.setup("copy"), store.history.events("copy")
+    assert clone("run.rounds=7") == said, "a repetition"
+    text = refusal(lambda: clone("run.rounds=1", "server.keep_rounds=9"))
+    assert text.startswith("run 'copy' exists with other settings: run.rounds was 7, is 1; server.keep_rounds was 1, ")
+    assert (row_of(store, "copy"), store.led.setup("copy"), store.history.events("copy")) == before
+
+
 @pytest.mark.parametrize("change", ["rounds=3", "run.rounds", "=3", "run.=3", "run.name=other"])
 def test_a_change_of_another_form_is_refused(store: Store, change: str) -> None:
     leading.create(store, config())

@@ -68,7 +68,8 @@ def runs_clone(
 ) -> None:
     """Creates a run with another run's settings. Example: fleetdistill runs clone digits digits-2 --set run.seed=7
 
-    The new run begins with a new model; to begin with the other run's, add --set run.start_from=RUN.
+    The new run begins with a new model; to begin with the other run's, add --set run.start_from=RUN. An existing run
+    is not changed: if its settings are others, this is an error that names them.
     """
     with open_source(store, server, identity) as source:
         wanted = NewRun(settings={"run": {"name": new}}, start=start, clone_of=run, changes=changes or [])

@@ -37,7 +37,7 @@ def _created(directory: Path, run: NewRun, call: Call) -> str:
             _check_places(config, run.data_directories, approved)
         _check(store, config)
         with store.operator_calls.with_change(call) as outcome:
-            outcome.text = create(store, config, start_it=run.start, who=call.who)
+            outcome.text = create(store, config, start_it=run.start, who=call.who, may_change=not run.clone_of)
         return outcome.text
     finally:
         store.close()

@@ -15,7 +15,7 @@ from typing import Any
 from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill.state import failpoints
 from fleetdistill_server.config.run_config import RunConfig
-from fleetdistill_server.service.registration import create_run
+from fleetdistill_server.service.registration import check_unchanged, create_run
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import ACTIVE, CREATED, FINISHED, OVER, PAUSED, STOPPED
@@ -26,7 +26,9 @@ _BY_OPERATOR = "by the operator"
 _SOMEBODY = "an operator"
 
 
-def create(store: Store, config: RunConfig, *, start_it: bool = False, who: str = _SOMEBODY) -> str:
+def create(
+    store: Store, config: RunConfig, *, start_it: bool = False, who: str = _SOMEBODY, may_change: bool = True
+) -> str:
     """Creates a run; gives a known one the settings that may change; see `registration.create_run`.
 
     Args:
@@ -34,6 +36,7 @@ def create(store: Store, config: RunConfig, *, start_it: bool = False, who: str 
         config: The run's configuration, which must have been checked.
         start_it: Whether to start the run too.
         who: The operator, for the run's events.
+        may_change: Whether a known run may get other settings.
 
     Returns:
         A sentence on the run.
@@ -43,6 +46,8 @@ def create(store: Store, config: RunConfig, *, start_it: bool = False, who: str 
         RunError: A run of this name has another configuration, or cannot be started.
     """
     with _durably(store):
+        if not may_change:
+            check_unchanged(store, config)
         create_run(store, config)
         if start_it and _row(store, config.run.name)["status"] not in OVER:
             _start(store, config.run.name, who)

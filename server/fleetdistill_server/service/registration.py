@@ -15,7 +15,7 @@ from typing import Any
 from fleetdistill.errors import RunError
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_changes import Changes, changes_between, conflict_message, describe_changes
-from fleetdistill_server.config.run_config import OPERATORS, RunConfig, completed_part
+from fleetdistill_server.config.run_config import OPERATORS, RunConfig, completed_part, run_config
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.states import CREATED, FINISHED, STOPPED
 from fleetdistill_server.store.store import Store
@@ -85,6 +85,24 @@ def create_run(store: Store, config: RunConfig) -> bool:
     elif row["status"] == FINISHED and (store.runs.get(name) or {})["status"] != FINISHED:
         store.led.hold(name, STOPPED, f"finished, and now has {config.run.rounds or 'unlimited'} rounds")
     return row is None
+
+
+def check_unchanged(store: Store, config: RunConfig) -> None:
+    """Raises RunError if a run of this name exists with other settings, even with ones that may change."""
+    name = config.run.name
+    row, setup = store.runs.get(name), store.led.setup(name)
+    if row is None:
+        return
+    if setup is None:
+        changes = changes_between(completed_part(json.loads(row["config"])), config.fixed_part())
+    else:  # read again, because an earlier version had fewer settings
+        changes = changes_between(run_config(setup).setup(), config.setup())
+    changes = {key: both for key, both in changes.items() if key != "server.store"}
+    if changes:
+        raise RunError(
+            f"run {name!r} exists with other settings: {describe_changes(changes)}; choose another name, or change "
+            "this run with `fleetdistill runs create run.toml`"
+        )
 
 
 def serve_run(store: Store, config: RunConfig) -> None:
