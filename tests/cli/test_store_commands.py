@@ -111,16 +111,26 @@ def test_prune_says_what_it_frees(directory: Path) -> None:
         f"would free 2 rounds {with_rows}, 2 payloads ({two})\n",
     )
     assert call("runs", "prune", RUN, "--older-than", "30d", *where) == (0, nothing)
-    assert call("runs", "prune", RUN, "--keep-rounds", "2", *where) == (
+    assert call("runs", "prune", RUN, "--keep-rounds", "2", "--yes", *where) == (
         0,
         f"freed 1 round {with_rows}, 1 payload ({first})\n",
     )
     assert call("runs", "prune", RUN, "--keep-rounds", "2", *where) == (0, nothing)
 
 
+def test_prune_asks_before_it_deletes_anything(directory: Path) -> None:
+    words = ["runs", "prune", RUN, "--keep-rounds", "1", "--store", str(directory)]
+    refused = CliRunner().invoke(app, words, input="n\n")
+    assert (refused.exit_code, "Delete 2 rounds with 0 events" in refused.output) == (1, True)
+    assert LocalStore(directory).operators(call="PruneRun").lists["operators"] == []
+    assert call(*words, "--dry-run")[1].startswith("would free 2 rounds")
+    assert "freed 2 rounds" in CliRunner().invoke(app, words, input="y\n").output
+    assert call(*words)[1].startswith("freed 0 rounds"), "it does not ask where there is nothing to delete"
+
+
 def test_prune_beside_a_server_says_what_is_left_to_it(directory: Path) -> None:
     lock = serve_lock.take(directory, RUN)
-    code, said = call("runs", "prune", RUN, "--keep-rounds", "1", "--store", str(directory))
+    code, said = call("runs", "prune", RUN, "--keep-rounds", "1", "--yes", "--store", str(directory))
     lock.close()
     assert code == 0
     assert said.startswith("freed 2 rounds with 0 events, 0 figures, 0 payloads (0.0 kB)\n2 payloads (")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -26,7 +26,7 @@ from fleetdistill_server.operations.interface import Source
 from fleetdistill_server.operations.local_calls import noted_around
 from fleetdistill_server.operations.source import open_source, open_store
 from fleetdistill_server.service.serve_lock import serving
-from fleetdistill_server.views.deleted import NOTHING, left_for_later, payloads
+from fleetdistill_server.views.deleted import NOTHING, left_for_later, pruned
 from fleetdistill_server.views.operators import cells
 from fleetdistill_server.views.units import counted
 
@@ -84,26 +84,28 @@ def runs_prune(
         str | None, typer.Option(help="Prune only rounds that ended at least this long ago, such as 30d, 12h or 45m.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
+    yes: YesOption = False,
 ) -> None:
     """Deletes old rounds' payloads, events and figures. Example: fleetdistill runs prune digits --keep-rounds 1"""
-    from fleetdistill_server.store.retention import prune
+    from fleetdistill_server.store.retention import Pruned, prune
 
     opened = open_store(store)
-    wanted = {"keep_rounds": keep_rounds, "older_than": older_than}
-    note = contextlib.nullcontext() if dry_run else noted_around(opened, "PruneRun", {"run": run, **wanted})
-    with note:
-        pruned = prune(
-            opened,
-            run,
-            keep_rounds=keep_rounds,
-            older_than_seconds=None if older_than is None else parse_duration("--older-than", older_than),
-            dry_run=dry_run,
-            served=serving(store) is not None,
-        )
-    what = f"{counted(pruned.rounds, 'round')} with {counted(pruned.events, 'event')}, "
-    what += f"{counted(pruned.figures, 'figure')}, {payloads(pruned.freed)}"
-    typer.echo(f"would free {what}" if dry_run else f"freed {what}")
-    if later := left_for_later(pruned.later):
+    work = partial(
+        prune,
+        opened,
+        run,
+        keep_rounds=keep_rounds,
+        older_than_seconds=None if older_than is None else parse_duration("--older-than", older_than),
+        served=serving(store) is not None,
+    )
+    found = work(dry_run=True) if dry_run or not yes else Pruned()
+    if not dry_run:
+        if found != Pruned():
+            typer.confirm(f"Delete {pruned(found)} of run {run!r}?", abort=True)
+        with noted_around(opened, "PruneRun", {"run": run, "keep_rounds": keep_rounds, "older_than": older_than}):
+            found = work()
+    typer.echo(f"would free {pruned(found)}" if dry_run else f"freed {pruned(found)}")
+    if later := left_for_later(found.later):
         typer.echo(later)
 
 

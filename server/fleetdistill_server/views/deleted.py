@@ -18,6 +18,12 @@ def deleted(run: str, gone: Pruned | None) -> str:
     return f"run {run!r} is deleted: {rows}, {payloads(gone.freed)}" + (f"\n{later}" if later else "")
 
 
+def pruned(gone: Pruned) -> str:
+    """Returns what was deleted of old rounds."""
+    rows = f"{counted(gone.rounds, 'round')} with {counted(gone.events, 'event')}, {counted(gone.figures, 'figure')}"
+    return f"{rows}, {payloads(gone.freed)}"
+
+
 def payloads(freed: Freed) -> str:
     """Returns the number and size of deleted payloads."""
     return f"{counted(freed.payloads, 'payload')} ({readable_bytes(freed.bytes)})"
