@@ -110,6 +110,28 @@ def test_help_shows_every_word_that_was_written(words: tuple[str, ...], command:
         assert packed(getattr(parameter, "help", None) or "") in shown
 
 
+FOR_SERVERS = {
+    words: command
+    for words, command in every_command(typer.main.get_command(app)).items()
+    if {"server", "identity"} <= {one.name for one in command.params if one.param_type_name == "option"}
+}
+"""Commands that use a store on this machine, or a server from elsewhere."""
+
+
+def words_for(parameter: Any) -> list[str]:
+    """The words that a parameter needs, with some value."""
+    value = "viewer" if parameter.name == "role" else "1"
+    given = [value] if parameter.param_type_name == "argument" else [parameter.opts[0], value]
+    return given if parameter.required else []
+
+
+@pytest.mark.parametrize("words", FOR_SERVERS)
+def test_an_identity_without_a_server_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
+    needed = [word for one in FOR_SERVERS[words].params for word in words_for(one)]
+    said = sentence(*words, *needed, "--identity", tmp_path)
+    assert "error: --identity needs --server; add --server host:port, or remove --identity" in said
+
+
 def test_version_is_that_of_the_distribution() -> None:
     result = call("--version")
     assert (result.exit_code, result.stdout.strip()) == (0, VERSION)

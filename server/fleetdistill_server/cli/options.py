@@ -46,11 +46,16 @@ _UNITS = {"d": 86_400.0, "h": 3600.0, "m": 60.0}
 
 
 def report_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a command: a FleetDistillError is printed to standard error as one sentence, with exit status 1."""
+    """Decorates a command: a FleetDistillError is printed to standard error as one sentence, with exit status 1.
+
+    A command with --identity but without --server is refused, because it would use the store on this machine.
+    """
 
     @wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
+            if kwargs.get("identity") is not None and kwargs.get("server") is None:
+                raise ConfigurationError("--identity needs --server; add --server host:port, or remove --identity")
             return command(*args, **kwargs)
         except FleetDistillError as error:
             typer.echo(f"error: {printable(str(error))}", err=True)
