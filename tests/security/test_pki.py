@@ -291,6 +291,18 @@ def test_an_operator_works_over_the_network_and_a_viewer_looks(tmp_path: Path) -
     store.close()
 
 
+def test_an_expired_certificate_of_an_operator_is_named(tmp_path: Path) -> None:
+    make_pki(tmp_path / "pki").issue_person(Role.OPERATOR, "olga", 0.0, tmp_path / "olga")
+    said = error_of("runs", "list", "--server", "127.0.0.1:1", "--identity", tmp_path / "olga")
+    assert re.search(rf"your certificate in {tmp_path / 'olga'} expired at \d{{4}}-[-:TZ\d]+; ask for a new one", said)
+    assert "`fleetdistill pki issue --role operator --name olga --out DIR`" in said
+
+
+def test_a_server_without_a_port_is_refused(tmp_path: Path) -> None:
+    said = error_of("runs", "list", "--server", "localhost", "--identity", tmp_path)
+    assert "--server is 'localhost', expected host:port, such as localhost:50051" in said
+
+
 # --- serve, and the SDK
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,17 +14,19 @@ import grpc
 import tomli_w
 
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError
-from fleetdistill.link.credentials import load_credentials
+from fleetdistill.link.credentials import Credentials, load_credentials
 from fleetdistill.link.grpc_link import CALL_SECONDS, errors_of
 from fleetdistill.printable import printable
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server.operations.interface import Exported, Source
 from fleetdistill_server.operations.receiving import json_row, receive_backup, receive_model
+from fleetdistill_server.security.certificates import holder_of
 from fleetdistill_server.security.tokens import MOST_TOKENS
 from fleetdistill_server.service.creation import CREATION_SECONDS, NewRun
 from fleetdistill_server.store.backup import BackedUp, check_empty
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.texts import when
 from fleetdistill_server.views.reading import FOR_OPERATORS, Query
 from fleetdistill_server.views.runs import View
 
@@ -236,14 +239,28 @@ def connect(server: str, identity: Path | None) -> Iterator[OperatorClient]:
     """Opens a connection with the identity in a directory.
 
     Raises:
-        ConfigurationError: `identity` is None or cannot be read.
+        ConfigurationError: `server` is not host:port, or `identity` is None, cannot be read or has expired.
         LinkError: The server cannot be reached, or the identity's CA did not sign its certificate.
         RefusedError: The holder of the identity may not make the call.
     """
     if identity is None:
         raise ConfigurationError("--server requires --identity DIR, a directory created by `fleetdistill pki issue`")
-    with grpc.secure_channel(server, load_credentials(identity).channel(), _OPTIONS) as channel:
+    if not re.fullmatch(r".+:\d{1,5}", server):
+        raise ConfigurationError(f"--server is {server!r}, expected host:port, such as localhost:50051")
+    credentials = load_credentials(identity)
+    _check_expiry(credentials, identity)
+    with grpc.secure_channel(server, credentials.channel(), _OPTIONS) as channel:
         yield OperatorClient(server, operations_pb2_grpc.OperationsServiceStub(channel))
+
+
+def _check_expiry(credentials: Credentials, identity: Path) -> None:
+    """Raises ConfigurationError for an expired certificate, with which a server ends the handshake without a reason."""
+    holder = holder_of(credentials.chain)
+    if holder is not None and holder.expires_at <= time.time():
+        raise ConfigurationError(
+            f"your certificate in {identity} expired at {when(holder.expires_at)}; ask for a new one with "
+            f"`fleetdistill pki issue --role {holder.role} --name {holder.name} --out DIR`"
+        )
 
 
 def _row(message: Any) -> Row:
