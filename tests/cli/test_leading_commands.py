@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.operations.local_calls import local_user
+from fleetdistill_server.service import serve_lock
 
 RUN = """
 [run]
@@ -59,6 +60,33 @@ def test_a_run_that_no_server_works_on_is_started_with_a_warning(folder: Path) -
     assert runs("create", "run.toml", "--store", "mine", "--start").stderr == warning.replace(
         "fleetdistill-store", "mine"
     )
+
+
+def test_a_run_that_the_stores_server_does_not_serve_is_named(folder: Path) -> None:
+    warning = (
+        "warning: the server serves only run 'other', so run 'digits' waits for another server; "
+        "`fleetdistill serve server.toml` serves all runs of the store\n"
+    )
+    runs("create", "run.toml")
+    with serve_lock.take(folder / "fleetdistill-store", "other"):
+        assert runs("create", "run.toml", "--start").stderr == warning
+        assert runs("start", "digits").stderr == warning
+    with serve_lock.take(folder / "fleetdistill-store", "digits"):
+        assert runs("start", "digits").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[server]\n", "wrong.toml has no section [run], so it is the file of a server; give that of a run"),
+        (RUN.replace("rounds = 3", "rounds = -1"), "wrong.toml: [run] rounds is -1, must be at least 0"),
+        (RUN.replace('"digits_linear"', '"digits_linnear"'), "wrong.toml: [model] device: "),
+    ],
+)
+def test_a_file_that_cannot_become_a_run_is_named(folder: Path, content: str, says: str) -> None:
+    (folder / "wrong.toml").write_text(content)
+    done = CliRunner().invoke(app, ["runs", "create", "wrong.toml"])
+    assert (done.exit_code, done.stderr.startswith(f"error: {says}")) == (1, True), done.output
 
 
 def test_a_clone_with_other_settings_of_an_existing_run_is_refused(folder: Path) -> None:

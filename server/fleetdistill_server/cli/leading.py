@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, RunError
+from fleetdistill.wire.codes import Code
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,
@@ -16,8 +19,9 @@ from fleetdistill_server.cli.options import (
     StoreOption,
     report_errors,
 )
-from fleetdistill_server.cli.pki import warn_without_server
+from fleetdistill_server.cli.pki import warn_of_other_run, warn_without_server
 from fleetdistill_server.config.section import read_toml
+from fleetdistill_server.operations.interface import Source
 from fleetdistill_server.operations.source import create_here, open_source
 from fleetdistill_server.service.creation import NewRun
 from fleetdistill_server.store.location import has_store
@@ -41,17 +45,26 @@ def runs_create(
     settings that may change between starts; its engine reads them when it starts the next time.
     """
     settings = read_toml(config)
+    if "run" not in settings:
+        raise ConfigurationError(f"{config} has no section [run], so it is the file of a server; give that of a run")
     run = NewRun(settings=settings, start=start)
+    name = str(settings["run"].get("name", "")) if isinstance(settings["run"], dict) else ""
     if server is None:
         own = settings.get("server", {})
         directory = store or Path(str(own.get("store", DEFAULT_STORE) if isinstance(own, dict) else DEFAULT_STORE))
         place = "" if has_store(directory) else f" in the new store {directory}"
-        typer.echo(create_here(directory, run) + place)
+        with _naming(config):
+            said = create_here(directory, run)
+        typer.echo(said + place)
         if start:
-            warn_without_server(directory)
+            warn_without_server(directory, name)
         return
     with open_source(DEFAULT_STORE, server, identity) as source:
-        typer.echo(source.create(run))
+        with _naming(config):
+            said = source.create(run)
+        typer.echo(said)
+        if start:
+            _warn(source, DEFAULT_STORE, name)
 
 
 @report_errors
@@ -74,8 +87,8 @@ def runs_clone(
     with open_source(store, server, identity) as source:
         wanted = NewRun(settings={"run": {"name": new}}, start=start, clone_of=run, changes=changes or [])
         typer.echo(source.create(wanted))
-    if start and server is None:
-        warn_without_server(store)
+        if start:
+            _warn(source, store, new)
 
 
 @report_errors
@@ -85,8 +98,7 @@ def runs_start(
     """Starts a run that was created or stopped, or failed. Example: fleetdistill runs start digits"""
     with open_source(store, server, identity) as source:
         typer.echo(source.start(run))
-    if server is None:
-        warn_without_server(store)
+        _warn(source, store, run)
 
 
 @report_errors
@@ -108,8 +120,7 @@ def runs_resume(
     """Resumes a paused run, with its open round if it has one. Example: fleetdistill runs resume digits"""
     with open_source(store, server, identity) as source:
         typer.echo(source.resume(run))
-    if server is None:
-        warn_without_server(store)
+        _warn(source, store, run)
 
 
 @report_errors
@@ -119,6 +130,26 @@ def runs_stop(
     """Stops a run until it is started again; closes its open round as short. Example: fleetdistill runs stop digits"""
     with open_source(store, server, identity) as source:
         typer.echo(source.stop(run))
+
+
+def _warn(source: Source, store: Path, run: str) -> None:
+    """Warns if no server works on a run that was started."""
+    if not source.is_remote:
+        warn_without_server(store, run)
+        return
+    with contextlib.suppress(LinkError):  # it was started anyway
+        warn_of_other_run(str(source.about().facts.get("served_run") or ""), run)
+
+
+@contextlib.contextmanager
+def _naming(config: Path) -> Iterator[None]:
+    """Names the file in an error about its content."""
+    try:
+        yield
+    except (ConfigurationError, RunError, RefusedError) as error:
+        if isinstance(error, RefusedError) and error.code != Code.BAD_MESSAGE:
+            raise
+        raise ConfigurationError(f"{config}: {error}") from error
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

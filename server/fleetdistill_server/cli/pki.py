@@ -13,6 +13,7 @@ import typer
 from fleetdistill.errors import ConfigurationError, in_words
 from fleetdistill.link.credentials import IDENTITY, write_private
 from fleetdistill.names import NAME_RULE, is_name
+from fleetdistill.printable import printable
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,
@@ -238,11 +239,26 @@ def enrol(
     _write_tokens(made, out)
 
 
-def warn_without_server(directory: Path) -> None:
-    """Warns if no server works on the store: revocations and started runs concern only the servers of their store."""
-    if serving(directory) is None:
+def warn_without_server(directory: Path, run: str = "") -> None:
+    """Warns if no server works on the store: revocations and started runs concern only the servers of their store.
+
+    Args:
+        directory: The store's directory.
+        run: A run that was started; its server may serve only another one.
+    """
+    found = serving(directory)
+    if found is not None:
+        warn_of_other_run(found.run, run)
+    else:
         text = f"warning: no server is running on the store {directory}; use --store to name your server's store"
         typer.echo(f"{text}, or start one with `fleetdistill serve`", err=True)
+
+
+def warn_of_other_run(served: str, run: str) -> None:
+    """Warns if a server serves only another run (`served`, empty for all runs) than the one that was started."""
+    if run and served not in ("", run):
+        text = f"warning: the server serves only run {printable(served)!r}, so run {run!r} waits for another server"
+        typer.echo(f"{text}; `fleetdistill serve server.toml` serves all runs of the store", err=True)
 
 
 def _list_or_revoke(store: Store, revoke: Sequence[str], as_json: bool) -> None:
