@@ -150,6 +150,58 @@ def test_a_port_in_use_is_told(tmp_path: Path) -> None:
     assert (code, said) == (1, [f"error: [server] listen: cannot listen on {address}: Address already in use"])
 
 
+def test_a_port_in_use_is_told_for_each_setting(tmp_path: Path) -> None:
+    with socket.socket() as one, socket.socket() as other:
+        for busy in (one, other):
+            busy.bind(("127.0.0.1", 0))
+            busy.listen()
+        listen, metrics = (f"127.0.0.1:{busy.getsockname()[1]}" for busy in (one, other))
+        code, said = check(write(tmp_path, server_listen=listen, server_metrics=metrics))
+        assert (code, len(said)) == (1, 2)
+        assert said[1] == f"error: [server] metrics: cannot listen on {metrics}: Address already in use"
+        path = write(tmp_path, server_listen=listen)
+        (tmp_path / "store").mkdir()
+        (tmp_path / "store" / "served.toml").write_text(as_toml(load_run_config(path)))
+        with serve_lock.take(tmp_path / "store", "digits"):
+            assert check(path)[0] == 0, "the run's own server listens there"
+            code, said = check(write(tmp_path, server_listen=listen, server_metrics=metrics))
+            assert (code, len(said)) == (1, 1)
+
+
+def test_more_space_to_keep_free_than_there_is_is_told(tmp_path: Path) -> None:
+    code, said = check(write(tmp_path, server_keep_free_bytes=10**18))
+    assert (code, len(said)) == (1, 1)
+    assert said[0].startswith("error: [server] keep_free_bytes is 1000000000.00 GB, but ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "begins"),
+    [
+        ({"run_rounds": -1}, ["{path}: [run] rounds is -1, ", "[run] method: unknown method 'fedavgg'; did you mean"]),
+        ({}, ["{path}: [run] method: unknown method 'fedavgg'; did you mean 'fedavg'?"]),
+        ({"run_method": "feddkc"}, []),
+        ({"server_listen": "nowhere"}, ["{path}: [server] listen is ", "[run] method: unknown method 'fedavgg'"]),
+    ],
+)
+def test_settings_that_cannot_be_used_hide_no_other_error(
+    tmp_path: Path, changes: dict[str, Any], begins: list[str]
+) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        listen = f"127.0.0.1:{busy.getsockname()[1]}"
+        given = {"run_method": "fedavgg", "model_device": "digits_linnear", "server_listen": listen, **changes}
+        path = write(tmp_path, **given)
+        code, said = check(path)
+    assert code == 1
+    begins = [*begins, "[model] device: unknown device model 'digits_linnear'; did"]
+    if "server_listen" not in changes:
+        begins.append("[server] listen: cannot listen")
+    found = sorted(line.removeprefix(f"error: {path}: ").removeprefix("error: ") for line in said)
+    wanted = sorted(one.removeprefix("{path}: ") for one in begins)
+    assert [line.startswith(one) for line, one in zip(found, wanted, strict=True)] == [True] * len(wanted), said
+
+
 def test_a_run_of_another_configuration_is_told_and_stays(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     register(store, load_run_config(write(tmp_path)))

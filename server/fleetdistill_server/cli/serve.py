@@ -6,7 +6,7 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.printable import printable
 from fleetdistill_server.cli.options import TrackOption, report_errors
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
 
@@ -63,7 +64,7 @@ def serve(
     if not check:
         for number in (signal.SIGINT, signal.SIGTERM):  # before the slow imports
             signal.signal(number, lambda signum, frame: stopped.set())
-    from fleetdistill_server.cli.serve_checks import check_extras, check_new_run, check_security
+    from fleetdistill_server.cli.serve_checks import check_extras, check_new_run, check_security, problems_of_file
     from fleetdistill_server.config.run_config import load_run_config
     from fleetdistill_server.config.section import read_toml
     from fleetdistill_server.config.server_config import load_service_config
@@ -71,7 +72,13 @@ def serve(
     from fleetdistill_server.tracking.process import tracked
     from fleetdistill_server.tracking.targets import Tracking, read_targets
 
-    loaded = load_run_config(config) if "run" in read_toml(config) else load_service_config(config)
+    try:
+        loaded = load_run_config(config) if "run" in read_toml(config) else load_service_config(config)
+    except ConfigurationError as error:
+        if not check:
+            raise
+        _print_problems(problems_of_file(config, error, insecure))
+        return
     targets = read_targets(track or ())
     _check_until_finished(_run_of(loaded), until_finished)
     _check_only(loaded, only)
@@ -166,12 +173,17 @@ def _print_check(config: Config, path: Path, insecure: bool) -> None:
 
     run = _run_of(config)
     found = service_problems(config.server, insecure) if run is None else problems(run, insecure)
-    for one in found:
-        typer.echo(f"error: {one}", err=True)
-    if found:
-        raise typer.Exit(1)
+    _print_problems(found)
     lines = service_summary(config.server) if run is None else summary(run)
     typer.echo("\n".join([f"{path} can be served", *lines]))
+
+
+def _print_problems(found: Sequence[str]) -> None:
+    """Prints errors; ends the command if there are any."""
+    for one in found:
+        typer.echo(f"error: {printable(one)}", err=True)
+    if found:
+        raise typer.Exit(1)
 
 
 def _where(config: Config, supervisor: Supervisor) -> str:

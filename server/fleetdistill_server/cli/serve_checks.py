@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
 from fleetdistill.link.grpc_link import is_loopback
+from fleetdistill.methods import config_class
 from fleetdistill.methods.classstats.private_merge import rows_needed
+from fleetdistill.methods.outside import import_modules
+from fleetdistill.models import MODELS, resolve
 from fleetdistill_server.config.run_config import RunConfig
-from fleetdistill_server.config.server_config import ServerSection
+from fleetdistill_server.config.section import read_toml
+from fleetdistill_server.config.server_config import ServerSection, load_server_config
 from fleetdistill_server.extras import require
 from fleetdistill_server.front.tls import check_files
 from fleetdistill_server.service.engine_slots import engines_at_once
 from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.service.registration import is_prepared, register
-from fleetdistill_server.service.serve_lock import is_served
+from fleetdistill_server.service.serve_lock import SERVED_FILE, is_served
+from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.location import Location, has_store
 from fleetdistill_server.store.store import Store, open_for_trial
 from fleetdistill_server.tracing.export import check_traces
@@ -99,8 +106,23 @@ def check_new_run(path: Path, config: RunConfig, stopped: threading.Event) -> No
 
 def problems(config: RunConfig, insecure: bool) -> list[str]:
     """Returns every error that prevents a run from being served; nothing is stored."""
-    checks = (lambda: _check_store(config), lambda: _built(config), lambda: _evaluation(config))
+    model = lambda: _check_device_model(config.model.device)  # noqa: E731
+    checks = (lambda: _check_store(config), lambda: _built(config), model, lambda: _evaluation(config))
     return _failures(*_of_server(config.server, config.run.name, insecure), *checks)
+
+
+def problems_of_file(path: Path, error: ConfigurationError, insecure: bool) -> list[str]:
+    """Returns the error of a run.toml or server.toml whose settings cannot be used, and all errors besides."""
+    checks: list[Callable[[], object]] = []
+    with contextlib.suppress(ConfigurationError):  # then `error` says what is wrong with the file or with [server]
+        sections = read_toml(path)
+        run, model = (given if isinstance(given := sections.get(name), dict) else {} for name in ("run", "model"))
+        if isinstance(method := run.get("method"), str):
+            checks.append(lambda: _check_method(method, run.get("import")))
+        if isinstance(device := model.get("device"), str):
+            checks.append(lambda: _check_device_model(device))
+        checks += _of_server(load_server_config(path).server, str(run.get("name", "")), insecure)
+    return [str(error), *(one for one in _failures(*checks) if one not in str(error))]
 
 
 def service_problems(server: ServerSection, insecure: bool) -> list[str]:
@@ -117,8 +139,10 @@ def service_summary(server: ServerSection) -> list[str]:
 
 
 def _of_server(server: ServerSection, run: str, insecure: bool) -> tuple[Callable[[], object], ...]:
-    checks = (lambda: check_extras(server), lambda: check_security(server, insecure))
-    return *checks, lambda: _check_own_ports(server, run)
+    checks = (lambda: check_extras(server), lambda: check_security(server, insecure), lambda: _check_room(server))
+    own = _own_addresses(server, run)
+    ports = {setting: address for setting, address in _addresses(server).items() if address not in own}
+    return *checks, *(partial(_check_port, setting, address) for setting, address in ports.items())
 
 
 def _failures(*checks: Callable[[], object]) -> list[str]:
@@ -128,7 +152,7 @@ def _failures(*checks: Callable[[], object]) -> list[str]:
             check()
         except FleetDistillError as error:
             found.append(str(error))
-    return found
+    return list(dict.fromkeys(found))
 
 
 def summary(config: RunConfig) -> list[str]:
@@ -178,25 +202,70 @@ def _evaluation(config: RunConfig) -> int:
     return evaluation_samples(config)
 
 
-def _check_own_ports(server: ServerSection, run: str) -> None:
-    if not is_served(Path(server.store), run):  # otherwise the run's own server uses the ports
-        check_ports(server)
-
-
 def check_ports(server: ServerSection) -> None:
     """Raises ConfigurationError unless the server can listen on its ports."""
+    for setting, address in _addresses(server).items():
+        _check_port(setting, address)
+
+
+def _own_addresses(server: ServerSection, run: str) -> Collection[str]:
+    """Returns the addresses in use by the server that works on the run now, or on all runs."""
+    served = Path(server.store) / SERVED_FILE
+    if not is_served(Path(server.store), run):
+        return ()
+    return _addresses(load_server_config(served).server if served.exists() else server).values()
+
+
+def _addresses(server: ServerSection) -> dict[str, str]:
     tls = server.tls()
     addresses = {"listen": server.listen, **({"enrol_listen": tls.enrol_listen} if tls is not None else {})}
-    addresses |= {"metrics": server.metrics} if server.metrics else {}
-    for setting, address in addresses.items():
-        host, _, port = address.rpartition(":")
+    return addresses | ({"metrics": server.metrics} if server.metrics else {})
+
+
+def _check_port(setting: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(where)
+    except OSError as error:
+        raise ConfigurationError(f"[server] {setting}: cannot listen on {address}: {in_words(error)}") from error
+
+
+def _check_room(server: ServerSection) -> None:
+    """Raises ConfigurationError if less is free on the store's disk than must stay free."""
+    directory = Path(server.store).resolve()
+    with disk_errors(f"reading {directory}"):
+        place = next(one for one in (directory, *directory.parents) if one.exists())
+        free = shutil.disk_usage(place).free
+    if free < server.keep_free_bytes:
+        raise ConfigurationError(
+            f"[server] keep_free_bytes is {readable_bytes(server.keep_free_bytes)}, but {readable_bytes(free)} are "
+            f"free at {place}, so every upload would be refused; free some space, or lower it"
+        )
+
+
+def _check_method(name: str, modules: object) -> None:
+    """Raises ConfigurationError for an unknown method."""
+    if isinstance(modules, list) and all(isinstance(one, str) for one in modules):
+        import_modules(modules, "[run] import")
+    try:
+        config_class(name, {})
+    except ConfigurationError as error:
+        raise ConfigurationError(f"[run] method: {error}") from error
+
+
+def _check_device_model(name: str) -> None:
+    """Raises ConfigurationError for an unknown name; some methods do not build the model, because only devices run it.
+
+    A path is not checked: its module may be only on the devices.
+    """
+    if name and ":" not in name:
         try:
-            family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind) as tried:
-                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                tried.bind(where)
-        except OSError as error:
-            raise ConfigurationError(f"[server] {setting}: cannot listen on {address}: {in_words(error)}") from error
+            resolve(MODELS, "device model", name)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"[model] device: {error}") from error
 
 
 class _DryRunRollback(Exception):
