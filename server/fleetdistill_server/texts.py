@@ -1,4 +1,4 @@
-"""Texts in the store: their length, since most of them come from devices, and times."""
+"""Texts of several folders: their length, since most of them come from devices, times, sizes and numbers."""
 
 from __future__ import annotations
 
@@ -16,3 +16,15 @@ def shortened(text: str, longest: int = LONGEST) -> str:
 def when(seconds: float) -> str:
     """Formats Unix time in seconds as ISO 8601 in UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def readable_bytes(count: int) -> str:
+    """Formats a number of bytes in kB, MB or GB, in powers of ten."""
+    if count >= 1e9:
+        return f"{count / 1e9:.2f} GB"
+    return f"{count / 1e6:.2f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
+
+
+def counted(number: int, what: str) -> str:
+    """Returns a number with its noun: `1 round`, `2 rounds`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

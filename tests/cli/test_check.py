@@ -208,7 +208,7 @@ def test_a_run_of_another_configuration_is_told_and_stays(tmp_path: Path) -> Non
     store.runs.close_round("digits", store.runs.start_round("digits", []), b"checkpoint", [], {})
     before = store.runs.get("digits")
     code, said = check(write(tmp_path, run_rounds=50))
-    assert (code, said[1]) == (0, "run 'digits': preparing, 1 rounds completed")
+    assert (code, said[1]) == (0, "run 'digits': preparing, 1 round completed")
     code, said = check(write(tmp_path, run_seed=7))
     assert (code, len(said)) == (1, 1)
     assert said[0].startswith("error: run 'digits' exists with another configuration: run.seed was 0, is 7; ")

@@ -43,7 +43,7 @@ def test_a_device_checks_in_answers_and_finishes(fleet: Fleet, tmp_path: Path) -
         assert device.step(0) is Step.WAITED
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
-        fleet.store.runs.end(RUN, "finished", "1 rounds completed")
+        fleet.store.runs.end(RUN, "finished", "1 round completed")
         device.run()
     assert events.kinds() == ["checked-in", "ask", "scored", "answered", "delivered", "finished"]
     upload = fleet.store.asks.uploads(RUN)[0]
@@ -198,7 +198,7 @@ def test_a_device_of_a_stopped_run_stays_and_goes_on_with_it(
                 fleet.store.runs.end(RUN, "running", "started again")
                 fleet.ask("d")
             if asked == 5:
-                fleet.store.runs.end(RUN, "finished", "1 rounds completed")
+                fleet.store.runs.end(RUN, "finished", "1 round completed")
             return super().next_ask(identity, wait_seconds)
 
     fleet.store.runs.end(RUN, "stopped", "the engine failed 6 times")

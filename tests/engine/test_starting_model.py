@@ -90,7 +90,7 @@ def test_every_method_that_trains_on_the_server_begins_with_its_own_kind(
     said = load_starting_model(store, second, method)
     assert_same(method, before)
     assert said.startswith("begins with the ")
-    assert f" of run 'first' after 1 rounds, checkpoint {row_of(store, 'first')['checkpoint'].hex()[:12]}" in said
+    assert f" of run 'first' after 1 round, checkpoint {row_of(store, 'first')['checkpoint'].hex()[:12]}" in said
     initial = make_contract(second, method)[0].initial_weights
     assert initial == contract_pb2.Contract.FromString(row_of(store, "first")["contract"]).initial_weights
 
@@ -186,7 +186,7 @@ def test_a_run_that_began_with_another_goes_on_without_it(store: Store, tmp_path
     prepared = prepare(RUNS["fedavg"], tmp_path / "second")
     drive(store, prepared, second)
     (event,) = store.history.events(RUN, "started-from")
-    assert event["text"].startswith("begins with the model of run 'first' after 1 rounds, checkpoint ")
+    assert event["text"].startswith("begins with the model of run 'first' after 1 round, checkpoint ")
     assert (row_of(store, RUN)["status"], row_of(store, RUN)["completed_rounds"]) == ("finished", 1)
     delete(tmp_path / "store", store, "first")
     drive(store, prepared, with_run(second, rounds=2))

@@ -251,7 +251,7 @@ def test_a_run_is_created_again_only_with_settings_that_may_change(store: Store)
 def test_a_finished_run_with_more_rounds_waits_to_be_started(store: Store) -> None:
     begin(store, rounds=1)
     store.runs.close_round(RUN, store.runs.start_round(RUN, ["d1"]), b"checkpoint", [], {})
-    store.runs.end(RUN, "finished", "1 rounds completed")
+    store.runs.end(RUN, "finished", "1 round completed")
     leading.create(store, config(rounds=1))
     assert row_of(store)["status"] == "finished"
     leading.create(store, config(rounds=40))

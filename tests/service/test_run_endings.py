@@ -104,7 +104,7 @@ def call(directory: Path, *arguments: str, typed: str = "") -> tuple[int, str]:
 def test_a_cancelled_run_is_over_for_good(store: Store) -> None:
     token = store.runs.own(RUN)
     assert cancel(store, RUN)
-    assert (row_of(store)["status"], row_of(store)["reason"]) == ("cancelled", "by the operator, after 1 rounds")
+    assert (row_of(store)["status"], row_of(store)["reason"]) == ("cancelled", "by the operator, after 1 round")
     assert [(row["status"], row["reason"]) for row in store.runs.rounds(RUN)][1:] == [("short", "run cancelled")]
     assert [row["status"] for row in store.asks.uploads(RUN)] == ["used", "reported"]
     with pytest.raises(RunError, match="run 'digits' was cancelled"):
@@ -137,7 +137,7 @@ def test_devices_of_a_cancelled_run_are_sent_home(store: Store) -> None:
     cancel(store, RUN)
     told = api.next_ask(identity)
     assert told is not None
-    assert told.finished == "cancelled: by the operator, after 1 rounds"
+    assert told.finished == "cancelled: by the operator, after 1 round"
 
 
 def test_the_command_cancels(directory: Path) -> None:
@@ -178,7 +178,7 @@ def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path
             assert (code, "viewer 'olga' may not cancel a run" in said, row_of(store)["status"]) == (1, True, "running")
             assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' is cancelled\n")
             told = device.NextAsk(service_pb2.NextAskRequest(identity=identity))
-            assert told.finished == "cancelled: by the operator, after 1 rounds"
+            assert told.finished == "cancelled: by the operator, after 1 round"
         before = row_of(store), store.runs.rounds(RUN)
         assert before[0]["status"] == "cancelled"
         assert [row["status"] for row in before[1]] == ["closed", "short"]

@@ -62,7 +62,7 @@ def empty(directory: Path) -> None:
 @pytest.mark.parametrize("how", [lose, empty])
 def test_a_lost_database_beside_payloads_does_not_begin_anew(how: object, directory: Path) -> None:
     how(directory)  # type: ignore[operator]
-    told = "the store has 1 payloads, but its database store.sqlite is missing or empty. Move the store's directory"
+    told = "the store has 1 payload, but its database store.sqlite is missing or empty. Move the store's directory"
     for _ in range(2):  # the first refusal leaves nothing that the second would take for a store
         assert told in refused(directory)
     with pytest.raises(StoreError, match=r"restore a backup with `fleetdistill restore`, or set \[server\] store"):

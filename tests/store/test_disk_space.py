@@ -29,6 +29,7 @@ from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.retention import sweep
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import readable_bytes
 
 PAYLOAD = make_payload(5000)  # 220 kB
 SIZE = PAYLOAD.data_bytes
@@ -88,7 +89,7 @@ def test_what_is_in_flight_counts(tmp_path: Path) -> None:
     """Each alone would fit, both do not."""
     sender = Sender(tmp_path / "store", 3.0)
     first = sender.begin("d1", LARGE)
-    told = rf"\({LARGE.data_bytes} for uploads in progress\); \[server\] disk_budget_bytes is \d+"
+    told = rf"\({readable_bytes(LARGE.data_bytes)} for uploads in progress\); \[server\] disk_budget_bytes is [\d.]+ MB"
     with pytest.raises(NoSpaceError, match=told):
         sender.begin("d2", LARGE)
     finish(first, LARGE)
@@ -197,7 +198,9 @@ def test_the_floor_is_of_the_file_system(sender: Sender, tmp_path: Path) -> None
     found = os.statvfs(tmp_path)
     free = found.f_bavail * found.f_frsize
     space = DiskSpace(tmp_path, sender.store.blobs, Bounds(keep_free_bytes=2 * free), lambda: None)
-    with pytest.raises(NoSpaceError, match=r"would leave -?\d+ free on the disk; \[server\] keep_free_bytes is"):
+    with pytest.raises(
+        NoSpaceError, match=r"would leave [\d.]+ GB free on the disk; \[server\] keep_free_bytes is [\d.]+ GB$"
+    ):
         space.reserve("ask-1-attempt-1", 1)
     DiskSpace(tmp_path, sender.store.blobs, Bounds(keep_free_bytes=1), lambda: None).reserve("ask-1-attempt-1", 1)
 

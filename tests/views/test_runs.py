@@ -74,6 +74,17 @@ def test_only_a_served_run_says_that_it_needs_devices() -> None:
     assert reasons == ["needs 2 devices that are present", ""]
 
 
+@pytest.mark.parametrize(
+    ("devices", "reason"), [(1, "needs 1 device that is present"), (2, "needs 2 devices that are present")]
+)
+def test_a_waiting_run_says_how_many_devices_it_needs(devices: int, reason: str) -> None:
+    store = Store.in_memory()
+    store.runs.begin("r", {"run": {"name": "r"}})
+    store.led.begin_wait("r", devices)
+    (row,) = store.runs.all()
+    assert views.run_row(row, Served(frozenset({"r"})))["reason"] == reason
+
+
 def test_a_round_has_its_own_figures() -> None:
     shown = views.run(filled(2), "r")
     first, second = shown.lists["rounds"]

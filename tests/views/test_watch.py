@@ -170,6 +170,8 @@ def test_a_run_without_an_end_is_told_so(store: Store) -> None:
     store.runs.begin(RUN, {"run": {**CONFIG["run"], "rounds": 0}})
     (run,) = changes(store, RUN, {})
     assert sentence(run) == "run r (feddkc): preparing, 0 rounds completed, until stopped, 0 devices present"
+    one = {**run, "completed_rounds": 1, "present": 1}
+    assert sentence(one) == "run r (feddkc): preparing, 1 round completed, until stopped, 1 device present"
 
 
 def test_a_terminal_gets_a_table_that_stays(over: Store) -> None:

@@ -32,7 +32,7 @@ from fleetdistill_server.store.location import Location, has_store
 from fleetdistill_server.store.store import Store, open_for_trial
 from fleetdistill_server.tracing.export import check_traces
 from fleetdistill_server.views.runs import UNTIL_STOPPED
-from fleetdistill_server.views.units import readable_bytes
+from fleetdistill_server.views.units import counted, readable_bytes
 
 _LOOK_SECONDS = 0.1
 _OPTIONAL = {
@@ -158,17 +158,17 @@ def _failures(*checks: Callable[[], object]) -> list[str]:
 def summary(config: RunConfig) -> list[str]:
     """Returns a few lines that describe the run to be served."""
     run, built, scored = config.run, _built(config), _evaluation(config)
-    rounds = f"{run.rounds} rounds" if run.rounds else UNTIL_STOPPED
+    rounds = counted(run.rounds, "round") if run.rounds else UNTIL_STOPPED
     sizes = {
         "server half": readable_bytes(built.state_bytes),
         "initial weights of a device": readable_bytes(built.initial_bytes) if built.initial_bytes else "none",
-        "proxy set": f"{built.proxy_samples} samples" if built.proxy_samples else "none",
-        "evaluation": f"{scored} samples" if scored else "none",
+        "proxy set": counted(built.proxy_samples, "sample") if built.proxy_samples else "none",
+        "evaluation": counted(scored, "sample") if scored else "none",
     }
     return [
         f"run {run.name!r}: {_progress(config)}",
         *_privacy(config),
-        f"{run.method}, {rounds}, at least {run.min_devices} device{'s' if run.min_devices > 1 else ''} a round",
+        f"{run.method}, {rounds}, at least {counted(run.min_devices, 'device')} a round",
         ", ".join(f"{what}: {size}" for what, size in sizes.items()),
         _listens(config.server),
     ]
@@ -286,7 +286,7 @@ def _progress(config: RunConfig) -> str:
         row = store.runs.get(config.run.name) if store is not None else None
     if row is None:
         return "new"
-    return f"{row['status']}, {row['completed_rounds']} rounds completed"
+    return f"{row['status']}, {counted(row['completed_rounds'], 'round')} completed"
 
 
 def _open_existing(server: ServerSection) -> None:

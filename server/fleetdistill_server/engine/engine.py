@@ -42,6 +42,7 @@ from fleetdistill_server.service.wakeups import POLL_SECONDS
 from fleetdistill_server.store.back_off import available
 from fleetdistill_server.store.retention import free_after_round
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import counted
 
 logger = logging.getLogger("fleetdistill.server.engine")
 _REPORTED_AFTER = 3
@@ -139,13 +140,13 @@ class Engine:
                 return False
             self._store.runs.assert_owner(self._name, self.token)
             failpoints.hit("engine.end.before-commit")
-            self._store.runs.end(self._name, "finished", f"{self._config.run.rounds} rounds completed")
+            self._store.runs.end(self._name, "finished", f"{counted(self._config.run.rounds, 'round')} completed")
         failpoints.hit("engine.end.after-commit")
         return True
 
     async def _after_short_round(self, short: int) -> None:
         """Reports consecutive short rounds and pauses before the next; raises RunError at `most_short_rounds`."""
-        text = f"{short} rounds in a row fell short of the quorum; {self._last_event()}"
+        text = f"{counted(short, 'round')} in a row fell short of the quorum; {self._last_event()}"
         over = self._most_short_rounds is not None and short >= self._most_short_rounds
         if over or short >= _REPORTED_AFTER:
             with self._store.transaction():

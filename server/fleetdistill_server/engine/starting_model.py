@@ -17,6 +17,7 @@ from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import counted
 
 
 def load_starting_model(store: Store, config: RunConfig, method: ServerMethod) -> str:
@@ -45,8 +46,8 @@ def load_starting_model(store: Store, config: RunConfig, method: ServerMethod) -
         _copy_initial(method, _initial_of(store, row))
     except FleetDistillError as error:
         raise ConfigurationError(f"[run] start_from = {name!r}: {error}") from error
-    done = row["completed_rounds"]
-    return f"begins with {taken} of run {name!r} after {done} rounds, checkpoint {row['checkpoint'].hex()[:12]}"
+    done = counted(row["completed_rounds"], "round")
+    return f"begins with {taken} of run {name!r} after {done}, checkpoint {row['checkpoint'].hex()[:12]}"
 
 
 def check_in_store(config: RunConfig, method: ServerMethod) -> None:

@@ -19,6 +19,7 @@ from fleetdistill_server.config.run_config import OPERATORS, RunConfig, complete
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.states import CREATED, FINISHED, STOPPED
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import counted
 
 _CHANGEABLE = {f"run.{name}" for name in OPERATORS}
 
@@ -83,7 +84,8 @@ def create_run(store: Store, config: RunConfig) -> bool:
     if row is None:
         store.led.hold(name, CREATED, "")
     elif row["status"] == FINISHED and (store.runs.get(name) or {})["status"] != FINISHED:
-        store.led.hold(name, STOPPED, f"finished, and now has {config.run.rounds or 'unlimited'} rounds")
+        rounds = counted(config.run.rounds, "round") if config.run.rounds else "unlimited rounds"
+        store.led.hold(name, STOPPED, f"finished, and now has {rounds}")
     return row is None
 
 
@@ -149,8 +151,8 @@ def _check_rounds(row: Row, rounds: int) -> None:
     completed, over = row["completed_rounds"], row["status"] == "finished"
     if 0 < rounds < completed + (not over):
         raise RunError(
-            f"run {row['name']!r} has completed {completed} rounds, but [run] rounds is {rounds}; set it to at least "
-            f"{completed + (not over)}, or end the run with `fleetdistill runs cancel {row['name']}`"
+            f"run {row['name']!r} has completed {counted(completed, 'round')}, but [run] rounds is {rounds}; set it to "
+            f"at least {completed + (not over)}, or end the run with `fleetdistill runs cancel {row['name']}`"
         )
 
 

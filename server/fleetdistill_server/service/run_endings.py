@@ -12,6 +12,7 @@ from fleetdistill_server.store.retention import Pruned, prune, sweep_all
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import counted
 
 
 def mark_cancelled(store: Store, run: str) -> bool:
@@ -23,7 +24,7 @@ def mark_cancelled(store: Store, run: str) -> bool:
         row = store.runs.get(run)
         if row is None:
             raise ConfigurationError(no_such_run(run, store.runs.names()))
-        return store.runs.cancel(run, f"by the operator, after {row['completed_rounds']} rounds")
+        return store.runs.cancel(run, f"by the operator, after {counted(row['completed_rounds'], 'round')}")
 
 
 def roll_back(directory: Path, store: Store, run: str, to: int, who: str) -> str:

@@ -26,6 +26,7 @@ from fleetdistill_server.simulation.report.results import FleetReport
 from fleetdistill_server.simulation.report.simulated_time import time_lines
 from fleetdistill_server.simulation.report.table import report_table
 from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.texts import counted
 from fleetdistill_server.tracking.targets import NOT_TRACKED, Tracking
 from fleetdistill_server.views.units import readable_bytes
 
@@ -100,18 +101,18 @@ def interrupted_line(interrupted: Interrupted, out: Path) -> str:
         return not_begun(out)
     if report is None:
         return f"interrupted before the first round was complete; continue with --resume --out {out}"
-    done = f"{report.completed_rounds} of {report.rounds} rounds"
+    done = f"{report.completed_rounds} of {counted(report.rounds, 'round')}"
     return f"interrupted; report.json and fleet.png in {out} cover {done}; continue with --resume --out {out}"
 
 
 def summary_line(report: FleetReport) -> str:
     """Returns the run's duration, its mean gain over local-only training in percentage points, and its uploads."""
-    uploads = f"{report.acknowledged_uploads} uploads acknowledged, {report.used_uploads} used"
+    uploads = f"{counted(report.acknowledged_uploads, 'upload')} acknowledged, {report.used_uploads} used"
     if report.mean_accuracy_alone is None:
         return f"{report.seconds:.0f} s; {uploads}"
     gain = 100 * (report.mean_accuracy_fleet - report.mean_accuracy_alone)
     word = "better" if gain > 0 else "worse"
-    more = f" for {report.control_rounds} rounds" if report.control_rounds != report.rounds else ""
+    more = f" for {counted(report.control_rounds, 'round')}" if report.control_rounds != report.rounds else ""
     text = f"the fleet is on average {abs(gain):.1f} points {word} than devices that train alone{more}"
     return f"{report.seconds:.0f} s; {text}; {uploads}"
 

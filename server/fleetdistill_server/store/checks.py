@@ -7,6 +7,7 @@ from fleetdistill.version import VERSION
 from fleetdistill_server.store.blobs import Blobs
 from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.schema import NAMES
+from fleetdistill_server.texts import counted
 
 RECOVERY = (
     "Move the store's directory away and restore a backup with `fleetdistill restore`, "
@@ -35,5 +36,6 @@ def check_schema(database: Database, blobs: Blobs) -> None:
     held = len(blobs.held()) if not applied else 0
     if held:
         raise StoreError(
-            f"the store has {held} payloads, but its database {database.name} is missing or empty. {RECOVERY}"
+            f"the store has {counted(held, 'payload')}, but its database {database.name} is missing or empty. "
+            f"{RECOVERY}"
         )

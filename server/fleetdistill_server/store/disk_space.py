@@ -20,6 +20,7 @@ from pathlib import Path
 
 from fleetdistill.errors import NoSpaceError
 from fleetdistill_server.store.blobs import Blobs, disk_errors
+from fleetdistill_server.texts import readable_bytes
 
 _LOOK_SECONDS = 5.0
 _MAKE_ROOM_SECONDS = 10.0
@@ -163,8 +164,9 @@ class DiskSpace:
         total = self._used + self._since + under_way + missing
         if total <= budget:
             return ""
-        text = f"storing {missing} more bytes would bring the store to {total} ({under_way} for uploads in progress)"
-        return f"{text}; [server] disk_budget_bytes is {budget}"
+        text = f"storing {readable_bytes(missing)} more would bring the store to {readable_bytes(total)} "
+        text += f"({readable_bytes(under_way)} for uploads in progress)"
+        return f"{text}; [server] disk_budget_bytes is {readable_bytes(budget)}"
 
     def _below_floor(self, missing: int, promised: int) -> str:
         """Returns how an upload would violate `keep_free_bytes`; empty if it would not.
@@ -176,7 +178,8 @@ class DiskSpace:
         floor = self._bounds.keep_free_bytes
         if free >= floor:
             return ""
-        return f"storing {missing} more bytes would leave {free} free on the disk; [server] keep_free_bytes is {floor}"
+        text = f"storing {readable_bytes(missing)} more would leave {readable_bytes(max(free, 0))} free on the disk"
+        return f"{text}; [server] keep_free_bytes is {readable_bytes(floor)}"
 
 
 def bytes_under(directory: Path) -> int:

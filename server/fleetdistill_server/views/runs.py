@@ -27,8 +27,8 @@ from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.texts import when
 from fleetdistill_server.views import figures
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
+from fleetdistill_server.views.units import counted
 
-_NEEDS = "needs {} devices that are present"
 UNTIL_STOPPED = "until stopped"
 """Text shown for a run without a number of rounds."""
 _FURTHER = "/accuracy"
@@ -145,7 +145,7 @@ def run_row(row: Row, served: Served) -> Row:
         "run": row["name"],
         "method": config.get("run", {}).get("method", ""),
         "status": _status(row, served),
-        "reason": row["reason"] or (_NEEDS.format(row["waits_for"]) if state_of(row, served) == WAITING else ""),
+        "reason": row["reason"] or (_needs(row["waits_for"]) if state_of(row, served) == WAITING else ""),
         "completed_rounds": row["completed_rounds"],
         "wanted_rounds": config.get("run", {}).get("rounds") or None,
         "devices": row["devices"],
@@ -293,3 +293,7 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
     for row in rows:
         table.add_row(*(Text("" if row[name] is None else printable(str(row[name]))) for name in names))
     return table
+
+
+def _needs(devices: int) -> str:
+    return f"needs {counted(devices, 'device')} that {'is' if devices == 1 else 'are'} present"

@@ -26,7 +26,7 @@ from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import AT_REST
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.runs import UNTIL_STOPPED
-from fleetdistill_server.views.units import readable_bytes
+from fleetdistill_server.views.units import counted, readable_bytes
 
 LOOK_SECONDS = 0.5
 _LAST_EVENTS = 8
@@ -216,10 +216,14 @@ def sentence(change: Row) -> str:
 def _sentence(change: Row) -> str:
     if change["kind"] == "run":
         done, wanted = change["completed_rounds"], change["wanted_rounds"]
-        of = f"{done} rounds completed, {UNTIL_STOPPED}" if wanted is None else f"{done} of {wanted} rounds"
+        of = (
+            f"{counted(done, 'round')} completed, {UNTIL_STOPPED}"
+            if wanted is None
+            else f"{done} of {counted(wanted, 'round')}"
+        )
         reason = f": {change['reason']}" if change["reason"] else ""
         text = f"run {change['run']} ({change['method']}): {change['status']}{reason}"
-        return f"{text}, {of}, {change['present']} devices present"
+        return f"{text}, {of}, {counted(change['present'], 'device')} present"
     if change["kind"] == "step":
         gone = f", {change['out']} out" if change["out"] else ""
         return f"round {change['round']}, {change['step']}: {change['answered']} of {change['asked']} answers{gone}"

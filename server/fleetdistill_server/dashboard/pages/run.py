@@ -23,6 +23,7 @@ from fleetdistill_server.dashboard.panels.traffic import TrafficPanel
 from fleetdistill_server.dashboard.readers import RUNS
 from fleetdistill_server.dashboard.units import ROUND_SECONDS, UNKNOWN, duration, percent, size
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.views.units import counted
 
 
 class Panel(Protocol):
@@ -100,7 +101,7 @@ class Head:
         self._tiles.show(
             {
                 _STATUS: row["status"],
-                _PROGRESS: f"{done} of {wanted} rounds" if wanted else f"{done} rounds",
+                _PROGRESS: f"{done} of {counted(wanted, 'round')}" if wanted else counted(done, "round"),
                 _LEFT: time_left(row),
                 ROUND_SECONDS: duration(row["round_seconds"]),
                 _ACCURACY: last_accuracy(row),
