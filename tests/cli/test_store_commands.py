@@ -124,7 +124,10 @@ def test_prune_asks_before_it_deletes_anything(directory: Path) -> None:
     assert (refused.exit_code, "Delete 2 rounds with 0 events" in refused.output) == (1, True)
     assert LocalStore(directory).operators(call="PruneRun").lists["operators"] == []
     assert call(*words, "--dry-run")[1].startswith("would free 2 rounds")
-    assert "freed 2 rounds" in CliRunner().invoke(app, words, input="y\n").output
+    said = CliRunner().invoke(app, words, input="y\n").output
+    assert "freed 2 rounds" in said
+    (noted,) = LocalStore(directory).operators(call="PruneRun").lists["operators"]
+    assert noted["result"] == f"done: {said.splitlines()[-1]}"
     assert call(*words)[1].startswith("freed 0 rounds"), "it does not ask where there is nothing to delete"
 
 

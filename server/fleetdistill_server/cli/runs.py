@@ -102,8 +102,10 @@ def runs_prune(
     if not dry_run:
         if found != Pruned():
             typer.confirm(f"Delete {pruned(found)} of run {run!r}?", abort=True)
-        with noted_around(opened, "PruneRun", {"run": run, "keep_rounds": keep_rounds, "older_than": older_than}):
+        wanted = {"run": run, "keep_rounds": keep_rounds, "older_than": older_than}
+        with noted_around(opened, "PruneRun", wanted) as result:
             found = work()
+            result.text = f"freed {pruned(found)}"
     typer.echo(f"would free {pruned(found)}" if dry_run else f"freed {pruned(found)}")
     if later := left_for_later(found.later):
         typer.echo(later)

@@ -14,6 +14,8 @@ from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.operators")
 LOOK_SECONDS = 1.0
+_WHOM = ("role", "name", "device")
+"""Arguments that name whom a call revokes or forgets."""
 
 
 class CallLog:
@@ -48,9 +50,11 @@ class CallLog:
 def _log(row: Row) -> None:
     where = "" if row["role"] == LOCAL else f" from {row['address']}"
     caller = f"{caller_in_words(row['role'], row['name'])}{where}"
-    text = f"{caller}: {row['call']}: {row['result']}"
+    given = _arguments(row)
+    whom = "".join(f" {given[name]}" for name in _WHOM if given.get(name))
+    text = f"{caller}: {row['call']}{whom}: {row['result']}"
     level = logging.WARNING if row["refused"] else logging.INFO
-    logger.log(level, "%s", text, extra=about(run=_arguments(row).get("run")))
+    logger.log(level, "%s", text, extra=about(run=given.get("run")))
 
 
 def _arguments(row: Row) -> dict[str, Any]:
