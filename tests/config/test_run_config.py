@@ -199,10 +199,17 @@ def test_a_section_must_be_one() -> None:
     assert refusal({**GOOD, "method": 3}) == "[method] is 3, must be a section of settings"
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", ":50051", "h:", "h:x", "h:65536", "::1:5", "h:-1", ""])
+@pytest.mark.parametrize("address", ["127.0.0.1", ":50051", "h:", "h:x", "::1:5", "h:-1", ""])
 def test_an_address_without_a_port_is_named(address: str) -> None:
     assert refusal(with_setting("server", "listen", address)) == (
         f"[server] listen is {shown(address)}, must be host:port, such as 127.0.0.1:50051 or [::1]:50051"
+    )
+
+
+@pytest.mark.parametrize("setting", ["listen", "enrol_listen", "metrics"])
+def test_a_port_out_of_range_is_told_the_range(setting: str) -> None:
+    assert refusal(with_setting("server", setting, "127.0.0.1:65536")) == (
+        f'[server] {setting} is "127.0.0.1:65536", must be host:port with a port of at most 65535'
     )
 
 

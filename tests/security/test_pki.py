@@ -261,7 +261,8 @@ def test_devices_and_people_are_revoked_by_command(tmp_path: Path) -> None:
     revoke = ["pki", "revoke", "--pki", tmp_path / "pki", "--role", "viewer", *where, "--name"]
     assert fleetdistill(*revoke, "vera").output == "viewer 'vera' is revoked\n"
     lock.close()
-    assert "contains no identity of viewer 'vear'; the name is revoked anyway" in fleetdistill(*revoke, "vear").stderr
+    said = fleetdistill(*revoke, "vear").stderr
+    assert "contains no identity of viewer 'vear', which may have been issued with --out; the name is revoked" in said
     subjects = {"device:d1": "stolen", "device:d2": "", "viewer:vera": "", "viewer:vear": ""}
     assert {row["subject"]: row["reason"] for row in store.credentials.revocations()} == subjects
     assert "must be 1 to 64 letters" in error_of("devices", "revoke", "../d1", *where)
@@ -289,6 +290,12 @@ def test_an_operator_works_over_the_network_and_a_viewer_looks(tmp_path: Path) -
     assert [row["reason"] for row in store.credentials.revocations()] == ["far away"]
     assert "cannot be reached" in error_of("runs", "list", *olga)
     store.close()
+
+
+@pytest.mark.parametrize("command", ["issue", "revoke"])
+def test_help_offers_only_the_roles_of_people(command: str) -> None:
+    shown = fleetdistill("pki", command, "--help").stdout
+    assert ("operator|viewer" in shown, "device|" in shown) == (True, False)
 
 
 def test_an_expired_certificate_of_an_operator_is_named(tmp_path: Path) -> None:

@@ -343,5 +343,5 @@ def test_the_servers_log_has_each_call_once_wherever_it_was_made(
         ("INFO", "operator olga from local: RevokePerson viewer vic: done"),
         ("WARNING", "viewer vera from ipv4:10.0.0.8:4040: StopRun: refused: not-allowed: no"),
     ]
-    assert {getattr(one, "about_run", "digits") for one in caplog.records} == {"digits"}  # type: ignore[attr-defined]
+    assert {getattr(one, "about_run", "digits") for one in caplog.records} == {"digits"}
     store.close()

@@ -50,6 +50,7 @@ from fleetdistill_server.views.units import counted
 pki_app = typer.Typer(help="Manages the server's certificate authority (CA).", no_args_is_help=True)
 
 PkiOption = Annotated[Path, typer.Option("--pki", help="Directory of the PKI ([server] pki in run.toml).")]
+RoleOption = Annotated[Role, typer.Option(metavar="operator|viewer", help="Role of the person.")]
 DEFAULT_PKI = Path("fleetdistill-pki")
 
 
@@ -78,7 +79,7 @@ def pki_init(
 @pki_app.command("issue")
 @report_errors
 def pki_issue(
-    role: Annotated[Role, typer.Option(help="Role of the person: operator or viewer.")],
+    role: RoleOption,
     name: Annotated[str, typer.Option(help=f"Name of the person: {NAME_RULE}.")],
     pki: PkiOption = DEFAULT_PKI,
     days: Annotated[float, typer.Option(help="Validity of the certificate in days.")] = PERSON_DAYS,
@@ -152,7 +153,7 @@ def pki_forget_old_ca(
 @pki_app.command("revoke")
 @report_errors
 def pki_revoke(
-    role: Annotated[Role, typer.Option(help="Role of the person: operator or viewer.")],
+    role: RoleOption,
     name: Annotated[str, typer.Option(help="Name of the person.")],
     store: StoreOption = DEFAULT_STORE,
     pki: PkiOption = DEFAULT_PKI,
@@ -184,7 +185,8 @@ def pki_revoke(
     typer.echo(f"{role} {name!r} {'is revoked' if changed else 'was already revoked'}")
     if server is None and not (_folder(pki, role, name) / IDENTITY).exists():
         typer.echo(
-            f"warning: {pki} contains no identity of {role} {name!r}; the name is revoked anyway. Check the name",
+            f"warning: {pki} contains no identity of {role} {name!r}, which may have been issued with --out; the name "
+            "is revoked anyway. Check the name",
             err=True,
         )
 

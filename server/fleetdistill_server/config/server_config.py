@@ -17,12 +17,16 @@ from fleetdistill_server.config.section import Section, read_toml
 from fleetdistill_server.config.setting_errors import sentences
 from fleetdistill_server.config.tls import ENROL_PORT, Tls
 
+_LAST_PORT = 65_535
+
 
 def _host_and_port(address: str) -> str:
     host, _, port = address.rpartition(":")
     plain = (host.startswith("[") and host.endswith("]")) or ":" not in host
-    if not (host and plain and port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+    if not (host and plain and port.isascii() and port.isdecimal()):
         raise ValueError("must be host:port, such as 127.0.0.1:50051 or [::1]:50051")
+    if int(port) > _LAST_PORT:
+        raise ValueError(f"must be host:port with a port of at most {_LAST_PORT}")
     return address
 
 
