@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from typer.testing import CliRunner
 
 from fleetdistill.errors import RefusedError
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.operations.client import connect
+from fleetdistill_server.operations.client import OperatorClient, connect
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.security.certificates import Role, holder_of
 from fleetdistill_server.security.pki import Authority, rotate_authority
+from fleetdistill_server.service.creation import NewRun
 from fleetdistill_server.store import operator_calls
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.operator_calls import Call
@@ -98,6 +99,28 @@ def test_refused_calls_are_stored_whoever_makes_them(place: Place) -> None:
     assert json.loads(found["vera"]["arguments"]) == {"device": "camera-7"}
     assert found["olga"]["result"].startswith("refused: unknown-run: ")
     assert place.store.credentials.revocations() == []
+
+
+UNKNOWN: dict[str, Callable[[OperatorClient], object]] = {
+    "start": lambda there: there.start("nothing"),
+    "pause": lambda there: there.pause("nothing"),
+    "resume": lambda there: there.resume("nothing"),
+    "stop": lambda there: there.stop("nothing"),
+    "cancel": lambda there: there.cancel("nothing"),
+    "roll back": lambda there: there.roll_back("nothing", 1),
+    "clone": lambda there: there.create(NewRun(settings={"run": {"name": "copy"}}, clone_of="nothing")),
+}
+
+
+@pytest.mark.parametrize("call", UNKNOWN)
+def test_a_run_that_does_not_exist_has_a_code_of_its_own(place: Place, call: str) -> None:
+    said = "there is no run 'nothing'; runs in the store: "
+    with (
+        connect(place.address, place.work / "pki" / "operator-olga") as there,
+        pytest.raises(RefusedError, match=said) as refused,
+    ):
+        UNKNOWN[call](there)
+    assert refused.value.code == "unknown-run"
 
 
 def test_commands_beside_the_store_are_stored_with_the_local_user(

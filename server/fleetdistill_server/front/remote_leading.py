@@ -18,6 +18,7 @@ from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.service.creation import NewRun, create_checked
 from fleetdistill_server.service.run_endings import delete, roll_back
 from fleetdistill_server.store.operator_calls import Call
+from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import shortened
 from fleetdistill_server.views.deleted import deleted
@@ -25,6 +26,7 @@ from fleetdistill_server.views.deleted import deleted
 
 def led(change: Callable[[Store, str, str], str], run: str, who: str, store: Store) -> str:
     """Changes a run with a function of `service.leading`. Raises RefusedError if the change is not possible."""
+    _check_known(store, run)
     with _refusals():
         return change(store, run, who)
 
@@ -51,6 +53,8 @@ class RemoteLeading:
     def clone(self, request: operations_pb2.CloneRunRequest, call: Call, ended: threading.Event) -> str:
         """Checks and creates a run with another run's settings, unless the call has ended."""
         settings = {"run": {"name": request.new_run}}
+        with contextlib.closing(Store.open(self._directory)) as store:
+            _check_known(store, request.run)
         with _refusals():
             run = NewRun(
                 settings=settings,
@@ -69,7 +73,14 @@ class RemoteLeading:
     def roll_back(self, run: str, to: int, who: str) -> str:
         """Rolls a run back to the state after a round; `who` is the operator."""
         with _refusals(), contextlib.closing(Store.open(self._directory)) as store:
+            _check_known(store, run)
             return roll_back(self._directory, store, run, to, who)
+
+
+def _check_known(store: Store, run: str) -> None:
+    """Raises RefusedError if there is no such run."""
+    if store.runs.get(run) is None:
+        raise RefusedError(Code.UNKNOWN_RUN, shortened(no_such_run(run, store.runs.names())))
 
 
 def _parsed(text: str) -> dict[str, object]:
