@@ -25,16 +25,20 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.event_kinds import ENGINE_FAILED
-from fleetdistill_server.service import engine_health, engine_process, heartbeat, serve_lock
+from fleetdistill_server.service import engine_health, engine_process, serve_lock
 from fleetdistill_server.service.engine_files import engine_directory
 from fleetdistill_server.service.engine_health import EngineHealth
 from fleetdistill_server.service.engine_process import EngineProcess
 from fleetdistill_server.service.engine_slots import Slot
-from fleetdistill_server.service.heartbeat import FILE, HeartbeatMonitor, clear_heartbeat, served, start_heartbeat
+from fleetdistill_server.service.heartbeat import FILE, HeartbeatMonitor, clear_heartbeat, start_heartbeat
+from fleetdistill_server.service.process_state import ENGINE as ENGINE_PROCESS
+from fleetdistill_server.service.process_state import ProcessFile, ProcessState
 from fleetdistill_server.service.registration import serve_run
+from fleetdistill_server.service.served import served
 from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
+from fleetdistill_server.views.health import problems
 
 
 class Seconds:
@@ -129,6 +133,9 @@ class Hung:
     def wait(self) -> None:
         return
 
+    def state(self, name: str, run: str) -> ProcessState:
+        return ProcessState(name, run, 1 if self.code is None else None, self.starts)
+
     def start_again(self) -> None:
         self.code, self.starts = None, self.starts + 1
 
@@ -170,9 +177,9 @@ def test_a_hung_engine_is_killed_and_started_again(
     monkeypatch.setattr(engine_process.time, "monotonic", seconds)  # type: ignore[attr-defined]
     beat(engine_directory(tmp_path / "store", RUN), 1e9)
     look(engine, seconds, 60)
-    assert child.code is None
+    assert (child.code, engine.state().hangs) == (None, "2001-09-09T01:46:40Z")
     look(engine, seconds, 3)
-    assert (child.code, child.starts) == (None, 1)
+    assert (child.code, child.starts, engine.state().hangs) == (None, 1, "")
     (event,) = store.history.events(RUN, ENGINE_FAILED)
     assert event["text"] == "the engine hangs: it sent no heartbeat for 60 s and was killed"
     assert [one.getMessage() for one in caplog.records].count(event["text"]) == 1
@@ -198,11 +205,11 @@ def test_each_start_of_an_engine_has_a_token_of_its_own(
 # --- what people see
 
 
-def test_runs_list_says_that_the_engine_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.0)
+def test_runs_list_says_that_an_engine_at_work_hangs(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     store.runs.begin(RUN, {})
     store.runs.end(RUN, "running", "")
+    file = ProcessFile(tmp_path)
 
     def status() -> str:
         return str(views.runs(store, served(tmp_path, store)).lists["runs"][0]["status"])
@@ -210,14 +217,29 @@ def test_runs_list_says_that_the_engine_hangs(tmp_path: Path, monkeypatch: pytes
     assert status() == "running (no server)"
     with serve_lock.take(tmp_path, RUN):
         assert status() == "running", "its engine is about to start"
-        directory = engine_directory(tmp_path, RUN)
-        directory.mkdir(parents=True)
-        beat(directory, time.time())
+        file.write([ProcessState(ENGINE_PROCESS, RUN, 1, 0)])
         assert status() == "running"
-        beat(directory, time.time() - 60)
+        file.write([ProcessState(ENGINE_PROCESS, RUN, 1, 0, hangs="2026-11-24T06:00:00Z")])
         assert status() == "running (engine hangs)"
         listed = CliRunner().invoke(app, ["runs", "list", "--store", str(tmp_path), "--json"])
         assert json.loads(listed.stdout)[0]["status"] == "running (engine hangs)"
+        assert "hangs: it has sent no heartbeat since 2026-11-24T06:00:00Z" in listed.stderr
+    store.close()
+
+
+def test_the_heartbeat_that_an_ended_engine_left_is_no_hang(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    store.runs.begin(RUN, {})
+    directory = engine_directory(tmp_path, RUN)
+    directory.mkdir(parents=True)
+    beat(directory, time.time() - 60)
+    for status in ("finished", "stopped", "paused", "running"):
+        store.runs.end(RUN, status, "")
+        for run in (RUN, ""):
+            with serve_lock.take(tmp_path, run):
+                ProcessFile(tmp_path).write([])
+                assert (status, problems(store, tmp_path)) == (status, [])
+                assert not served(tmp_path, store).hanging
     store.close()
 
 

@@ -25,10 +25,10 @@ from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.service import engine_process, engine_slots, leading, serve_lock
 from fleetdistill_server.service.engine_slots import Slot, engines_at_once, make_slots, visible_gpus
-from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION
 from fleetdistill_server.service.reconciliation import Reconciliation
 from fleetdistill_server.service.run_endings import delete
+from fleetdistill_server.service.served import served
 from fleetdistill_server.service.wakeups import Ends, make_ends
 from fleetdistill_server.store.led_runs import WAIT_SECONDS
 from fleetdistill_server.store.store import Store

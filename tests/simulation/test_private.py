@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.privacy.accountant import discrete_mu_for
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.service.heartbeat import NOT_SERVED
+from fleetdistill_server.service.served import NOT_SERVED
 from fleetdistill_server.simulation.fleet import simulate
 from fleetdistill_server.simulation.report.report import privacy_lines, report_title
 from fleetdistill_server.simulation.show import exchange_lines

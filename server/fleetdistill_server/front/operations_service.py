@@ -36,9 +36,9 @@ from fleetdistill_server.security.certificates import Holder
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens, token_bytes
-from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.leading import pause, resume, start, stop
 from fleetdistill_server.service.run_endings import mark_cancelled
+from fleetdistill_server.service.served import served
 from fleetdistill_server.service.wakeups import POLL_SECONDS
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.operator_calls import Call, Outcome

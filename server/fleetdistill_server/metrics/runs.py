@@ -21,7 +21,7 @@ from fleetdistill.errors import FleetDistillError
 from fleetdistill_server.logs import Interruption
 from fleetdistill_server.metrics import catalogue
 from fleetdistill_server.metrics.samples import Samples
-from fleetdistill_server.service.heartbeat import placed, state_of
+from fleetdistill_server.service.served import placed, state_of
 from fleetdistill_server.store.run_figures import RunFigures, run_counts, run_figures
 from fleetdistill_server.store.states import IDLE, QUEUED, WAITING
 from fleetdistill_server.store.store import Store

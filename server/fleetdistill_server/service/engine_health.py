@@ -8,7 +8,7 @@ from fleetdistill_server.service.engine_files import engine_directory
 from fleetdistill_server.service.heartbeat import SILENT_SECONDS, HeartbeatMonitor
 from fleetdistill_server.service.process_state import read_processes
 from fleetdistill_server.service.serve_lock import Serving, serving
-from fleetdistill_server.store.states import ACTIVE
+from fleetdistill_server.service.served import queue_of
 from fleetdistill_server.store.store import Store
 
 START_SECONDS = 120.0
@@ -49,10 +49,7 @@ class EngineHealth:
         return all(good.values()) and not any(one.waits for one in read_processes(self._directory))
 
     def _have_turns(self, found: Serving) -> list[str]:
-        if found.run:  # registered by the server of the engine's machine, which may be of an earlier version
-            status = (self._store.runs.get(found.run) or {}).get("status", "preparing")
-            return [found.run] if status in ACTIVE else []
-        return [row["name"] for row in self._store.led.queue()][: found.engines]
+        return [row["name"] for row in queue_of(found, self._store)][: found.engines]
 
     def _observe(self, run: str) -> HeartbeatMonitor:
         return HeartbeatMonitor(engine_directory(self._directory, run))

@@ -12,15 +12,10 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from pathlib import Path
 
-from fleetdistill_server.service.engine_files import engine_directory
-from fleetdistill_server.service.serve_lock import serving
-from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.states import ACTIVE, IDLE, QUEUED, WAITING
-from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import when
 
 FILE = "engine.beat"
 BEAT_SECONDS = 1.0
@@ -48,7 +43,7 @@ def clear_heartbeat(directory: Path) -> None:
 
 
 class HeartbeatMonitor:
-    """Observes an engine's heartbeat.
+    """Observes an engine's heartbeat. Its supervisor alone decides from it whether the engine hangs.
 
     Args:
         directory: The engine's directory.
@@ -69,6 +64,11 @@ class HeartbeatMonitor:
         """Whether there is a heartbeat, perhaps an old one; an engine that starts has none yet."""
         return self._last is not None
 
+    @property
+    def hangs(self) -> str:
+        """Since when the process hangs, as of the last `silent_seconds`; empty if it does not, or only starts."""
+        return when(self._last / 1e9) if self._last is not None and self._silent >= SILENT_SECONDS else ""
+
     def silent_seconds(self) -> float:
         """Returns the seconds since the last heartbeat; call this regularly.
 
@@ -82,78 +82,16 @@ class HeartbeatMonitor:
         return self._silent
 
 
-@dataclass(frozen=True)
-class Served:
-    """The runs that a server works on.
+def silent_since(path: Path) -> str:
+    """Returns since when a file that a process touches every second is not touched; empty if it is.
 
-    Attributes:
-        runs: Runs that have an engine.
-        queued: Runs that wait only for an engine, in order.
-        hanging: Runs whose engine hangs.
+    Takes 3 s if it seems not to be.
     """
-
-    runs: frozenset[str] = frozenset()
-    queued: tuple[str, ...] = ()
-    hanging: frozenset[str] = frozenset()
-
-
-NOT_SERVED = Served()
-"""The state of a store that no server is serving."""
-
-
-def served(directory: Path, store: Store) -> Served:
-    """Returns what a store's server works on; takes 3 s if engines seem to hang."""
-    found = placed(directory, store)
-    return replace(found, hanging=_hanging(directory, sorted(found.runs)))
-
-
-def placed(directory: Path, store: Store) -> Served:
-    """Returns which runs have engines and which are queued, without a look at the engines."""
-    found = serving(directory)
-    if found is None:
-        return NOT_SERVED
-    queue = [row for row in store.led.queue() if found.includes(row["name"])]
-    if found.run:  # also if an earlier version registered it
-        queue = [{"name": found.run, "waits_for": None}]
-    later = queue[found.engines :]
-    queued = tuple(row["name"] for row in later if row["waits_for"] is None)
-    return Served(frozenset(row["name"] for row in queue[: found.engines]), queued)
-
-
-def state_of(row: Row, served: Served) -> str:
-    """Returns the state that people are shown of a run: its status, or what an active one waits for.
-
-    Args:
-        row: The run's name, status and `waits_for`.
-        served: What its server works on.
-    """
-    if row["status"] not in ACTIVE or served == NOT_SERVED:
-        return str(row["status"])
-    if row["waits_for"] is not None:
-        return WAITING if row["waits_for"] else IDLE
-    return QUEUED if row["name"] in served.queued else str(row["status"])
-
-
-def is_silent(path: Path) -> bool:
-    """Returns whether a file that a process touches every second is no longer touched; takes 3 s if it seems so."""
-    last = _silent_since(path)
-    if last is None:
-        return False
-    time.sleep(3 * BEAT_SECONDS)  # the system clock may have been changed, so wait for a heartbeat
-    return _time_of(path) == last
-
-
-def _hanging(directory: Path, runs: Sequence[str]) -> frozenset[str]:
-    silent = {run: last for run in runs if (last := _silent_since(engine_directory(directory, run) / FILE)) is not None}
-    if silent:
-        time.sleep(3 * BEAT_SECONDS)  # the system clock may have been changed, so wait for a heartbeat
-    return frozenset(run for run, last in silent.items() if _time_of(engine_directory(directory, run) / FILE) == last)
-
-
-def _silent_since(path: Path) -> int | None:
-    """Returns the time of the last heartbeat if it was long ago; None also if there is none, since engines start."""
     last = _time_of(path)
-    return None if last is None or abs(time.time() - last / 1e9) < SILENT_SECONDS else last
+    if last is None or abs(time.time() - last / 1e9) < SILENT_SECONDS:
+        return ""
+    time.sleep(3 * BEAT_SECONDS)  # the system clock may have been changed, so wait for a heartbeat
+    return when(last / 1e9) if _time_of(path) == last else ""
 
 
 def _time_of(path: Path) -> int | None:

@@ -7,10 +7,10 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from fleetdistill_server.service.heartbeat import BEAT_SECONDS, is_silent
+from fleetdistill_server.service.heartbeat import BEAT_SECONDS, silent_since
 
 FRONT, ENGINE, SUPERVISOR = "front", "engine", "supervisor"
 """Names of the processes."""
@@ -26,7 +26,7 @@ class ProcessState:
         run: The engine's run; empty for the others.
         pid: Process id; None if it does not run.
         restarts: How often it was restarted since the server was started.
-        hangs: Of the supervisor: whether it has not written its file for 10 s.
+        hangs: Time of its last heartbeat if there was none for 10 s; else empty. The supervisor's is its file.
         waits: Why a process that does not run is started again later, such as `has failed`; else empty.
     """
 
@@ -34,7 +34,7 @@ class ProcessState:
     run: str
     pid: int | None
     restarts: int
-    hangs: bool = False
+    hangs: str = ""
     waits: str = ""
 
 
@@ -67,10 +67,14 @@ def read_processes(store: Path) -> list[ProcessState]:
 
     Takes 3 s if the supervisor seems to hang. Empty before a server has started, or if it is on another machine.
     """
+    found, hangs = last_processes(store), silent_since(store / _FILE)
+    return [replace(one, hangs=hangs) if one.name == SUPERVISOR else one for one in found]
+
+
+def last_processes(store: Path) -> list[ProcessState]:
+    """Returns what the supervisor last wrote, without a look at whether it still works."""
     try:
         rows = json.loads((store / _FILE).read_text(encoding="utf-8"))
-        found = [ProcessState(**row) for row in rows]
+        return [ProcessState(**row) for row in rows]
     except (OSError, ValueError, TypeError):
         return []
-    hangs = is_silent(store / _FILE)
-    return [ProcessState(**{**asdict(one), "hangs": hangs}) if one.name == SUPERVISOR else one for one in found]

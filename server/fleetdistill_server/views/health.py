@@ -7,13 +7,17 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
-from fleetdistill_server.service.heartbeat import served
-from fleetdistill_server.service.process_state import FRONT, read_processes
+from fleetdistill_server.service.process_state import ENGINE, FRONT, SUPERVISOR, read_processes
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.units import readable_bytes
+
+_HANGS = {
+    ENGINE: "the engine of run {run!r} hangs: it has sent no heartbeat since {since}",
+    SUPERVISOR: "the supervisor hangs (process {pid}) since {since}: it would start no front or engine again",
+}
 
 
 def problems(store: Store, directory: Path) -> list[str]:
@@ -34,18 +38,16 @@ def problems(store: Store, directory: Path) -> list[str]:
 
 def problems_of_processes(store: Store, directory: Path) -> list[str]:
     """Returns the sentences on processes, as `problems`."""
-    found = [
-        f"the engine of run {run!r} hangs: it sends no heartbeat" for run in sorted(served(directory, store).hanging)
-    ]
     if serving(directory) is None:
-        return found
+        return []
+    found = []
     for one in read_processes(directory):
         if one.name == FRONT and one.pid is None:
             found.append("the front does not run, so no device can call; the supervisor starts it again")
         if one.waits:
             found.append(f"the engine of run {one.run!r} {one.waits}")
         if one.hangs:
-            found.append(f"the supervisor hangs (process {one.pid}): it would start no front or engine again")
+            found.append(_HANGS[one.name].format(run=one.run, pid=one.pid, since=one.hangs))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from fleetdistill_server.service.heartbeat import NOT_SERVED, Served
+from fleetdistill_server.service.served import NOT_SERVED, Served
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY

@@ -10,8 +10,8 @@ from pathlib import Path
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.version import VERSION
 from fleetdistill_server.service.enrol_port import load_enrol_port
-from fleetdistill_server.service.heartbeat import served
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
+from fleetdistill_server.service.served import served
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import when
 from fleetdistill_server.views import fleet, health, overview, progress, runs, server

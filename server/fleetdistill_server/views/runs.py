@@ -18,7 +18,7 @@ from fleetdistill.printable import printable
 from fleetdistill.privacy.guarantee import Guarantee
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.certificates import Role
-from fleetdistill_server.service.heartbeat import NOT_SERVED, Served, state_of
+from fleetdistill_server.service.served import NOT_SERVED, Served, state_of
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import ACTIVE, QUEUED, WAITING

@@ -18,9 +18,9 @@ from fleetdistill.version import VERSION
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import SERVER
-from fleetdistill_server.service.heartbeat import Served, served
-from fleetdistill_server.service.process_state import ENGINE, FRONT, SUPERVISOR, read_processes
+from fleetdistill_server.service.process_state import FRONT, read_processes
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
+from fleetdistill_server.service.served import Served, served
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.location import read_location
@@ -55,7 +55,7 @@ def server(store: Store, directory: Path) -> View:
     works = served(directory, store)
     certificates = [*_own_certificates(section, store), *_device_certificates(store)]
     lists = {
-        "processes": _processes(directory, works) if found is not None else [],
+        "processes": _processes(directory) if found is not None else [],
         "queue": _queue(store, works),
         "certificates": certificates,
         "backups": _backups(store),
@@ -78,11 +78,11 @@ def _section(directory: Path) -> ServerSection:
         return ServerSection()
 
 
-def _processes(directory: Path, works: Served) -> list[Row]:
+def _processes(directory: Path) -> list[Row]:
     rows = []
     for one in read_processes(directory):
         state = "works" if one.pid is not None else "starts again" if one.name == FRONT or one.waits else "ends"
-        if (one.name == ENGINE and one.run in works.hanging) or (one.name == SUPERVISOR and one.hangs):
+        if one.hangs:
             state = "hangs"
         rows.append({"process": one.name, "run": one.run, "state": state, "pid": one.pid, "restarts": one.restarts})
     return rows
