@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from service.test_supervisor import ENGINE, RUN, completed, serve, write_config
+from service.test_supervisor import ENGINE, FRONT, RUN, completed, serve, write_config
 from support.answering import AnsweringFleet
 from support.processes import COMMAND, PATIENCE_SECONDS, is_alive, wait_until
 from typer.testing import CliRunner
@@ -25,12 +25,13 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.event_kinds import ENGINE_FAILED
-from fleetdistill_server.service import engine_health, engine_process, serve_lock
+from fleetdistill_server.service import engine_health, engine_process, front_process, serve_lock
 from fleetdistill_server.service.engine_files import engine_directory
 from fleetdistill_server.service.engine_health import EngineHealth
 from fleetdistill_server.service.engine_process import EngineProcess
 from fleetdistill_server.service.engine_slots import Slot
-from fleetdistill_server.service.heartbeat import FILE, HeartbeatMonitor, clear_heartbeat, start_heartbeat
+from fleetdistill_server.service.front_process import FrontProcess
+from fleetdistill_server.service.heartbeat import FILE, FRONT_FILE, HeartbeatMonitor, clear_heartbeat, start_heartbeat
 from fleetdistill_server.service.process_state import ENGINE as ENGINE_PROCESS
 from fleetdistill_server.service.process_state import ProcessFile, ProcessState
 from fleetdistill_server.service.registration import serve_run
@@ -39,6 +40,7 @@ from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 from fleetdistill_server.views.health import problems
+from fleetdistill_server.views.server import server as server_view
 
 
 class Seconds:
@@ -56,9 +58,9 @@ def seconds() -> Seconds:
     return Seconds()
 
 
-def beat(directory: Path, at: float) -> None:
-    (directory / FILE).touch()
-    os.utime(directory / FILE, (at, at))
+def beat(directory: Path, at: float, file: str = FILE) -> None:
+    (directory / file).touch()
+    os.utime(directory / file, (at, at))
 
 
 # --- who watches
@@ -123,6 +125,7 @@ class Hung:
         self.process: Any = self
         self.arguments: list[str] = []
         self.started, self.code, self.starts = time.monotonic(), None, 0
+        self.stdout: list[str] = []
 
     def poll(self) -> int | None:
         return self.code
@@ -133,7 +136,7 @@ class Hung:
     def wait(self) -> None:
         return
 
-    def state(self, name: str, run: str) -> ProcessState:
+    def state(self, name: str, run: str = "") -> ProcessState:
         return ProcessState(name, run, 1 if self.code is None else None, self.starts)
 
     def start_again(self) -> None:
@@ -178,6 +181,9 @@ def test_a_hung_engine_is_killed_and_started_again(
     beat(engine_directory(tmp_path / "store", RUN), 1e9)
     look(engine, seconds, 60)
     assert (child.code, engine.state().hangs) == (None, "2001-09-09T01:46:40Z")
+    assert [one.getMessage() for one in caplog.records] == [
+        "the engine hangs: it has sent no heartbeat since 2001-09-09T01:46:40Z"
+    ]
     look(engine, seconds, 3)
     assert (child.code, child.starts, engine.state().hangs) == (None, 1, "")
     (event,) = store.history.events(RUN, ENGINE_FAILED)
@@ -187,6 +193,39 @@ def test_a_hung_engine_is_killed_and_started_again(
     assert child.starts == 1, "the new one is given the time that its start takes"
     look(engine, seconds, 3)
     assert child.starts == 2
+
+
+def test_a_hung_front_is_reported_and_goes_on(
+    tmp_path: Path, seconds: Seconds, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = Hung()
+    monkeypatch.setattr(
+        front_process, "HeartbeatMonitor", lambda *_, **file: HeartbeatMonitor(tmp_path, seconds, **file)
+    )
+    monkeypatch.setattr(front_process, "Child", lambda *_, **__: child)
+    front = FrontProcess([], tmp_path, Ends(), None, lambda port: None)
+    store = Store.open(tmp_path)
+
+    def after(times: int) -> list[str]:
+        for _ in range(times):
+            seconds.now += 1
+            front.look()
+        ProcessFile(tmp_path).write([front.state()])
+        return problems(store, tmp_path)
+
+    with serve_lock.take(tmp_path, ""):
+        assert after(60) == [], "it starts"
+        beat(tmp_path, 1e9, FRONT_FILE)
+        assert after(10) == []
+        said = "the front hangs: it has sent no heartbeat since 2001-09-09T01:46:40Z"
+        (problem,) = after(50)
+        assert problem.startswith(said)
+        states = {row["process"]: row["state"] for row in server_view(store, tmp_path).lists["processes"]}
+        assert (states["front"], child.code) == ("hangs", None)
+        beat(tmp_path, 1e9 + 60, FRONT_FILE)
+        assert after(1) == []
+    assert [one.getMessage() for one in caplog.records] == [said, "the front no longer hangs"]
+    store.close()
 
 
 def test_each_start_of_an_engine_has_a_token_of_its_own(
@@ -268,6 +307,21 @@ def test_a_stopped_engine_is_seen_killed_and_replaced(tmp_path: Path) -> None:
             wait_until(lambda: health_of_engine(port) == answer.SERVING, "the engine's health")
             assert "sent no heartbeat" in store.history.events(RUN, ENGINE_FAILED)[0]["text"]
             store.close()
+
+
+@pytest.mark.slow
+def test_a_stopped_front_is_seen_until_it_goes_on(tmp_path: Path) -> None:
+    with serve(write_config(tmp_path)) as server:
+        server.port()
+        store, front = Store.open(tmp_path / "store"), server.child(FRONT)
+        wait_until((tmp_path / "store" / FRONT_FILE).exists, "the front's heartbeat")
+        os.kill(front, signal.SIGSTOP)
+        wait_until(lambda: "the front hangs" in "".join(problems(store, tmp_path / "store")), "the hang to be seen", 60)
+        os.kill(front, signal.SIGCONT)
+        wait_until(lambda: not problems(store, tmp_path / "store"), "the front to go on", 60)
+        wait_until(lambda: "the front no longer hangs" in "".join(server.said), "the log")
+        assert "".join(server.said).count("the front hangs: ") == 1
+        store.close()
 
 
 def test_one_hung_engine_of_several_is_seen_though_the_others_listen(

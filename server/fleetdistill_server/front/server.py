@@ -36,7 +36,7 @@ from fleetdistill_server.front.tls import Ports, add_services, listen_on
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.logs import Interruption
 from fleetdistill_server.service.engine_health import EngineHealth
-from fleetdistill_server.service.heartbeat import BEAT_SECONDS
+from fleetdistill_server.service.heartbeat import BEAT_SECONDS, FRONT_FILE, beat
 from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.service.wakeups import POLL_SECONDS, Ends, Wakeups
@@ -144,6 +144,7 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
         tasks = [asyncio.create_task(_pass_wakeups(wakeups, service)), asyncio.create_task(_sweep(api, pool))]
         tasks.append(asyncio.create_task(_sweep_forever(directory, pool)))
         tasks.append(asyncio.create_task(_update_health(status, directory, api)))
+        tasks.append(asyncio.create_task(_beat_forever(directory / FRONT_FILE)))
         if meter is not None:
             tasks.append(asyncio.create_task(meter.watch_loop()))
         await stop.wait()
@@ -211,6 +212,13 @@ async def _pass_wakeups(wakeups: Wakeups, service: DeviceService) -> None:
     while True:
         await wakeups.wait()
         await _guarded(service.wake_waiting())
+
+
+async def _beat_forever(path: Path) -> None:
+    """Shows the supervisor that the event loop works, which answers every call."""
+    while True:
+        await asyncio.to_thread(beat, path)  # not in the pools, which calls may occupy
+        await asyncio.sleep(BEAT_SECONDS)
 
 
 async def _sweep(api: DeviceApi, pool: ThreadPoolExecutor) -> None:

@@ -208,6 +208,7 @@ class EngineProcess:
     def _kill_if_hung(self) -> None:
         """Kills an engine without heartbeats, so that it is restarted; only SIGKILL ends a stopped process."""
         silent = self._beats.silent_seconds()
+        self._beats.log_hang("the engine", self.run)
         if silent < (self._limit if self._beats.seen else max(self._limit, _START_SECONDS)):
             return
         self.child.process.kill()

@@ -6,10 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fleetdistill.errors import RunError
 from fleetdistill_server.service.child import Child
+from fleetdistill_server.service.heartbeat import FRONT_FILE, HeartbeatMonitor, clear_heartbeat
 from fleetdistill_server.service.process_state import FRONT, ProcessState
 from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN, front_environment
 from fleetdistill_server.service.wakeups import Ends
@@ -22,6 +24,7 @@ class FrontProcess:
 
     Args:
         arguments: Path of its configuration, and options.
+        store: The store's directory.
         ends: Its ends of the wake-up pipes.
         log: File for its standard error; None for the supervisor's.
         on_listening: Called with the port whenever a front has started to listen.
@@ -32,22 +35,29 @@ class FrontProcess:
     """
 
     def __init__(
-        self, arguments: Sequence[str], ends: Ends, log: Path | None, on_listening: Callable[[int], None]
+        self, arguments: Sequence[str], store: Path, ends: Ends, log: Path | None, on_listening: Callable[[int], None]
     ) -> None:
         self._arguments = list(arguments)
+        self._store = store
         self._log = log
         self._on_listening = on_listening
         self.port: int | None = None
         self.enrol_port: int | None = None
+        self._reset_heartbeat()
         self._child = Child(
             "fleetdistill_server.front", self._arguments, ends, log, front_environment(), keep_output=True
         )
         self._read_ports()
 
     def look(self) -> None:
-        """Starts the front again if it has exited. Raises RunError if it never listened and cannot."""
+        """Starts the front again if it has exited, and logs if it hangs; call this regularly.
+
+        Raises RunError if it never listened and cannot.
+        """
         code = self._child.process.poll()
         if code is None:
+            self._beats.silent_seconds()
+            self._beats.log_hang("the front")
             return
         if code == EXIT_CANNOT_LISTEN and self.port is None:
             raise RunError(f"see {self._log or 'the log above'}")
@@ -59,16 +69,22 @@ class FrontProcess:
             *(f"{option}={port}" for option, port in known.items() if port is not None),
         ]
         time.sleep(min(0.2 * (self._child.restarts + 1), 2.0))
+        self._reset_heartbeat()
         self._child.start_again()
         self._read_ports()
 
     def state(self) -> ProcessState:
         """Returns what metrics say of the process."""
-        return self._child.state(FRONT)
+        found = self._child.state(FRONT)
+        return replace(found, hangs=self._beats.hangs if found.pid is not None else "")
 
     def stop(self, at_once: bool) -> None:
         """Ends the process."""
         self._child.stop(at_once)
+
+    def _reset_heartbeat(self) -> None:
+        clear_heartbeat(self._store, FRONT_FILE)
+        self._beats = HeartbeatMonitor(self._store, file=FRONT_FILE)
 
     def _read_ports(self) -> None:
         """Reads the ports that the front prints: `enrolling PORT` (with TLS only), then `listening PORT`."""

@@ -1,5 +1,6 @@
 """An engine's heartbeat: a file in the engine's directory whose modification time the engine updates every second.
 
+The front has one too, in the store's directory, which its event loop updates, since it answers devices.
 A separate thread writes it, because a distillation may occupy the engine for hours without being hung. The heartbeat
 therefore proves that the process runs, not that its round progresses: it stops when the process is stopped, frozen or
 blocked in the kernel. The heartbeat is a file and not a row, because an engine that waits for devices or for disk space
@@ -9,54 +10,63 @@ does not write to the database. Observers measure with their own monotonic clock
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from fleetdistill_server.logs import about
 from fleetdistill_server.texts import when
 
-FILE = "engine.beat"
+FILE, FRONT_FILE = "engine.beat", "front.beat"
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0
-"""Seconds without a heartbeat after which the engine is reported as hung."""
+"""Seconds without a heartbeat after which a process is reported as hung."""
+logger = logging.getLogger("fleetdistill.server.supervisor")
 
 
 def start_heartbeat(directory: Path) -> None:
     """Starts a thread that sends heartbeats until this process exits."""
-    path = directory / FILE
 
-    def beat() -> None:
+    def beat_forever() -> None:
         while True:
-            with contextlib.suppress(OSError):  # the disk is full, or the store is being deleted
-                path.touch()
+            beat(directory / FILE)
             time.sleep(BEAT_SECONDS)
 
-    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+    threading.Thread(target=beat_forever, name="heartbeat", daemon=True).start()
 
 
-def clear_heartbeat(directory: Path) -> None:
-    """Deletes the heartbeat file of an earlier engine."""
+def beat(path: Path) -> None:
+    """Sends a heartbeat, if the disk lets it."""
+    with contextlib.suppress(OSError):  # the disk is full, or the store is being deleted
+        path.touch()
+
+
+def clear_heartbeat(directory: Path, file: str = FILE) -> None:
+    """Deletes the heartbeat file of an earlier process."""
     with contextlib.suppress(OSError):
-        (directory / FILE).unlink(missing_ok=True)
+        (directory / file).unlink(missing_ok=True)
 
 
 class HeartbeatMonitor:
-    """Observes an engine's heartbeat. Its supervisor alone decides from it whether the engine hangs.
+    """Observes the heartbeat of a process. Its supervisor alone decides from it whether the process hangs.
 
     Args:
-        directory: The engine's directory.
+        directory: The engine's directory; the store's for the front.
         clock: A monotonic clock in seconds.
+        file: Name of the file.
 
     Attributes:
         seen: Whether a heartbeat has arrived since this object was created.
     """
 
-    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path = directory / FILE
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic, file: str = FILE) -> None:
+        self._path = directory / file
         self._clock = clock
         self._last, self._looked, self._silent = _time_of(self._path), clock(), 0.0
+        self._logged = False
         self.seen = False
 
     @property
@@ -80,6 +90,14 @@ class HeartbeatMonitor:
         if found is not None and found != self._last:
             self._last, self._silent, self.seen = found, 0.0, True
         return self._silent
+
+    def log_hang(self, what: str, run: str = "") -> None:
+        """Logs when a hang begins and when it ends, one line each; call this after `silent_seconds`."""
+        if bool(self.hangs) == self._logged:
+            return
+        self._logged = not self._logged
+        text = f"hangs: it has sent no heartbeat since {self.hangs}" if self._logged else "no longer hangs"
+        logger.warning("%s %s", what, text, extra=about(run=run))
 
 
 def silent_since(path: Path) -> str:

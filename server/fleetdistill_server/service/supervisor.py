@@ -158,7 +158,8 @@ class Supervisor:
         over = notified = False
         try:
             if self._only != ENGINE:
-                self._front = FrontProcess(self._arguments, self._front_ends, self._log, self._on_listening)
+                store = Path(self._server.store)
+                self._front = FrontProcess(self._arguments, store, self._front_ends, self._log, self._on_listening)
             while not self._stopped.wait(_LOOK_SECONDS):
                 if self._front is not None:
                     self._look_after_front(self._front)

@@ -15,8 +15,11 @@ from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.units import readable_bytes
 
 _HANGS = {
+    FRONT: "the front hangs: it has sent no heartbeat since {since}, so no device can call; `kill -9 {pid}` makes the "
+    "supervisor start another",
     ENGINE: "the engine of run {run!r} hangs: it has sent no heartbeat since {since}",
-    SUPERVISOR: "the supervisor hangs (process {pid}) since {since}: it would start no front or engine again",
+    SUPERVISOR: "the supervisor hangs (process {pid}): it has done nothing since {since}, and would start no front or "
+    "engine again",
 }
 
 
