@@ -98,6 +98,13 @@ def test_an_engine_that_waits_for_its_restart_is_named(store: Store, tmp_path: P
         assert "processes: the engine of run 'digits' has failed; see `runs show` and the server's log" in said(path)
 
 
+def test_a_run_that_stopped_after_a_failure_is_named(store: Store, tmp_path: Path) -> None:
+    store.led.set_setup("digits", {})
+    store.led.hold_failed("digits", store.led.assign("digits") or "", "the engine failed 6 times")
+    (warning,) = said(write_config(tmp_path), "warning")
+    assert warning.startswith("processes: run 'digits' stopped after a failure at 20")
+
+
 def test_a_server_that_holds_the_lock_and_does_not_listen_is_named(store: Store, tmp_path: Path) -> None:
     path = write_config(tmp_path)
     with serve_lock.take(tmp_path / "store", "digits"):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from fleetdistill_server.service import serve_lock
+from fleetdistill_server.cli.app import app
+from fleetdistill_server.dashboard.panels.server import sentence
+from fleetdistill_server.operations.source import LocalStore
+from fleetdistill_server.service import leading, serve_lock
 from fleetdistill_server.service.engine_health import EngineHealth
 from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessFile, ProcessState
 from fleetdistill_server.store.store import Store
@@ -67,3 +72,31 @@ def test_a_limit_of_the_disk_that_is_reached_is_a_problem(tmp_path: Path, settin
     store.close()
     assert len(found) == bool(says)
     assert all(one.endswith(says) for one in found)
+
+
+def test_a_run_that_failed_is_told_until_it_is_started(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    store.runs.begin("r", {})
+    store.led.set_setup("r", {})
+    source = LocalStore(tmp_path)
+
+    def says() -> list[str]:
+        listed = CliRunner().invoke(app, ["runs", "list", "--store", str(tmp_path)]).stderr
+        found = source.server().facts["failed_runs"]
+        severity, text = sentence(source.server().facts, "")
+        assert all(one in text and one in listed and severity == "bad" for one in found)
+        assert (source.warnings(), source.problems()) == (found, [])
+        return found
+
+    leading.start(store, "r")
+    leading.stop(store, "r")
+    assert says() == [], "an operator stopped it"
+    for _ in range(2):
+        leading.start(store, "r")
+        assert says() == []
+        store.led.hold_failed("r", store.led.assign("r") or "", "the engine failed 6 times at the same point: no space")
+        (said,) = says()
+        assert re.match(
+            "run 'r' stopped after a failure at 20.*: the engine failed 6 times.*`fleetdistill runs start r`", said
+        )
+    store.close()

@@ -49,8 +49,8 @@ def runs_list(
     """Lists the runs of a store or a server. Example: fleetdistill runs list --json"""
     with open_source(store, server, identity) as source:
         show(source.runs(), as_json)
-        for problem in source.problems():
-            typer.echo(f"warning: {printable(problem)}", err=True)
+        for warning in source.warnings():
+            typer.echo(f"warning: {printable(warning)}", err=True)
 
 
 @runs_app.command("show")

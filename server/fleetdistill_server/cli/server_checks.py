@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import stat
@@ -28,10 +29,11 @@ from fleetdistill_server.config.server_config import ServerSection, load_server_
 from fleetdistill_server.security.pki import CA_KEY, SERVER
 from fleetdistill_server.service.processes import hard_limit_of_files
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
+from fleetdistill_server.store.checks import is_current
 from fleetdistill_server.store.disk_space import bytes_under
-from fleetdistill_server.store.location import Location
-from fleetdistill_server.store.store import open_for_trial
-from fleetdistill_server.views.health import problems_of_processes
+from fleetdistill_server.store.location import Location, has_store
+from fleetdistill_server.store.store import Store, open_for_reading, open_for_trial
+from fleetdistill_server.views.health import failed_runs, problems_of_processes
 from fleetdistill_server.views.units import readable_bytes
 
 _PACKAGES = ("grpcio", "torch", "onnxruntime", "cryptography", "psycopg", "s3fs")
@@ -91,6 +93,8 @@ def _extras(server: ServerSection) -> Found:
 def _processes(server: ServerSection) -> Found:
     directory = Path(server.store)
     found = serving(directory)
+    for text in _read(server, failed_runs):
+        yield WARNING, text
     if found is None:
         yield OK, f"no server uses the store {server.store}"
         return
@@ -100,6 +104,16 @@ def _processes(server: ServerSection) -> Found:
         yield ERROR, f"{text}; see `runs show` and the server's log"
     if not wrong:
         yield OK, f"a server serves run {found.run!r}" if found.run else "a server serves all runs of the store"
+
+
+def _read(server: ServerSection, read: Callable[[Store], list[str]]) -> list[str]:
+    """Returns what is read of a store; nothing of one that cannot be read, of which the check of the store says why."""
+    if has_store(Path(server.store)):
+        with contextlib.suppress(ConfigurationError, StoreError):
+            database, blobs = open_for_reading(Path(server.store), Location.of(server))
+            with contextlib.closing(database):
+                return read(Store(database, blobs)) if is_current(database) else []
+    return []
 
 
 def _ports(server: ServerSection) -> Found:

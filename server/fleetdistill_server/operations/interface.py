@@ -150,10 +150,16 @@ class Source(ABC):
         """Returns what is wrong with the running server, in sentences: engines that hang, disk limits reached."""
         return list(self.read(Query("health")).facts["problems"])
 
+    def warnings(self) -> list[str]:
+        """Returns what `problems` does, and a sentence for each run that stopped after a failure."""
+        facts = self.read(Query("health")).facts
+        return [*facts["problems"], *facts.get("failed_runs", ())]  # a server of before says nothing of runs
+
     def server(self) -> View:
         """Returns the server as a whole: processes, engines and queue, disk, store, certificates, backups, versions.
 
-        `problems` says what is wrong, `warnings` what will be; see `views.server.server` for all facts and lists.
+        `problems` and `failed_runs` say what is wrong, `warnings` what will be; see `views.server.server` for all
+        facts and lists.
         """
         return self.read(Query("server"))
 

@@ -121,6 +121,14 @@ class LedRuns:
                 self._history.add_event(name, "stopped", reason)
         return bool(changed)
 
+    def failed(self) -> list[Row]:
+        """Returns name, reason and time of the runs that `hold_failed` stopped and nobody has started since."""
+        return self._db.rows(
+            "SELECT name, reason, at FROM runs JOIN events ON events.id = "
+            "(SELECT max(id) FROM events WHERE run = name AND kind = 'stopped') "
+            "WHERE status = 'stopped' AND reason = text ORDER BY at, name"  # an operator's event names the operator
+        )
+
     def assign(self, name: str) -> str | None:
         """Makes a new engine the run's only one; returns its fencing token, or None if the run needs no engine.
 

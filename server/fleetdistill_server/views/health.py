@@ -12,8 +12,10 @@ from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import shortened, when
 from fleetdistill_server.views.units import readable_bytes
 
+_LONGEST_REASON = 300
 _HANGS = {
     FRONT: "the front hangs: it has sent no heartbeat since {since}, so no device can call; `kill -9 {pid}` makes the "
     "supervisor start another",
@@ -52,6 +54,15 @@ def problems_of_processes(store: Store, directory: Path) -> list[str]:
         if one.hangs:
             found.append(_HANGS[one.name].format(run=one.run, pid=one.pid, since=one.hangs))
     return found
+
+
+def failed_runs(store: Store) -> list[str]:
+    """Returns a sentence for each run that its failing engine stopped, until the run is started again or deleted."""
+    text = "run {name!r} stopped after a failure at {at}: {reason}; when it is mended, `fleetdistill runs start {name}`"
+    return [
+        text.format(name=row["name"], at=when(row["at"]), reason=shortened(row["reason"], _LONGEST_REASON))
+        for row in store.led.failed()
+    ]
 
 
 def _of_the_disk(server: ServerSection, directory: Path) -> list[str]:
