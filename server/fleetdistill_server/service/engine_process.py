@@ -32,7 +32,7 @@ from fleetdistill_server.service.restarts import Restarts
 from fleetdistill_server.service.torchrun import Torchrun
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.texts import when
+from fleetdistill_server.texts import shortened, when
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
 STEADY_SECONDS = 3600.0
@@ -82,7 +82,8 @@ class EngineProcess:
         self._due: float | None = None  # when an engine that has exited is started again
         self._restarts = Restarts()
         self._waits_for = ""
-        self._pause = ""  # why it is not running, until it is started again
+        self._pause = ""  # why it does not run, or that it fails again and again
+        self._failure = self._failed_at = ""  # why and when it failed the last time
         self._known_failures = self._newest_failure()[0]
         setup = self._write_config()
         self._limit = float(setup["server"].get("engine_timeout_seconds", config.server.engine_timeout_seconds))
@@ -152,14 +153,16 @@ class EngineProcess:
 
     def _start_again(self) -> None:
         """Starts a new process with a token of its own, in case something of the old one is left."""
+        pause = ""
         with self._store.transaction():
             token = self._store.led.assign(self.run)
             if token is None:  # the run no longer needs an engine
                 return
             if not self._waits_for:
-                self._store.led.set_reason(self.run, "")
+                pause = self._repeated_failures()
+                self._store.led.set_reason(self.run, self._reason(pause))
                 self._store.history.add_event(self.run, ENGINE_RESTARTED, "the engine is started again after a failure")
-        self._due, self._pause, self.token = None, "", token
+        self._due, self._pause, self.token = None, pause, token
         self.reset_heartbeat()
         self.child.arguments = self._arguments()
         self.child.start_again()
@@ -186,7 +189,8 @@ class EngineProcess:
 
     def _after_failure(self, cause: str, *, killed: bool = False) -> None:
         """Waits before the next start, or gives the engine up."""
-        if time.monotonic() - self.child.started >= STEADY_SECONDS:
+        self._failure, self._failed_at = cause, when(time.time())
+        if self._is_steady():
             self._restarts.forget()
         pause = self._restarts.pause_after(cause, self._store.led.progress(self.run), killed=killed)
         if pause is None:
@@ -194,7 +198,18 @@ class EngineProcess:
             return
         self._wait(pause, f"has failed and is started again at {when(time.time() + pause)}")
         with contextlib.suppress(StoreError):  # the disk may be full too
-            self._store.led.set_reason(self.run, f"the engine {self._pause}: {cause}")
+            self._store.led.set_reason(self.run, self._reason(self._pause))
+
+    def _is_steady(self) -> bool:
+        return time.monotonic() - self.child.started >= STEADY_SECONDS
+
+    def _repeated_failures(self) -> str:
+        """Returns what people are told of an engine that is started again; of a single failure nothing."""
+        times = self._restarts.failures
+        return f"has failed {times} times without progress, the last time at {self._failed_at}" if times > 1 else ""
+
+    def _reason(self, pause: str) -> str:
+        return f"the engine {pause}: {self._failure}" if pause else ""
 
     def _wait(self, seconds: float, why: str) -> None:
         """Plans the next start."""
@@ -223,7 +238,11 @@ class EngineProcess:
             self._known_failures = self._store.history.add_event(self.run, ENGINE_FAILED, text)
 
     def _note_work(self) -> None:
-        """Ends the wait for disk space or the database once the engine has run for a while."""
+        """Ends the wait for disk space or the database, or a series of failures, once the engine has done something."""
+        if self._pause and (self._is_steady() or self._restarts.has_progressed(self._store.led.progress(self.run))):
+            if (self._store.runs.get(self.run) or {}).get("reason") == shortened(self._reason(self._pause)):
+                self._store.led.set_reason(self.run, "")
+            self._pause = ""
         if self._waits_for and time.monotonic() - self.child.started >= _WORKS_SECONDS:
             logger.warning("the engine no longer waits for %s", self._waits_for, extra=about(run=self.run))
             self._waits_for = ""

@@ -27,7 +27,8 @@ class ProcessState:
         pid: Process id; None if it does not run.
         restarts: How often it was restarted since the server was started.
         hangs: Time of its last heartbeat if there was none for 10 s; else empty. The supervisor's is its file.
-        waits: Why a process that does not run is started again later, such as `has failed`; else empty.
+        waits: Why a process that does not run is started again later, such as `has failed`, or that one that runs has
+            failed repeatedly and made no progress since; else empty.
     """
 
     name: str

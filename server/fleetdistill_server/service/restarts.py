@@ -34,6 +34,15 @@ class Restarts:
         """Forgets all failures."""
         self._causes.clear()
 
+    @property
+    def failures(self) -> int:
+        """Number of failures since the last progress, of any cause."""
+        return self._causes.total()
+
+    def has_progressed(self, point: object) -> bool:
+        """Returns whether a run has come further since the last failure; see `pause_after`."""
+        return point != self._point
+
     def pause_after(self, cause: str, point: object, *, killed: bool = False) -> float | None:
         """Records a failure.
 
@@ -46,7 +55,7 @@ class Restarts:
             Seconds until the engine is started again; None to stop the run, because the engine failed in the same way
             at the same point `MAX_FAILURES` times, or `MAX_KILLS` times if it was killed.
         """
-        if point != self._point:
+        if self.has_progressed(point):
             self._point = point
             self.forget()
         same = _VARYING.sub("#", cause)
@@ -54,4 +63,4 @@ class Restarts:
         self.repeated = self._causes[same]
         if self.repeated >= (MAX_KILLS if killed else MAX_FAILURES):
             return None
-        return float(min(FIRST_SECONDS * 2.0 ** min(self._causes.total() - 1, _DOUBLINGS), MAX_SECONDS))
+        return float(min(FIRST_SECONDS * 2.0 ** min(self.failures - 1, _DOUBLINGS), MAX_SECONDS))

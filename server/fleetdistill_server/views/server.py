@@ -82,7 +82,13 @@ def _section(directory: Path) -> ServerSection:
 def _processes(directory: Path) -> list[Row]:
     rows = []
     for one in read_processes(directory):
-        state = "works" if one.pid is not None else "starts again" if one.name == FRONT or one.waits else "ends"
+        state = (
+            "works"
+            if one.pid is not None and not one.waits
+            else "starts again"
+            if one.name == FRONT or one.waits
+            else "ends"
+        )
         if one.hangs:
             state = "hangs"
         rows.append({"process": one.name, "run": one.run, "state": state, "pid": one.pid, "restarts": one.restarts})
