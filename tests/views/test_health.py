@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from support.live_front import prepare_store
 from typer.testing import CliRunner
 
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.dashboard.panels.server import sentence
+from fleetdistill_server.dashboard.panels.server import sentence, tiles
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.service import leading, serve_lock
 from fleetdistill_server.service.engine_health import EngineHealth
@@ -99,4 +100,32 @@ def test_a_run_that_failed_is_told_until_it_is_started(tmp_path: Path) -> None:
         assert re.match(
             "run 'r' stopped after a failure at 20.*: the engine failed 6 times.*`fleetdistill runs start r`", said
         )
+    store.close()
+
+
+def test_without_a_server_nobody_is_present_and_runs_say_so(tmp_path: Path) -> None:
+    """As after kill -9 of the supervisor, which ends its processes before they can write anything."""
+    store = prepare_store(tmp_path)
+    (run,) = store.runs.names()
+    store.led.set_setup(run, {})
+    for device in ("a", "b"):
+        store.devices.register(run, device, b"", b"")
+    store.led.begin_wait(run, 3)
+    source = LocalStore(tmp_path)
+
+    def says() -> tuple[str, int, set[bool], str]:
+        (row,), present = source.overview().lists["runs"], set[bool]()
+        assert row["status"] == source.runs().lists["runs"][0]["status"]
+        for view in (source.devices(run), source.participants(run)):
+            present |= {one["present"] for one in view.lists["devices"]}
+        present.add(source.device(run, "a").facts["present"])
+        return row["status"], row["present"], present, tiles(source.server(), [row])["Runs"]
+
+    with serve_lock.take(tmp_path, ""):
+        assert says() == ("waiting for devices", 2, {True}, "1 waiting for devices")
+    assert says() == ("waiting for devices (no server)", 0, {False}, "1 without a server")
+    with serve_lock.take(tmp_path, "another"):
+        assert says()[0] == "waiting for devices (no server)"
+    severity, text = sentence(source.server().facts, "")
+    assert (severity, "fleetdistill serve" in text) == ("warn", True)
     store.close()

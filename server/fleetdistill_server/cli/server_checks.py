@@ -63,7 +63,7 @@ def examine(
         return found  # the previous check has its message
     checks: dict[str, Callable[[], Found]] = {
         "extras": lambda: _extras(server),
-        "processes": lambda: _processes(server),
+        "processes": lambda: _processes(server, path),
         "ports": lambda: _ports(server),
         "TLS": lambda: _tls(server, insecure, clock()),
         "disk": lambda: _disk(server),
@@ -90,13 +90,15 @@ def _extras(server: ServerSection) -> Found:
     yield OK, "everything that the settings need is installed"
 
 
-def _processes(server: ServerSection) -> Found:
+def _processes(server: ServerSection, path: Path) -> Found:
     directory = Path(server.store)
     found = serving(directory)
     for text in _read(server, failed_runs):
         yield WARNING, text
     if found is None:
-        yield OK, f"no server uses the store {server.store}"
+        waiting = _read(server, lambda store: [repr(row["name"]) for row in store.runs.active()])
+        need = f", but runs are to go on ({', '.join(waiting)}); run `fleetdistill serve {path}`" if waiting else ""
+        yield WARNING if waiting else OK, f"no server uses the store {server.store}{need}"
         return
     with open_for_trial(directory, Location.of(server)) as store:
         wrong = problems_of_processes(store, directory)

@@ -19,12 +19,18 @@ class Served:
     Attributes:
         runs: Runs that have an engine.
         queued: Runs that wait only for an engine, in order.
+        waiting: Runs that wait for devices, or for a change of them, without an engine.
         hanging: Runs whose engine hangs.
     """
 
     runs: frozenset[str] = frozenset()
     queued: tuple[str, ...] = ()
+    waiting: frozenset[str] = frozenset()
     hanging: frozenset[str] = frozenset()
+
+    def includes(self, run: str) -> bool:
+        """Returns whether the server works on an active run, or will."""
+        return run in self.runs or run in self.queued or run in self.waiting
 
 
 NOT_SERVED = Served()
@@ -48,7 +54,13 @@ def placed(directory: Path, store: Store) -> Served:
     queue = queue_of(found, store)
     later = queue[found.engines :]
     queued = tuple(row["name"] for row in later if row["waits_for"] is None)
-    return Served(frozenset(row["name"] for row in queue[: found.engines]), queued)
+    waiting = frozenset(row["name"] for row in later if row["waits_for"] is not None)
+    return Served(frozenset(row["name"] for row in queue[: found.engines]), queued, waiting)
+
+
+def may_be_present(directory: Path, store: Store) -> bool:
+    """Returns whether devices can be present: not without a server, which a remote database may have elsewhere."""
+    return serving(directory) is not None or store.database.is_remote
 
 
 def queue_of(found: Serving, store: Store) -> list[Row]:
@@ -67,7 +79,7 @@ def state_of(row: Row, served: Served) -> str:
         row: The run's name, status and `waits_for`.
         served: What its server works on.
     """
-    if row["status"] not in ACTIVE or served == NOT_SERVED:
+    if row["status"] not in ACTIVE:
         return str(row["status"])
     if row["waits_for"] is not None:
         return WAITING if row["waits_for"] else IDLE

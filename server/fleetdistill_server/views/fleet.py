@@ -20,8 +20,10 @@ MOST_DEVICE_EVENTS = 1_000
 _SPLITS = ("train", "test")
 
 
-def participants(store: Store, run: str, only: str | None = None) -> View:
+def participants(store: Store, run: str, only: str | None = None, *, served: bool = True) -> View:
     """Returns the devices of a run with their rounds, answers, refusals and certificates, ordered by id.
+
+    See `device_rows` for `served`.
 
     Raises:
         ConfigurationError: The run does not exist.
@@ -42,19 +44,19 @@ def participants(store: Store, run: str, only: str | None = None) -> View:
                     **events[row["device"]],
                     "certificate_expires": when(ends[row["device"]]) if row["device"] in ends else None,
                 }
-                for row in device_rows(store, run, only)
+                for row in device_rows(store, run, only, served=served)
             ]
         }
     )
 
 
-def device(store: Store, run: str, name: str) -> View:
+def device(store: Store, run: str, name: str, *, served: bool = True) -> View:
     """Returns one device in detail: its asks with their answers, its figures by round, its events and certificates.
 
     Raises:
         ConfigurationError: The run does not exist, or the device is not one of its devices.
     """
-    found = participants(store, run, name).lists["devices"]
+    found = participants(store, run, name, served=served).lists["devices"]
     if not found:
         raise ConfigurationError(f"run {run!r} has no device {name[:64]!r}; `fleetdistill devices` lists them")
     asks = store.summaries.asks_of_device(run, name, MOST_ASKS)

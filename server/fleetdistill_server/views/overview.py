@@ -15,12 +15,18 @@ RECENT = 5
 """Number of the newest closed rounds whose mean duration is used for the time left."""
 
 
-def overview(store: Store, served: Served = NOT_SERVED) -> View:
-    """Returns all runs with present devices, last accuracy, bytes on the link, and the time left, oldest first."""
-    return View({"runs": [{**run_row(row, served), **_glance(store, row)} for row in store.runs.all()]})
+def overview(store: Store, served: Served = NOT_SERVED, *, present: bool = True) -> View:
+    """Returns all runs with present devices, last accuracy, bytes on the link, and the time left, oldest first.
+
+    Args:
+        store: The store.
+        served: What a server currently works on.
+        present: Whether devices can be present, as `may_be_present`.
+    """
+    return View({"runs": [{**run_row(row, served), **_glance(store, row, present)} for row in store.runs.all()]})
 
 
-def _glance(store: Store, row: Row) -> Row:
+def _glance(store: Store, row: Row, present: bool) -> Row:
     run, wanted = row["name"], json.loads(row["config"]).get("run", {}).get("rounds") or None
     newest = figures.rounds(store, run, max(store.summaries.last_round(run) - 4 * RECENT, 0))
     lasting = [one["seconds"] for one in newest if one["status"] == "closed"][-RECENT:]
@@ -28,7 +34,7 @@ def _glance(store: Store, row: Row) -> Row:
     left = None if mean is None or wanted is None else mean * max(wanted - row["completed_rounds"], 0)
     sent = {one["direction"]: one["sent"] for one in store.summaries.bytes(run, ("run",), 0, EVERY)}
     return {
-        "present": len(store.devices.present(run)),
+        "present": len(store.devices.present(run)) if present else 0,
         "round_seconds": None if mean is None else round(mean, 2),
         "seconds_left": None if left is None else round(left, 1),
         **{name: _last(newest, name) for name in ("test_accuracy", "server_accuracy", "global_accuracy")},

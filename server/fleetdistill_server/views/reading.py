@@ -11,7 +11,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.version import VERSION
 from fleetdistill_server.service.enrol_port import load_enrol_port
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
-from fleetdistill_server.service.served import served
+from fleetdistill_server.service.served import may_be_present, served
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import when
 from fleetdistill_server.views import fleet, health, overview, progress, runs, server
@@ -102,13 +102,21 @@ VIEWS: Mapping[str, ViewReader] = {
     "about": _about,
     "runs": lambda store, directory, query: runs.runs(store, served(directory, store)),
     "run": lambda store, directory, query: runs.run(store, query.run, served(directory, store)),
-    "devices": lambda store, directory, query: runs.devices(store, query.run or None),
-    "overview": lambda store, directory, query: overview.overview(store, served(directory, store)),
+    "devices": lambda store, directory, query: runs.devices(
+        store, query.run or None, served=may_be_present(directory, store)
+    ),
+    "overview": lambda store, directory, query: overview.overview(
+        store, served(directory, store), present=may_be_present(directory, store)
+    ),
     "rounds": lambda store, directory, query: overview.round_figures(store, query.run, query.after),
     "traffic": lambda store, directory, query: overview.traffic(store, query.run, query.after),
     "events": _events,
-    "participants": lambda store, directory, query: fleet.participants(store, query.run),
-    "device": lambda store, directory, query: fleet.device(store, query.run, query.device),
+    "participants": lambda store, directory, query: fleet.participants(
+        store, query.run, served=may_be_present(directory, store)
+    ),
+    "device": lambda store, directory, query: fleet.device(
+        store, query.run, query.device, served=may_be_present(directory, store)
+    ),
     "classes": lambda store, directory, query: fleet.classes(store, query.run),
     "round": lambda store, directory, query: progress.round_progress(store, query.run, query.round),
     "settings": lambda store, directory, query: overview.settings(store, query.run),

@@ -29,6 +29,8 @@ from fleetdistill_server.views import figures
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
 from fleetdistill_server.views.units import counted
 
+NO_SERVER = "no server"
+"""What follows the status of an active run that no server works on."""
 UNTIL_STOPPED = "until stopped"
 """Text shown for a run without a number of rounds."""
 _FURTHER = "/accuracy"
@@ -105,16 +107,19 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
     return View(lists, {**run_row(found[name], served), **totals, **_privacy(found[name])})
 
 
-def devices(store: Store, only: str | None) -> View:
-    """Returns a view of the devices of one run, or of all runs if `only` is None."""
+def devices(store: Store, only: str | None, *, served: bool = True) -> View:
+    """Returns a view of the devices of one run, or of all runs if `only` is None; see `device_rows`."""
     names = [row["name"] for row in store.runs.all() if only in (None, row["name"])]
     if only is not None and not names:
         raise ConfigurationError(no_such_run(only, store.runs.names()))
-    return View({"devices": [row for name in names for row in device_rows(store, name)]})
+    return View({"devices": [row for name in names for row in device_rows(store, name, served=served)]})
 
 
-def device_rows(store: Store, run: str, only: str | None = None) -> list[Row]:
-    """Returns the rows of a run's devices, ordered by id; only of one device if `only` is given."""
+def device_rows(store: Store, run: str, only: str | None = None, *, served: bool = True) -> list[Row]:
+    """Returns the rows of a run's devices, ordered by id; only of one device if `only` is given.
+
+    Without a server (`served`) no device is present, whatever one that was killed has left in the store.
+    """
     replaced = {row["device"]: row for row in store.summaries.replacements_of_devices(run, only)}
     newest = store.history.newest_figures(run, "accuracy", "test", only)
     reported = _Reported(
@@ -122,7 +127,7 @@ def device_rows(store: Store, run: str, only: str | None = None) -> list[Row]:
     )
     revoked = {row["subject"] for row in store.credentials.revocations()}
     rows = [row for row in store.devices.all(run) if only in (None, row["device"])]
-    return [_device_row(row, reported, revoked) for row in rows]
+    return [_device_row({**row, "present": served and row["present"]}, reported, revoked) for row in rows]
 
 
 def existing(store: Store, run: str) -> Row:
@@ -158,10 +163,9 @@ def _status(row: Row, served: Served) -> str:
     name, state = row["name"], state_of(row, served)
     if state == QUEUED:
         return f"{state} ({served.queued.index(name) + 1} of {len(served.queued)})"
-    hangs = name in served.hanging
-    if row["status"] not in ACTIVE or (state != row["status"] and not hangs):
+    if row["status"] not in ACTIVE:
         return state
-    idle = "engine hangs" if hangs else "no server" if name not in served.runs else ""
+    idle = "engine hangs" if name in served.hanging else "" if served.includes(name) else NO_SERVER
     return f"{state} ({idle})" if idle else state
 
 

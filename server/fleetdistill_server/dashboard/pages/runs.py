@@ -14,6 +14,7 @@ from fleetdistill_server.dashboard.readers import RUNS
 from fleetdistill_server.dashboard.table import LiveTable
 from fleetdistill_server.dashboard.units import percent
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.views.runs import NO_SERVER
 
 
 def show(board: Board) -> None:
@@ -51,7 +52,8 @@ _COLUMNS = [
 
 def is_at_work(row: Row) -> bool:
     """Returns whether a run goes on by itself, so that its time left means something."""
-    return str(row["status"]).startswith(("running", "preparing"))
+    status = str(row["status"])
+    return status.startswith(("running", "preparing")) and NO_SERVER not in status
 
 
 def accuracy(row: Row) -> float | None:

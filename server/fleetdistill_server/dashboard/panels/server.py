@@ -15,7 +15,7 @@ from fleetdistill_server.dashboard.readers import RUNS, SERVER
 from fleetdistill_server.dashboard.units import UNKNOWN, duration, size
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.views.backups import missing_in
-from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.runs import NO_SERVER, View
 
 _ENGINES, _RUNS, _DISK, _EXPIRY, _BACKUP = "Engines", "Runs", "Free disk", "Next certificate to expire", "Last backup"
 _WORST = {"bad": "fd-bad", "warn": "fd-warn", "good": "fd-good"}
@@ -55,7 +55,10 @@ def sentence(facts: Row, problem: str) -> tuple[str, str]:
     if wrong:
         return "bad", f"Something is wrong: {'; '.join(wrong)}."
     if not facts["serves"]:
-        return "warn", "No server works on this store."
+        return (
+            "warn",
+            "No server works on this store. Start one with `fleetdistill serve server.toml`.",
+        )
     if facts["warnings"]:
         return "warn", f"The server works. Soon: {'; '.join(facts['warnings'])}."
     return "good", "Everything is all right."
@@ -66,7 +69,7 @@ def tiles(view: View, runs: Sequence[Row], now: float | None = None) -> dict[str
     now = time.time() if now is None else now
     facts, lists = view.facts, view.lists
     used = sum(row["engine"] for row in lists["queue"])
-    states = Counter(row["status"].partition(" (")[0] for row in runs)
+    states = Counter(_without_details(row["status"]) for row in runs)
     expiring = min(lists["certificates"], key=lambda row: str(row["expires"]), default=None)
     return {
         _ENGINES: f"{used} of {facts['engines_at_once']} at work" if facts["serves"] else UNKNOWN,
@@ -75,6 +78,11 @@ def tiles(view: View, runs: Sequence[Row], now: float | None = None) -> dict[str
         _EXPIRY: UNKNOWN if expiring is None else f"{expiring['holder']}, {_from_now(expiring['expires'], now)}",
         _BACKUP: backup(lists["backups"], now),
     }
+
+
+def _without_details(status: str) -> str:
+    state, _, detail = status.partition(" (")
+    return "without a server" if detail == f"{NO_SERVER})" else state
 
 
 def backup(rows: Sequence[Row], now: float) -> str:
