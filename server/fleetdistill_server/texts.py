@@ -1,4 +1,4 @@
-"""Texts of several folders: their length, since most of them come from devices, times, sizes and numbers."""
+"""Texts of several folders: their length, since most of them come from devices, times, sizes, numbers and names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import time
 
 LONGEST = 1000
 """Largest number of characters in a stored text."""
+
+HEALTH_PROBLEM = "fleetdistill-problem-bin"
+"""Trailing metadata of a check of fleetdistill.engine: which engines do not work and why, in UTF-8."""
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:

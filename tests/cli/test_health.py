@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service import serve_lock
+from fleetdistill_server.service.process_state import ENGINE, ProcessFile, ProcessState
 
 
 def health(*words: str | Path) -> tuple[int, str]:
@@ -35,7 +36,7 @@ def test_a_plain_front_serves_and_its_engine_does_not(tmp_path: Path) -> None:
     prepare_store(tmp_path).close()
     with live_front(tmp_path) as front:
         server = f"127.0.0.1:{front.port}"
-        told = "fleetdistill.engine is NOT_SERVING, an engine hangs or is missing"
+        told = "fleetdistill.engine is NOT_SERVING, no engine works on the store"
         wait_until(lambda: health(server) == (1, f"error: server {server}: {told}. See its log, and `runs list`"), told)
         for service in ("fleetdistill.database", "fleetdistill.disk"):
             assert health(server, "--service", service) == (0, f"{server} serves")
@@ -62,6 +63,22 @@ def test_a_server_whose_disk_limit_is_reached_says_so(tmp_path: Path) -> None:
         wait_until(lambda: told in health(server)[1], told, 15)
         listed = CliRunner().invoke(app, ["runs", "list", "--store", str(tmp_path)])
         assert (listed.exit_code, "so uploads are refused; [server] keep_free_bytes is" in listed.stderr) == (0, True)
+
+
+@pytest.mark.slow
+def test_engines_that_do_not_work_are_named(tmp_path: Path) -> None:
+    store = prepare_store(tmp_path)
+    with live_front(tmp_path) as front, serve_lock.take(tmp_path, "", 2):
+        ProcessFile(tmp_path).write(
+            [
+                ProcessState(ENGINE, "digits", 1, 0, hangs="2026-11-24T06:00:00Z"),
+                ProcessState(ENGINE, "nightly", None, 1, waits="has failed and is started again at 12"),
+            ]
+        )
+        told = "the engine of run 'digits' hangs: it has sent no heartbeat since 2026-11-24T06:00:00Z; "
+        told += "the engine of run 'nightly' has failed and is started again at 12. See its log"
+        wait_until(lambda: told in health(f"127.0.0.1:{front.port}")[1], told)
+    store.close()
 
 
 @pytest.mark.slow

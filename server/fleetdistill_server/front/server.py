@@ -45,6 +45,7 @@ from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.meter import Meter
 from fleetdistill_server.store.retention import SWEEP_SECONDS, sweep_directory
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import HEALTH_PROBLEM, shortened
 from fleetdistill_server.tracing.spans import open_spans
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
         wakeups = Wakeups(ends, api.store.database)
         api.sessions.adopt_present_devices()
         service = DeviceService(api, pool, commits, limits, uploads, meter, spans)
-        status = health.aio.HealthServicer()
+        status = _HealthService()
         server = await _make_server(service, guard, limits, status, meter)
         enrolment = _limited_enrolment_server(guard, limits, meter)
         try:
@@ -230,10 +231,31 @@ async def _sweep(api: DeviceApi, pool: ThreadPoolExecutor) -> None:
             await _guarded(loop.run_in_executor(pool, api.times.write))
 
 
+class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]
+    """The health service; the trailing metadata of a check of the engines has what is wrong.
+
+    Attributes:
+        engines: What is wrong with the engines, in words; empty if nothing is or it is unknown.
+    """
+
+    engines = ""
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """Answers a check."""
+        if request.service == ENGINE and self.engines:
+            context.set_trailing_metadata(((HEALTH_PROBLEM, shortened(self.engines).encode()),))
+        return await super().Check(request, context)
+
+
 class _Health:
-    """Looks at the engines, the database and the disk limits, on a thread that calls cannot occupy."""
+    """Looks at the engines, the database and the disk limits, on a thread that calls cannot occupy.
+
+    Attributes:
+        engines: What was wrong with the engines when they were last seen, in words.
+    """
 
     def __init__(self, directory: Path, api: DeviceApi) -> None:
+        self.engines = ""
         self._engines, self._space = EngineHealth(directory, api.store), api.uploads.space
         self._thread = ThreadPoolExecutor(1, "health")
         self._looking: asyncio.Future[dict[str, bool]] | None = None
@@ -257,17 +279,19 @@ class _Health:
         return {"": True, DATABASE: True, **found}
 
     def _look(self) -> dict[str, bool]:
-        engines = self._engines.is_good()
+        self.engines = "; ".join(self._engines.problems())
         if self._space is not None and time.monotonic() - self._disk_looked >= _DISK_SECONDS:
             self._disk, self._disk_looked = not self._space.shortfall(), time.monotonic()
-        return {ENGINE: engines, DISK: self._disk}
+        return {ENGINE: not self.engines, DISK: self._disk}
 
 
-async def _update_health(status: health.aio.HealthServicer, directory: Path, api: DeviceApi) -> None:
+async def _update_health(status: _HealthService, directory: Path, api: DeviceApi) -> None:
     state, looked = health_pb2.HealthCheckResponse, _Health(directory, api)
 
     async def update() -> None:
-        for name, works in (await looked.look()).items():
+        found = await looked.look()
+        status.engines = looked.engines if found[DATABASE] else ""
+        for name, works in found.items():
             await status.set(name, state.SERVING if works else state.NOT_SERVING)
 
     while True:

@@ -20,6 +20,7 @@ from fleetdistill.link.grpc_link import errors_of
 from fleetdistill.link.tls_probe import accepts_tls
 from fleetdistill.printable import printable
 from fleetdistill.wire.codes import Code
+from fleetdistill_server.texts import HEALTH_PROBLEM
 
 HEALTH_SECONDS = 5.0
 """Timeout of the call; shorter than the interval of every health check in deploy/."""
@@ -77,15 +78,18 @@ def _said(channel: Any, server: str, services: Iterable[str]) -> str:
     stub, wrong = health_pb2_grpc.HealthStub(channel), list[str]()
     for service in services:
         try:
-            status = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=HEALTH_SECONDS).status
+            request = health_pb2.HealthCheckRequest(service=service)
+            answer, call = stub.Check.with_call(request, timeout=HEALTH_SECONDS)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.NOT_FOUND:
                 raise
             raise LinkError(f"server {server} has no service {service!r}; try fleetdistill.engine") from error
+        status, told = answer.status, dict(call.trailing_metadata() or ()).get(HEALTH_PROBLEM, b"")
         if status != health_pb2.HealthCheckResponse.SERVING:
+            text = told.decode(errors="replace") or _PARTS.get(service)
             known = health_pb2.HealthCheckResponse.ServingStatus.items()
             name = next((name for name, number in known if number == status), f"in the unknown state {status}")
-            wrong.append(f"{service or 'the front'} is {name}" + (f", {text}" if (text := _PARTS.get(service)) else ""))
+            wrong.append(f"{service or 'the front'} is {name}" + (f", {text}" if text else ""))
     if wrong:
         raise LinkError(f"server {server}: {'; '.join(wrong)}. See its log, and `runs list`")
     return "serves"

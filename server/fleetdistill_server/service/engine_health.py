@@ -6,17 +6,18 @@ from pathlib import Path
 
 from fleetdistill_server.service.engine_files import engine_directory
 from fleetdistill_server.service.heartbeat import SILENT_SECONDS, HeartbeatMonitor
-from fleetdistill_server.service.process_state import read_processes
+from fleetdistill_server.service.process_state import ENGINE, ProcessState, read_processes
 from fleetdistill_server.service.serve_lock import Serving, serving
 from fleetdistill_server.service.served import queue_of
 from fleetdistill_server.store.store import Store
 
 START_SECONDS = 120.0
 """Time for which an engine may start without a heartbeat; importing torch may take long."""
+_NONE = "no engine works on the store"
 
 
 class EngineHealth:
-    """Observes the heartbeats of all engines; call `is_good` every second.
+    """Observes the heartbeats of all engines; call `problems` every second.
 
     Args:
         directory: The store's directory.
@@ -28,10 +29,10 @@ class EngineHealth:
         self._store = store
         self._beats: dict[str, HeartbeatMonitor] = {}
 
-    def is_good(self) -> bool:
-        """Returns whether the engine of every run that has its turn sends heartbeats, or starts.
+    def problems(self) -> list[str]:
+        """Returns what is wrong with the engines of the runs that have their turn, in sentences.
 
-        False during the pause after a failure, and without a server or any engine. Engines on another machine have a
+        So does the pause after a failure, and that there is no server or any engine. Engines on another machine have a
         supervisor there, which watches them.
 
         Raises:
@@ -40,13 +41,14 @@ class EngineHealth:
         found = serving(self._directory)
         names = self._store.runs.names() if found is None else self._have_turns(found)
         self._beats = {run: self._beats.get(run) or self._observe(run) for run in names}
-        good = {run: beats.silent_seconds() < _limit(beats) for run, beats in self._beats.items()}
-        if found is None and any(good[run] and beats.seen for run, beats in self._beats.items()):
-            return True  # someone started it by hand
+        bad = {run: beats for run, beats in self._beats.items() if beats.silent_seconds() >= _limit(beats)}
+        if found is None and any(run not in bad and beats.seen for run, beats in self._beats.items()):
+            return []  # someone started it by hand
         here = any(beats.begun for beats in self._beats.values())
         if found is None or (self._beats and not here and self._store.database.is_remote):
-            return self._store.database.is_listening("engine")
-        return all(good.values()) and not any(one.waits for one in read_processes(self._directory))
+            return [] if self._store.database.is_listening("engine") else [_NONE]
+        listed = [text for one in read_processes(self._directory) if one.name == ENGINE for text in one.problems()]
+        return list(dict.fromkeys([*listed, *(_problem(run, beats.hangs) for run, beats in bad.items())]))
 
     def _have_turns(self, found: Serving) -> list[str]:
         return [row["name"] for row in queue_of(found, self._store)][: found.engines]
@@ -57,3 +59,9 @@ class EngineHealth:
 
 def _limit(beats: HeartbeatMonitor) -> float:
     return SILENT_SECONDS if beats.begun else START_SECONDS
+
+
+def _problem(run: str, hangs: str) -> str:
+    if not hangs:
+        return f"the engine of run {run!r} has not started within {START_SECONDS:g} s"
+    return "; ".join(ProcessState(ENGINE, run, None, 0, hangs=hangs).problems())

@@ -15,6 +15,13 @@ from fleetdistill_server.service.heartbeat import BEAT_SECONDS, silent_since
 FRONT, ENGINE, SUPERVISOR = "front", "engine", "supervisor"
 """Names of the processes."""
 _FILE = "processes.json"
+_HANGS = {
+    FRONT: "the front hangs: it has sent no heartbeat since {since}, so no device can call; `kill -9 {pid}` makes the "
+    "supervisor start another",
+    ENGINE: "the engine of run {run!r} hangs: it has sent no heartbeat since {since}",
+    SUPERVISOR: "the supervisor hangs (process {pid}): it has done nothing since {since}, and would start no front or "
+    "engine again",
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,17 @@ class ProcessState:
     restarts: int
     hangs: str = ""
     waits: str = ""
+
+    def problems(self) -> list[str]:
+        """Returns what is wrong with the process, in sentences."""
+        found = []
+        if self.name == FRONT and self.pid is None:
+            found.append("the front does not run, so no device can call; the supervisor starts it again")
+        if self.waits:
+            found.append(f"the engine of run {self.run!r} {self.waits}")
+        if self.hangs:
+            found.append(_HANGS[self.name].format(run=self.run, pid=self.pid, since=self.hangs))
+        return found
 
 
 class ProcessFile:

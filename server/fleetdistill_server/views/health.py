@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
-from fleetdistill_server.service.process_state import ENGINE, FRONT, SUPERVISOR, read_processes
+from fleetdistill_server.service.process_state import read_processes
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.disk_space import bytes_under
@@ -16,13 +16,6 @@ from fleetdistill_server.texts import shortened, when
 from fleetdistill_server.views.units import readable_bytes
 
 _LONGEST_REASON = 300
-_HANGS = {
-    FRONT: "the front hangs: it has sent no heartbeat since {since}, so no device can call; `kill -9 {pid}` makes the "
-    "supervisor start another",
-    ENGINE: "the engine of run {run!r} hangs: it has sent no heartbeat since {since}",
-    SUPERVISOR: "the supervisor hangs (process {pid}): it has done nothing since {since}, and would start no front or "
-    "engine again",
-}
 
 
 def problems(store: Store, directory: Path) -> list[str]:
@@ -45,15 +38,7 @@ def problems_of_processes(store: Store, directory: Path) -> list[str]:
     """Returns the sentences on processes, as `problems`."""
     if serving(directory) is None:
         return []
-    found = []
-    for one in read_processes(directory):
-        if one.name == FRONT and one.pid is None:
-            found.append("the front does not run, so no device can call; the supervisor starts it again")
-        if one.waits:
-            found.append(f"the engine of run {one.run!r} {one.waits}")
-        if one.hangs:
-            found.append(_HANGS[one.name].format(run=one.run, pid=one.pid, since=one.hangs))
-    return found
+    return [text for one in read_processes(directory) for text in one.problems()]
 
 
 def failed_runs(store: Store) -> list[str]:
