@@ -34,6 +34,7 @@ from fleetdistill_server.service import serve_lock
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.simulation.spec.plan import RUN
+from fleetdistill_server.store.backup import backup
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.rollback import RolledBack, roll_back
@@ -101,6 +102,26 @@ def test_the_newest_checkpoints_are_kept_and_all_others_deleted(tmp_path: Path) 
         match=r"has no checkpoint of round 1; available rounds: 3 \(3 completed\), 4 \(4 completed\)\. ",
     ):
         roll_back(store, RUN, 1)
+    store.close()
+
+
+@pytest.mark.parametrize("keep_rounds", [0, 1, 2])
+def test_what_was_deleted_before_a_rollback_is_not_needed_after_it(keep_rounds: int, tmp_path: Path) -> None:
+    prepared, store = prepare(RUNS["fedavg"], tmp_path / "work"), Store.open(tmp_path / "store")
+    config = prepared[0]
+    run = config.run.model_copy(update={"rounds": 4})
+    server = config.server.model_copy(update={"keep_rounds": keep_rounds, "keep_checkpoints": 4})
+    prepared = (config.model_copy(update={"run": run, "server": server}), *prepared[1:])
+
+    def lost(name: str) -> list[str]:
+        return backup(tmp_path / "store", tmp_path / name).lost
+
+    play(prepared, store)
+    assert lost("before") == []
+    roll_back(store, RUN, 2)
+    assert lost("rolled-back") == []
+    play(prepared, store)
+    assert (lost("continued"), statuses(store)) == ([], ["closed", "closed", "undone", "undone", "closed", "closed"])
     store.close()
 
 

@@ -1,9 +1,9 @@
 """Determines which payloads and checkpoints a store still needs, and deletes the others.
 
 Each run needs its newest checkpoints (`[server] keep_checkpoints`), the payloads that its contract refers to, and the
-payloads of its kept rounds: the newest closed rounds (`[server] keep_rounds`), later short rounds, and the open round.
-All other payloads and checkpoints are deleted: at the end of the round that made them unnecessary, or, if a crash
-prevented this, periodically by `sweep`.
+payloads of its kept rounds: the newest closed or undone rounds (`[server] keep_rounds`), later short rounds, and the
+open round. All other payloads and checkpoints are deleted: at the end of the round that made them unnecessary, or, if a
+crash prevented this, periodically by `sweep`.
 
 An acknowledged upload that is still needed is never deleted. Deletion checks the rows and deletes the files under the
 database's write lock. Under the same lock, the front commits a receipt only if nothing was deleted since before the

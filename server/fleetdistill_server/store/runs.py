@@ -317,6 +317,7 @@ class Runs:
         """Returns the first round whose payloads are kept.
 
         The kept rounds are the newest closed rounds, the short rounds between and after them, and the open round.
+        Rounds that were undone count, because the payloads of the rounds before them were deleted when they closed.
 
         Args:
             run: Name of the run.
@@ -325,7 +326,7 @@ class Runs:
         row = self._db.row("SELECT name, keep_rounds, kept_from, config FROM runs WHERE name = ?", run) or {}
         wanted = row["keep_rounds"] if keep_rounds is None else keep_rounds
         closed = self._db.rows(
-            "SELECT round FROM rounds WHERE run = ? AND status = 'closed' ORDER BY round DESC LIMIT ?",
+            "SELECT round FROM rounds WHERE run = ? AND status IN ('closed', 'undone') ORDER BY round DESC LIMIT ?",
             *(run, max(wanted, 1)),
         )
         if wanted == 0:
