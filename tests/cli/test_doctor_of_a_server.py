@@ -232,6 +232,26 @@ def test_of_many_lost_payloads_five_are_named_and_all_counted(tmp_path: Path) ->
     assert counted == "store: 2 more payloads or checkpoints are missing or damaged"
 
 
+def test_the_runs_of_a_lost_checkpoint_are_named_with_the_way_back(store: Store, tmp_path: Path) -> None:
+    path, states = write_config(tmp_path), [store.blobs.put_state(content) for content in (b"one", b"two")]
+    store.runs.set_keep_checkpoints("digits", 2)
+    for state in states:
+        store.runs.close_round("digits", store.runs.open_number("digits") or open_round(store), state, [], {})
+    files = [tmp_path / "store" / "blobs" / one.hex()[:2] / f"{one.hex()}.safetensors" for one in states]
+    files[1].unlink()
+    lost = f"store: checkpoint {states[1].hex()} is missing; run 'digits' cannot go on from it"
+    assert said(path, quick=True) == [
+        f"{lost}: `fleetdistill runs rollback digits --to 1` returns to the newest one before it"
+    ]
+    files[0].unlink()
+    assert sorted(said(path, quick=True)) == sorted(
+        [
+            f"{lost}: no earlier checkpoint is kept, so restore a backup",
+            f"store: checkpoint {states[0].hex()} is missing; run 'digits' cannot be rolled back to round 1",
+        ]
+    )
+
+
 @pytest.mark.parametrize("left", [100, 0.5])
 def test_a_truncated_database_is_named_with_what_restores_it(store: Store, tmp_path: Path, left: float) -> None:
     path = write_config(tmp_path)

@@ -244,8 +244,21 @@ def test_a_damaged_checkpoint_ends_the_engine_with_a_sentence(fleet: Fleet) -> N
     with pytest.raises(DamagedError, match=f"checkpoint {checkpoint.hex()} is damaged: its SHA-256 does not match"):
         fleet.run()
     path.unlink()
-    with pytest.raises(DamagedError, match=f"checkpoint {checkpoint.hex()} is not in the store"):
+    without = f"checkpoint {checkpoint.hex()} is not in the store; no earlier checkpoint is kept, so restore a backup"
+    with pytest.raises(DamagedError, match=without):
         fleet.run()
+
+
+def test_the_reason_of_a_lost_checkpoint_names_the_way_back(fleet: Fleet) -> None:
+    answered_round(fleet)
+    for content in (b"one", b"two"):
+        number = fleet.store.runs.open_number(RUN) or fleet.store.runs.start_round(RUN, [])
+        fleet.store.runs.close_round(RUN, number, fleet.store.blobs.put_state(content), [], {})
+    checkpoint = (fleet.store.runs.get(RUN) or {})["checkpoint"]
+    (fleet.directory / "blobs" / checkpoint.hex()[:2] / f"{checkpoint.hex()}.safetensors").unlink()
+    way_back = f"`fleetdistill runs rollback {RUN} --to {number - 1}` returns to the newest one before it"
+    with pytest.raises(DamagedError, match=f"checkpoint {checkpoint.hex()} is not in the store; {way_back}"):
+        Fleet(fleet.directory).run()
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, Path.unlink])

@@ -13,6 +13,7 @@ from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.store.checks import check_schema, is_current
 from fleetdistill_server.store.location import Location, has_store
 from fleetdistill_server.store.retention import needed
+from fleetdistill_server.store.rollback import way_back
 from fleetdistill_server.store.store import Store, open_for_reading
 
 _SHOWN = 5
@@ -72,14 +73,16 @@ def _payloads(store: Store, *, read: bool) -> Found:
     wanted = needed(store)
     damaged = {}
     for sha256 in sorted(wanted.payloads | wanted.checkpoints):
-        reason = _damage(store, sha256, is_payload=sha256 in wanted.payloads, read=read)
+        is_payload = sha256 in wanted.payloads
+        reason = _damage(store, sha256, is_payload=is_payload, read=read)
         if reason:
-            damaged[sha256] = reason
+            lost = "the server asks devices again for lost answers" if is_payload else _without(store, sha256)
+            damaged[sha256] = f"{reason}; {lost}"
     if damaged:  # a server beside this command deletes what it no longer needs
         again = needed(store)
         damaged = {one: reason for one, reason in damaged.items() if one in again.payloads | again.checkpoints}
     for _, reason in list(damaged.items())[:_SHOWN]:
-        yield ERROR, f"{reason}; the server asks devices again for lost answers, a lost checkpoint is in a backup"
+        yield ERROR, reason
     if len(damaged) > _SHOWN:
         yield ERROR, f"{len(damaged) - _SHOWN} more payloads or checkpoints are missing or damaged"
     if not damaged:
@@ -99,3 +102,14 @@ def _damage(store: Store, sha256: bytes, *, is_payload: bool, read: bool) -> str
         except DamagedError as error:
             return str(error)
     return ""
+
+
+def _without(store: Store, sha256: bytes) -> str:
+    """Returns which runs need a checkpoint that is lost, and what to do."""
+    said = []
+    for run in store.runs.names():
+        if (store.runs.get(run) or {})["checkpoint"] == sha256:
+            said.append(f"run {run!r} cannot go on from it: {way_back(store, run, sha256)}")
+        elif found := [one["round"] for one in store.runs.checkpoints(run) if one["sha256"] == sha256]:
+            said.append(f"run {run!r} cannot be rolled back to round {found[-1]}")
+    return "; ".join(said)

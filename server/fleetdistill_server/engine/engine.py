@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleetdistill.errors import KnowledgeError, QuorumNotReached, RunError
+from fleetdistill.errors import DamagedError, KnowledgeError, QuorumNotReached, RunError
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state import failpoints
 from fleetdistill.state.state_file import pack_state, unpack_state
@@ -41,6 +41,7 @@ from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.wakeups import POLL_SECONDS
 from fleetdistill_server.store.back_off import available
 from fleetdistill_server.store.retention import free_after_round
+from fleetdistill_server.store.rollback import way_back
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted
 
@@ -221,7 +222,11 @@ class Engine:
                 self._store.runs.assert_owner(self._name, self.token)
                 self._store.secure_state(checkpoint, state)
                 self._store.runs.set_checkpoint(self._name, checkpoint)
-        self.method.load_state_dict(unpack_state(self._store.blobs.get_state(checkpoint)))
+        try:
+            state = self._store.blobs.get_state(checkpoint)
+        except DamagedError as damage:  # the run stops with this reason
+            raise DamagedError(checkpoint, f"{damage}; {way_back(self._store, self._name, checkpoint)}") from damage
+        self.method.load_state_dict(unpack_state(state))
         self._checkpoint = checkpoint
 
     async def next_cohort(self) -> StoreCohort:

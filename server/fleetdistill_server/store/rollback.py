@@ -59,3 +59,17 @@ def roll_back(store: Store, run: str, to: int, who: str = "an operator") -> Roll
     drop_unneeded(store, spent)
     completed = kept[to]["completed_rounds"]
     return RolledBack(completed, row["completed_rounds"] - completed)
+
+
+def way_back(store: Store, run: str, lost: bytes) -> str:
+    """Returns how a run whose newest checkpoint is missing or damaged goes on, for people.
+
+    Args:
+        store: Store that contains the run.
+        run: Name of the run.
+        lost: Digest of the checkpoint.
+    """
+    left = [one for one in store.runs.checkpoints(run) if one["sha256"] != lost and store.blobs.has(one["sha256"])]
+    if not left:
+        return "no earlier checkpoint is kept, so restore a backup"
+    return f"`fleetdistill runs rollback {run} --to {left[-1]['round']}` returns to the newest one before it"
