@@ -53,6 +53,15 @@ def figures(tenths: int, *, replaced: bool) -> Metrics:
     )
 
 
+def test_a_finished_run_shows_when_its_last_round_ended() -> None:
+    store = filled(3)
+    assert "ended" not in views.run(store, "r").facts
+    store.runs.end("r", "finished", "3 rounds completed")
+    store.database.write("UPDATE rounds SET ended_at = 1e9 + round")
+    assert views.run(store, "r").facts["ended"] == "2001-09-09T01:46:43Z"
+    store.close()
+
+
 @pytest.mark.parametrize(("rounds", "wanted", "told"), [(0, None, "until stopped"), (3, 3, "3")])
 def test_a_run_without_an_end_wants_no_number_of_rounds(rounds: int, wanted: int | None, told: str) -> None:
     store = Store.in_memory()

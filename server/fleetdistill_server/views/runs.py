@@ -21,7 +21,7 @@ from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.served import NOT_SERVED, Served, state_of
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.run_names import no_such_run
-from fleetdistill_server.store.states import ACTIVE, QUEUED, WAITING
+from fleetdistill_server.store.states import ACTIVE, FINISHED, QUEUED, WAITING
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.texts import when
@@ -104,7 +104,7 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
         **{f"models_{what}": sum(int(row[what]) for row in replaced) for what in ("replaced", "kept")},
         **_expected_of_the_fleet(expectations),
     }
-    return View(lists, {**run_row(found[name], served), **totals, **_privacy(found[name])})
+    return View(lists, {**run_row(found[name], served), **_end(store, found[name]), **totals, **_privacy(found[name])})
 
 
 def devices(store: Store, only: str | None, *, served: bool = True) -> View:
@@ -167,6 +167,12 @@ def _status(row: Row, served: Served) -> str:
         return state
     idle = "engine hangs" if name in served.hanging else "" if served.includes(name) else NO_SERVER
     return f"{state} ({idle})" if idle else state
+
+
+def _end(store: Store, row: Row) -> Row:
+    """Returns when a finished run ended, with its last round; nothing for other runs."""
+    times = store.summaries.times_of_rounds(row["name"], store.summaries.last_round(row["name"]) - 1)
+    return {"ended": when(times[-1]["ended_at"])} if row["status"] == FINISHED and times else {}
 
 
 def _privacy(row: Row) -> Row:
