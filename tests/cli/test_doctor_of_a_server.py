@@ -232,9 +232,6 @@ def test_of_many_lost_payloads_five_are_named_and_all_counted(tmp_path: Path) ->
     assert counted == "store: 2 more payloads or checkpoints are missing or damaged"
 
 
-def test_the_runs_of_a_lost_checkpoint_are_named_with_the_way_back(store: Store, tmp_path: Path) -> None:
-
-
 def test_a_lost_checkpoint_is_named_with_run_and_way_back(store: Store, tmp_path: Path) -> None:
     path, states = write_config(tmp_path), [store.blobs.put_state(content) for content in (b"one", b"two")]
     store.runs.set_keep_checkpoints("digits", 2)
