@@ -358,10 +358,10 @@ def test_an_engine_that_starts_may_be_silent_for_longer(tmp_path: Path, monkeypa
     store.led.activate(RUN)
     monkeypatch.setattr(engine_health, "SILENT_SECONDS", 0.0)
     with serve_lock.take(tmp_path, "", 1):
-        assert EngineHealth(tmp_path, store).is_good(), "it has not sent any heartbeat yet"
+        assert EngineHealth(tmp_path, store).problems() == [], "it has not sent any heartbeat yet"
         engine_directory(tmp_path, RUN).mkdir(parents=True)
         beat(engine_directory(tmp_path, RUN), time.time())
-        assert not EngineHealth(tmp_path, store).is_good()
+        assert EngineHealth(tmp_path, store).problems()
     store.close()
 
 

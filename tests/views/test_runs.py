@@ -20,7 +20,7 @@ from fleetdistill.methods.classstats.class_variants import (
 )
 from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.service.heartbeat import Served
+from fleetdistill_server.service.served import Served
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 

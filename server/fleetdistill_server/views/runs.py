@@ -146,11 +146,12 @@ def contract_of(row: Row) -> contract_pb2.Contract:
 def run_row(row: Row, served: Served) -> Row:
     """Returns the summary of a run."""
     config = json.loads(row["config"])
+    waits = served.includes(row["name"]) and state_of(row, served) == WAITING
     return {
         "run": row["name"],
         "method": config.get("run", {}).get("method", ""),
         "status": _status(row, served),
-        "reason": row["reason"] or (_needs(row["waits_for"]) if state_of(row, served) == WAITING else ""),
+        "reason": row["reason"] or (_needs(row["waits_for"]) if waits else ""),
         "completed_rounds": row["completed_rounds"],
         "wanted_rounds": config.get("run", {}).get("rounds") or None,
         "devices": row["devices"],
