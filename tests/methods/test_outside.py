@@ -27,7 +27,7 @@ NOTES_ITSELF = "from pathlib import Path\nPath(__file__).with_suffix('.imported'
 
 @pytest.fixture(autouse=True)
 def process(tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
-    with fresh_process("fedprox", "spy", "broken", "silent", "half") as patch:
+    with fresh_process("fedprox", "spy", "broken", "silent", "half", "faulty") as patch:
         patch.syspath_prepend(str(tmp_path))
         yield patch
 
@@ -184,6 +184,48 @@ def test_an_engine_that_cannot_import_the_method_says_so(tmp_path: Path, process
     )
     with pytest.raises(RunError, match=r"cannot run this configuration: .*'broken': RuntimeError: not in the engine"):
         simulate(small)
+
+
+FAULTY = """
+from fleetdistill import methods
+from fleetdistill.methods.fedavg import FedAvgConfig, FedAvgDevice
+from fleetdistill.methods.base import answers
+import fleetdistill_server.methods
+from fleetdistill_server.methods.fedavg import FedAvgServer
+
+
+class FaultyDevice(FedAvgDevice):
+    @answers("train")
+    def train(self, ask):
+        raise ValueError("a fault of the method")
+
+
+methods.register("faulty", FedAvgConfig, FaultyDevice)
+fleetdistill_server.methods.register("faulty", FedAvgServer)
+"""
+
+
+@pytest.mark.slow
+def test_a_faulty_device_half_over_grpc_leaves_its_traceback(tmp_path: Path, process: pytest.MonkeyPatch) -> None:
+    write_module(tmp_path, "faulty", FAULTY)
+    small = Simulation(
+        method="faulty",
+        modules=("faulty",),
+        link="grpc",
+        devices=2,
+        rounds=1,
+        train_limit=60,
+        test_limit=20,
+        models=("digits_linear",),
+        with_alone=False,
+        with_fedavg=False,
+        out=str(tmp_path / "out"),  # type: ignore[arg-type]  # as many write it
+    )
+    with pytest.raises(RunError, match=r"10 rounds in a row fell short .* the devices' log is (.*)") as error:
+        simulate(small)
+    log = Path(str(error.value).rpartition("the devices' log is ")[2])
+    assert "ValueError: a fault of the method" in log.read_text()
+    assert "Traceback" in log.read_text()
 
 
 # --- installed packages

@@ -37,7 +37,10 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--parent", type=int, help="exit when this process exits; default: the parent process")
     given = parser.parse_args()
-    logging.getLogger("fleetdistill").addHandler(logging.NullHandler())  # nothing private leaves simulated devices
+    log = logging.FileHandler(given.specs.with_suffix(".log"), delay=True)
+    log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.setLevel(logging.WARNING)
+    logging.getLogger("fleetdistill").addHandler(log)
     specs = [DeviceSpec(**one) for one in json.loads(given.specs.read_text())]
     try:
         import_modules(dict.fromkeys(name for spec in specs for name in spec.modules), "modules")

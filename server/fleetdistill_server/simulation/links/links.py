@@ -28,8 +28,10 @@ from fleetdistill_server.store.store import Store
 Watch = Callable[[Store], None]
 MakeLink = Callable[[DeviceApi, str], Link]
 """Makes the link of one device, from the server's side of the device API and the device's id."""
-MOST_SHORT_ROUNDS = 100
+MOST_SHORT_ROUNDS = 10
 """Number of consecutive short rounds after which a simulation fails, since no further devices will join."""
+_MOST_SHORT_ROUNDS_OF_TRACES = 100
+"""The same with a simulated time, in which devices come and go."""
 
 
 def memory_link(api: DeviceApi, device: str) -> Link:
@@ -81,7 +83,8 @@ def run_over_memory(
         clock = None if timing is None else timing.clock
         with SimulatedDevices(specs, link_of, states, most_open, clock, remote) as devices:
             waker = _waker(api, config, devices, timing, lambda: watch(store))
-            engine = Engine(store, config, waker, MOST_SHORT_ROUNDS)
+            most = MOST_SHORT_ROUNDS if timing is None else _MOST_SHORT_ROUNDS_OF_TRACES
+            engine = Engine(store, config, waker, most)
             engine.pauses = timing is not None
             # asyncio.run would turn Ctrl-C into a task cancellation, which this code never awaits.
             with contextlib.closing(asyncio.new_event_loop()) as loop:

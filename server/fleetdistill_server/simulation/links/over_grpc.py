@@ -48,7 +48,8 @@ def run_over_grpc(config: RunConfig, specs: list[DeviceSpec], work: Path, watch:
             device_host(specs, _port(supervisor, failure), workers or usable_processors()) as host,
             closing(Store.open(Path(config.server.store))) as store,  # the supervisor closes its own when it fails
         ):
-            _watch_until_over(config.run.name, store, host, watch, failure)
+            log = _specs_of(specs).with_suffix(".log")
+            _watch_until_over(config.run.name, store, host, watch, failure, log)
         finished = True
     finally:
         supervisor.stop(at_once=not finished)
@@ -91,29 +92,33 @@ def device_host(specs: Sequence[DeviceSpec], port: int, processes: int) -> Itera
         host.wait()
 
 
+def _specs_of(specs: Sequence[DeviceSpec]) -> Path:
+    return Path(f"{specs[0].state_dir}.json")
+
+
 def save_specs(specs: Sequence[DeviceSpec]) -> Path:
     """Writes specs next to the first device's state directory, in the format that `device_host` reads."""
-    path = Path(f"{specs[0].state_dir}.json")
+    path = _specs_of(specs)
     path.write_text(json.dumps([asdict(spec) for spec in specs]))
     return path
 
 
 def _watch_until_over(
-    run: str, store: Store, host: subprocess.Popen[bytes], watch: Watch, failure: list[Exception]
+    run: str, store: Store, host: subprocess.Popen[bytes], watch: Watch, failure: list[Exception], log: Path
 ) -> None:
     while host.poll() is None:
         if failure:
             raise failure[0]
-        _check_not_stopped(store, run)
+        _check_not_stopped(store, run, log)
         watch(store)
         time.sleep(_POLL_SECONDS)
-    _check_not_stopped(store, run)  # raised first, because its error states the run's reason
+    _check_not_stopped(store, run, log)  # raised first, because its error states the run's reason
     if host.returncode:
         raise RunError("a device process failed; its error is printed above")
     watch(store)
 
 
-def _check_not_stopped(store: Store, run: str) -> None:
+def _check_not_stopped(store: Store, run: str, log: Path) -> None:
     row = store.runs.get(run)
     if row is not None and row["status"] == "stopped":
-        raise RunError(row["reason"])
+        raise RunError(f"{row['reason']}; the devices' log is {log}" if log.exists() else row["reason"])

@@ -136,6 +136,7 @@ class Simulation:
     def __post_init__(self) -> None:
         if not isinstance(self.dataset, str | Dataset):
             object.__setattr__(self, "dataset", own_dataset(self.dataset))
+        object.__setattr__(self, "out", Path(self.out))
         object.__setattr__(self, "models", tuple(path_of(one) for one in self.models))
         object.__setattr__(self, "extractor", path_of(self.extractor))
         object.__setattr__(self, "server_model", path_of(self.server_model))
