@@ -184,10 +184,10 @@ def test_a_store_that_nearly_fills_its_budget_is_a_warning(store: Store, tmp_pat
     used = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*") if path.is_file())
     path = write_config(tmp_path, disk_budget_bytes=used * 100 // 95)
     assert said(path) == []
-    (warning,) = said(path, "warning")
-    assert warning.startswith("disk: ")
+    (warning,) = [one for one in said(path, "warning") if one.startswith("disk: ")]
     assert "which nearly fills [server] disk_budget_bytes = " in warning
-    assert said(write_config(tmp_path, disk_budget_bytes=used * 2), "warning") == []
+    path = write_config(tmp_path, disk_budget_bytes=used * 2)
+    assert not [one for one in said(path, "warning") if one.startswith("disk: ")]
 
 
 def test_a_server_s_certificate_is_named_a_month_before_its_end(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ REQUESTS: dict[str, Callable[[World, service_pb2.Identity], Any]] = {
     ),
 }
 """How each method is asked so that its rightful caller is served."""
-AUTHORISED = {f"{_operations}/{name}": "bad-message" for name in ("ExportModel", "RollBackRun")}
+AUTHORISED = {f"{_operations}/ExportModel": "bad-message", f"{_operations}/RollBackRun": "unknown-run"}
 """What a rightful caller is told instead: an export takes a model and many seconds, see `test_copies`; and a rollback a
 checkpoint, see `test_leading_from_elsewhere`."""
 
