@@ -64,7 +64,7 @@ def check(
     _check_fates(rows, receipts, found)
     if used is not None:
         _check_used(rows, used, found)
-        _check_states(rows, found)
+        _check_states(rows, logs, found)
     return found
 
 
@@ -149,13 +149,17 @@ def _check_both_agree(rows: Sequence[Mapping[str, Any]], counted: Container[Key]
             found.double(key[:3], f"the answer is {row['status']}, says the store; the method has used it")
 
 
-def _check_states(rows: Sequence[Mapping[str, Any]], found: Findings) -> None:
-    """An answer's weight is its place among its device's: each was made from the state of the receipt before."""
+def _check_states(rows: Sequence[Mapping[str, Any]], logs: Mapping[str, Sequence[Record]], found: Findings) -> None:
+    """An answer's weight is its place among its device's: each was made from the state of the receipt before.
+
+    They stand as their device sent them: the server's time of day may be set back, and an engine that starts again may
+    find an answer damaged and ask for it once more when later steps have answers.
+    """
     places: dict[str, list[int]] = defaultdict(list)
-    # Rounds and steps, because the server's time of day may have been set back in between.
-    answers = {_key(row): row for row in sorted(rows, key=lambda row: (*_key(row)[1:3], float(row["received_at"])))}
-    for row in answers.values():
-        places[row["device"]].append(row["samples"])
+    weights = {_key(row): row["samples"] for row in rows}
+    for device, records in logs.items():
+        keys = dict.fromkeys((device, one.round, one.step, one.sha256) for one in records if one.what == SENT)
+        places[device] = [weights[key] for key in keys if key in weights]
     for device, counts in places.items():
         if counts != list(range(1, len(counts) + 1)):
             found.wrong.append(f"{device} made its answers from states that do not follow each other: {counts}")

@@ -13,7 +13,7 @@ from chaos.mutations import BROKEN_IDEMPOTENCY, RECEIPT_BEFORE_COMMIT
 from chaos.run import is_good, last_line, run_scenario
 from chaos.scenario import ENGINE, FRONT, Action, Blow, Scenario, scenario
 
-ONE, OTHER = "aa" * 32, "bb" * 32
+ONE, OTHER, THIRD = "aa" * 32, "bb" * 32, "cc" * 32
 USED = [("d0", 1, 1, ONE)]
 
 
@@ -122,6 +122,16 @@ def test_an_answer_made_from_a_state_without_receipt_or_from_an_old_one_is_found
         second = row("r2", OTHER, round=2, samples=place, received_at=2.0)
         assert check_one(records, [row(), second], used).wrong
     assert check_one(records, [row(), {**second, "samples": 2}], used) == Findings(acknowledged=2)
+
+
+def test_an_answer_asked_for_again_after_a_later_step_is_well() -> None:
+    """A damaged answer to step 1 is found by an engine that starts again when step 2 has its answer."""
+    records = [sent(), receipt(), replace(sent(OTHER), step=2), replace(receipt("r2", OTHER), step=2)]
+    records += [sent(THIRD, attempt=2), receipt("r3", THIRD, attempt=2)]
+    lost = row(status="reported", reason="lost", quarantined_at=1.0)
+    rows = [lost, row("r2", OTHER, step_number=2, samples=2), row("r3", THIRD, attempt=2, samples=3)]
+    found = check_one(records, rows, [("d0", 1, 2, OTHER), ("d0", 1, 1, THIRD)])
+    assert (found.lost, found.doubled, found.wrong) == ({}, {}, [])
 
 
 def test_the_log_of_a_device_that_was_killed_within_a_line_is_read(tmp_path: Path) -> None:
