@@ -115,8 +115,8 @@ def test_logits_come_in_the_type_of_the_inputs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("inputs", "sentence"),
     [
-        (np.zeros((2, 5), np.float32), r"shape \[2, 5\], expected \[samples, 4\]; a single sample is a batch of 1"),
-        (np.zeros(4, np.float32), r"shape \[4\], expected \[samples, 4\]"),
+        (np.zeros((2, 5), np.float32), r"shape \[2, 5\], expected \[samples, 4\]$"),
+        (np.zeros(4, np.float32), r"shape \[4\], expected \[samples, 4\]; a single sample is a batch of 1"),
         (
             np.array([[0, 0, 0, 0], [0, 0, np.nan, 0]], np.float32),
             "the inputs contain NaN or infinite values, .* row 1",

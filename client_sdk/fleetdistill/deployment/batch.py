@@ -28,14 +28,16 @@ def check_batch(inputs: Any, input_shape: Sequence[int | None] | None) -> None:
     """
     if not hasattr(inputs, "dtype") or "float" not in str(inputs.dtype):
         found = getattr(inputs, "dtype", type(inputs).__name__)
-        raise DataError(f"the inputs are {found}, expected an array of floats; scale images like the training data")
+        remedy = "scale images like the training data" if hasattr(inputs, "dtype") else "convert with numpy.asarray"
+        raise DataError(f"the inputs are {found}, expected an array of floats; {remedy}")
     sizes = tuple(inputs.shape[1:])
     input_shape = [None] * max(len(sizes), 1) if input_shape is None else input_shape
     fits = len(sizes) == len(input_shape) and all(
         expected in (None, size) for size, expected in zip(sizes, input_shape, strict=True)
     )
     if not inputs.ndim or not fits:
-        raise DataError(f"{shape_message(inputs.shape, input_shape)}; a single sample is a batch of 1")
+        remedy = "; a single sample is a batch of 1" if inputs.ndim == len(input_shape) else ""
+        raise DataError(f"{shape_message(inputs.shape, input_shape)}{remedy}")
     finite = inputs.isfinite() if hasattr(inputs, "isfinite") else np.isfinite(inputs)
     if not bool(finite.all()):
         row = [bool(one.all()) for one in finite].index(False)

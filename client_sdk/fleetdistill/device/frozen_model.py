@@ -38,6 +38,7 @@ class FrozenModel:
                 logits = self._model(given.to(self._device, self._dtype))
             except FAULTS as error:
                 shape = list(given.shape)
-                raise ModelError(f"the delivered model cannot process a batch of shape {shape}: {error}") from error
+                reason = str(error).strip().split("\n")[0]
+                raise ModelError(f"the model cannot process a batch of shape {shape}: {reason}") from error
         made = logits.to(given.device, torch.float32)
         return made if isinstance(inputs, torch.Tensor) else made.numpy()
