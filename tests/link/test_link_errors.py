@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.rpc import status_pb2
 from support.live_front import prepare_store
 from support.secured import device_credentials, make_pki, secured_front
 
@@ -107,6 +108,41 @@ class Unavailable(grpc.RpcError):  # type: ignore[misc]  # grpc has no types
 
     def trailing_metadata(self) -> None:
         return None
+
+
+def _with_details(data: bytes) -> str:
+    """What a device says of a server whose refusal has these bytes as its details."""
+
+    def refuse(request: bytes, context: grpc.ServicerContext) -> bytes:
+        context.set_trailing_metadata((("grpc-status-details-bin", data),))
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no")
+        raise AssertionError("abort raises")
+
+    handler = grpc.method_handlers_generic_handler(
+        "fleetdistill.wire.v1.DeviceService", {"NextAsk": grpc.unary_unary_rpc_method_handler(refuse)}
+    )
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool, handlers=[handler])
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            return error_of(f"127.0.0.1:{port}")
+        finally:
+            server.stop(0).wait()
+
+
+@pytest.mark.parametrize("details", ["no message", "another code", "another text", "a detail that is none"])
+def test_details_that_cannot_be_read_are_link_errors(details: str) -> None:
+    invalid = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    status = status_pb2.Status(code=invalid, message="no")
+    if details == "another code":
+        status.code = invalid + 1
+    elif details == "another text":
+        status.message = "yes"
+    else:
+        status.details.add(type_url="type.googleapis.com/google.rpc.ErrorInfo", value=b"\xff" * 20)
+    data = b"\xff" * 50 if details == "no message" else status.SerializeToString()
+    assert "failed: INVALID_ARGUMENT, no" in _with_details(data)
 
 
 TLS = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Tls handshake failed "

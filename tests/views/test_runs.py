@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections import Counter
@@ -92,6 +93,17 @@ def test_a_waiting_run_says_how_many_devices_it_needs(devices: int, reason: str)
     store.led.begin_wait("r", devices)
     (row,) = store.runs.all()
     assert views.run_row(row, Served(frozenset({"r"})))["reason"] == reason
+
+
+def test_names_of_facts_and_lists_from_a_server_are_escaped() -> None:
+    name = "\x1b[2J\x9b\u202e\nrun"
+    console = Console(record=True, width=200, file=io.StringIO())
+    for table in views.View(facts={name: "a"}, lists={f"{name}1": [{"b": "c"}], f"{name}2": []}).tables():
+        console.print(table)
+    text = console.export_text()
+    together = "".join(text.split())  # a title is as narrow as its table
+    assert together.count("\\x1b[2J\\x9b\\u202e\\nrun") == 3
+    assert all(line.isprintable() for line in text.splitlines())
 
 
 def test_a_round_has_its_own_figures() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
@@ -364,10 +365,11 @@ _REASONS = {
 
 
 def error_info(error: Any) -> error_details_pb2.ErrorInfo | None:
-    """Returns the details of a gRPC error; None if it has none, as after a failure of the transport."""
-    status = rpc_status.from_call(error)
-    for detail in status.details if status else []:
-        info = error_details_pb2.ErrorInfo()
-        if detail.Unpack(info):
-            return info
+    """Returns the details of a gRPC error; None without any that can be read, as after a failure of the transport."""
+    with contextlib.suppress(DecodeError, ValueError):  # a server can send any bytes
+        status = rpc_status.from_call(error)
+        for detail in status.details if status else []:
+            info = error_details_pb2.ErrorInfo()
+            if detail.Unpack(info):
+                return info
     return None

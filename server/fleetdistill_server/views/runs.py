@@ -63,9 +63,12 @@ class View:
     def tables(self) -> Sequence[Table | Text | str]:
         """Returns the view as tables. Markup is disabled, because devices choose some of the texts."""
         shown = {name: value for name, value in _display_row(self.facts).items() if value != ""}
-        facts = [Text("\n".join(f"{name}: {printable(str(value))}" for name, value in shown.items()))] if shown else []
+        facts = [Text("\n".join(printable(f"{name}: {value}") for name, value in shown.items()))] if shown else []
         lists = {title: [_display_row(row) for row in rows] for title, rows in self.lists.items()}
-        return [*facts, *(_table(title, rows) if rows else Text(f"{title} (0)") for title, rows in lists.items())]
+        return [
+            *facts,
+            *(_table(title, rows) if rows else Text(printable(f"{title} (0)")) for title, rows in lists.items()),
+        ]
 
 
 def runs(store: Store, served: Served = NOT_SERVED) -> View:
@@ -298,7 +301,9 @@ def heading(name: str) -> str:
 def _table(title: str, rows: Sequence[Row]) -> Table:
     """Builds a table from rows with equal keys; columns that are empty in all rows are omitted."""
     names = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
-    table = Table(title=Text(f"{title} ({len(rows)})"), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=Text(printable(f"{title} ({len(rows)})")), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for name in names:
         table.add_column(Text(printable(heading(name))), overflow="fold")
     for row in rows:
