@@ -6,15 +6,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.live_front import live_front, prepare_store
 from support.processes import free_port, wait_until
-from support.secured import SecuredFront, make_pki, person_credentials, secured_front
+from support.secured import (
+    CALL_SECONDS,
+    SecuredFront,
+    device_credentials,
+    make_pki,
+    person_credentials,
+    secured_front,
+)
 from typer.testing import CliRunner
 
+from fleetdistill.link.credentials import Credentials, load_credentials
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.security.certificates import Role
+from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.process_state import ENGINE, ProcessFile, ProcessState
+from fleetdistill_server.texts import HEALTH_PROBLEM
 
 
 def health(*words: str | Path) -> tuple[int, str]:
@@ -79,6 +90,19 @@ def test_engines_that_do_not_work_are_named(tmp_path: Path) -> None:
         told += "the engine of run 'nightly' has failed and is started again at 12. See its log"
         wait_until(lambda: told in health(f"127.0.0.1:{front.port}")[1], told)
     store.close()
+
+
+@pytest.mark.slow
+def test_people_but_no_devices_are_told_of_engines(secured: SecuredFront) -> None:
+    def told(credentials: Credentials) -> bool:
+        with secured.channel(credentials) as channel:
+            request = health_pb2.HealthCheckRequest(service="fleetdistill.engine")
+            _, call = health_pb2_grpc.HealthStub(channel).Check.with_call(request, timeout=CALL_SECONDS)
+        return HEALTH_PROBLEM in dict(call.trailing_metadata() or ())
+
+    viewer = load_credentials(secured.pki / "viewer-vera")
+    wait_until(lambda: told(viewer), "the front to see that no engine works")
+    assert not told(device_credentials(Authority(secured.pki), "d"))
 
 
 @pytest.mark.slow

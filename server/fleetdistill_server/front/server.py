@@ -29,12 +29,13 @@ from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.front.device_service import DeviceService
 from fleetdistill_server.front.grpc_options import channel_options, enrolment_options
-from fleetdistill_server.front.guard import Guard, open_guard
+from fleetdistill_server.front.guard import Guard, holder_in, open_guard
 from fleetdistill_server.front.interceptors import RawChunks, RefuseUndecodable
 from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES
 from fleetdistill_server.front.tls import Ports, add_services, listen_on
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.logs import Interruption
+from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.engine_health import EngineHealth
 from fleetdistill_server.service.heartbeat import BEAT_SECONDS, FRONT_FILE, beat
 from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN
@@ -234,6 +235,8 @@ async def _sweep(api: DeviceApi, pool: ThreadPoolExecutor) -> None:
 class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]
     """The health service; the trailing metadata of a check of the engines has what is wrong.
 
+    With TLS only people are told, because it names runs, and a device acts for its own run only.
+
     Attributes:
         engines: What is wrong with the engines, in words; empty if nothing is or it is unknown.
     """
@@ -242,7 +245,9 @@ class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]
 
     async def Check(self, request: Any, context: Any) -> Any:
         """Answers a check."""
-        if request.service == ENGINE and self.engines:
+        holder = holder_in(context)
+        is_device = holder is not None and holder.role is Role.DEVICE
+        if request.service == ENGINE and self.engines and not is_device:
             context.set_trailing_metadata(((HEALTH_PROBLEM, shortened(self.engines).encode()),))
         return await super().Check(request, context)
 
