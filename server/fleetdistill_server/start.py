@@ -25,13 +25,17 @@ DEVICE_COMMANDS = {
 
 
 def main() -> None:
-    """Runs the command line; signals during the imports of `serve` end it in the same way as later ones."""
+    """Runs the command line; signals during the imports of `serve` end it in the same way as later ones.
+
+    Until then nothing is begun, so the handlers end the process at once. An exception of theirs could be lost: Python
+    discards what is raised in a callback of a weak reference, of which imports have many.
+    """
     command, *words = sys.argv[1:] or [""]
     if command in ("device", "conformance") or (command == "doctor" and _names_state(words)):
         sys.exit(_run_device_command(command, words))
-    if command == "serve":
+    if command == "serve" and "--check" not in words:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda signum, frame: sys.exit(0))
+            signal.signal(number, lambda signum, frame: os._exit(0))
     if command == "simulate" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _not_begun)
     sys.path.append(os.getcwd())  # appended, so that local files do not shadow installed modules
@@ -78,8 +82,8 @@ def _run_without_server(command: str, words: Sequence[str], package: str) -> int
 
 
 def _not_begun(number: int, frame: object) -> None:
-    print("interrupted before the simulation started; run the command again", file=sys.stderr)
-    sys.exit(INTERRUPTED)
+    os.write(sys.stderr.fileno(), b"interrupted before the simulation started; run the command again\n")
+    os._exit(INTERRUPTED)
 
 
 def ctrl_c_interrupts() -> None:

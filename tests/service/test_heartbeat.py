@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -378,16 +378,56 @@ def catches_sigterm(pid: int) -> bool:
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
+def answers_signal(words: Sequence[str], number: int) -> tuple[int, str, str]:
+    """Sends a signal as soon as a command handles it; returns its exit status and what it printed."""
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: catches_sigterm(process.pid) or process.poll() is not None, "the handler")
+            process.send_signal(number)
+            output, errors = process.communicate(timeout=PATIENCE_SECONDS)
+        finally:
+            process.kill()
+    return process.returncode, output, errors
+
+
 @pytest.mark.cold_start
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_serve_with_0_from_its_first_moment(number: int, tmp_path: Path) -> None:
     """`start.main` is what the installed command calls; before it, Python itself is starting."""
-    config = write_config(tmp_path)
-    with subprocess.Popen(
-        [*COMMAND, "serve", str(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        wait_until(lambda: catches_sigterm(process.pid) or process.poll() is not None, "the handler")
-        process.send_signal(number)
-        said, told = process.communicate(timeout=PATIENCE_SECONDS)
-    assert (process.returncode, "Traceback" in said + told) == (0, False)
+    status, output, errors = answers_signal([*COMMAND, "serve", str(write_config(tmp_path))], number)
+    assert (status, "Traceback" in output + errors) == (0, False)
+
+
+SIGNAL_IN_A_CALLBACK = """
+import os, signal, sys, weakref
+
+class Value: pass
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "fleetdistill_server.cli.app":
+            value = Value()
+            reference = weakref.ref(value, lambda _: os.kill(os.getpid(), signal.{signal}))
+            del value
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["fleetdistill", *{words}]
+from fleetdistill_server.start import main
+main()
+"""
+"""A module lock of Python's imports has such a callback; what a handler raises there is discarded."""
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "status"),
+    [
+        (["serve", "none.toml"], "SIGTERM", 0),
+        (["serve", "none.toml"], "SIGINT", 0),
+        (["simulate", "--devices", "0"], "SIGINT", 130),
+    ],
+)
+def test_a_signal_in_a_callback_of_an_import_is_not_lost(words: list[str], name: str, status: int) -> None:
+    code = SIGNAL_IN_A_CALLBACK.format(signal=name, words=words)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (status, False)
