@@ -152,7 +152,7 @@ class Predictor:
         """
         if self._model is None:
             reason = f" ({self.error})" if self.error else ""
-            if others := sorted(path.stem for path in self._path.parent.glob("*.onnx")):
+            if others := sorted(path.stem for path in self._path.parent.glob("*.onnx") if path != self._path):
                 reason += f"; the directory has the variants {', '.join(others)}"
             raise ModelError(
                 f"{self._path} has no usable model{reason}; run the device until its event 'exported', and check "
