@@ -14,7 +14,7 @@ from fleetdistill_server.cli.options import (
     StoreOption,
     report_errors,
 )
-from fleetdistill_server.views.backups import backed_up
+from fleetdistill_server.views.operators import backed_up
 from fleetdistill_server.views.units import counted
 
 

@@ -45,7 +45,7 @@ from fleetdistill_server.store.operator_calls import Call, Outcome
 from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
-from fleetdistill_server.views.backups import backed_up
+from fleetdistill_server.views.operators import backed_up
 from fleetdistill_server.views.reading import FOR_OPERATORS, MOST_EVENTS, VIEWS, Query, ViewReader, read
 from fleetdistill_server.views.runs import View
 from fleetdistill_server.views.units import counted, readable_bytes

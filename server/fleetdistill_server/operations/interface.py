@@ -153,7 +153,7 @@ class Source(ABC):
     def warnings(self) -> list[str]:
         """Returns what `problems` does, and a sentence for each run that stopped after a failure."""
         facts = self.read(Query("health")).facts
-        return [*facts["problems"], *facts.get("failed_runs", ())]  # a server of before says nothing of runs
+        return [*facts["problems"], *facts["failed_runs"]]
 
     def server(self) -> View:
         """Returns the server as a whole: processes, engines and queue, disk, store, certificates, backups, versions.

@@ -24,8 +24,8 @@ from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import SQLITE, has_store
 from fleetdistill_server.store.operator_calls import LOCAL
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views.backups import backed_up
 from fleetdistill_server.views.deleted import deleted
+from fleetdistill_server.views.operators import backed_up
 from fleetdistill_server.views.reading import Query, read
 from fleetdistill_server.views.runs import View
 from fleetdistill_server.views.units import counted

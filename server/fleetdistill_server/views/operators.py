@@ -1,4 +1,4 @@
-"""The table of `fleetdistill operators`: when, who, from where, what on which run, and the result."""
+"""The table of `fleetdistill operators`: when, who, from where, what on which run, and the result; that of a backup."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from fleetdistill.printable import printable
 from fleetdistill_server.security.calls_in_words import in_words
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.operator_calls import BEGUN, LOCAL, caller_in_words
+from fleetdistill_server.texts import counted, readable_bytes
 
 _WIDE = 110
 """Columns of a terminal from which the time and the caller have one line each."""
 _WIDTHS = {"when (UTC)": (10, 19), "who": (15, 30), "operation": (12, 17), "run": (12, 16)}
 """Largest widths of the columns on a narrow and on a wide terminal; the result has the rest."""
+_WITH = ", with "
 
 
 def table(calls: Sequence[Row], width: int) -> Table | Text:
@@ -83,3 +85,14 @@ def _phrase(name: str, value: Any) -> str:
         return words
     listed = ", ".join(map(str, value)) if isinstance(value, list) else value
     return f"{words} {listed:g}" if isinstance(listed, float) else f"{words} {listed}"
+
+
+def backed_up(payloads: int, size: int, missing: int) -> str:
+    """Returns the content of a backup in words, with the number of payloads that the store has lost."""
+    found = f"{counted(payloads, 'payload')} and the database, {readable_bytes(size)}"
+    return f"{found}{_WITH}{counted(missing, 'payload')} missing" if missing else found
+
+
+def missing_in(result: str) -> str:
+    """Returns the end of a result that says how many payloads are missing; empty for a complete backup."""
+    return "".join(result.partition(_WITH)[1:])
