@@ -44,6 +44,23 @@ def simulated(out: Path, *options: str) -> dict[str, Any]:
     return report
 
 
+def small(method: str, out: Path | str, *modules: str) -> Simulation:
+    """A round of two devices over gRPC, without controls; many write `out` as a string."""
+    return Simulation(
+        method=method,
+        modules=modules,
+        link="grpc",
+        devices=2,
+        rounds=1,
+        train_limit=60,
+        test_limit=20,
+        models=("digits_linear",),
+        with_alone=False,
+        with_fedavg=False,
+        out=out,  # type: ignore[arg-type]
+    )
+
+
 # --- [run] import and --import
 
 
@@ -151,39 +168,15 @@ def test_a_method_that_only_this_process_registered_runs_over_grpc(with_fedprox:
 
     assert modules_of("fedprox") == ["fedprox"]
     assert modules_of("fedavg") == []
-    small = Simulation(
-        method="fedprox",
-        link="grpc",
-        devices=2,
-        rounds=1,
-        train_limit=60,
-        test_limit=20,
-        models=("digits_linear",),
-        with_alone=False,
-        with_fedavg=False,
-        out=tmp_path / "out",
-    )
-    assert simulate(small).completed_rounds == 1
+    assert simulate(small("fedprox", tmp_path / "out")).completed_rounds == 1
 
 
 @pytest.mark.slow
 def test_an_engine_that_cannot_import_the_method_says_so(tmp_path: Path, process: pytest.MonkeyPatch) -> None:
     fails = "import sys\nif 'engine' in sys.argv[0]: raise RuntimeError('not in the engine')\n"
     write_module(tmp_path, "broken", fails + (EXAMPLES / "fedprox.py").read_text().replace("from __future__", "#"))
-    small = Simulation(
-        method="fedprox",
-        modules=("broken",),
-        link="grpc",
-        devices=2,
-        rounds=1,
-        train_limit=60,
-        test_limit=20,
-        models=("digits_linear",),
-        with_fedavg=False,
-        out=tmp_path / "out",
-    )
     with pytest.raises(RunError, match=r"cannot run this configuration: .*'broken': RuntimeError: not in the engine"):
-        simulate(small)
+        simulate(small("fedprox", tmp_path / "out", "broken"))
 
 
 FAULTY = """
@@ -208,21 +201,8 @@ fleetdistill_server.methods.register("faulty", FedAvgServer)
 @pytest.mark.slow
 def test_a_faulty_device_half_over_grpc_leaves_its_traceback(tmp_path: Path, process: pytest.MonkeyPatch) -> None:
     write_module(tmp_path, "faulty", FAULTY)
-    small = Simulation(
-        method="faulty",
-        modules=("faulty",),
-        link="grpc",
-        devices=2,
-        rounds=1,
-        train_limit=60,
-        test_limit=20,
-        models=("digits_linear",),
-        with_alone=False,
-        with_fedavg=False,
-        out=str(tmp_path / "out"),  # type: ignore[arg-type]  # as many write it
-    )
     with pytest.raises(RunError, match=r"10 rounds in a row fell short .* the devices' log is (.*)") as error:
-        simulate(small)
+        simulate(small("faulty", str(tmp_path / "out"), "faulty"))
     log = Path(str(error.value).rpartition("the devices' log is ")[2])
     assert "ValueError: a fault of the method" in log.read_text()
     assert "Traceback" in log.read_text()
