@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
+from typing import Any
 
 LONGEST = 1000
 """Largest number of characters in a stored text."""
@@ -14,6 +17,22 @@ HEALTH_PROBLEM = "fleetdistill-problem-bin"
 def shortened(text: str, longest: int = LONGEST) -> str:
     """Returns the text, truncated to at most `longest` characters with an ellipsis at the end."""
     return text if len(text) <= longest else f"{text[: longest - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Returns plain data as JSON, with null for NaN and infinity, which JSON does not have."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def when(seconds: float) -> str:

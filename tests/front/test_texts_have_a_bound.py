@@ -9,7 +9,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from support.live_front import RUN, Client, client_of, live_front, open_round, prepare_store, refused, upload_name
@@ -124,15 +123,19 @@ def test_texts_of_a_store_of_before_are_shortened(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 120), st.integers(1, 5))
 def test_pages_hold_everything_in_order_within_their_bounds(sizes: list[int], most_bytes: int, most: int) -> None:
-    messages = [operations_pb2.RunEvent(text="x" * size) for size in sizes]
+    messages = [change("x" * size) for size in sizes]
     made = list(pages(messages, most_bytes, most))
     assert [one for page in made for one in page] == messages
     assert all(1 <= len(page) <= most for page in made)
     assert all(len(page) == 1 or _bytes(page) <= most_bytes for page in made)
 
 
-def _bytes(page: list[operations_pb2.RunEvent]) -> int:
-    return operations_pb2.ShowRunResponse(events=page).ByteSize()
+def change(text: str) -> operations_pb2.RunChange:
+    return operations_pb2.RunChange(event=operations_pb2.EventProgress(text=text))
+
+
+def _bytes(page: list[operations_pb2.RunChange]) -> int:
+    return operations_pb2.WatchRunResponse(changes=page).ByteSize()
 
 
 def full_store(directory: Path) -> Store:
@@ -177,5 +180,5 @@ def test_what_people_ask_for_arrives_however_much_it_is(tmp_path: Path) -> None:
 
 
 def test_a_message_beyond_the_page_is_alone() -> None:
-    large: list[Message] = [operations_pb2.RunEvent(text="x" * (PAGE_BYTES + 1)), operations_pb2.RunEvent(text="y")]
+    large = [change("x" * (PAGE_BYTES + 1)), change("y")]
     assert [len(page) for page in pages(large, PAGE_BYTES)] == [1, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any
 
 import grpc
 import pytest
+from support.processes import PATIENCE_SECONDS
 from support.secured import make_pki
 from typer.testing import CliRunner
 
 from fleetdistill.link.credentials import split
 from fleetdistill.wire.v1 import operations_pb2 as words
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.operations import receiving
+from fleetdistill_server.operations import client, receiving
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import SERVER
@@ -132,17 +134,46 @@ def test_watch_prints_no_escapes(liar: LyingServer, how: list[str]) -> None:
     [
         (view(DEEP), "not valid JSON"),
         (view("{"), "not valid JSON"),
+        (view('{"problems": [NaN]}'), "NaN is not a number of JSON"),
         (view("[1]"), "sent list in JSON, expected an object"),
         (view(runs=[5]), "sent int in JSON, expected an object"),
         (view(), "cannot be shown"),
         (view(runs=[ROW, {"run": "other"}]), "cannot be shown"),
         (lambda: itertools.repeat(LARGE_PAGE), "for one view"),
     ],
-    ids=["deep", "cut", "list", "number", "nothing", "unequal", "endless"],
+    ids=["deep", "cut", "nan", "list", "number", "nothing", "unequal", "endless"],
 )
 def test_a_view_that_is_none_is_an_error(liar: LyingServer, reply: Reply, sentence: str) -> None:
     liar.replies["Read"] = reply
     assert sentence in liar.said("runs", "list")
+
+
+@pytest.mark.parametrize("rows", [[{}] * 101, [{"a": [0] * 99}], [{"a": [[]] * 99}]], ids=["rows", "values", "lists"])
+def test_a_view_of_many_small_values_is_an_error(
+    liar: LyingServer, monkeypatch: pytest.MonkeyPatch, rows: list[Any]
+) -> None:
+    """Each takes many times its bytes in memory."""
+    monkeypatch.setattr(client, "MAX_READ_VALUES", 100)
+    liar.replies["Read"] = view(runs=rows)
+    assert "sent more than 134217728 bytes or 100 values for one view" in liar.said("runs", "list")
+
+
+def test_a_backup_of_which_nothing_comes_is_an_error(
+    liar: LyingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "STALL_SECONDS", 0.1)
+    ended = threading.Event()
+
+    def stalled() -> Iterator[words.FilePart]:
+        yield MODEL
+        ended.wait(PATIENCE_SECONDS)
+
+    liar.replies["BackUp"] = stalled
+    try:
+        assert "the server sent nothing for 0.1 s" in liar.said("backup", str(tmp_path / "copy"))
+    finally:
+        ended.set()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("tokens", [[], ["a", "b"], [ESCAPE], ["two\nlines"]], ids=["none", "two", "escape", "lines"])
@@ -169,10 +200,12 @@ MODEL = words.FilePart(path="model.onnx", data=b"x")
             "report on the files is not valid",
         ),
         (files(MODEL, words.FilePart(report='{"bytes": -1}')), "sent 1 of -1 bytes"),
+        (files(MODEL, words.FilePart(report='{"bytes": 1, "max_difference": -1}')), "the difference -1.0 to PyTorch's"),
+        (files(MODEL, words.FilePart(report='{"bytes": 1, "max_difference": 0}')), "is not a valid ONNX file"),
         (files(MODEL, MODEL), "File exists"),
         (files(words.FilePart(path="../model.onnx", data=b"x")), "not part of a backup or a model"),
     ],
-    ids=["deep", "list", "missing", "type", "negative", "twice", "above"],
+    ids=["deep", "list", "missing", "type", "negative", "difference", "garbage", "twice", "above"],
 )
 def test_a_model_that_is_none_leaves_nothing(liar: LyingServer, tmp_path: Path, reply: Reply, sentence: str) -> None:
     liar.replies["ExportModel"] = reply

@@ -203,8 +203,6 @@ REQUESTS: dict[str, Callable[[World, service_pb2.Identity], Any]] = {
     f"{_enrolment}/Renew": lambda world, one: enrolment_pb2.RenewRequest(
         signing_request=device_x509.signing_request(world.everyone["device"].key)
     ),
-    f"{_operations}/ListRuns": lambda world, one: operations_pb2.ListRunsRequest(),
-    f"{_operations}/ShowRun": lambda world, one: operations_pb2.ShowRunRequest(run=RUN),
     f"{_operations}/Read": lambda world, one: operations_pb2.ReadRequest(view="run", run=RUN, most=1),
     f"{_operations}/WatchRun": lambda world, one: operations_pb2.WatchRunRequest(run=RUN),
     f"{_operations}/RevokeDevice": lambda world, one: operations_pb2.RevokeDeviceRequest(device="nobody-yet"),
@@ -303,6 +301,25 @@ def test_whoever_is_revoked_gets_nothing(world: World, path: str, who: str) -> N
     device = {"revoked device": "shut-out", "revoked certificate": "withdrawn"}.get(who, DEVICE)
     found = verdict(world, world.everyone[who], path, REQUESTS[path](world, identity_of(device)))
     assert found == "revoked"
+
+
+@pytest.mark.parametrize("text", ["x = " + "[" * 20_000, "x = " + "9" * 5000], ids=["nested", "digits"])
+def test_a_run_toml_that_python_cannot_parse_is_refused(
+    world: World, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = operations_pb2.CreateRunRequest(run_toml=text)
+    with world.front.channel(world.everyone["operator"]) as channel, pytest.raises(grpc.RpcError) as error:
+        call(channel, f"{_operations}/CreateRun", request)
+    refusal = refusal_of(error.value)
+    assert (refusal.reason, refusal.text.startswith("run.toml: ")) == ("bad-message", True)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("name", ["round", "before"])
+def test_a_number_beyond_the_database_is_refused(world: World, name: str) -> None:
+    request = operations_pb2.ReadRequest(view="round", run=RUN, most=1)
+    setattr(request, name, 1 << 63)
+    assert verdict(world, world.everyone["viewer"], f"{_operations}/Read", request) == "bad-message"
 
 
 def test_a_certificate_that_expires_on_an_open_connection_is_good_for_nothing_more(world: World) -> None:

@@ -1,4 +1,4 @@
-"""`fleetdistill runs show --server`: the same as beside the store, over real TLS, also between releases."""
+"""`fleetdistill runs show --server`: the same as beside the store, over real TLS."""
 
 from __future__ import annotations
 
@@ -8,22 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from support.live_front import RUN, prepare_store, write_asks
-from support.secured import CALL_SECONDS, make_pki, person_credentials, secured_front
+from support.secured import make_pki, secured_front
 from typer.testing import CliRunner
 
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT
 from fleetdistill.replacement import REPLACED, SPLIT
-from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.front.operations_service import MOST_ROWS
-from fleetdistill_server.operations.client import OperatorClient
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.store.store import Store
@@ -134,73 +128,8 @@ def test_the_run_that_is_compared_has_a_value_in_every_column(shown: Shown) -> N
     assert all(run[name] for name in totals)
 
 
-def answer_of_before() -> type[Any]:
-    """`ShowRunResponse` of a client that knows rounds with eleven figures, events, and nothing else."""
-    file = descriptor_pb2.FileDescriptorProto()
-    operations_pb2.DESCRIPTOR.CopyToProto(file)
-    for message in file.message_type:
-        newest = {"RoundSummary": 11, "ShowRunResponse": 3}.get(message.name)
-        if newest is not None:
-            kept = [one for one in message.field if one.number <= newest]
-            for one in kept:  # whether a figure is absent does not matter here
-                one.ClearField("oneof_index")
-                one.ClearField("proto3_optional")
-            message.ClearField("oneof_decl")
-            message.ClearField("field")
-            message.field.extend(kept)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("fleetdistill.wire.v1.ShowRunResponse"))
-
-
-def test_a_client_of_before_is_shown_rounds_and_events(shown: Shown) -> None:
-    play(shown.store)
-    credentials = person_credentials(shown.authority, Role.VIEWER, "vince")
-    known = answer_of_before()
-    assert "suspects" not in known.DESCRIPTOR.fields_by_name["rounds"].message_type.fields_by_name
-    with grpc.secure_channel(f"127.0.0.1:{shown.port}", credentials.channel()) as channel:
-        call = channel.unary_unary(
-            "/fleetdistill.wire.v1.OperationsService/ShowRun",
-            request_serializer=operations_pb2.ShowRunRequest.SerializeToString,
-            response_deserializer=known.FromString,
-        )
-        answer = call(operations_pb2.ShowRunRequest(run=RUN), timeout=CALL_SECONDS)
-        stub = operations_pb2_grpc.OperationsServiceStub(channel)
-        (listed,) = stub.ListRuns(operations_pb2.ListRunsRequest(), timeout=CALL_SECONDS).runs
-    assert answer.run.status == "finished"
-    created = json.loads(said("--json", *shown.here))["created"]
-    assert answer.run.started == listed.started == created, "it knows no other name for this time"
-    assert [(one.round, one.status, one.global_accuracy) for one in answer.rounds] == [
-        (number, "closed", 0.75) for number in range(1, 5)
-    ]
-    assert Counter(one.kind for one in answer.events) == {"update-left-out": 3, "teacher-guard": 4}
-
-
-def test_a_server_of_before_is_shown_without_figures_that_it_does_not_know() -> None:
-    """Nothing is shown as 0 or as empty that was not told."""
-
-    class Unimplemented(grpc.RpcError):  # type: ignore[misc]  # grpc has no annotations
-        def code(self) -> grpc.StatusCode:
-            return grpc.StatusCode.UNIMPLEMENTED
-
-    class Old:
-        def Read(self, request: operations_pb2.ReadRequest, timeout: float) -> None:
-            raise Unimplemented
-
-        def ShowRun(self, request: operations_pb2.ShowRunRequest, timeout: float) -> operations_pb2.ShowRunResponse:
-            rounds = [operations_pb2.RoundSummary(round=1, status="closed", used=2)]
-            return operations_pb2.ShowRunResponse(run=operations_pb2.RunSummary(run=request.run), rounds=rounds)
-
-    view = OperatorClient("old", Old()).run(RUN)
-    assert view.lists.keys() == {"rounds", "events"}
-    assert not view.facts.keys() & {"events_in_all", "guards_fired", "models_kept"}
-    (row,) = view.lists["rounds"]
-    assert (row["used"], row["bytes_up"], row["bytes_down"], row["kept"]) == (2, None, None, None)
-
-
 def test_a_fleet_that_does_not_fit_into_a_message_is_shown_whole(shown: Shown) -> None:
-    """Clients of before are shown its first devices."""
-    devices = [f"{number:04d}{'x' * 60}" for number in range(MOST_ROWS + 500)]
+    devices = [f"{number:04d}{'x' * 60}" for number in range(1500)]
     with shown.store.transaction():
         for device in devices:
             shown.store.devices.register(RUN, device, b"", b"")
@@ -210,8 +139,3 @@ def test_a_fleet_that_does_not_fit_into_a_message_is_shown_whole(shown: Shown) -
     for name in ("leave_one_out", "bytes", "test_accuracy_of_answers"):
         assert [row["device"] for row in run[name]] == devices
     assert run["leave_one_out_general"] == 0.1, "of all devices"
-    viewer = person_credentials(shown.authority, Role.VIEWER, "vince")
-    with grpc.secure_channel(f"127.0.0.1:{shown.port}", viewer.channel()) as channel:
-        stub = operations_pb2_grpc.OperationsServiceStub(channel)
-        answer = stub.ShowRun(operations_pb2.ShowRunRequest(run=RUN), timeout=CALL_SECONDS)
-    assert [row.device for row in answer.bytes] == devices[:MOST_ROWS]

@@ -9,11 +9,9 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from support.answering import AnsweringFleet
@@ -22,14 +20,13 @@ from support.secured import device_credentials, make_pki, secured_front
 from support.wire_samples import make_payload
 from typer.testing import CliRunner
 
-from fleetdistill.errors import ConfigurationError, LinkError, RunError
+from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill.wire.payload import ELEMENT_TYPES
-from fleetdistill.wire.v1 import contract_pb2, operations_pb2_grpc, service_pb2, service_pb2_grpc
+from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import RunConfig, load_run_config, run_config
 from fleetdistill_server.engine.cancelling import cancel
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.operations.client import OperatorClient
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
@@ -187,19 +184,6 @@ def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path
         code, said = cancels(Role.OPERATOR, "digist")
         assert (code, "there is no run 'digist'; did you mean 'digits'?" in said) == (1, True)
         assert row_of(store, "other")["status"] == "running"
-
-
-def test_a_server_of_an_earlier_release_cannot_cancel_and_that_is_a_sentence() -> None:
-    older = grpc.server(ThreadPoolExecutor(1))
-    port = older.add_insecure_port("127.0.0.1:0")
-    older.start()
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        remote = OperatorClient("fleet.example.org:1", operations_pb2_grpc.OperationsServiceStub(channel))
-        with pytest.raises(
-            LinkError, match="runs an earlier release without CancelRun; upgrade the server, or run the com"
-        ):
-            remote.cancel(RUN)
-    older.stop(None).wait()
 
 
 # --- deleting

@@ -38,13 +38,12 @@ from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens, token_bytes
 from fleetdistill_server.service.leading import pause, resume, start, stop
 from fleetdistill_server.service.run_endings import mark_cancelled
-from fleetdistill_server.service.served import served
 from fleetdistill_server.service.wakeups import POLL_SECONDS
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.operator_calls import Call, Outcome
 from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views import runs as views
+from fleetdistill_server.texts import to_json
 from fleetdistill_server.views.operators import backed_up
 from fleetdistill_server.views.reading import FOR_OPERATORS, MOST_EVENTS, VIEWS, Query, ViewReader, read
 from fleetdistill_server.views.runs import View
@@ -57,8 +56,6 @@ MakeFiles = Callable[[Path], tuple[list[Path], str]]
 MOST_ROWS = 1000
 PAGE_BYTES = 1 << 20
 """Largest size of one list with texts in a response; callers accept 4 MiB in total."""
-_SHORT_BYTES = PAGE_BYTES // 8
-"""Largest size of one list of names and numbers."""
 _FRAME_BYTES = 6  # overhead of a message in a list
 _LONGEST_REASON = 512
 _CHANGES: dict[str, type[Any]] = {
@@ -67,12 +64,6 @@ _CHANGES: dict[str, type[Any]] = {
     "step": operations_pb2.StepProgress,
     "event": operations_pb2.EventProgress,
 }
-_SHORT: dict[str, type[Any]] = {
-    "leave_one_out": operations_pb2.LeaveOneOut,
-    "bytes": operations_pb2.BytesOfDevice,
-    "bytes_by_kind": operations_pb2.BytesOfKind,
-}
-"""Lists of a run whose rows consist of a name and numbers."""
 
 
 class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
@@ -98,12 +89,6 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         self._enrol_port = enrol_port
         self._leading = RemoteLeading(directory, data_directories)
         self._creations = ThreadPoolExecutor(1)  # one at a time: each loads torch, and can take minutes
-
-    async def ListRuns(self, request: operations_pb2.ListRunsRequest, context: Any) -> operations_pb2.ListRunsResponse:
-        return await in_pool(self._pool, context, partial(self._list, request.skip))
-
-    async def ShowRun(self, request: operations_pb2.ShowRunRequest, context: Any) -> operations_pb2.ShowRunResponse:
-        return await in_pool(self._pool, context, partial(self._show, request.run))
 
     async def WatchRun(
         self, request: operations_pb2.WatchRunRequest, context: Any
@@ -257,27 +242,9 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         work = partial(self._log.commit, call, job, _said)
         return await in_pool(self._pool, context, work)
 
-    def _list(self, skip: int) -> operations_pb2.ListRunsResponse:
-        rows = views.runs(self._store, served(self._directory, self._store)).lists["runs"][skip:]
-        page = next(pages(map(_summary, rows), PAGE_BYTES), [])
-        return operations_pb2.ListRunsResponse(runs=page, more=len(page) < len(rows))
-
     def _changes(self, run: str, seen: dict[str, Row]) -> list[Row]:
         with _unknown_run():
             return changes(self._store, run, seen)
-
-    def _show(self, run: str) -> operations_pb2.ShowRunResponse:
-        with _unknown_run():
-            view = views.run(self._store, run, served(self._directory, self._store))
-        return operations_pb2.ShowRunResponse(
-            run=_summary(view.facts),
-            totals=_filled(operations_pb2.RunTotals, view.facts),
-            rounds=_newest(operations_pb2.RoundSummary, view.lists["rounds"]),
-            events=_newest(operations_pb2.RunEvent, view.lists["events"]),
-            reported_uploads=_newest(operations_pb2.ReportedUpload, view.lists["reported_uploads"]),
-            test_accuracy_of_answers=_first(map(_answers, view.lists.get("test_accuracy_of_answers", []))),
-            **{name: _first(_filled(kind, row) for row in view.lists.get(name, [])) for name, kind in _SHORT.items()},
-        )
 
     def _read(self, request: operations_pb2.ReadRequest, views: Mapping[str, ViewReader]) -> View:
         if request.view not in views:
@@ -285,6 +252,9 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         optional = {name: getattr(request, name) for name in ("round", "before") if request.HasField(name)}
         if not 1 <= request.most <= MOST_EVENTS:
             raise RefusedError(Code.BAD_MESSAGE, f"most is {request.most}, must be 1 to {MOST_EVENTS}")
+        for name in ("round", "before"):
+            if getattr(request, name) >= 1 << 63:
+                raise RefusedError(Code.BAD_MESSAGE, f"{name} is {getattr(request, name)}, must be below 2**63")
         names = ("view", "run", "device", "after", "kind", "text", "most")
         query = Query(**{name: getattr(request, name) for name in names}, **optional)
         with _unknown_run():
@@ -335,11 +305,11 @@ def _ending() -> Iterator[threading.Event]:
 
 def parts_of(view: View) -> Iterator[operations_pb2.ReadResponse]:
     """Yields a view in messages of about a page."""
-    yield operations_pb2.ReadResponse(facts=json.dumps(view.facts))
+    yield operations_pb2.ReadResponse(facts=to_json(view.facts))
     for title, rows in view.lists.items():
         page, size = operations_pb2.ReadResponse(list=title), 0
         for row in rows:
-            text = json.dumps(row)
+            text = to_json(row)
             if page.rows and size + len(text) > PAGE_BYTES:
                 yield page
                 page, size = operations_pb2.ReadResponse(list=title), 0
@@ -361,16 +331,6 @@ def pages(messages: Iterable[T], most_bytes: int, most: int = MOST_ROWS) -> Iter
         size += more
     if page:
         yield page
-
-
-def _newest(kind: type[Any], rows: list[Row]) -> list[Any]:
-    """Returns the newest rows that fit into a page, as messages, oldest first."""
-    return next(pages((_filled(kind, row) for row in reversed(rows)), PAGE_BYTES), [])[::-1]
-
-
-def _first(messages: Iterable[T]) -> list[T]:
-    """Returns the first messages that fit into a list of names and numbers."""
-    return next(pages(messages, _SHORT_BYTES), [])
 
 
 def _revoke_device(request: operations_pb2.RevokeDeviceRequest, store: Store) -> bool:
@@ -407,18 +367,6 @@ def _filled(kind: type[Any], row: Row) -> Any:
     """Returns a message with the values of a row for which it has fields; None leaves a field unset."""
     fields = kind.DESCRIPTOR.fields_by_name
     return kind(**{name: value for name, value in row.items() if name in fields and value is not None})
-
-
-def _summary(row: Row) -> operations_pb2.RunSummary:
-    """Returns the summary of a run; its field `started` was named before the views had `created`."""
-    summary: operations_pb2.RunSummary = _filled(operations_pb2.RunSummary, {**row, "started": row["created"]})
-    return summary
-
-
-def _answers(row: Row) -> operations_pb2.AnswersOfDevice:
-    """Returns the accuracies of one device's answers by name."""
-    rates = [operations_pb2.AnswerAccuracy(name=name, accuracy=rate) for name, rate in row.items() if name != "device"]
-    return operations_pb2.AnswersOfDevice(device=row["device"], answers=rates)
 
 
 def _change(row: Row) -> operations_pb2.RunChange:

@@ -44,7 +44,7 @@ def _created_run(given: Mapping[str, Any]) -> dict[str, str]:
     """Returns the name of the run that a request creates; nothing for other requests, or if it cannot be read."""
     try:
         return {"run": str(tomllib.loads(given["run_toml"])["run"]["name"])}
-    except (KeyError, TypeError, tomllib.TOMLDecodeError):
+    except (KeyError, TypeError, ValueError, RecursionError):  # TOMLDecodeError, or a number of too many digits
         return {}
 
 

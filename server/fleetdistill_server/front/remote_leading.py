@@ -86,7 +86,7 @@ def _check_known(store: Store, run: str) -> None:
 def _parsed(text: str) -> dict[str, object]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or a number of too many digits
         raise ConfigurationError(f"run.toml: {error}") from error
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,20 +33,17 @@ from fleetdistill_server.views.runs import View
 
 READ_SECONDS = 120.0
 """Longest duration of a read in seconds; a view of a large fleet takes several."""
-MOST_READ_BYTES = 256 << 20
+MAX_READ_BYTES = 128 << 20
 """Largest size of one view in bytes; 100,000 devices have about 50 MB."""
+MAX_READ_VALUES = 5_000_000
+"""Largest number of values of one view, whose objects need about 100 bytes each; 100,000 devices have 2 million."""
 _TOKENS_AT_ONCE = 1000
-_ALWAYS = ("rounds", "bytes", "bytes_by_kind", "reported_uploads", "events")
-"""Lists of a run that are shown even if they are empty."""
-_LISTS = ("rounds", "test_accuracy_of_answers", "leave_one_out", *_ALWAYS[1:])
 # `runs watch` may receive nothing for a long time; keepalive detects an unreachable server.
 _OPTIONS = [("grpc.keepalive_time_ms", 20_000)]
+STALL_SECONDS = 1800.0
+"""Longest time without a part of a file in seconds: a store is verified before the first part of its backup."""
 DELETION_SECONDS = 300.0
 """Time limit for deleting a run, whose payloads can be many."""
-
-
-class EarlierReleaseError(LinkError):
-    """The server runs an earlier release, which does not have the method."""
 
 
 class OperatorClient(Source):
@@ -63,41 +61,8 @@ class OperatorClient(Source):
             **{name: value for name, value in asdict(query).items() if value is not None}
         )
         method = "ReadForOperators" if query.view in FOR_OPERATORS else "Read"
-        with errors_of(self._server), self._earlier_release(method):
+        with errors_of(self._server):
             return _joined(getattr(self._stub, method)(request, timeout=READ_SECONDS))
-
-    def runs(self) -> View:
-        """Returns a view of all runs of the server; earlier servers need a call for each page."""
-        try:
-            return super().runs()
-        except EarlierReleaseError:
-            return self._runs_of_earlier()
-
-    def run(self, name: str) -> View:
-        """Returns a view of one run; earlier servers return only its newest rounds and events."""
-        try:
-            return super().run(name)
-        except EarlierReleaseError:
-            return self._run_of_earlier(name)
-
-    def _runs_of_earlier(self) -> View:
-        rows: list[Row] = []
-        more, size = True, 0
-        while more:
-            answer = self._call("ListRuns", operations_pb2.ListRunsRequest(skip=len(rows)))
-            rows += [_row(one) for one in answer.runs]
-            size += answer.ByteSize()
-            more = answer.more and bool(answer.runs) and size < MOST_READ_BYTES
-        return View({"runs": rows})
-
-    def _run_of_earlier(self, name: str) -> View:
-        """Returns a view like `views.runs.run`; the first release returned only rounds and events."""
-        answer = self._call("ShowRun", operations_pb2.ShowRunRequest(run=name))
-        lists = {one: [_READ.get(one, _row)(row) for row in getattr(answer, one)] for one in _LISTS}
-        complete = answer.HasField("totals")
-        always = _ALWAYS if complete else ("rounds", "events")
-        totals = {name: value for name, value in _row(answer.totals).items() if value is not None} if complete else {}
-        return View({one: rows for one, rows in lists.items() if rows or one in always}, {**_row(answer.run), **totals})
 
     def follow(self, name: str) -> Iterator[list[Row]]:
         """Yields the changes in a run until it ends, like `watch.follow`."""
@@ -124,14 +89,16 @@ class OperatorClient(Source):
 
     def export(self, run: str, out: Path) -> Exported:
         """Writes a run's model to an ONNX file on this machine."""
-        with errors_of(self._server), self._earlier_release("ExportModel"):
-            return Exported(*receive_model(self._stub.ExportModel(operations_pb2.ExportModelRequest(run=run)), out))
+        with errors_of(self._server):
+            return Exported(
+                *receive_model(_parts(self._stub.ExportModel(operations_pb2.ExportModelRequest(run=run))), out)
+            )
 
     def back_up(self, out: Path) -> BackedUp:
         """Writes a backup of the server's store to an empty directory on this machine."""
         check_empty(out)
-        with errors_of(self._server), self._earlier_release("BackUp"):
-            return receive_backup(self._stub.BackUp(operations_pb2.BackUpRequest()), out)
+        with errors_of(self._server):
+            return receive_backup(_parts(self._stub.BackUp(operations_pb2.BackUpRequest())), out)
 
     def cancel(self, run: str) -> bool:
         """Cancels a run permanently; returns False if it had already ended."""
@@ -198,33 +165,44 @@ class OperatorClient(Source):
         return "\n".join(map(printable, self._call(method, request, seconds).text.split("\n")))
 
     def _call(self, method: str, request: Any, seconds: float = CALL_SECONDS) -> Any:
-        with errors_of(self._server), self._earlier_release(method):
+        with errors_of(self._server):
             return getattr(self._stub, method)(request, timeout=seconds)
 
-    @contextlib.contextmanager
-    def _earlier_release(self, method: str) -> Iterator[None]:
-        """Raises EarlierReleaseError if the server does not have the method."""
+
+def _parts(call: Any) -> Iterator[operations_pb2.FilePart]:
+    """Yields the parts of files; cancels the call if none comes for STALL_SECONDS."""
+    while True:
+        timer = threading.Timer(STALL_SECONDS, call.cancel)
+        timer.daemon = True
+        timer.start()
         try:
-            yield
+            part = next(call, None)
         except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                raise
-            text = f"the server {self._server} runs an earlier release without {method}"
-            raise EarlierReleaseError(
-                f"{text}; upgrade the server, or run the command on its machine with --store"
-            ) from error
+            if error.code() is grpc.StatusCode.CANCELLED:
+                raise LinkError(
+                    f"the server sent nothing for {STALL_SECONDS:g} s; see its log, and try again"
+                ) from error
+            raise
+        finally:
+            timer.cancel()
+        if part is None:
+            return
+        yield part
 
 
 def _joined(pages: Iterable[operations_pb2.ReadResponse]) -> View:
     """Returns the view whose facts and rows come in pages. Raises LinkError if they are no view, or too large."""
     facts: Row = {}
     lists: dict[str, list[Row]] = {}
-    size = 0
+    size, values = 0, 0
     for page in pages:
         size += page.ByteSize()
-        if size > MOST_READ_BYTES:
-            raise LinkError(f"the server sent more than {MOST_READ_BYTES} bytes for one view")
-        facts |= json_row(page.facts or "{}")
+        texts = [page.facts or "{}", *page.rows]
+        values += sum(text.count(",") + text.count("[") + text.count("{") for text in texts)
+        if size > MAX_READ_BYTES or values > MAX_READ_VALUES:
+            limit = f"{MAX_READ_BYTES} bytes or {MAX_READ_VALUES} values"
+            raise LinkError(f"the server sent more than {limit} for one view")
+        facts |= json_row(texts[0])
         if page.list:
             lists.setdefault(page.list, []).extend(map(json_row, page.rows))
     return View(lists, facts)
@@ -270,12 +248,3 @@ def _row(message: Any) -> Row:
         one.name: None if one.has_presence and not message.HasField(one.name) else getattr(message, one.name)
         for one in fields
     }
-
-
-def _answers(message: operations_pb2.AnswersOfDevice) -> Row:
-    """Converts a device's accuracies to a row; figures that the device has not reported are None."""
-    return {"device": message.device, **{one.name: _row(one)["accuracy"] for one in message.answers}}
-
-
-_READ: dict[str, Callable[[Any], Row]] = {"test_accuracy_of_answers": _answers}
-"""Converters for the lists whose rows are not simply the fields of a message."""

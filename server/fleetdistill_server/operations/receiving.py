@@ -11,9 +11,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from fleetdistill.errors import LinkError, in_words
+from fleetdistill.errors import LinkError, ModelError, in_words
 from fleetdistill.printable import printable
 from fleetdistill.state.durable import make_directory, rename_durably, sync_directory, sync_file
+from fleetdistill.training.foreign_onnx import check_self_contained
 from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.store.backup import BackedUp, check_backup, check_empty
 from fleetdistill_server.store.blobs import disk_errors
@@ -36,8 +37,18 @@ def receive_model(parts: Iterable[operations_pb2.FilePart], out: Path) -> tuple[
         if size != report.get("bytes"):
             raise LinkError(f"the server sent {max(size, 0)} of {report.get('bytes')} bytes of the model; try again")
         difference = float(report["max_difference"])
+        if not 0 <= difference < math.inf:
+            raise LinkError(f"the server reports the difference {difference} to PyTorch's outputs, must be at least 0")
+        _check_onnx((folder / "model.onnx").read_bytes())
         rename_durably(folder / "model.onnx", out)
     return size, difference
+
+
+def _check_onnx(data: bytes) -> None:
+    try:
+        check_self_contained(data, standard=False)
+    except ModelError as error:
+        raise LinkError(f"the model that the server sent {error}") from error
 
 
 def receive_backup(parts: Iterable[operations_pb2.FilePart], out: Path) -> BackedUp:
@@ -107,12 +118,16 @@ def _receive_all(parts: Iterable[operations_pb2.FilePart], folder: Path, most: f
 def json_row(text: str) -> Row:
     """Parses a JSON object of a server. Raises LinkError if the text is none, or is nested too deeply."""
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise LinkError(f"the server sent text that is not valid JSON: {in_words(error)}") from error
     if not isinstance(found, dict):
         raise LinkError(f"the server sent {type(found).__name__} in JSON, expected an object")
     return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _new_file(folder: Path, name: str) -> IO[bytes]:

@@ -15,8 +15,6 @@ _IN_WORDS = {
     "Download": "download a device's payload",
     "Enrol": "enrol a device",
     "Renew": "renew a device's certificate",
-    "ListRuns": "list the runs",
-    "ShowRun": "show a run",
     "Read": "read the figures of runs",
     "WatchRun": "watch a run",
     "RevokeDevice": "revoke a device",

@@ -32,8 +32,6 @@ ALLOWED_CALLERS: dict[str, frozenset[Caller]] = {
     f"{_DEVICE}Download": _DEVICES,
     f"{_ENROLMENT}Enrol": frozenset({Caller.ANONYMOUS}),
     f"{_ENROLMENT}Renew": frozenset({Caller.DEVICE}),
-    f"{_OPERATIONS}ListRuns": _PEOPLE,
-    f"{_OPERATIONS}ShowRun": _PEOPLE,
     f"{_OPERATIONS}Read": _PEOPLE,
     f"{_OPERATIONS}WatchRun": _PEOPLE,
     f"{_OPERATIONS}RevokeDevice": frozenset({Caller.OPERATOR}),

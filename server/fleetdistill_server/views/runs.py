@@ -24,7 +24,7 @@ from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import ACTIVE, FINISHED, QUEUED, WAITING
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
-from fleetdistill_server.texts import when
+from fleetdistill_server.texts import to_json, when
 from fleetdistill_server.views import figures
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
 from fleetdistill_server.views.units import counted
@@ -58,7 +58,7 @@ class View:
         value: Any = {**self.facts, **self.lists}
         if not self.facts and len(self.lists) == 1:
             value = next(iter(self.lists.values()))
-        return json.dumps(value, indent=1)
+        return to_json(value, indent=1)
 
     def tables(self) -> Sequence[Table | Text | str]:
         """Returns the view as tables. Markup is disabled, because devices choose some of the texts."""

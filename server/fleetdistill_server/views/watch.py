@@ -6,7 +6,6 @@ event.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,7 @@ from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import AT_REST
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import to_json
 from fleetdistill_server.views.runs import UNTIL_STOPPED
 from fleetdistill_server.views.units import counted, readable_bytes
 
@@ -111,7 +111,7 @@ class JsonLines:
 
     def show(self, new: list[Row]) -> None:
         for one in new:
-            self._write(json.dumps(one))
+            self._write(to_json(one))
 
 
 class PlainLines:

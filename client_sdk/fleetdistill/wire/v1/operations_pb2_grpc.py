@@ -35,16 +35,6 @@ class OperationsServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.ListRuns = channel.unary_unary(
-                '/fleetdistill.wire.v1.OperationsService/ListRuns',
-                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ListRunsRequest.SerializeToString,
-                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ListRunsResponse.FromString,
-                _registered_method=True)
-        self.ShowRun = channel.unary_unary(
-                '/fleetdistill.wire.v1.OperationsService/ShowRun',
-                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ShowRunRequest.SerializeToString,
-                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ShowRunResponse.FromString,
-                _registered_method=True)
         self.Read = channel.unary_stream(
                 '/fleetdistill.wire.v1.OperationsService/Read',
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadRequest.SerializeToString,
@@ -135,20 +125,6 @@ class OperationsServiceStub(object):
 class OperationsServiceServicer(object):
     """Calls of operators and viewers.
     """
-
-    def ListRuns(self, request, context):
-        """Lists the runs of the store.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ShowRun(self, request, context):
-        """Shows a run's rounds and events.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def Read(self, request, context):
         """Streams a view in parts. A view has the same content as on the server's machine.
@@ -272,16 +248,6 @@ class OperationsServiceServicer(object):
 
 def add_OperationsServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'ListRuns': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListRuns,
-                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ListRunsRequest.FromString,
-                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ListRunsResponse.SerializeToString,
-            ),
-            'ShowRun': grpc.unary_unary_rpc_method_handler(
-                    servicer.ShowRun,
-                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ShowRunRequest.FromString,
-                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ShowRunResponse.SerializeToString,
-            ),
             'Read': grpc.unary_stream_rpc_method_handler(
                     servicer.Read,
                     request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ReadRequest.FromString,
@@ -378,60 +344,6 @@ def add_OperationsServiceServicer_to_server(servicer, server):
 class OperationsService(object):
     """Calls of operators and viewers.
     """
-
-    @staticmethod
-    def ListRuns(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fleetdistill.wire.v1.OperationsService/ListRuns',
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ListRunsRequest.SerializeToString,
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ListRunsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ShowRun(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fleetdistill.wire.v1.OperationsService/ShowRun',
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ShowRunRequest.SerializeToString,
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ShowRunResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Read(request,

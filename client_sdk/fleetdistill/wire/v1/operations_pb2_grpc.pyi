@@ -33,10 +33,6 @@ class OperationsServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> OperationsServiceAsyncStub: ...
-    ListRuns: _grpc.UnaryUnaryMultiCallable[_operations_pb2.ListRunsRequest, _operations_pb2.ListRunsResponse]
-    """Lists the runs of the store."""
-    ShowRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.ShowRunRequest, _operations_pb2.ShowRunResponse]
-    """Shows a run's rounds and events."""
     Read: _grpc.UnaryStreamMultiCallable[_operations_pb2.ReadRequest, _operations_pb2.ReadResponse]
     """Streams a view in parts. A view has the same content as on the server's machine."""
     ReadForOperators: _grpc.UnaryStreamMultiCallable[_operations_pb2.ReadRequest, _operations_pb2.ReadResponse]
@@ -77,10 +73,6 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
     """Calls of operators and viewers."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    ListRuns: _aio.UnaryUnaryMultiCallable[_operations_pb2.ListRunsRequest, _operations_pb2.ListRunsResponse]  # type: ignore[assignment]
-    """Lists the runs of the store."""
-    ShowRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.ShowRunRequest, _operations_pb2.ShowRunResponse]  # type: ignore[assignment]
-    """Shows a run's rounds and events."""
     Read: _aio.UnaryStreamMultiCallable[_operations_pb2.ReadRequest, _operations_pb2.ReadResponse]  # type: ignore[assignment]
     """Streams a view in parts. A view has the same content as on the server's machine."""
     ReadForOperators: _aio.UnaryStreamMultiCallable[_operations_pb2.ReadRequest, _operations_pb2.ReadResponse]  # type: ignore[assignment]
@@ -118,22 +110,6 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
 
 class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
     """Calls of operators and viewers."""
-
-    @_abc_1.abstractmethod
-    def ListRuns(
-        self,
-        request: _operations_pb2.ListRunsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_operations_pb2.ListRunsResponse, _abc.Awaitable[_operations_pb2.ListRunsResponse]]:
-        """Lists the runs of the store."""
-
-    @_abc_1.abstractmethod
-    def ShowRun(
-        self,
-        request: _operations_pb2.ShowRunRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_operations_pb2.ShowRunResponse, _abc.Awaitable[_operations_pb2.ShowRunResponse]]:
-        """Shows a run's rounds and events."""
 
     @_abc_1.abstractmethod
     def Read(
