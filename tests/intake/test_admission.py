@@ -260,6 +260,15 @@ def test_a_device_that_keeps_a_needed_column_back_is_refused(fleet: Fleet) -> No
     assert error.value.details == {"columns": "features,labels"}
 
 
+@pytest.mark.parametrize("size", [1, 31, 33, 60_000])
+def test_a_secret_of_another_size_is_refused(fleet: Fleet, size: int) -> None:
+    with pytest.raises(RefusedError) as error:
+        fleet.check_in("d1", b"x" * size)
+    text = f"the secret of device 'd1' has {size} bytes, must be 32 random ones"
+    assert (error.value.code, str(error.value)) == (Code.BAD_IDENTITY, text)
+    assert fleet.store.devices.get(RUN, "d1") is None
+
+
 @pytest.mark.parametrize("secret", [b"", b"x" * 32])
 def test_a_second_device_of_the_same_id_is_refused(fleet: Fleet, secret: bytes) -> None:
     fleet.join("d1")

@@ -236,7 +236,7 @@ def test_metrics_are_counted_and_each_is_there_once() -> None:
 def test_a_metric_names_a_class_once() -> None:
     twice = k.Metric(name="m", split="test", sum=1, count=1, by_class=[k.ClassCount(label=1, sum=1, count=1)] * 2)
     error = refusal(encode({"knowledge": make_knowledge(), "metrics": k.Metrics(metrics=[twice])}))
-    assert said(error) == (Code.BAD_VALUE, "device d1: metric 'm' has a duplicate class")
+    assert said(error) == (Code.BAD_VALUE, "device d1: metric 'm' has a duplicate or unknown class")
 
 
 def test_a_refusal_quotes_the_first_few_parts() -> None:

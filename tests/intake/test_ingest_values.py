@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.taken_in import FLOAT32, refusal, said
+from support.taken_in import FLOAT32, refusal, said, take_in
 from support.wire_samples import (
     CUT_SHAPE,
     EXPECTS,
@@ -173,6 +173,9 @@ def test_bad_values_of_other_kinds_are_refused_too(kind: k.Kind, expects: str, s
 # --- metrics and plans, which have no tensors
 
 
+SHARE, VALUE = "must be 0 to 1 per row", "must be -1e+09 to 1e+09 per row"
+
+
 def _metric(**changes: Any) -> k.Metric:
     return replace(k.Metric(name="accuracy", split="test", sum=1.0, count=2), **changes)
 
@@ -180,24 +183,53 @@ def _metric(**changes: Any) -> k.Metric:
 @pytest.mark.parametrize(
     ("metric", "sentence"),
     [
-        (_metric(sum=float("nan")), "metric 'accuracy' is not finite or has an unknown class"),
-        (_metric(sum=float("inf")), "metric 'accuracy' is not finite or has an unknown class"),
+        (_metric(sum=float("nan")), f"metric 'accuracy' has the sum nan of 2 rows, {SHARE}"),
+        (_metric(sum=float("inf")), f"metric 'accuracy' has the sum inf of 2 rows, {SHARE}"),
+        (_metric(sum=2.001), f"metric 'accuracy' has the sum 2.001 of 2 rows, {SHARE}"),
+        (_metric(sum=-0.001), f"metric 'accuracy' has the sum -0.001 of 2 rows, {SHARE}"),
+        (_metric(count=0), f"metric 'accuracy' has the sum 1 of 0 rows, {SHARE}"),
+        (_metric(name="personal/accuracy", sum=3), f"metric 'personal/accuracy' has the sum 3 of 2 rows, {SHARE}"),
+        (_metric(name="replaced", split="validation", sum=3), f"metric 'replaced' has the sum 3 of 2 rows, {SHARE}"),
+        (_metric(name="loss", sum=2.1e9), f"metric 'loss' has the sum 2.1e+09 of 2 rows, {VALUE}"),
+        (_metric(name="loss", sum=-1e300), f"metric 'loss' has the sum -1e+300 of 2 rows, {VALUE}"),
         (
             _metric(by_class=[k.ClassCount(label=0, sum=float("nan"), count=1)]),
-            "metric 'accuracy' is not finite or has an unknown class",
+            f"metric 'accuracy' has the sum nan of 1 rows, {SHARE}",
+        ),
+        (
+            _metric(by_class=[k.ClassCount(label=0, sum=2.0, count=1)]),
+            f"metric 'accuracy' has the sum 2 of 1 rows, {SHARE}",
         ),
         (
             _metric(by_class=[k.ClassCount(label=3, sum=1.0, count=1)]),
-            "metric 'accuracy' is not finite or has an unknown class",
+            "metric 'accuracy' has a duplicate or unknown class",
         ),
-        (_metric(name=""), "metric '' must have a name of 1 to 64 characters and counts below 2**63"),
-        (_metric(name="n" * 65), f"metric '{'n' * 64}' must have a name of 1 to 64 characters and counts below 2**63"),
-        (_metric(count=2**63), "metric 'accuracy' must have a name of 1 to 64 characters and counts below 2**63"),
+        (_metric(name=""), "metric '' must have a name of 1 to 64 characters"),
+        (_metric(name="n" * 65), f"metric '{'n' * 64}' must have a name of 1 to 64 characters"),
+        (_metric(split="n" * 65), "metric 'accuracy' must have a name of 1 to 64 characters"),
+        (_metric(name="a\u202eb"), r"metric 'a\u202eb' has an invisible character in its name or split"),
+        (_metric(split="\x1b"), "metric 'accuracy' has an invisible character in its name or split"),
+        (_metric(count=2**63), "metric 'accuracy' has the count 9223372036854775808, must be below 2**63"),
     ],
 )
-def test_bad_metrics_are_refused(metric: k.Metric, sentence: str) -> None:
+def test_metrics_outside_their_ranges_are_refused(metric: k.Metric, sentence: str) -> None:
     error = refusal(encode({"knowledge": make_knowledge(), "metrics": k.Metrics(metrics=[metric])}))
     assert said(error) == (Code.BAD_VALUE, f"device d1: {sentence}")
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        _metric(sum=0.0),
+        _metric(sum=2.0),
+        _metric(sum=0.0, count=0),
+        _metric(name="loss", sum=2e9),
+        _metric(name="loss", sum=-2e9),
+        _metric(name="own/figure", sum=7.5, count=1),
+    ],
+)
+def test_metrics_at_the_ends_of_their_ranges_are_accepted(metric: k.Metric) -> None:
+    take_in(encode({"knowledge": make_knowledge(), "metrics": k.Metrics(metrics=[metric])}))
 
 
 @pytest.mark.parametrize("bad_row", [None, 0, 2047, 2048, 2999])

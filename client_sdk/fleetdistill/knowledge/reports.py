@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -10,6 +9,7 @@ from typing import Any, Self
 from google.protobuf.message import Message
 
 from fleetdistill.errors import RefusedError, WireError
+from fleetdistill.printable import printable
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.kind import Kind, OwnForm, field_errors
 from fleetdistill.wire.schema import Tensors
@@ -20,6 +20,10 @@ PlanValue = int | float | bool | str | list[int]
 MOST_METRICS = 100
 """Maximum number of metrics in a part; the store has a row for each metric of an answer."""
 _MAX_WORD = 64
+_MAX_VALUE = 1e9
+"""Largest magnitude of a metric's value: finite sums over a fleet."""
+_SHARES = ("accuracy", "leave_one_out", "own_statistics_kept")
+"""Last parts of the names of metrics whose values are shares of rows, as all of the split `validation` are."""
 _MAX_PLAN_BYTES = 64 << 10
 
 
@@ -89,7 +93,15 @@ class ClassCount:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """Metric as sum and count, which can be added over devices; its value is `sum / count`."""
+    """Metric as sum and count, which can be added over devices; its value is `sum / count`.
+
+    Attributes:
+        name: 1 to 64 printable characters.
+        split: Part of the data, such as `test`, at most 64 printable characters.
+        sum: From `-1e9 * count` to `1e9 * count`; of a share, such as an accuracy, from 0 to `count`.
+        count: Number of rows, from 0 to 2**63 - 1.
+        by_class: The same for the rows of each class.
+    """
 
     name: str
     split: str
@@ -109,7 +121,7 @@ class Metrics(Kind):
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """Checks that metrics are finite, unique and of known classes; returns no tensors."""
+        """Checks that metrics are in their ranges, unique and of known classes; returns no tensors."""
         metrics = part.metrics.metrics
         if len(metrics) > MOST_METRICS or len({(one.name, one.split) for one in metrics}) != len(metrics):
             text = f"part {part.name!r} has {len(metrics)} metrics, must be at most {MOST_METRICS} with distinct names"
@@ -120,13 +132,20 @@ class Metrics(Kind):
 
 
 def _check_metric(metric: knowledge_pb2.Metric, classes: int) -> None:
-    labels = [one.label for one in metric.by_class]
-    if len(set(labels)) != len(labels):
-        raise RefusedError(Code.BAD_VALUE, f"metric {metric.name[:64]!r} has a duplicate class")
-    numbers = [metric.sum, *(one.sum for one in metric.by_class)]
-    if not all(math.isfinite(number) for number in numbers) or any(label >= classes for label in labels):
-        raise RefusedError(Code.BAD_VALUE, f"metric {metric.name[:64]!r} is not finite or has an unknown class")
-    counts = [metric.count, *(one.count for one in metric.by_class)]
-    if not 1 <= len(metric.name) <= _MAX_WORD or len(metric.split) > _MAX_WORD or max(counts) >= 1 << 63:
-        text = f"metric {metric.name[:64]!r} must have a name of 1 to {_MAX_WORD} characters and counts below 2**63"
-        raise RefusedError(Code.BAD_VALUE, text)
+    name = printable(metric.name[:_MAX_WORD])
+    if not 1 <= len(metric.name) <= _MAX_WORD or len(metric.split) > _MAX_WORD:
+        raise RefusedError(Code.BAD_VALUE, f"metric {name!r} must have a name of 1 to {_MAX_WORD} characters")
+    if not (metric.name.isprintable() and metric.split.isprintable()):
+        raise RefusedError(Code.BAD_VALUE, f"metric '{name}' has an invisible character in its name or split")
+    labels = [row.label for row in metric.by_class]
+    if len(set(labels)) != len(labels) or any(label >= classes for label in labels):
+        raise RefusedError(Code.BAD_VALUE, f"metric {name!r} has a duplicate or unknown class")
+    share = metric.name.rpartition("/")[2] in _SHARES or metric.split == "validation"
+    low, high = (0.0, 1.0) if share else (-_MAX_VALUE, _MAX_VALUE)
+    rows: list[knowledge_pb2.Metric | knowledge_pb2.ClassCount] = [metric, *metric.by_class]
+    for row in rows:
+        if row.count >= 1 << 63:
+            raise RefusedError(Code.BAD_VALUE, f"metric {name!r} has the count {row.count}, must be below 2**63")
+        if not low * row.count <= row.sum <= high * row.count:  # false for NaN
+            text = f"metric {name!r} has the sum {row.sum:g} of {row.count} rows, must be {low:g} to {high:g} per row"
+            raise RefusedError(Code.BAD_VALUE, text)

@@ -21,6 +21,7 @@ from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 
+SECRET_BYTES = 32
 _NOTE_SECONDS = 5.0
 _COUNT_SECONDS = 1.0
 _CONTRACT_SECONDS = 5.0  # another server of the same store may change a run's contract
@@ -155,15 +156,18 @@ class Sessions:
         """Returns the secret for a device's check-in: the given one, or a new one for a new device without a secret.
 
         Raises:
-            RefusedError: The id is not valid, belongs to another device, or exceeds a limit on new devices.
+            RefusedError: The id or secret is not valid, the id belongs to another device, or there are too many.
         """
         if not is_name(device):
             raise RefusedError(Code.BAD_IDENTITY, f"device id {device[:70]!r} must be {NAME_RULE}")
         row = self._store.devices.get(run, device)
         if row is None:
+            if len(secret) not in (0, SECRET_BYTES):
+                text = f"the secret of device {device!r} has {len(secret)} bytes, must be {SECRET_BYTES} random ones"
+                raise RefusedError(Code.BAD_IDENTITY, text)
             self._check_device_limit(run, device)
             self._limiter.begin_device(address)
-            return secret or secrets.token_bytes(32)
+            return secret or secrets.token_bytes(SECRET_BYTES)
         if not hmac.compare_digest(row["secret_hash"], hashed(secret)):
             raise id_taken(device)
         return secret
