@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from fleetdistill import Predictor
+from fleetdistill.deployment import predictor as deployed
 from fleetdistill.deployment.stamp import stamped
 from fleetdistill.errors import ModelError
 
@@ -64,6 +66,25 @@ HUGE_WEIGHTS = file_of(
     helper.make_node("Add", ["input", "w"], ["logits"]),
     tensors=[TensorProto(name="w", data_type=FLOAT, dims=[1 << 40])],
 )
+OPSETS = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
+FUNCTIONS = [
+    helper.make_function(
+        "own",
+        f"f{number}",
+        ["x"],
+        ["z"],
+        [helper.make_node(f"f{number + 1}", [x], [y], domain="own") for x, y in (("x", "y"), ("y", "z"))]
+        if number < 29
+        else [helper.make_node("Identity", ["x"], ["z"])],
+        OPSETS,
+    )
+    for number in range(30)
+]
+"""Each calls the next one twice, so that onnxruntime would make 2**29 operators of them."""
+CALLS = helper.make_graph([helper.make_node("f0", ["input"], ["logits"], domain="own")], "graph", [IN], [OUT])
+WITH_FUNCTIONS = stamped(
+    helper.make_model(CALLS, functions=FUNCTIONS, opset_imports=OPSETS, ir_version=8).SerializeToString(), METADATA
+)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +103,11 @@ HUGE_WEIGHTS = file_of(
         (file_of(SAME, metadata={"version": "²"}), "no version in its metadata"),
         (file_of(SAME, metadata={"round": "9" * 5000}), "no round in its metadata"),
         (stamped(b"\xff" * 100, METADATA), "not a valid ONNX file"),
+        (WITH_FUNCTIONS, "has functions, which are not allowed"),
     ],
     ids=[
         *("beside", "above", "memory", "inputs", "no-input", "sequence", "strings", "integers", "output", "weights"),
-        *("version", "round", "garbage"),
+        *("version", "round", "garbage", "functions"),
     ],
 )
 def test_a_hostile_model_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, words: str) -> None:
@@ -122,3 +144,21 @@ def test_hostile_predictions_are_model_errors(tmp_path: Path, data: bytes, words
     (tmp_path / "model.onnx").write_bytes(data)
     with pytest.raises(ModelError, match=words):
         Predictor(tmp_path).predict(np.ones((2, 4), np.float32))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no named pipes")
+@pytest.mark.parametrize("name", ["pipe", "device"])
+def test_what_is_no_regular_file_is_not_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.onnx"
+    make = {"pipe": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero")}
+    make[name]()
+    predictor = Predictor(tmp_path)
+    assert not predictor.ready
+    assert predictor.error == "the file is not a regular file"
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployed, "MAX_FILE_BYTES", 100)
+    (tmp_path / "model.onnx").write_bytes(file_of(SAME))
+    size = (tmp_path / "model.onnx").stat().st_size
+    assert Predictor(tmp_path).error == f"the file has {size} bytes, must be at most 100"

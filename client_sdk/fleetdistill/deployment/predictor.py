@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import stat
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from fleetdistill.training.foreign_onnx import first_line, foreign_session
 logger = logging.getLogger(__name__)
 
 __all__ = ["DeployedModel", "Predictor"]
+MAX_FILE_BYTES = 2 << 30
+"""Largest size of an ONNX file in bytes, that of a protobuf message."""
 
 
 class DeployedModel:
@@ -192,14 +195,17 @@ class Predictor:
 
     def _load(self) -> bool:
         try:
-            with self._path.open("rb") as file:
-                seen = _identity_of(os.fstat(file.fileno()))
+            with open(self._path, "rb", opener=_open_without_waiting) as file:
+                status = os.fstat(file.fileno())
+                seen = _identity_of(status)
                 if seen == self._seen:  # another thread has loaded it
                     return False
-                self._seen, data = seen, file.read()
+                self._seen = seen
+                _check_file(status)
+                data = file.read(MAX_FILE_BYTES)
             self._model = DeployedModel(data, self._threads)
-        except (ModelError, OSError) as error:
-            self.error = str(error)
+        except (ModelError, OSError, MemoryError) as error:
+            self.error = str(error) or "memory is short"
             logger.warning("%s is not used: %s", self._path, error)
             return False
         self.error = ""
@@ -215,6 +221,17 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 
 def _identity_of(found: os.stat_result) -> tuple[int, ...]:
     return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # of a named pipe
+
+
+def _check_file(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError("the file is not a regular file")
+    if status.st_size > MAX_FILE_BYTES:
+        raise ModelError(f"the file has {status.st_size} bytes, must be at most {MAX_FILE_BYTES}")
 
 
 def _number(metadata: Mapping[str, str], name: str) -> int:

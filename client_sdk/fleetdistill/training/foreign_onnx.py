@@ -16,14 +16,14 @@ _STANDARD = (b"", b"ai.onnx")  # domain names of standard operators
 _DEEPEST = 50
 # Field numbers in onnx.proto of the nested messages that can contain tensors or operators, by message.
 _WITHIN: Mapping[str, Mapping[int, str]] = {
-    "model": {7: "graph", 20: "training", 25: "function"},
+    "model": {7: "graph", 20: "training"},
     "training": {1: "graph", 2: "graph"},
-    "function": {7: "node", 11: "attribute"},
     "graph": {1: "node", 5: "tensor", 15: "sparse tensor"},
     "node": {5: "attribute"},
     "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse tensor", 23: "sparse tensor"},
     "sparse tensor": {1: "tensor", 2: "tensor"},
 }
+_MODEL_FUNCTION = 25
 _NODE_OPERATOR, _NODE_DOMAIN = 4, 7
 _REPEATING = (b"Loop", b"Scan")
 """Operators that may repeat for ever."""
@@ -41,8 +41,9 @@ def foreign_session(data: bytes, threads: int = 1, *, standard: bool = True) -> 
         standard: Accept only standard operators without loops. False for a model, whose graph is that of the app.
 
     Raises:
-        ModelError: The file is not ONNX, refers to external weights, has operators that are not accepted, cannot be
-            loaded, or does not map one float32 tensor `input` to one float32 tensor. The message continues "the file".
+        ModelError: The file is not ONNX, refers to external weights, has functions or operators that are not accepted,
+            cannot be loaded, or does not map one float32 tensor `input` to one float32 tensor. The message continues
+            "the file".
         ImportError: onnxruntime is not installed.
     """
     check_self_contained(data, standard=standard)
@@ -68,7 +69,10 @@ def first_line(error: Exception) -> str:
 
 
 def check_self_contained(data: bytes, *, standard: bool = True) -> None:
-    """Raises ModelError for external data and for other files than ONNX; if `standard`, for loops and other domains."""
+    """Raises ModelError for external data, functions and other files than ONNX.
+
+    With `standard`, loops and operators of other domains are errors, too.
+    """
     waiting: list[tuple[str, memoryview, int]] = [("model", memoryview(data), 0)]
     try:
         while waiting:
@@ -76,6 +80,8 @@ def check_self_contained(data: bytes, *, standard: bool = True) -> None:
             if depth > _DEEPEST:
                 raise ModelError(f"is nested more than {_DEEPEST} levels deep")
             for number, value in _fields(message):
+                if kind == "model" and number == _MODEL_FUNCTION:  # those that call each other grow exponentially
+                    raise ModelError("has functions, which are not allowed; inline them with onnx.inliner")
                 if kind == "tensor" and (number == _TENSOR_EXTERNAL or (number == _TENSOR_LOCATION and value != 0)):
                     raise ModelError("refers to external weights, which are not allowed")
                 if kind == "node" and standard:
