@@ -73,6 +73,27 @@ def test_while_the_source_fails_the_last_figures_stay_with_the_reason(feed: Feed
     wait_until(lambda: not feed.look(subject).error, "the figures to be current again")
 
 
+class Remote(LocalStore):
+    """Read as a server from elsewhere."""
+
+    is_remote = True
+
+
+def test_a_reply_that_cannot_be_shown_is_an_error_and_reading_goes_on(store: Store, tmp_path: Path) -> None:
+    feed = Feed(Remote(tmp_path / "store"), every_seconds=0.01)
+    feed.start()
+    empty: dict[str, str] = {}
+    replies = iter([empty, {"problems": "none"}])
+    subject: Subject[str] = Subject("health", lambda: lambda source: next(replies, {"problems": "none"})["problems"])
+    try:
+        wait_until(lambda: feed.look(subject).value == "none", "the second reply")
+        subject = Subject("other", lambda: lambda source: empty["problems"])
+        error = wait_until(lambda: feed.look(subject).error, "the error")
+    finally:
+        feed.stop()
+    assert error.startswith(f"the reply of {tmp_path / 'store'} cannot be shown: 'problems'")
+
+
 def test_figures_that_cannot_be_read_again_keep_their_age(feed: Feed) -> None:
     fails, failures = threading.Event(), list[object]()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -280,3 +281,11 @@ def test_columns_of_rounds_are_headed_for_people_and_named_for_scripts() -> None
     assert "answers not used" in printed
     assert json.loads(view.json())["rounds"][0]["cohort"] == 2
     store.close()
+
+
+def test_json_has_null_for_what_it_has_no_number_for() -> None:
+    view = views.View({"rows": [{"loss": math.inf, "rates": [0.5, math.nan]}]}, {"name": "r"})
+    assert json.loads(view.json(), parse_constant=pytest.fail) == {
+        "name": "r",
+        "rows": [{"loss": None, "rates": [0.5, None]}],
+    }

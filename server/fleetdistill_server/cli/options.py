@@ -13,6 +13,7 @@ from rich.console import Console
 from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
 from fleetdistill.printable import printable
 from fleetdistill_server.extras import PACKAGES, missing_of_command
+from fleetdistill_server.operations.interface import UNREADABLE
 from fleetdistill_server.views import runs as views
 
 P = ParamSpec("P")
@@ -66,10 +67,9 @@ def report_errors(command: Callable[P, R]) -> Callable[P, R]:
                 raise
             typer.echo(f"error: {missing_of_command(command.__name__, package)}", err=True)
             raise typer.Exit(1) from error
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             if kwargs.get("server") is None:
                 raise
-            # A server's rows have no schema, so that newer servers can add columns.
             text = f"the reply of {kwargs['server']} cannot be shown: {in_words(error)}"
             typer.echo(f"error: {printable(text)}; use the version of the server", err=True)
             raise typer.Exit(1) from error

@@ -9,9 +9,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 
-from fleetdistill.errors import FleetDistillError
+from fleetdistill.errors import FleetDistillError, in_words
+from fleetdistill.printable import printable
 from fleetdistill_server.dashboard.readers import Subject
-from fleetdistill_server.operations.interface import Source
+from fleetdistill_server.operations.interface import UNREADABLE, Source
 
 T = TypeVar("T")
 EVERY_SECONDS = 1.0
@@ -128,6 +129,11 @@ def _read(watched: _Watched, source: Source) -> Snapshot[Any]:
         value, error, at = watched.read(source), "", time.time()
     except FleetDistillError as failed:
         value, error, at = known.value, str(failed), known.read_at
+    except UNREADABLE as failed:
+        if not source.is_remote:
+            raise
+        text = f"the reply of {source.name} cannot be shown: {printable(in_words(failed))}"
+        value, error, at = known.value, f"{text}; use the version of the server", known.read_at
     if known.version and value == known.value and error == known.error:
         return replace(known, read_at=at)
     return Snapshot(value, known.version + 1, error, at)

@@ -13,6 +13,9 @@ from fleetdistill_server.store.database import Row
 from fleetdistill_server.views.reading import Query
 from fleetdistill_server.views.runs import View
 
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a reply of a server can raise. Its rows have no schema, so that newer servers can add columns."""
+
 
 @dataclass(frozen=True)
 class Exported:
