@@ -153,12 +153,18 @@ def _check_states(rows: Sequence[Mapping[str, Any]], logs: Mapping[str, Sequence
     """An answer's weight is its place among its device's: each was made from the state of the receipt before.
 
     They stand as their device sent them: the server's time of day may be set back, and an engine that starts again may
-    find an answer damaged and ask for it once more when later steps have answers.
+    find an answer damaged and ask for it once more when later steps have answers. A damaged answer without a receipt is
+    left out: if the device was away, or the deadline over, it is told that the answer was lost, and keeps its state.
     """
     places: dict[str, list[int]] = defaultdict(list)
     weights = {_key(row): row["samples"] for row in rows}
+    damaged = {_key(row) for row in rows if row.get("quarantined_at")}
     for device, records in logs.items():
-        keys = dict.fromkeys((device, one.round, one.step, one.sha256) for one in records if one.what == SENT)
+        sent, acknowledged = (
+            dict.fromkeys((device, one.round, one.step, one.sha256) for one in records if one.what == what)
+            for what in (SENT, RECEIPT)
+        )
+        keys = [key for key in sent if key in acknowledged or key not in damaged]
         places[device] = [weights[key] for key in keys if key in weights]
     for device, counts in places.items():
         if counts != list(range(1, len(counts) + 1)):

@@ -134,6 +134,17 @@ def test_an_answer_asked_for_again_after_a_later_step_is_well() -> None:
     assert (found.lost, found.doubled, found.wrong) == ({}, {}, [])
 
 
+def test_a_damaged_answer_without_a_receipt_does_not_advance_its_device() -> None:
+    """Seeds 471 and 503 of length 10: the device was away when the engine found its answer damaged."""
+    records = [sent(), replace(sent(OTHER), round=2), replace(receipt("r2", OTHER), round=2)]
+    lost = row(status="reported", reason="lost", quarantined_at=1.0)
+    rows = [lost, row("r2", OTHER, round=2, samples=1)]
+    found = check_one(records, rows, [("d0", 2, 1, OTHER)])
+    assert (found.lost, found.doubled, found.wrong) == ({}, {}, [])
+    with_receipt = check_one([sent(), receipt(), *records[1:]], rows, [("d0", 2, 1, OTHER)])
+    assert with_receipt.wrong == ["d0 made its answers from states that do not follow each other: [1, 1]"]
+
+
 def test_the_log_of_a_device_that_was_killed_within_a_line_is_read(tmp_path: Path) -> None:
     path = tmp_path / "d0.jsonl"
     Log(path).add(sent())
