@@ -8,18 +8,19 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import google_crc32c
 import grpc
 from grpc_status import rpc_status
 
-from fleetdistill.conformance.act import Act
 from fleetdistill.conformance.device_rules import DEVICE_RULES
 from fleetdistill.conformance.received import ReceivedAnswer
 from fleetdistill.conformance.report import Report
 from fleetdistill.conformance.script import RUN, SCENES, Scene, contract, payload
 from fleetdistill.errors import LinkError, RefusedError
+from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import chunks
 from fleetdistill.wire.status import rich_status
@@ -32,6 +33,39 @@ _LEASE_SECONDS, _BEAT_SECONDS = 60.0, 15.0
 _NOT_ANSWERED = {"unknown-step": "decline", "download-digest": "download.digest", "late": "upload.closed"}
 _ROUNDING_SECONDS = 0.02  # of the clocks of two processes
 _CUT_BYTES = 30  # of the 60 bytes of an answer, within its first tensor
+
+
+@dataclass
+class Act:
+    """What has happened in a round.
+
+    Attributes:
+        scene: The ask and its fault.
+        number: Number of the round.
+        payload: Payload of the ask.
+        answer: The current attempt.
+        done: Whether the ask is closed.
+        faulted: Whether the fault has happened.
+        attempt: Number of the current attempt; 0 before the first call.
+        next_byte: Offset in the last reply to `UploadStatus`, until an upload uses it; None if there is none.
+        not_before: Earliest time of the next upload, on the monotonic clock.
+        downloads: Number of downloads of the payload.
+        sent_bytes: Tensor bytes sent in the downloads.
+        receipt: The receipt; without an id before the answer is complete.
+    """
+
+    scene: Scene
+    number: int
+    payload: Payload
+    answer: ReceivedAnswer
+    done: bool = False
+    faulted: bool = False
+    attempt: int = 0
+    next_byte: int | None = None
+    not_before: float = 0.0
+    downloads: int = 0
+    sent_bytes: int = 0
+    receipt: service_pb2.Receipt = field(default_factory=service_pb2.Receipt)
 
 
 class ListeningServer(service_pb2_grpc.DeviceServiceServicer):
