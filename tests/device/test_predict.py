@@ -19,7 +19,7 @@ from support.small_device import SmallWorker
 from torch import Tensor, nn
 
 from fleetdistill import Device, Event, Predictor
-from fleetdistill.device.frozen_model import FrozenModel
+from fleetdistill.device.delivered_models import FrozenModel
 from fleetdistill.device.torch_compute import TorchCompute
 from fleetdistill.errors import DataError, LinkError, ModelError
 from fleetdistill.light import light_worker

@@ -29,8 +29,8 @@ from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import rename_durably
 
 if TYPE_CHECKING:
+    from fleetdistill.device.app_models import Predictions
     from fleetdistill.device.compute import Compute
-    from fleetdistill.device.predictions import Predictions
     from fleetdistill.device.session import Session
     from fleetdistill.training.onnx_file import OnnxReport
 

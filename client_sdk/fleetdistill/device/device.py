@@ -23,7 +23,7 @@ from fleetdistill.clock import Clock, SystemClock
 from fleetdistill.control_flow import control_flow_as_errors
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.abilities import Abilities
-from fleetdistill.device.app_models import AppModels, OwnModel
+from fleetdistill.device.app_models import AppModels, OwnModel, Predictions
 from fleetdistill.device.arguments import (
     check_all_data,
     check_backend,
@@ -46,18 +46,16 @@ from fleetdistill.device.engine import Engine
 from fleetdistill.device.events import Event, Events
 from fleetdistill.device.guard import Guard
 from fleetdistill.device.identity import load_identity, save_server
-from fleetdistill.device.interrupts import delays_ctrl_c
-from fleetdistill.device.predictions import Predictions
+from fleetdistill.device.interrupts import StopRequest, delays_ctrl_c
 from fleetdistill.device.private import PrivateAnswers
 from fleetdistill.device.sender import Sender
 from fleetdistill.device.session import Session
-from fleetdistill.device.stop_request import StopRequest
 from fleetdistill.device.temporary_refusals import as_link_errors
 from fleetdistill.eligibility import Budgets, Eligibility
 from fleetdistill.eligibility.permission import Permission
 from fleetdistill.errors import ConfigurationError, DeviceClosedError, ModelError
 from fleetdistill.link.base import HandsOver, Link
-from fleetdistill.link.downloads import DOWNLOADS, Downloads, adopt_proxy_set
+from fleetdistill.link.downloads import DOWNLOADS, Downloads, MemoryDownloads, adopt_proxy_set
 from fleetdistill.link.metered import MeteredLink
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.spans import NO_SPANS, ProviderSpans, Spans
@@ -447,8 +445,6 @@ class _Backend:
 def _downloads(storage: Storage, server: str | Link, max_bytes: int) -> Downloads:
     if storage.has_directory or isinstance(server, str):
         return Downloads(storage.directory / DOWNLOADS, max_bytes)
-    from fleetdistill.link.memory_downloads import MemoryDownloads
-
     return MemoryDownloads(server)
 
 

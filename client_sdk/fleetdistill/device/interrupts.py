@@ -1,12 +1,14 @@
-"""Ctrl-C in the main thread, without a traceback."""
+"""Ctrl-C in the main thread, without a traceback, and a request to stop that a signal handler may make at any time."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -62,3 +64,42 @@ def delays_ctrl_c(init: Callable[Concatenate[S, P], None]) -> Callable[Concatena
 def _python_handles_ctrl_c() -> bool:
     in_main_thread = threading.current_thread() is threading.main_thread()
     return in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class StopRequest(threading.Event):
+    """Event for one waiting thread that can be set in a signal handler.
+
+    A handler that sets a plain `threading.Event` deadlocks if it interrupts its own thread within `wait`, which holds
+    a lock that is not reentrant. `SimpleQueue.put` is reentrant.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._requested = False
+        self._wake_ups: SimpleQueue[None] = SimpleQueue()
+
+    def is_set(self) -> bool:
+        """Returns whether a stop was requested and not cleared since."""
+        return self._requested
+
+    def set(self) -> None:
+        """Requests a stop and ends a current `wait`."""
+        self._requested = True
+        self._wake_ups.put(None)
+
+    def clear(self) -> None:
+        """Withdraws the request."""
+        self._requested = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Blocks until a stop is requested or `timeout` seconds have passed; returns whether it was requested."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._requested:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            try:
+                self._wake_ups.get(timeout=left)  # may return at once for a request that was withdrawn
+            except Empty:
+                break
+        return self._requested

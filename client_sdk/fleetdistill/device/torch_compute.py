@@ -19,8 +19,7 @@ from fleetdistill.deployment.batch import free_size
 from fleetdistill.deployment.quantization import CheckData, check_data_of
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.compute import Computed, faults_decline
-from fleetdistill.device.frozen_model import FrozenModel
-from fleetdistill.device.torch_export import export_variants
+from fleetdistill.device.delivered_models import FrozenModel, export_variants
 from fleetdistill.errors import (
     CannotAnswer,
     ConfigurationError,

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import LinkError, NoRoomError, PayloadTooLargeError, RefusedError, WireError
 from fleetdistill.interruption import pause
-from fleetdistill.link.base import Link
+from fleetdistill.link.base import HandsOver, Link
 from fleetdistill.state.directory import MAX_SPOOL_BYTES
 from fleetdistill.state.disk import disk_errors, free_bytes
 from fleetdistill.state.durable import write_all
@@ -30,6 +30,7 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import after_seconds, is_final
 from fleetdistill.wire.compression import unpacked
 from fleetdistill.wire.digests import Check
+from fleetdistill.wire.payload import chunk_data
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
 DOWNLOADS = "downloads"
@@ -297,3 +298,25 @@ class BytesSource:
     def read(self, start: int, size: int) -> bytes:
         """Returns `size` bytes, beginning at `start`."""
         return bytes(self._data[start : start + size])
+
+
+class MemoryDownloads(Downloads):
+    """Receives payloads without files.
+
+    Args:
+        link: The device's link; one that shares the server's process hands its payloads over as they are.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._giver = link if isinstance(link, HandsOver) else None
+
+    def fetch(self, link: Link, identity: service_pb2.Identity, sha256: bytes, keep: Collection[bytes] = ()) -> Payload:
+        """Returns a payload of the server. Raises the errors of `Downloads.fetch`."""
+        if self._giver is not None:
+            return self._giver.hand_over(identity, sha256)
+        header, chunks = link.download(identity, sha256, 0)
+        return checked(header, b"".join(chunk_data(chunk) for chunk in chunks), sha256)
+
+    def stored(self, sha256: bytes) -> Payload | None:
+        """Returns None."""
+        return None
