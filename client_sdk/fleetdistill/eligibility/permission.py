@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from datetime import datetime, timedelta
 from typing import TypeVar
 
 from fleetdistill.clock import Clock
 from fleetdistill.eligibility.budgets import Budgets
-from fleetdistill.eligibility.nice_thread import run_with_niceness
 from fleetdistill.eligibility.pace import Pace
 from fleetdistill.eligibility.policy import Conditions, Eligibility
 from fleetdistill.eligibility.probes import resident_bytes
@@ -188,3 +190,37 @@ def _watched(work: _Work, link: Link) -> Iterator[None]:
     finally:
         ended.set()
         thread.join(CHECK_SECONDS)  # otherwise it could cancel the next call; a probe may take longer
+
+
+def run_with_niceness(niceness: int | None, work: Callable[[], T]) -> T:
+    """Returns the result of `work`, run in a thread of its own with a niceness; in the calling thread with None.
+
+    Linux has a niceness per thread, and a process without privileges cannot lower it again. Threads that `work` starts,
+    such as those of OpenMP, inherit it. If the wait for the thread ends with an exception, such as KeyboardInterrupt,
+    the work is interrupted first.
+
+    Args:
+        niceness: 1 to 19; Linux only.
+        work: Function that calls `fleetdistill.interruption.check_may_continue`.
+    """
+    if niceness is None:
+        return work()
+    given_up = threading.Event()
+
+    def check() -> None:
+        if given_up.is_set():
+            raise Hold("stopped", "the wait for the computation was interrupted").error()
+
+    with ThreadPoolExecutor(1, "fleetdistill compute", initializer=_set_niceness, initargs=(niceness,)) as executor:
+        with checked_by(check):
+            future = executor.submit(copy_context().run, work)
+        try:
+            return future.result()
+        except BaseException:
+            given_up.set()
+            raise
+
+
+def _set_niceness(niceness: int) -> None:
+    current = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(current, niceness))
