@@ -23,10 +23,9 @@ from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.engine.contract import build_method
+from fleetdistill_server.engine.contract import build_method, register_proxy
 from fleetdistill_server.engine.contract import make_contract as contract_of
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.engine.proxy_set import register_proxy
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.simulation.data.hold_out import proxy_rows

@@ -18,7 +18,7 @@ from fleetdistill.testing import ManualClock
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.resume_storage import FILE, ResumeStorage
-from fleetdistill_server.engine.training_progress import TrainingProgress
+from fleetdistill_server.engine.round_training import TrainingProgress
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.feddkc.server import FedDKCServer
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
@@ -217,7 +217,7 @@ def test_a_long_training_shows_its_progress_in_the_runs_status(tmp_path: Path, m
 
     monkeypatch.setattr(fleet.store.runs, "end", seen_and_stored)
     monkeypatch.setattr("fleetdistill.progress.INTERVAL_SECONDS", 0.0)
-    monkeypatch.setattr("fleetdistill_server.engine.training_progress.INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr("fleetdistill_server.engine.round_training.INTERVAL_SECONDS", 0.0)
     fleet.run()
     assert seen[0].startswith("round 1: training, 7 % done, about ")
     assert "" in seen  # cleared at the end of the round

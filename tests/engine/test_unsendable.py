@@ -25,8 +25,7 @@ from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.engine.contract import build_method
-from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.engine.usable import reason_not_usable
+from fleetdistill_server.engine.engine import Engine, reason_not_usable
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.cohort import DeviceAnswer
 from fleetdistill_server.simulation.links.memory_link import MemoryLink

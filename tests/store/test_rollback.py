@@ -24,8 +24,7 @@ from fleetdistill.methods import METHODS
 from fleetdistill.state.failpoints import VARIABLE
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.engine.usable import reason_not_usable
+from fleetdistill_server.engine.engine import Engine, reason_not_usable
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.fedavg import FedAvgServer

@@ -1,25 +1,41 @@
-"""Builds a run's server half and its contract, which the front checks without importing methods."""
+"""Builds a run's server half and its contract, which the front checks without importing methods.
+
+Reads the proxy set that the contract names ([proxy] in run.toml), and checks the files that the contract refers to when
+the run's engine starts.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, DamagedError, DataError, RunError
+from fleetdistill.knowledge import ProxySet
 from fleetdistill.methods import config_to_plan
 from fleetdistill.training.model import fingerprint
+from fleetdistill.training.proxy_set import PART, proxy_data
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import ELEMENT_TYPES
 from fleetdistill.wire.schema import PartSchema, TypedShape
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.config.run_config import RunConfig
+from fleetdistill_server.config.labelled_file import read_labelled
+from fleetdistill_server.config.run_config import ProxySection, RunConfig
 from fleetdistill_server.engine.buffering import check_buffered
-from fleetdistill_server.engine.proxy_set import register_proxy
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.context import MethodContext, pick_torch_device
 from fleetdistill_server.methods.traffic import declared_parts, features_of
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.training.hardware import Hardware
 from fleetdistill_server.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from fleetdistill.training.local_training import TensorData
+
+logger = logging.getLogger("fleetdistill.server.proxy")
 
 
 def build_method(config: RunConfig) -> ServerMethod:
@@ -124,3 +140,74 @@ def _named(name: str, shape: tuple[int, ...]) -> contract_pb2.NamedShape:
     if isinstance(shape, TypedShape):
         named.element_type = ELEMENT_TYPES[shape.dtype]
     return named
+
+
+def check_proxy(run: str, contract: contract_pb2.Contract, method: ServerMethod) -> None:
+    """Raises RunError if the proxy set has changed since the run's start; all knowledge refers to its rows."""
+    began, now = contract.proxy_digest, method.context.proxy_digest
+    if began != now:
+        raise RunError(
+            f"[proxy] data: run {run!r} began with a proxy set with digest "
+            f"{began.hex()[:12] or 'none'}, but the current file has digest {now.hex()[:12] or 'none'}; "
+            "restore the original file, or choose another run name"
+        )
+
+
+def check_readable(store: Store, contract: contract_pb2.Contract, method: ServerMethod) -> None:
+    """Verifies the payloads that every new device downloads, and restores damaged ones."""
+    if method.context.proxy_payload is not None:
+        store.blobs.put(method.context.proxy_payload)  # replaces a damaged file
+    if contract.initial_weights:
+        _ensure_readable(store, contract.initial_weights, lambda: initial_payload(method))
+    if contract.extractor_file:
+        _ensure_readable(store, contract.extractor_file, lambda: extractor_payload(method))
+
+
+def _ensure_readable(store: Store, sha256: bytes, make: Callable[[], Payload | None]) -> None:
+    """Recreates and stores a payload if the stored file is damaged; this can take seconds."""
+    try:
+        store.blobs.open(sha256, verify=True)
+    except DamagedError:
+        made = make()
+        if made is None or made.sha256 != sha256:
+            raise
+        store.blobs.forget_verified()
+        store.blobs.put(made)
+
+
+def register_proxy(config: RunConfig) -> tuple[TensorData | None, Payload | None]:
+    """Reads a run's proxy set.
+
+    Returns:
+        The proxy set as tensors for the server half and as the payload that devices fetch; None and None if the run
+        has no proxy set.
+
+    Raises:
+        ConfigurationError: The file is missing or damaged, or its samples do not fit the run.
+    """
+    if not config.proxy.data:
+        return None, None
+    proxy = _read_proxy(config.proxy)
+    classes = len(config.contract.class_names())
+    try:
+        data = proxy_data(proxy, config.contract.input_shape, classes)
+    except DataError as error:
+        raise ConfigurationError(f"[proxy] data: {error}") from error
+    missing = sorted(set(range(classes)) - set(data.labels.tolist()))
+    if missing:
+        logger.warning("proxy set %r has no samples of classes %s", proxy.name, ", ".join(map(str, missing)))
+    return data, encode({PART: proxy})
+
+
+def _read_proxy(section: ProxySection) -> ProxySet:
+    try:
+        inputs, labels = read_labelled(section.data)
+    except DataError as error:
+        raise ConfigurationError(f"[proxy] data: {error}") from error
+    if labels.dtype.kind not in "iu" or labels.ndim != 1 or inputs.dtype.kind != "f":
+        raise ConfigurationError(
+            f"[proxy] data: inputs are {inputs.dtype} and labels are {labels.dtype} of shape {list(labels.shape)}; "
+            "expected floating-point inputs [P, ...] and integer labels [P]"
+        )
+    inputs, labels = np.ascontiguousarray(inputs, np.float32), labels.astype(np.int32)
+    return ProxySet(name=section.name, licence=section.licence, inputs=inputs, labels=labels)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fleetdistill.errors import DamagedError, KnowledgeError, QuorumNotReached, RunError
 from fleetdistill.seeds import derive_seed
@@ -26,14 +27,11 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.buffering import BufferTerms
 from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort, Waker
-from fleetdistill_server.engine.contract import build_method, make_contract
-from fleetdistill_server.engine.contract_files import check_proxy, check_readable
+from fleetdistill_server.engine.contract import build_method, check_proxy, check_readable, make_contract
 from fleetdistill_server.engine.forgetting import forget_requested
 from fleetdistill_server.engine.group import Group
-from fleetdistill_server.engine.pauses import pause_seconds
 from fleetdistill_server.engine.round_training import RoundTraining
 from fleetdistill_server.engine.starting_model import load_starting_model
-from fleetdistill_server.engine.usable import reason_not_usable
 from fleetdistill_server.logs import about
 from fleetdistill_server.methods.evaluation import load_evaluation
 from fleetdistill_server.phases import phase
@@ -48,6 +46,15 @@ from fleetdistill_server.texts import counted
 logger = logging.getLogger("fleetdistill.server.engine")
 _REPORTED_AFTER = 3
 """Number of consecutive short rounds after which the reason in the run's status reports them."""
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 60.0
+_DOUBLINGS = 16
+"""Upper bound on the exponent; pauses reach `_LONGEST_PAUSE_SECONDS` before it."""
+
+
+def pause_seconds(failures: int) -> float:
+    """Returns the pause after this many consecutive failures, at least 1: 0.1 s, doubled each time, at most 60 s."""
+    return float(min(_FIRST_PAUSE_SECONDS * 2.0 ** min(failures - 1, _DOUBLINGS), _LONGEST_PAUSE_SECONDS))
 
 
 class _UnusableState(Exception):
@@ -422,3 +429,24 @@ def _devices(count: int) -> str:
 
 def _data_version(profile: bytes) -> str:
     return contract_pb2.DeviceProfile.FromString(profile).data_version.hex()
+
+
+def reason_not_usable(state: Mapping[str, Any]) -> str | None:
+    """Describes the first tensor in a state that has a non-finite value or a negative batch-norm variance.
+
+    Returns None if the state has no such tensor.
+    """
+    for name, tensor in _tensors(state, ""):
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            return f"{name} is not finite"
+        if name.endswith("running_var") and bool((tensor < 0).any()):
+            return f"{name} has a negative value, {float(tensor.min()):g}"
+    return None
+
+
+def _tensors(state: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(state, Tensor):
+        yield path, state
+    items = state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, list | tuple) else ()
+    for key, value in items:
+        yield from _tensors(value, f"{path}.{key}" if path else str(key))

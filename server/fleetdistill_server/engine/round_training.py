@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,6 @@ from fleetdistill.progress import reported_to
 from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.engine.group import Group, Round
 from fleetdistill_server.engine.resume_storage import ResumeStorage
-from fleetdistill_server.engine.training_progress import TrainingProgress
 from fleetdistill_server.logs import about
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.training.ranks import ALONE
@@ -22,6 +22,41 @@ from fleetdistill_server.training.trainer import Trainer
 logger = logging.getLogger("fleetdistill.server.engine")
 _PROGRESS = "round "
 """Beginning of the reason in the run's status while it reports progress."""
+INTERVAL_SECONDS = 10.0
+"""Minimum time between two reports, in seconds; also before the first one, so that short work reports nothing."""
+
+
+class TrainingProgress:
+    """Receiver of `fleetdistill.progress`.
+
+    Args:
+        report: Receives texts such as `training, 40 % done, about 12 min left`.
+        now: Monotonic clock in seconds.
+    """
+
+    def __init__(self, report: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
+        self._report = report
+        self._now = now
+        self._phase = ""
+        self._first = self._last = 0.0
+        self._started = self._reported = now()
+
+    def __call__(self, phase: str, fraction: float) -> None:
+        now = self._now()
+        if phase != self._phase or fraction < self._last:  # the next training
+            self._phase, self._first, self._started, self._reported = phase, fraction, now, now
+        self._last = fraction
+        if now - self._reported >= INTERVAL_SECONDS and fraction > self._first:
+            self._reported = now
+            left = (now - self._started) * (1 - fraction) / (fraction - self._first)
+            self._report(f"{phase}, {fraction:.0%} done, about {_duration(left)} left".replace("%", " %"))
+
+
+def _duration(seconds: float) -> str:
+    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 1.5 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
 
 
 class RoundTraining:
