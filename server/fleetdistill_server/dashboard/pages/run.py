@@ -15,10 +15,8 @@ from fleetdistill_server.dashboard.panels.classes import ClassesPanel
 from fleetdistill_server.dashboard.panels.curves import CurvesPanel
 from fleetdistill_server.dashboard.panels.devices import DevicesPanel
 from fleetdistill_server.dashboard.panels.embed import EmbedPanel
-from fleetdistill_server.dashboard.panels.events import EventsPanel
 from fleetdistill_server.dashboard.panels.round import RoundPanel
-from fleetdistill_server.dashboard.panels.rounds import RoundsPanel
-from fleetdistill_server.dashboard.panels.settings import SettingsPanel
+from fleetdistill_server.dashboard.panels.tables import EventsPanel, RoundsPanel, SettingsPanel
 from fleetdistill_server.dashboard.panels.traffic import TrafficPanel
 from fleetdistill_server.dashboard.readers import RUNS
 from fleetdistill_server.dashboard.units import ROUND_SECONDS, UNKNOWN, duration, percent, size
