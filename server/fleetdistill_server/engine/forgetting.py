@@ -5,7 +5,7 @@ events. The device's share in values that methods averaged or learned over many 
 
 After `fleetdistill devices forget` the run no longer asks the device. Forgetting happens between two rounds: in the
 engine, or immediately in the command if no server serves the run, after closing an open round as short. For a run at
-rest the supervisor starts this module as a process (`service/forgetting.py`). Forgetting proceeds in three steps:
+rest the supervisor starts this module as a process (`service/supervisor.py`). Forgetting proceeds in three steps:
 commit a state without the device, delete everything that is no longer needed, mark the device as forgotten. After a
 failure before the last step, all steps are repeated.
 """

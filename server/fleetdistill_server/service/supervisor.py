@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,10 +26,9 @@ from fleetdistill_server.logs import Interruption
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.call_log import CallLog
 from fleetdistill_server.service.engine_slots import engines_at_once, make_slots
-from fleetdistill_server.service.forgetting import Forgetting
 from fleetdistill_server.service.front_process import FrontProcess
 from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessFile, ProcessState
-from fleetdistill_server.service.processes import check_system
+from fleetdistill_server.service.processes import check_system, child_environment
 from fleetdistill_server.service.reconciliation import Reconciliation
 from fleetdistill_server.service.registration import serve_run
 from fleetdistill_server.service.wakeups import make_ends
@@ -36,6 +39,9 @@ from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
 _LOOK_SECONDS = 0.1
+_FORGET_LOOK_SECONDS = 1.0
+_FORGET_RETRY_SECONDS = 60.0
+"""Pause after a process that failed to forget devices, for example because a backup is in progress."""
 _START_PATIENCE_SECONDS, _PATIENCE_SECONDS = 60.0, 2.0
 """Time for which the supervisor waits for a database: at its start, and later, when it also looks after the front."""
 _away = Interruption(logger, "the store cannot be used; retrying: %s", "the store can be used again")
@@ -47,6 +53,45 @@ def _write_served(config: RunConfig | ServerConfig) -> Path:
     with disk_errors(f"writing {path}"):
         write_private(path, as_toml(config).encode())
     return path
+
+
+class Forgetting:
+    """Starts a process whenever a run that is over, or stopped, has devices to forget; one at a time.
+
+    It is a process of its own because it loads torch.
+
+    Args:
+        store: The supervisor's store.
+        directory: The store's directory.
+        run: The only run of the server; empty for all.
+    """
+
+    def __init__(self, store: Store, directory: Path, run: str) -> None:
+        self._store, self._directory, self._run = store, directory, run
+        self._process: subprocess.Popen[bytes] | None = None
+        self._next_look = 0.0
+
+    def look(self) -> None:
+        """Starts a process if one is needed; does not wait for it."""
+        if self._process is not None and (status := self._process.poll()) is not None:
+            self._process = None
+            if status:
+                logger.error("forgetting devices failed with exit status %d; trying again later", status)
+                self._next_look = time.monotonic() + _FORGET_RETRY_SECONDS
+        if self._process is not None or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _FORGET_LOOK_SECONDS
+        runs = [run for run in self._store.devices.runs_to_forget_in() if self._run in ("", run)]
+        if runs:
+            module = "fleetdistill_server.engine.forgetting"
+            command = [sys.executable, "-m", module, str(self._directory), str(os.getpid()), *runs]
+            self._process = subprocess.Popen(command, env=child_environment())
+
+    def stop(self) -> None:
+        """Ends the process; the next server starts it again."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
 
 
 class Supervisor:
