@@ -23,7 +23,7 @@ from fleetdistill_server.simulation.report.device_plots import (
     plot_rounds,
 )
 from fleetdistill_server.simulation.report.plots import plot_comparison, plot_partition, save_report_figure
-from fleetdistill_server.simulation.report.shown import MOST_ROWS
+from fleetdistill_server.simulation.report.table import MOST_ROWS
 
 figure_module = pytest.importorskip("matplotlib.figure", reason="matplotlib draws the pictures")
 

@@ -27,7 +27,7 @@ from fleetdistill_server.simulation.report.device_plots import (
     plot_gains,
     plot_rounds,
 )
-from fleetdistill_server.simulation.report.shown import rows_shown
+from fleetdistill_server.simulation.report.table import rows_shown
 from fleetdistill_server.views.units import readable_bytes
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill_server.simulation.report.results import DeviceReport, FleetReport
-from fleetdistill_server.simulation.report.shown import rows_shown
 from fleetdistill_server.views.units import readable_bytes
 
 if TYPE_CHECKING:
@@ -105,3 +104,13 @@ def _add_further(table: Table, names: Sequence[str], further: _Further) -> None:
 
 def _arrow(before: float | None, after: float | None) -> str:
     return " -> ".join(f"{one:.1%}" for one in (before, after) if one is not None)
+
+
+MOST_ROWS = 60
+"""Largest number of devices with a row of their own; report.json has all of them."""
+
+
+def rows_shown(devices: int) -> list[int]:
+    """Returns the positions of the devices that get a row, evenly spaced if there are too many for all."""
+    shown = min(devices, MOST_ROWS)
+    return [number * devices // shown for number in range(shown)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 
 from fleetdistill import Step
 from fleetdistill.errors import RunError
@@ -11,7 +13,6 @@ from fleetdistill.knowledge import DELIVER
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.drive import DriveFleet
 from fleetdistill_server.simulation.links.simulated_devices import SimulatedDevices
-from fleetdistill_server.simulation.timing.agenda import Agenda, Kind
 from fleetdistill_server.simulation.timing.clock import START, SimulatedClock
 from fleetdistill_server.simulation.timing.fleet_traces import FleetTraces, Span
 from fleetdistill_server.simulation.timing.work_log import Work, WorkLog
@@ -19,6 +20,42 @@ from fleetdistill_server.store.database import Row
 
 LONGEST_WAIT_SECONDS = 30 * 86_400.0
 """Simulated seconds without an open ask after which a simulation fails, because too few devices are available."""
+
+
+class Kind(IntEnum):
+    """Kinds of events. At equal times, events happen in this order."""
+
+    RETURNS = 0
+    """A device becomes available."""
+    ANSWERS = 1
+    """A device has finished its work on an ask."""
+    GOES = 2
+    """A device becomes unavailable."""
+    LEASE = 3
+    """The lease of a device that lost contact ends."""
+    DEADLINE = 4
+    """The deadline of an ask has passed."""
+
+
+class Agenda:
+    """Events ordered by time, kind and device, so that their order does not depend on the order of additions."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[float, Kind, str]] = []
+
+    def add(self, at: float, kind: Kind, device: str = "") -> None:
+        """Adds an event at a simulated time in seconds."""
+        heapq.heappush(self._events, (at, kind, device))
+
+    def next_time(self) -> float | None:
+        """Returns the time of the next event, or None if there is none."""
+        return self._events[0][0] if self._events else None
+
+    def due(self, now: float) -> Iterator[tuple[Kind, str]]:
+        """Removes and yields the events up to `now`, also those that are added meanwhile."""
+        while self._events and self._events[0][0] <= now:
+            _, kind, device = heapq.heappop(self._events)
+            yield kind, device
 
 
 class SimulatedTime(DriveFleet):

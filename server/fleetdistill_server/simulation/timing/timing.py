@@ -5,17 +5,51 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from fleetdistill.interruption import Hold
 from fleetdistill.link.base import Link
+from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.simulation.links.memory_link import SharedLink
 from fleetdistill_server.simulation.links.simulated_devices import SimulatedDevices
 from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.simulation.timing.behaviour import FleetBehaviour
 from fleetdistill_server.simulation.timing.clock import SimulatedClock, latest_stamp
 from fleetdistill_server.simulation.timing.drive import SimulatedTime
 from fleetdistill_server.simulation.timing.fleet_traces import FleetTraces
-from fleetdistill_server.simulation.timing.held_link import HeldLink
 from fleetdistill_server.simulation.timing.work_log import WorkLog
+
+
+class HeldLink(SharedLink):
+    """An in-memory link that holds back a device's answer while the device is at work in simulated time.
+
+    Args:
+        api: Server side of the device API.
+        seconds_left: Returns the simulated seconds until a device may send its answer to an ask, given the device and
+            the ask's round and step number; at most 0 if it may.
+    """
+
+    def __init__(self, api: DeviceApi, seconds_left: Callable[[str, int, int], float]) -> None:
+        super().__init__(api)
+        self._seconds_left = seconds_left
+
+    def upload_status(
+        self, identity: service_pb2.Identity, name: service_pb2.UploadName
+    ) -> service_pb2.UploadStatusResponse:
+        """Returns an upload's status. Raises WorkInterrupted while the device is at work; it keeps the answer."""
+        self._check_finished(identity.device, name)
+        return super().upload_status(identity, name)
+
+    def take(self, header: service_pb2.UploadHeader, payload: Payload) -> service_pb2.Receipt:
+        """Gives the server an answer. Raises WorkInterrupted while the device is at work; it keeps the answer."""
+        self._check_finished(header.identity.device, header.name)
+        return super().take(header, payload)
+
+    def _check_finished(self, device: str, name: service_pb2.UploadName) -> None:
+        seconds = self._seconds_left(device, name.round, name.step_number)
+        if seconds > 0:
+            raise Hold("simulated work", f"the device works for {seconds:g} more simulated seconds", seconds).error()
 
 
 class Timing:
