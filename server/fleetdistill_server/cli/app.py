@@ -21,9 +21,7 @@ from fleetdistill_server.cli.audit import audit
 from fleetdistill_server.cli.dashboard import check_installed, dashboard, open_simulation
 from fleetdistill_server.cli.device import conformance, device_app
 from fleetdistill_server.cli.devices import devices_app
-from fleetdistill_server.cli.doctor import doctor
-from fleetdistill_server.cli.health import health
-from fleetdistill_server.cli.operators import operators
+from fleetdistill_server.cli.doctor import doctor, health
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,
@@ -39,7 +37,7 @@ from fleetdistill_server.cli.options import (
 from fleetdistill_server.cli.pki import enrol, pki_app
 from fleetdistill_server.cli.runs import runs_app
 from fleetdistill_server.cli.serve import serve
-from fleetdistill_server.cli.store import backup, restore
+from fleetdistill_server.cli.store import backup, operators, restore
 from fleetdistill_server.methods.traffic import Sizes
 from fleetdistill_server.operations.source import open_source
 from fleetdistill_server.start import INTERRUPTED, ctrl_c_interrupts

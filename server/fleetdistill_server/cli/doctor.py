@@ -1,4 +1,8 @@
-"""`fleetdistill doctor`: says in words what is wrong with a server or a device, and what to do."""
+"""`fleetdistill doctor` and `fleetdistill health`.
+
+`doctor` says what is wrong with a server or a device, and what to do. `health` makes one call to a server, for health
+checks of containers and for monitors.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Annotated
 import typer
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.cli.options import JsonOption, report_errors
+from fleetdistill_server.cli.options import IdentityOption, JsonOption, report_errors
 
 
 @report_errors
@@ -36,3 +40,23 @@ def doctor(
         assert config is not None
         found = examine(config, quick=quick, insecure=insecure)
     raise typer.Exit(of_device.show(found, as_json=as_json))
+
+
+@report_errors
+def health(
+    server: Annotated[str, typer.Argument(help="host:port of the server.")],
+    ca: Annotated[
+        Path | None,
+        typer.Option(help="The server's ca.pem: checks the enrolment port of a server with TLS, without an identity."),
+    ] = None,
+    identity: IdentityOption = None,
+    service: Annotated[str, typer.Option(help="Only this service, such as fleetdistill.engine.")] = "",
+) -> None:
+    """Exits with 0 if a server works. Example: fleetdistill health localhost:50052 --ca fleetdistill-pki/ca.pem
+
+    In plain text, or with --identity on the server's main port, front, database, engines and disk must work. With --ca
+    the enrolment port must answer with the server's certificate, which is all that it tells anyone.
+    """
+    from fleetdistill_server.operations.health import check_health
+
+    typer.echo(f"{server} {check_health(server, ca=ca, identity=identity, service=service)}")
