@@ -77,10 +77,6 @@ def _about(store: Store, directory: Path, query: Query) -> View:
     return View({}, {"version": VERSION, **facts, "served_run": None if found is None else found.run})
 
 
-def _health(store: Store, directory: Path, query: Query) -> View:
-    return View({}, {"problems": health.problems(store, directory), "failed_runs": health.failed_runs(store)})
-
-
 def _events(store: Store, directory: Path, query: Query) -> View:
     wanted = {"kind": query.kind, "device": query.device, "text": query.text, "most": query.most}
     return overview.events(store, query.run, before=query.before, **wanted)  # type: ignore[arg-type]
@@ -97,7 +93,9 @@ ViewReader = Callable[[Store, Path, Query], View]
 FOR_OPERATORS: Mapping[str, ViewReader] = {"operators": _operators}
 """Functions that read the views that only operators may read, by name."""
 VIEWS: Mapping[str, ViewReader] = {
-    "health": _health,
+    "health": lambda store, directory, query: View(
+        {}, {"problems": health.problems(store, directory), "failed_runs": health.failed_runs(store)}
+    ),
     "server": lambda store, directory, query: server.server(store, directory),
     "about": _about,
     "runs": lambda store, directory, query: runs.runs(store, served(directory, store)),
