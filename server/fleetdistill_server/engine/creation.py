@@ -35,7 +35,9 @@ def _created(directory: Path, run: NewRun, call: Call) -> str:
         config = run_config(_settings(given, directory))
         if run.data_directories is not None:
             _check_places(config, run.data_directories, approved)
-        _check(store, config)
+        if not is_prepared(store, config):
+            build(config)
+        evaluation_samples(config)
         with store.operator_calls.with_change(call) as outcome:
             outcome.text = create(store, config, start_it=run.start, who=call.who, may_change=not run.clone_of)
         return outcome.text
@@ -75,12 +77,6 @@ def _is_in(file: str, directories: Sequence[Path]) -> bool:
     except (OSError, RuntimeError, ValueError):  # links in a circle, or a null character
         return False
     return any(path.is_relative_to(one) for one in directories)
-
-
-def _check(store: Store, config: RunConfig) -> None:
-    if not is_prepared(store, config):
-        build(config)
-    evaluation_samples(config)
 
 
 def main() -> int:

@@ -298,7 +298,10 @@ class Engine:
         left_out = self._store.devices.left_out(self._name, self._row()["next_round"])
         least = math.ceil(self._config.run.quorum * self._needed_devices() - 1e-9)
         for those in (available(profiles, left_out, least), profiles):
-            present = {device: _data_version(profile) for device, profile in those.items()}
+            present = {
+                device: contract_pb2.DeviceProfile.FromString(profile).data_version.hex()
+                for device, profile in those.items()
+            }
             if not self._endless or self.method.is_due(present):
                 return present
         return None
@@ -425,10 +428,6 @@ class Engine:
 
 def _devices(count: int) -> str:
     return f"{count} device{'s' if count != 1 else ''}"
-
-
-def _data_version(profile: bytes) -> str:
-    return contract_pb2.DeviceProfile.FromString(profile).data_version.hex()
 
 
 def reason_not_usable(state: Mapping[str, Any]) -> str | None:
