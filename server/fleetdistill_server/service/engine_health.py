@@ -40,7 +40,9 @@ class EngineHealth:
         """
         found = serving(self._directory)
         names = self._store.runs.names() if found is None else self._have_turns(found)
-        self._beats = {run: self._beats.get(run) or self._observe(run) for run in names}
+        self._beats = {
+            run: self._beats.get(run) or HeartbeatMonitor(engine_directory(self._directory, run)) for run in names
+        }
         bad = {run: beats for run, beats in self._beats.items() if beats.silent_seconds() >= _limit(beats)}
         if found is None and any(run not in bad and beats.seen for run, beats in self._beats.items()):
             return []  # someone started it by hand
@@ -52,9 +54,6 @@ class EngineHealth:
 
     def _have_turns(self, found: Serving) -> list[str]:
         return [row["name"] for row in queue_of(found, self._store)][: found.engines]
-
-    def _observe(self, run: str) -> HeartbeatMonitor:
-        return HeartbeatMonitor(engine_directory(self._directory, run))
 
 
 def _limit(beats: HeartbeatMonitor) -> float:
