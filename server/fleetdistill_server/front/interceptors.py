@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -15,7 +16,6 @@ from google.protobuf.message import DecodeError
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.framing import unframed
-from fleetdistill.wire.payload import Chunk
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.front.errors import abort
 
@@ -105,9 +105,5 @@ class RawChunks(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call_details: Any) -> Any:
         handler = await continuation(call_details)
         if call_details.method == f"{_DEVICE}Upload":
-            return handler._replace(request_deserializer=_upload_message)
+            return handler._replace(request_deserializer=partial(unframed, kind=service_pb2.UploadRequest))
         return handler._replace(response_serializer=None) if call_details.method == f"{_DEVICE}Download" else handler
-
-
-def _upload_message(message: bytes) -> Chunk | service_pb2.UploadRequest:
-    return unframed(message, service_pb2.UploadRequest)
