@@ -113,7 +113,8 @@ class DeviceApi:
             if not self.commit(partial(self._register, run, device, secret_hash, profile)):
                 raise id_taken(device)  # another device registered the id in the meantime
             self.sessions.renew(run, device)
-            self._note_large(run, device, request.profile.samples)
+            for large, text in self._sizes.add(run, device, request.profile.samples):
+                self.commit(partial(_note, run, LARGE_DEVICE, text, large))
             logger.info("checked in", extra=about(run=run, device=device))
             self.wake_engine()
         answer.lease_seconds = self.sessions.lease_seconds
@@ -133,10 +134,6 @@ class DeviceApi:
             self._sizes.forget(run)
             raise unknown_run(run)
         return store.devices.register(run, device, hashed, profile)
-
-    def _note_large(self, run: str, device: str, samples: int) -> None:
-        for large, text in self._sizes.add(run, device, samples):
-            self.commit(partial(_note, run, LARGE_DEVICE, text, large))
 
     def _check_profile(
         self, run: str, device: str, contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile
