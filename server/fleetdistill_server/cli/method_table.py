@@ -53,7 +53,8 @@ class MethodsView(View):
         rows = self.lists["methods"]
         what = _table("methods and their needs", [_what(row) for row in rows], right=())
         costs = _table("cost of a round for one device", [_costs(row) for row in rows], right=("linked", "up", "down"))
-        return [what, costs, _assumed(self.facts), *_recommended(rows)]
+        chosen = [f"Recommended: {row['method']}, {row['recommended']}." for row in rows if row["recommended"]]
+        return [what, costs, _assumed(self.facts), *chosen]
 
 
 def methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS, run: RunSizes | None = None) -> MethodsView:
@@ -134,7 +135,7 @@ def _what(row: Row) -> dict[str, str]:
         "method": row["method"],
         "summary": row["summary"],
         "models": models,
-        "proxy": _yes_or_no(row["proxy_set"]),
+        "proxy": "yes" if row["proxy_set"] else "no",
     }
 
 
@@ -158,10 +159,6 @@ def _assumed(facts: Mapping[str, Any]) -> str:
     return f"Assumes {facts['knowledge_type']} and, per device: {', '.join(assumed)}.\n{own}{_LEFT_OUT}"
 
 
-def _recommended(rows: Sequence[Row]) -> list[str]:
-    return [f"Recommended: {row['method']}, {row['recommended']}." for row in rows if row["recommended"]]
-
-
 _LEFT_OUT = (
     'Default settings. Figures are for one round, or the mean over a run whose rounds differ; "in all" means for the '
     "whole run. Not included: payload headers (about 0.5 kB each), the first round's initial weights or proxy set, "
@@ -176,10 +173,6 @@ def _number(size: int | Mapping[str, int]) -> str:
         return f"{size:,}"
     buffers = f" + {size['buffer_bytes']:,} bytes" if size["buffer_bytes"] else ""
     return f"{size['parameters']:,}{buffers}"
-
-
-def _yes_or_no(fact: bool) -> str:
-    return "yes" if fact else "no"
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str]], right: Sequence[str]) -> Table:

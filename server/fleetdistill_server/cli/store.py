@@ -34,8 +34,6 @@ def backup(
     With --server, an operator copies the backup to this machine. An interrupted copy begins again. The exit status is 1
     if the store has lost payloads; the backup has all others.
     """
-    from fleetdistill_server.operations.source import open_source
-
     with open_source(store, server, identity) as source:
         made = source.back_up(out)
     for one in made.lost:
