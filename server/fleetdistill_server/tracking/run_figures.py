@@ -40,7 +40,8 @@ def points_since(store: Store, run: str, after: int) -> list[Points]:
         run: Name of the run.
         after: Number of a round; 0 for all rounds.
     """
-    reported, sent = defaultdict[int, list[Row]](list), defaultdict[int, dict[str, float]](_no_bytes)
+    reported = defaultdict[int, list[Row]](list)
+    sent = defaultdict[int, dict[str, float]](lambda: {"bytes/up": 0.0, "bytes/down": 0.0})
     span = (run, after + 1, EVERY)
     # Before their figures: a round that ends between two reads would lack some, and might not be read again.
     rounds = list(store.summaries.rounds(*span))
@@ -56,10 +57,6 @@ def points_since(store: Store, run: str, after: int) -> list[Points]:
             values = {**_values(row, reported[number]), **sent[number], "round/guards": float(guards.get(number, 0))}
             found.append(Points(number, row["ended_at"], _finite(values)))
     return found
-
-
-def _no_bytes() -> dict[str, float]:
-    return {"bytes/up": 0.0, "bytes/down": 0.0}
 
 
 def _values(row: Row, reported: Sequence[Row]) -> dict[str, float]:
