@@ -82,7 +82,11 @@ def run_over_memory(
         states = DeviceStates(store) if isinstance(store, RoundStore) else None
         clock = None if timing is None else timing.clock
         with SimulatedDevices(specs, link_of, states, most_open, clock, remote) as devices:
-            waker = _waker(api, config, devices, timing, lambda: watch(store))
+            after = partial(watch, store)
+            if timing is None:
+                waker = DriveFleet(store, config.run.name, devices, after)
+            else:
+                waker = timing.drive(api, devices, after)
             most = MOST_SHORT_ROUNDS if timing is None else _MOST_SHORT_ROUNDS_OF_TRACES
             engine = Engine(store, config, waker, most)
             engine.pauses = timing is not None
@@ -107,14 +111,6 @@ def _api(store: Store, config: RunConfig, timing: Timing | None) -> DeviceApi:
         )
     api.uploads.compression = api.compression
     return api
-
-
-def _waker(
-    api: DeviceApi, config: RunConfig, devices: SimulatedDevices, timing: Timing | None, after: Callable[[], None]
-) -> DriveFleet:
-    if timing is None:
-        return DriveFleet(api.store, config.run.name, devices, after)
-    return timing.drive(api, devices, after)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from fleetdistill import Device, FleetDistillError, Step
 from fleetdistill.errors import RunError
@@ -121,7 +120,7 @@ class WaitingDevices:
 
     def put(self, name: str, device: Device) -> None:
         """Adds a device, and closes others or it."""
-        size = DEVICE_BYTES + _state_bytes(device.state_dir)
+        size = DEVICE_BYTES + sum(path.stat().st_size for path in device.state_dir.glob("*.safetensors"))
         with self._lock:
             self._open[name] = device, size
             self._bytes += size
@@ -149,7 +148,3 @@ class WaitingDevices:
 def most_waiting() -> int:
     """Returns how many devices of a process may be open while they wait: each has two or three open files."""
     return max(1, open_files() // 8)
-
-
-def _state_bytes(state_dir: Path) -> int:
-    return sum(path.stat().st_size for path in state_dir.glob("*.safetensors"))

@@ -135,7 +135,8 @@ def c_spec(own_kcc: Cells | Margins, score: Score = accuracy, average: str = "de
     Raises:
         ConfigurationError: `average` is unknown.
     """
-    _check_average(average)
+    if average not in ("devices", "samples"):
+        raise ConfigurationError(f"unknown average {average!r}, expected devices or samples")
     own = Margins.of(own_kcc)
     return mean_over_parts(own, score) if average == "devices" else score(own.total())
 
@@ -224,8 +225,3 @@ def _joined(parts: Sequence[Margins]) -> Margins:
 def median_of_rounds(curve: Sequence[float], first: int, last: int) -> float:
     """Returns the median over rounds `first` to `last`, counted from 1 and inclusive."""
     return float(np.median(curve[first - 1 : last]))
-
-
-def _check_average(average: str) -> None:
-    if average not in ("devices", "samples"):
-        raise ConfigurationError(f"unknown average {average!r}, expected devices or samples")
