@@ -60,7 +60,11 @@ def shut_out(pki: Path, store: Store | None) -> ShutOut:
     """
     authority = x509.load_der_x509_certificate(Authority(pki).der)
     devices = [] if store is None else sorted(_old_devices(store, authority))
-    identities = [(holder, pem) for holder, pem in _identities(pki) if store is None or not _is_revoked(store, holder)]
+    identities = [
+        (holder, pem)
+        for holder, pem in _identities(pki)
+        if store is None or not store.credentials.is_revoked(*holder.subjects)
+    ]
     old, new = set[str](), set[str]()
     for holder, pem in identities:
         (new if _is_signed(pem, authority) else old).add(f"{holder.role} {holder.name}")
@@ -93,10 +97,6 @@ def _identities(pki: Path) -> Iterable[tuple[Holder, bytes]]:
         holder = holder_of(pem)
         if holder is not None and holder.expires_at > time.time():
             yield holder, pem
-
-
-def _is_revoked(store: Store, holder: Holder) -> bool:
-    return store.credentials.is_revoked(*holder.subjects)
 
 
 def _is_signed(pem: bytes, authority: x509.Certificate) -> bool:
