@@ -307,18 +307,15 @@ class ListeningServer(service_pb2_grpc.DeviceServiceServicer):
             act = self._named(request.name, context)
             act.next_byte = len(act.answer.data)
             if act.receipt.id:
-                self._report_receipt(act)
+                if act.scene.fault == "receipt-lost":
+                    self._expect("upload.receipt", True)
+                act.done = True
                 return service_pb2.UploadStatusResponse(receipt=act.receipt)
             if act.scene.fault == "late":
                 act.done = True
                 self._expect("upload.closed", True)
                 return service_pb2.UploadStatusResponse(closed_code="late", closed_text="the deadline has passed")
             return service_pb2.UploadStatusResponse(ask_open=True, next_byte=act.next_byte)
-
-    def _report_receipt(self, act: Act) -> None:
-        if act.scene.fault == "receipt-lost":
-            self._expect("upload.receipt", True)
-        act.done = True
 
     def _named(self, name: service_pb2.UploadName, context: Any) -> Act:
         """Returns the round that an upload names, and checks the name."""

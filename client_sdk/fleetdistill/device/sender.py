@@ -83,7 +83,8 @@ class Sender:
             if outcome.receipt:
                 self._promote(outcome.pending)
             else:
-                self._drop()
+                self._storage.outbox.drop()
+                self._session.forget_state()  # back to the state of the last acknowledged answer
 
     def emit_outcome(self) -> None:
         """Emits the outcome of the last answer, unless the app has its events already; then exports a new delivery."""
@@ -238,11 +239,6 @@ class Sender:
                 self._deployer.deliver(compute, pending.replacement)
         else:
             compute.forget_state()  # an earlier process computed the answer; the new state is only on the disk
-
-    def _drop(self) -> None:
-        """Drops a refused answer and returns to the state of the last acknowledged one."""
-        self._storage.outbox.drop()
-        self._session.forget_state()
 
 
 def _closed(pending: Pending, status: service_pb2.UploadStatusResponse) -> RefusedError:

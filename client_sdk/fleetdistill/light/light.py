@@ -23,7 +23,7 @@ from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.arguments import check_all_data
 from fleetdistill.device.compute import Computed, MakeCompute, faults_decline
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
-from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, Kind, Metric, Metrics, Plan
+from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, Kind, Metrics, Plan
 from fleetdistill.light.onnx_extractor import OnnxExtractor, extractor_of
 from fleetdistill.light.variants import (
     FrozenLightModel,
@@ -247,15 +247,12 @@ class LightCompute:
             outline, spaces, _ = unpack_variants(saved)
             self._statistics.restore(spaces.get("space"), outline["plan"])
             if delivered is not None:
-                self._restore_delivered(delivered)
+                kept, self._in_use = _classifiers(delivered)
+                self._update_models(kept)
         except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
             raise StateError(f"the saved state is damaged: {error}") from error
         self._delivered_accuracy = None
         self.has_state = True
-
-    def _restore_delivered(self, delivered: bytes) -> None:
-        kept, self._in_use = _classifiers(delivered)
-        self._update_models(kept)
 
     def forget_state(self) -> None:
         """Discards changes since the last receipt; the device restores the committed state before the next use."""
@@ -287,7 +284,8 @@ class LightCompute:
         self._best, replacement = self._judge(scores, list(variants))
         figures = [metric for place, counts in scores.items() for metric in metrics_of(place, counts, allow)]
         figures += allowed(self._statistics.current_variants.figures, allow)
-        figures += _replacement_metrics(replacement, list(variants))
+        if replacement.accuracy is not None:
+            figures += [replacement.metric(REPLACED), *picked(list(variants), replacement)]
         if "metrics" in allow:
             answer = replace(answer, parts={"metrics": Metrics(metrics=figures)})
         delivered = self._packed_delivery(variants, self._best) if replacement.replaced else None
@@ -407,10 +405,6 @@ def _classifiers(delivered: bytes) -> tuple[dict[str, SpaceClassifier], str]:
         for name, temperature in outline["temperatures"].items()
     }
     return kept, outline["in_use"]
-
-
-def _replacement_metrics(replacement: Replacement, names: Sequence[str]) -> list[Metric]:
-    return [] if replacement.accuracy is None else [replacement.metric(REPLACED), *picked(names, replacement)]
 
 
 def _config_of(contract: contract_pb2.Contract) -> Settings:

@@ -98,7 +98,9 @@ class Connection:
         # takes bytes
         self.stub.Upload = self._channel.stream_unary(_UPLOAD, None, service_pb2.UploadResponse.FromString)
         self.stub.Download = self._channel.unary_stream(
-            _DOWNLOAD, service_pb2.DownloadRequest.SerializeToString, _download_message
+            _DOWNLOAD,
+            service_pb2.DownloadRequest.SerializeToString,
+            functools.partial(unframed, kind=service_pb2.DownloadResponse),
         )
 
     def close(self) -> None:
@@ -321,10 +323,6 @@ def _upload_messages(header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk
     yield service_pb2.UploadRequest(header=header).SerializeToString()
     for chunk in chunks:
         yield framed(chunk)
-
-
-def _download_message(message: bytes) -> Chunk | service_pb2.DownloadResponse:
-    return unframed(message, service_pb2.DownloadResponse)
 
 
 def _translated(error: Any, server: str) -> FleetDistillError:
