@@ -39,7 +39,8 @@ class Board:
 
     def problem_for_monitors(self) -> str | None:
         """Returns what `problem` does, and also that no server works on the store, which a page may well show."""
-        problem, about = self.problem(), self.feed.look(ABOUT)
+        problem = self.problem()
+        about = self.feed.look(ABOUT)
         if problem or about.value is None:
             return problem or about.error or None
         stopped = about.value.facts["served_run"] is None

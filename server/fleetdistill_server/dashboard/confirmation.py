@@ -53,7 +53,10 @@ class Confirmation(Generic[T]):
         do: Callable[[Source], T],
         then: Callable[[T], object],
     ) -> None:
-        self._board, self._do, self._then, self._works = board, do, then, False
+        self._board = board
+        self._do = do
+        self._then = then
+        self._works = False
         with dialog(heading) as self._dialog:
             ui.label(says)
             self.fields = ui.element("div").classes("fd-fields")

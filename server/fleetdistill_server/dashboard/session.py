@@ -113,7 +113,10 @@ class _Gate:
     """Refuses what another origin asks for, and everything without a session but signing in and the health check."""
 
     def __init__(self, app: ASGIApp, token: str, problem: Callable[[], str | None]) -> None:
-        self._app, self._token, self._sessions, self._attempts = app, token, OpenSessions(), _Attempts()
+        self._app = app
+        self._token = token
+        self._sessions = OpenSessions()
+        self._attempts = _Attempts()
         self._problem = problem
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,7 +135,8 @@ class _Gate:
         """Returns the response if the request is not for the pages, else None."""
         if _is_foreign(asked):
             return PlainTextResponse("refused: another origin asked for this", 403)
-        path, method = asked.url.path, asked.scope.get("method", "")
+        path = asked.url.path
+        method = asked.scope.get("method", "")
         if path == HEALTH:
             return await self._health()
         if path == LOGIN:

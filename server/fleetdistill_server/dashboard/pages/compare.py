@@ -29,7 +29,8 @@ def show(board: Board, names: Sequence[str]) -> None:
     """
     chosen = list(dict.fromkeys(names))[:MOST_RUNS]
     with frame(board, "Compare", [("Runs", "/")]):
-        notice, choice = Notice(), _Choice(chosen)
+        notice = Notice()
+        choice = _Choice(chosen)
         if len(set(names)) > MOST_RUNS:
             ui.label(f"Only the first {MOST_RUNS} runs are shown.").props("role=status").classes("fd-muted")
         parts: list[_Part] = [make(board, chosen) for make in (_Figures, _Compared, _Differences)] if chosen else []

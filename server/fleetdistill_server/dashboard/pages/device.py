@@ -59,7 +59,8 @@ def show(board: Board, run: str, device: str) -> None:
         device: Id of the device.
     """
     with frame(board, device, [("Runs", "/"), (run, run_link(run))]):
-        notice, parts = Notice(), _Parts(board, run, device)
+        notice = Notice()
+        parts = _Parts(board, run, device)
 
         def update() -> None:
             snapshot = board.feed.look(readers.device(run, device))

@@ -61,7 +61,9 @@ def show(board: Board, run: str, tab: str = "") -> None:
     with frame(board, run, [("Runs", "/")]):
         notice = Notice()
         with ui.element("div").classes("fd-main-part") as content:
-            actions, head, tabs = RunActions(board, run), Head(), Tabs(board, run, tab)
+            actions = RunActions(board, run)
+            head = Head()
+            tabs = Tabs(board, run, tab)
 
         def update() -> None:
             snapshot = board.feed.look(RUNS)

@@ -20,7 +20,8 @@ from fleetdistill_server.views.runs import NO_SERVER
 def show(board: Board) -> None:
     """Shows all runs, sorted and filtered by the reader."""
     with frame(board, "Runs"):
-        notice, glance = Notice(), Glance(board)
+        notice = Notice()
+        glance = Glance(board)
         search = ui.input("Filter runs", placeholder="name, method or status").props("dense outlined clearable")
         search.classes("fd-filter")
         shown = LiveTable("Runs", _COLUMNS, "There are no runs yet. Start one: fleetdistill serve run.toml", "36rem")

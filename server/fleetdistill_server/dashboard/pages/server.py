@@ -71,7 +71,8 @@ _USED, _FREE, _KEEP = "Size of the store", "Free on its disk", "Uploads are refu
 def show(board: Board) -> None:
     """Shows the server and keeps it up to date."""
     with frame(board, "Server"):
-        notice, glance = Notice(), Glance(board)
+        notice = Notice()
+        glance = Glance(board)
         tables = {name: _table(name) for name in ("processes", "queue")}
         with panel("Store and disk"):
             tiles = Tiles((_DATABASE, _PAYLOADS, _USED, _FREE, _KEEP))

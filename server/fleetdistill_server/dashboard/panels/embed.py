@@ -22,7 +22,9 @@ class EmbedPanel:
     """Python code with this server's address and this run, and a button that copies it."""
 
     def __init__(self, board: Board, run: str) -> None:
-        self._board, self._run, self._shown = board, run, ""
+        self._board = board
+        self._run = run
+        self._shown = ""
         with panel("Add a device"):
             ui.label("An app takes part in this run with these lines. Replace the model and the data by its own.")
             ui.code(_INSTALL, language="sh").classes("fd-code").props('aria-label="Command to install the SDK"')
@@ -81,7 +83,8 @@ def embedding(server: str, run: str, about: dict[str, Any], needs: dict[str, Any
         needs: The run's `contract`: `classes`, `input_shape` and the `columns` that its method needs.
     """
     contract = needs["contract"]
-    shape, classes = contract["input_shape"], len(contract["classes"])
+    shape = contract["input_shape"]
+    classes = len(contract["classes"])
     columns = dict.fromkeys([*contract["columns"], *_SHOWN])
     lines = [
         "from fleetdistill import Device",

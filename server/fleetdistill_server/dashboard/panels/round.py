@@ -59,7 +59,8 @@ class RoundPanel:
         view = self._board.feed.look(round_under_way(self._run)).value
         if view is None:
             return
-        asks, facts = newest_asks(view.lists["asks"]), view.facts
+        asks = newest_asks(view.lists["asks"])
+        facts = view.facts
         now = latest_time(asks, facts)
         if (asks, facts, now) == self._shown:
             return

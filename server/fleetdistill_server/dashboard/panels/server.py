@@ -32,7 +32,8 @@ class Glance:
 
     def update(self) -> None:
         """Shows the newest state."""
-        snapshot, runs = self._board.feed.look(SERVER), self._board.feed.look(RUNS).value
+        snapshot = self._board.feed.look(SERVER)
+        runs = self._board.feed.look(RUNS).value
         view = snapshot.value
         if view is None or runs is None:
             self._sentence.text = snapshot.error or self._sentence.text

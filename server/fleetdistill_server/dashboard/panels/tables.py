@@ -62,7 +62,9 @@ class EventsPanel:
     """A table of the newest events, newest first."""
 
     def __init__(self, board: Board, run: str) -> None:
-        self._board, self._run, self._most = board, run, PAGE
+        self._board = board
+        self._run = run
+        self._most = PAGE
         with panel("Events"):
             with ui.element("div").classes("fd-row"):
                 self._kind = ui.select([ALL], value=ALL, label="Kind").props("dense outlined options-dense")
@@ -80,7 +82,8 @@ class EventsPanel:
         snapshot = self._board.feed.look(events(self._run, kind, self._text.value or "", self._most))
         if snapshot.value is None:
             return
-        rows, facts = snapshot.value.lists["events"], snapshot.value.facts
+        rows = snapshot.value.lists["events"]
+        facts = snapshot.value.facts
         kinds = [ALL, *facts["kinds"]]
         if self._kind.options != kinds:
             self._kind.set_options(kinds, value=self._kind.value if self._kind.value in kinds else ALL)
