@@ -27,7 +27,8 @@ def overview(store: Store, served: Served = NOT_SERVED, *, present: bool = True)
 
 
 def _glance(store: Store, row: Row, present: bool) -> Row:
-    run, wanted = row["name"], json.loads(row["config"]).get("run", {}).get("rounds") or None
+    run = row["name"]
+    wanted = json.loads(row["config"]).get("run", {}).get("rounds") or None
     newest = figures.rounds(store, run, max(store.summaries.last_round(run) - 4 * RECENT, 0))
     lasting = [one["seconds"] for one in newest if one["status"] == "closed"][-RECENT:]
     mean = sum(lasting) / len(lasting) if lasting else None

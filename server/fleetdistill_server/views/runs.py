@@ -90,7 +90,8 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
     found = {row["name"]: row for row in store.runs.all()}
     if name not in found:
         raise ConfigurationError(no_such_run(name, list(found)))
-    expectations, replaced = expected(store, name), store.summaries.replacements(name, 0, EVERY)
+    expectations = expected(store, name)
+    replaced = store.summaries.replacements(name, 0, EVERY)
     lists = {
         "rounds": figures.rounds(store, name),
         **_answers(store, name),
@@ -164,7 +165,8 @@ def run_row(row: Row, served: Served) -> Row:
 
 def _status(row: Row, served: Served) -> str:
     """Returns a run's status, with what keeps its engine from working, such as `queued (1 of 2)`."""
-    name, state = row["name"], state_of(row, served)
+    name = row["name"]
+    state = state_of(row, served)
     if state == QUEUED:
         return f"{state} ({served.queued.index(name) + 1} of {len(served.queued)})"
     if row["status"] not in ACTIVE:

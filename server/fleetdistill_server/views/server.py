@@ -51,7 +51,8 @@ def server(store: Store, directory: Path) -> View:
     Raises:
         StoreError: The store could not be read.
     """
-    found, section = serving(directory), _section(directory)
+    found = serving(directory)
+    section = _section(directory)
     works = served(directory, store)
     certificates = [*_own_certificates(section, store), *_device_certificates(store)]
     lists = {
