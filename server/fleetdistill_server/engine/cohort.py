@@ -145,7 +145,8 @@ class StoreCohort:
         self._waker.wake_other()
         # A step with quorum 0 delivers something that every device should receive.
         enough = 0 if quorum == 0 else self._terms.devices_per_round
-        answered, among = 0, set(asked)
+        answered = 0
+        among = set(asked)
         rows = self._store.asks.of_step(self._terms.run, self.round, self._steps)
         answered_after = partial(self._store.asks.answered_after, self._terms.run, self.round, self._steps, MOST_ROWS)
         arrivals = Arrivals(answered_after, self._accepted, prepare if self.group is None else None)
@@ -279,7 +280,8 @@ class StoreCohort:
         run = self._terms.run
         kinds = self._terms.steps.get(step, {})
         known = {row["device"]: row for row in self._store.asks.of_step(run, self.round, number)}
-        rows, encoded = [], self._encoder(payload)
+        rows = []
+        encoded = self._encoder(payload)
         for device in asked:
             expects = with_columns(kinds, columns(device)) if columns else kinds
             try:

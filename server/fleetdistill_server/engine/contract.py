@@ -95,7 +95,8 @@ def make_contract(
     """
     initial = initial_payload(method)
     extractor = extractor_payload(method)
-    needs, exchanges = method.requirements(), method.run_exchanges()
+    needs = method.requirements()
+    exchanges = method.run_exchanges()
     context = method.context
     if needs.proxy_set and context.proxy is None:
         text = "needs a labelled proxy set, which every device downloads; set [proxy] data in run.toml"

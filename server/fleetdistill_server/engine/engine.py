@@ -90,7 +90,8 @@ class Engine:
         group: Group | None = None,
         token: str | None = None,
     ) -> None:
-        self._most_short_rounds, self.pauses = most_short_rounds, most_short_rounds is None
+        self._most_short_rounds = most_short_rounds
+        self.pauses = most_short_rounds is None
         self.around_round: Callable[[int], AbstractContextManager[object]] = nullcontext
         self._store = store
         self._config = config
@@ -176,7 +177,8 @@ class Engine:
     async def _pause(self, failures: int) -> None:
         """Waits with exponential back-off; returns early if the present devices or their data change."""
         now, profiles = self._store.asks.clock.now, self._store.devices.present_profiles
-        before, until = profiles(self._name), now() + pause_seconds(failures)
+        before = profiles(self._name)
+        until = now() + pause_seconds(failures)
         while (left := until - now()) > 0 and profiles(self._name) == before:
             await self._waker.wait(min(left, POLL_SECONDS))
 

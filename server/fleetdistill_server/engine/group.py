@@ -143,7 +143,8 @@ class FollowingCohort:
 
     def __init__(self, group: Group, store: Store, config: RunConfig, begun: Round) -> None:
         self.round, self.completed = begun.number, begun.completed
-        self.devices, self.data_versions = tuple(begun.devices), dict(begun.data_versions)
+        self.devices = tuple(begun.devices)
+        self.data_versions = dict(begun.data_versions)
         self.remaining: list[str] = sorted(begun.devices)
         self._group = group
         self._store = store

@@ -77,7 +77,8 @@ def evaluation_samples(config: RunConfig) -> int:
     if not file:
         return 0
     data = load_evaluation(file, len(config.contract.class_names()))
-    shape, expected = list(data.inputs.shape[1:]), config.contract.input_shape
+    shape = list(data.inputs.shape[1:])
+    expected = config.contract.input_shape
     if shape != expected:
         raise ConfigurationError(
             f"[evaluation] data: {file!r} has inputs of shape {shape}, but [contract] input_shape is {expected}"

@@ -96,7 +96,8 @@ def _follow(given: _Arguments, group: Group) -> None:
 async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group | None) -> None:
     bounds = Bounds(config.server.disk_budget_bytes, config.server.keep_free_bytes)
     store.blobs.space = DiskSpace(given.store, store.blobs, bounds, lambda: sweep(store))
-    wakeups, spans = Wakeups(given.wakeups, store.database, "engine"), None
+    wakeups = Wakeups(given.wakeups, store.database, "engine")
+    spans = None
     try:
         spans = open_spans(config.server.traces, "engine")
         meter, terms = open_meter(config), (given.most_short_rounds, given.directory, group, given.token)

@@ -32,7 +32,10 @@ class RoundSpans:
     """
 
     def __init__(self, spans: Spans, store: Store, run: str, deadline_seconds: float) -> None:
-        self._spans, self._store, self._run, self._deadline_seconds = spans, store, run, deadline_seconds
+        self._spans = spans
+        self._store = store
+        self._run = run
+        self._deadline_seconds = deadline_seconds
 
     @contextmanager
     def of_round(self, number: int) -> Iterator[None]:

@@ -44,7 +44,10 @@ class TrainingProgress:
     def __call__(self, phase: str, fraction: float) -> None:
         now = self._now()
         if phase != self._phase or fraction < self._last:  # the next training
-            self._phase, self._first, self._started, self._reported = phase, fraction, now, now
+            self._phase = phase
+            self._first = fraction
+            self._started = now
+            self._reported = now
         self._last = fraction
         if now - self._reported >= INTERVAL_SECONDS and fraction > self._first:
             self._reported = now

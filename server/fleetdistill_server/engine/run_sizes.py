@@ -48,7 +48,8 @@ def measure_run(config: RunConfig) -> RunSizes:
         ConfigurationError: A model cannot be built, or the proxy set cannot be read.
     """
     half = build_method(config)
-    own, default = half.sizes(), Sizes()
+    own = half.sizes()
+    default = Sizes()
     names = [one.name for one in fields(Sizes) if one.name not in ("samples", "cuts")]
     measured = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(default, name)}
     return RunSizes(config.run.method, config.method_config(), _fleet_sizes(half.context), measured)
