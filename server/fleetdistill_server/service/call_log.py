@@ -37,7 +37,8 @@ class CallLog:
             return
         self._looked = time.monotonic()
         for row in self._calls.after(self._last, sorted(self._begun)):
-            number, known = row["id"], row["id"] in self._begun
+            number = row["id"]
+            known = row["id"] in self._begun
             self._last = max(self._last, number)
             if row["result"] == BEGUN:
                 self._begun.add(number)

@@ -72,7 +72,9 @@ class EngineProcess:
     def __init__(
         self, run: str, token: str, store: Store, config: ServerConfig, slot: Slot, log: Path | None, *options: str
     ) -> None:
-        self.run, self.token, self.failed = run, token, ""
+        self.run = run
+        self.token = token
+        self.failed = ""
         self._store = store
         self._config = config
         self.slot = slot
@@ -130,7 +132,8 @@ class EngineProcess:
     def _write_config(self) -> dict[str, Any]:
         """Writes the configuration for the engine's process, readable only by its owner."""
         setup = self._store.led.setup(self.run) or {}
-        given, own = self._config.server.model_dump(), setup.get("server", {})
+        given = self._config.server.model_dump()
+        own = setup.get("server", {})
         server = {**given, **{name: own[name] for name in OF_A_RUN if name in own}}
         merged = {**setup, "server": server, "limits": self._config.limits.model_dump()}
         with disk_errors(f"writing {self._directory}"):
@@ -139,7 +142,8 @@ class EngineProcess:
         return merged
 
     def _start(self, processes: int) -> Child:
-        module, environment = "fleetdistill_server.engine", {**child_environment()}
+        module = "fleetdistill_server.engine"
+        environment = {**child_environment()}
         if processes == 1:
             return Child(
                 module, self._arguments(), self.slot.ends, self._log, {**environment, **self.slot.environment()}
@@ -162,7 +166,9 @@ class EngineProcess:
                 pause = self._repeated_failures()
                 self._store.led.set_reason(self.run, self._reason(pause))
                 self._store.history.add_event(self.run, ENGINE_RESTARTED, "the engine is started again after a failure")
-        self._due, self._pause, self.token = None, pause, token
+        self._due = None
+        self._pause = pause
+        self.token = token
         self.reset_heartbeat()
         self.child.arguments = self._arguments()
         self.child.start_again()
@@ -213,7 +219,8 @@ class EngineProcess:
 
     def _wait(self, seconds: float, why: str) -> None:
         """Plans the next start."""
-        self._due, self._pause = time.monotonic() + seconds, why
+        self._due = time.monotonic() + seconds
+        self._pause = why
         clear_heartbeat(self._directory)  # what does not run does not hang
 
     def _give_up(self, reason: str) -> None:

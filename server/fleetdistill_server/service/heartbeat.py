@@ -65,7 +65,9 @@ class HeartbeatMonitor:
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic, file: str = FILE) -> None:
         self._path = directory / file
         self._clock = clock
-        self._last, self._looked, self._silent = _time_of(self._path), clock(), 0.0
+        self._last = _time_of(self._path)
+        self._looked = clock()
+        self._silent = 0.0
         self._logged = False
         self.seen = False
 
@@ -84,11 +86,14 @@ class HeartbeatMonitor:
 
         A gap between two calls counts as at most one heartbeat interval, because the caller may have been suspended.
         """
-        now, found = self._clock(), _time_of(self._path)
+        now = self._clock()
+        found = _time_of(self._path)
         self._silent += min(now - self._looked, BEAT_SECONDS)
         self._looked = now
         if found is not None and found != self._last:
-            self._last, self._silent, self.seen = found, 0.0, True
+            self._last = found
+            self._silent = 0.0
+            self.seen = True
         return self._silent
 
     def log_hang(self, what: str, run: str = "") -> None:

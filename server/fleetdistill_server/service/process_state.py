@@ -86,7 +86,8 @@ def read_processes(store: Path) -> list[ProcessState]:
 
     Takes 3 s if the supervisor seems to hang. Empty before a server has started, or if it is on another machine.
     """
-    found, hangs = last_processes(store), silent_since(store / _FILE)
+    found = last_processes(store)
+    hangs = silent_since(store / _FILE)
     return [replace(one, hangs=hangs) if one.name == SUPERVISOR else one for one in found]
 
 

@@ -104,7 +104,8 @@ def run_child(
     Raises:
         TimeoutError: The time limit was reached, or the process was no longer wanted.
     """
-    environment, until = child_environment(), time.monotonic() + seconds
+    environment = child_environment()
+    until = time.monotonic() + seconds
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:

@@ -67,7 +67,9 @@ class Forgetting:
     """
 
     def __init__(self, store: Store, directory: Path, run: str) -> None:
-        self._store, self._directory, self._run = store, directory, run
+        self._store = store
+        self._directory = directory
+        self._run = run
         self._process: subprocess.Popen[bytes] | None = None
         self._next_look = 0.0
 
@@ -183,7 +185,8 @@ class Supervisor:
 
     def processes(self) -> list[ProcessState]:
         """Returns the state of each process that this supervisor has started; for any thread."""
-        front, engines = self._front, list(self.engines.engines.values())
+        front = self._front
+        engines = list(self.engines.engines.values())
         return [*([] if front is None else [front.state()]), *(engine.state() for engine in engines)]
 
     def serve(self, *, until_finished: bool = False, on_over: Callable[[str], None] = lambda status: None) -> bool:
