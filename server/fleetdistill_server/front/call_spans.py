@@ -49,7 +49,9 @@ class CallSpans:
     """
 
     def __init__(self, spans: Spans | None, api: DeviceApi, pool: ThreadPoolExecutor) -> None:
-        self._spans, self._api, self._pool = spans, api, pool
+        self._spans = spans
+        self._api = api
+        self._pool = pool
 
     @property
     def on(self) -> bool:
@@ -71,7 +73,8 @@ class CallSpans:
         if self._spans is None:
             yield
             return
-        began, error = time.time_ns(), ""
+        began = time.time_ns()
+        error = ""
         try:
             yield
         except BaseException as raised:

@@ -94,7 +94,8 @@ class OperatorLog:
         try:
             result = work()
         except FleetDistillError as error:
-            refused, text = isinstance(error, RefusedError), f"failed: {error}"
+            refused = isinstance(error, RefusedError)
+            text = f"failed: {error}"
             self._commit(lambda store: store.operator_calls.settle(number, text, refused=refused))
             raise
         self._commit(lambda store: store.operator_calls.settle(number, describe(result).words))

@@ -42,7 +42,8 @@ class RemoteLeading:
     """
 
     def __init__(self, directory: Path, data_directories: Sequence[str]) -> None:
-        self._directory, self._data = directory, list(data_directories)
+        self._directory = directory
+        self._data = list(data_directories)
 
     def create(self, request: operations_pb2.CreateRunRequest, call: Call, ended: threading.Event) -> str:
         """Checks and creates a run, unless the call has ended."""

@@ -49,7 +49,8 @@ def open_revocations(store: Store) -> Iterator[Revocations]:
     if not store.database.is_remote:
         yield store.credentials
         return
-    snapshot, ended = _Snapshot(store), threading.Event()
+    snapshot = _Snapshot(store)
+    ended = threading.Event()
     thread = threading.Thread(target=_refresh, args=(snapshot, ended), name="revocations", daemon=True)
     thread.start()
     try:

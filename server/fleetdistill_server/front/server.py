@@ -108,7 +108,8 @@ def open_api(
 
 async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callable[[Ports], None]) -> int:
     """Serves until SIGINT or SIGTERM, and returns the exit status. Calls `ready` with the bound ports."""
-    directory, tls = Path(config.store), config.tls()
+    directory = Path(config.store)
+    tls = config.tls()
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -117,7 +118,8 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
     def wake_engine() -> None:
         loop.call_soon_threadsafe(lambda: wakeups.wake_other())
 
-    meter, spans = _open_meter(config), open_spans(config.traces, "front")
+    meter = _open_meter(config)
+    spans = open_spans(config.traces, "front")
     opened = open_api(config, limits, wake_engine, meter)
     guarding = open_guard(directory, tls is not None, limits)
     pools = ThreadPoolExecutor(POOL_THREADS), ThreadPoolExecutor(UPLOAD_THREADS)
@@ -261,7 +263,8 @@ class _Health:
 
     def __init__(self, directory: Path, api: DeviceApi) -> None:
         self.engines = ""
-        self._engines, self._space = EngineHealth(directory, api.store), api.uploads.space
+        self._engines = EngineHealth(directory, api.store)
+        self._space = api.uploads.space
         self._thread = ThreadPoolExecutor(1, "health")
         self._looking: asyncio.Future[dict[str, bool]] | None = None
         self._disk, self._disk_looked = True, -math.inf
@@ -291,7 +294,8 @@ class _Health:
 
 
 async def _update_health(status: _HealthService, directory: Path, api: DeviceApi) -> None:
-    state, looked = health_pb2.HealthCheckResponse, _Health(directory, api)
+    state = health_pb2.HealthCheckResponse
+    looked = _Health(directory, api)
 
     async def update() -> None:
         found = await looked.look()
