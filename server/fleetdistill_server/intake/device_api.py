@@ -109,7 +109,8 @@ class DeviceApi:
             secret = self.sessions.admit(run, device, request.identity.secret, address)
             self._check_profile(run, device, contract, request.profile)
             answer.secret = b"" if request.identity.secret else secret
-            secret_hash, profile = hashed(secret), request.profile.SerializeToString()
+            secret_hash = hashed(secret)
+            profile = request.profile.SerializeToString()
             if not self.commit(partial(self._register, run, device, secret_hash, profile)):
                 raise id_taken(device)  # another device registered the id in the meantime
             self.sessions.renew(run, device)

@@ -107,5 +107,6 @@ class Downloads:
         """Records an event about a damaged payload, once per payload; the engine recreates the payload if it can."""
         if damage.sha256 not in self._damaged:
             self._damaged.add(damage.sha256)
-            text, number = f"a payload for devices was lost on the server. {damage}", ask["round"] if ask else 0
+            text = f"a payload for devices was lost on the server. {damage}"
+            number = ask["round"] if ask else 0
             self._commit(lambda store: store.history.add_event(run, "quarantined", text, number=number))

@@ -40,7 +40,8 @@ def _is_increasing(read: Read) -> bool:
 
 
 def _smallest_repeat(read: Read, room: int) -> int | None:
-    low, buffer = None, np.empty(2 * room, np.int64)
+    low = None
+    buffer = np.empty(2 * room, np.int64)
     while True:
         held, is_all = _smallest(read, low, buffer)
         repeated = np.flatnonzero(held[1:] == held[:-1])
@@ -53,7 +54,9 @@ def _smallest_repeat(read: Read, room: int) -> int | None:
 
 def _smallest(read: Read, low: np.int64 | None, buffer: np.ndarray) -> tuple[np.ndarray, bool]:
     """Returns up to half a buffer of the smallest values from `low` on, sorted, and whether no larger values remain."""
-    room, used, high = len(buffer) // 2, 0, None
+    room = len(buffer) // 2
+    used = 0
+    high = None
     for piece in read():
         wanted = piece if low is None else piece[piece >= low]
         wanted = wanted if high is None else wanted[wanted <= high]

@@ -87,7 +87,9 @@ class Ingest:
         self._staging = staging
         held = staging.length
         if earlier is not None and earlier.header == self.header and earlier._examined == held:
-            self._digest, self._number, self._carry = earlier._digest, earlier._number, earlier._carry
+            self._digest = earlier._digest
+            self._number = earlier._number
+            self._carry = earlier._carry
             self._position, self._examined = earlier._position, held
             return held
         if held > self._total:
@@ -266,7 +268,8 @@ class Ingest:
         if values.dtype.kind == "f" and not _all_finite(values):
             self._refuse_where(_non_finite(values), values, first, slot, f"non-finite {rule.what}")
         if rule.low is not None or rule.high is not None:
-            low, high = rule.low if rule.low is not None else -math.inf, rule.high
+            low = rule.low if rule.low is not None else -math.inf
+            high = rule.high
             bad = values < low if high is None else (values < low) | (values >= high)
             bounds = f"outside [{low:g}, {high:g})" if high is not None else f"below {low:g}"
             self._refuse_where(bad, values, first, slot, f"{rule.what} {{value}} {bounds}")

@@ -58,7 +58,9 @@ class _StagedData:
     """Implements `fleetdistill.wire.kind.PartData` on top of staged data."""
 
     def __init__(self, part: str, slots: Mapping[str, Slot], source: DataSource) -> None:
-        self._part, self._slots, self._source = part, slots, source
+        self._part = part
+        self._slots = slots
+        self._source = source
 
     def __contains__(self, name: str) -> bool:
         return f"{self._part}/{name}" in self._slots

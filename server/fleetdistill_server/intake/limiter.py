@@ -48,7 +48,9 @@ class Allowance:
     """A token bucket per key: `most` tokens that refill evenly over `seconds`."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic, seconds: float = _HOUR) -> None:
-        self._most, self._seconds, self._clock = most, seconds, clock
+        self._most = most
+        self._seconds = seconds
+        self._clock = clock
         self._left: dict[DeviceKey, tuple[float, float]] = {}
 
     def take(self, key: DeviceKey) -> float:
@@ -96,7 +98,9 @@ class Limiter:
     def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
         self._lock = threading.Lock()
-        self._calls, self._bytes, self._enrolments = _Usage(), _Usage(), _Usage()
+        self._calls = _Usage()
+        self._bytes = _Usage()
+        self._enrolments = _Usage()
         known = limits or Limits()
         self._uploads = Allowance(known.uploads_per_hour_per_device, clock)
         self._all_uploads = Allowance(known.uploads_per_hour, clock)

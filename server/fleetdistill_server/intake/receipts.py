@@ -31,7 +31,9 @@ def record(
     `deletions` is the store's count of deletions from before the payload was stored. If it has changed, the payload is
     looked for again; no deletion runs during this transaction.
     """
-    payload, device, digest = header.payload, ask["device"], identity(header.payload)
+    payload = header.payload
+    device = ask["device"]
+    digest = identity(header.payload)
     first = store.asks.upload_of(ask["id"]) is None
     if first and not (store.deletions.none_since(deletions) or store.blobs.has(digest)):
         raise RefusedError(Code.INCOMPLETE, f"device {device}: the payload is missing; send it again")

@@ -206,7 +206,8 @@ class Sessions:
         Time during which this process or its disk was suspended does not count towards leases.
         """
         self._note_seen()
-        now, swept = self._clock(), self._swept
+        now = self._clock()
+        swept = self._swept
         self._swept = now
         if swept is not None:
             self._paused += max(now - swept - _PAUSE_SECONDS, 0.0)

@@ -128,12 +128,14 @@ class Uploads:
 
     def _stage(self, stream: Stream, run: str, header: service_pb2.UploadHeader) -> tuple[Ingest, Staging]:
         """Checks an upload's header, reserves limits and disk space, and opens the staging area."""
-        ask, device = stream.ask, stream.ask["device"]
+        ask = stream.ask
+        device = stream.ask["device"]
         if ask["status"] != "open":
             raise closed(ask)
         declared = self._declared_samples(run, device)
         _check_weight(device, header.samples, declared)
-        contract, expects = self._sessions.contract(run), json.loads(ask["expects"])
+        contract = self._sessions.contract(run)
+        expects = json.loads(ask["expects"])
         ingest = Ingest(device, header.payload, contract, expects, declared)
         if header.name.attempt != 1:  # bounds an ask to two staged attempts; the first needs no search
             self.discard_other_attempts(ask, stream.key)
