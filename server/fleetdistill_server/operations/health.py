@@ -75,7 +75,8 @@ def check_health(server: str, *, ca: Path | None = None, identity: Path | None =
 
 
 def _said(channel: Any, server: str, services: Iterable[str]) -> str:
-    stub, wrong = health_pb2_grpc.HealthStub(channel), list[str]()
+    stub = health_pb2_grpc.HealthStub(channel)
+    wrong = list[str]()
     for service in services:
         try:
             request = health_pb2.HealthCheckRequest(service=service)
@@ -84,7 +85,8 @@ def _said(channel: Any, server: str, services: Iterable[str]) -> str:
             if error.code() is not grpc.StatusCode.NOT_FOUND:
                 raise
             raise LinkError(f"server {server} has no service {service!r}; try fleetdistill.engine") from error
-        status, told = answer.status, dict(call.trailing_metadata() or ()).get(HEALTH_PROBLEM, b"")
+        status = answer.status
+        told = dict(call.trailing_metadata() or ()).get(HEALTH_PROBLEM, b"")
         if status != health_pb2.HealthCheckResponse.SERVING:
             text = told.decode(errors="replace") or _PARTS.get(service)
             known = health_pb2.HealthCheckResponse.ServingStatus.items()
@@ -106,7 +108,8 @@ def _channel(server: str, ca: Path | None, identity: Path | None) -> Any:
 def _wants_certificate(server: str, ca: Path) -> bool:
     """Returns whether a server that is the CA's hangs up after the handshake, as the port for identities does."""
     host, _, port = server.rpartition(":")
-    name, context = host.strip("[]"), ssl.create_default_context(cafile=str(ca))
+    name = host.strip("[]")
+    context = ssl.create_default_context(cafile=str(ca))
     context.set_alpn_protocols(["h2"])
     try:
         with (

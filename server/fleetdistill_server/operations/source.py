@@ -63,14 +63,16 @@ class LocalStore(Source):
     def __init__(self, directory: Path, pki: Path | None = None) -> None:
         self.name = str(directory)
         self._directory, self._pki = directory, pki
-        self._opened, self._file = open_store(directory), _identity(directory)
+        self._opened = open_store(directory)
+        self._file = _identity(directory)
 
     @property
     def _store(self) -> Store:
         """The store, opened again if another one has been restored into its directory."""
         found = _identity(self._directory)
         if found != self._file:  # another thread may still use the old one, so it is not closed here
-            self._opened, self._file = open_store(self._directory), found
+            self._opened = open_store(self._directory)
+            self._file = found
         return self._opened
 
     def read(self, query: Query) -> View:
