@@ -140,7 +140,8 @@ def _what(row: Row) -> dict[str, str]:
 
 
 def _costs(row: Row) -> dict[str, str]:
-    count, formula = str(row["exchanges"]), row["exchanges_formula"]
+    count = str(row["exchanges"])
+    formula = row["exchanges_formula"]
     return {
         "method": row["method"],
         "leaves the device": row["leaves_the_device"],

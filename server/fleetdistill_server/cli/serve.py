@@ -104,7 +104,9 @@ def _serve(
 ) -> None:
     from fleetdistill_server.service.supervisor import Supervisor
 
-    over, what, its = False, _name(config), "its runs" if _run_of(config) is None else "the run"
+    over = False
+    what = _name(config)
+    its = "its runs" if _run_of(config) is None else "the run"
     if not stopped.is_set():
         supervisor = Supervisor(
             config,

@@ -157,7 +157,9 @@ def _failures(*checks: Callable[[], object]) -> list[str]:
 
 def summary(config: RunConfig) -> list[str]:
     """Returns a few lines that describe the run to be served."""
-    run, built, scored = config.run, _built(config), _evaluation(config)
+    run = config.run
+    built = _built(config)
+    scored = _evaluation(config)
     rounds = counted(run.rounds, "round") if run.rounds else UNTIL_STOPPED
     sizes = {
         "server half": readable_bytes(built.state_bytes),

@@ -38,7 +38,8 @@ def store_findings(server: ServerSection, now: float, *, quick: bool) -> Found:
         ConfigurationError: An extra is missing, or the place of the payloads does not exist.
         StoreError: The database cannot be reached, is damaged, or is from a later version.
     """
-    directory, location = Path(server.store), Location.of(server)
+    directory = Path(server.store)
+    location = Location.of(server)
     if not has_store(directory):
         yield OK, f"there is no store in {directory} yet; `fleetdistill serve` creates it"
         return
