@@ -62,7 +62,9 @@ class Follower:
     """
 
     def __init__(self, followed: Followed, name: str, connect: Callable[[], Tracker]) -> None:
-        self._followed, self._name, self._connect = followed, name, connect
+        self._followed = followed
+        self._name = name
+        self._connect = connect
         self._store: Store | None = None
         self._tracker: Tracker | None = None
         self._open: dict[str, TrackedRun] = {}

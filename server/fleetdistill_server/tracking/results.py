@@ -46,7 +46,8 @@ def results_in(out: Path, rounds: Sequence[int]) -> Results | None:
     file = out / "report.json"
     if not file.exists():
         return None
-    report, at = json.loads(file.read_text()), file.stat().st_mtime
+    report = json.loads(file.read_text())
+    at = file.stat().st_mtime
     own = [one for one in report["curves"] if not _is_control(one, report)]
     controls = {one["name"]: _points([(one, "")], None, at) for one in report["curves"] if _is_control(one, report)}
     alone = report["alone_accuracy_by_round"]
