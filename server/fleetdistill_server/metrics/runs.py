@@ -85,7 +85,8 @@ class RunsCollector:
         """Returns the figures of the newest runs, the number of runs by state, and the states of active runs."""
         if self._store is None:
             self._store = Store.open(self._directory, patience_seconds=_PATIENCE_SECONDS)
-        store, now = self._store, placed(self._directory, self._store)
+        store = self._store
+        now = placed(self._directory, self._store)
         counts = Counter(run_counts(store.database))
         states = {}
         for row in store.runs.active():
@@ -96,7 +97,8 @@ class RunsCollector:
 
 
 def _add(samples: Samples, run: RunFigures, state: str) -> None:
-    name, settings = run.name, json.loads(run.config).get("run", {})
+    name = run.name
+    settings = json.loads(run.config).get("run", {})
     samples.add(catalogue.RUN_INFO, 1, name, str(settings.get("method", "")), state)
     samples.add(catalogue.PRESENT, run.present, name)
     for state, count in run.asks.items():
