@@ -119,7 +119,8 @@ def check_plan(wanted: Simulation, data: Dataset) -> None:
 
 def _check_rows(wanted: Simulation, data: Dataset) -> None:
     """Raises ConfigurationError if the devices of a private run have too few rows for the noise."""
-    guarantee, rows = wanted.configuration().guarantee, len(data.train_labels) / wanted.devices
+    guarantee = wanted.configuration().guarantee
+    rows = len(data.train_labels) / wanted.devices
     if guarantee is None:
         return
     if reason := too_few_rows(rows * (1 - wanted.validation_share), wanted.devices, guarantee.mu, guarantee.epsilon):

@@ -195,7 +195,8 @@ def _report(
 
 def _train_local_only(wanted: Simulation, fleet: Fleet, on_progress: OnProgress) -> dict[str, list[Counts]]:
     """Runs the local-only control with progress."""
-    completed, total = 0, wanted.rounds_of_controls * len(fleet.specs)
+    completed = 0
+    total = wanted.rounds_of_controls * len(fleet.specs)
 
     def after_rounds(more: int) -> None:
         nonlocal completed

@@ -41,7 +41,10 @@ class RemoteWork:
     """
 
     def __init__(self, api: DeviceApi, run: str, make_backend: MakeBackend) -> None:
-        self._api, self._store, self._run, self._make_backend = api, api.store, run, make_backend
+        self._api = api
+        self._store = api.store
+        self._run = run
+        self._make_backend = make_backend
         self._backend: Backend | None = None
         self._started: dict[str, tuple[Task, Future[Result]]] = {}
         self._computed: dict[str, bytes] = {}  # last ask that was computed, by device: its answer may not be sent yet

@@ -68,7 +68,8 @@ def run_fedavg_control(wanted: Simulation, fleet: Fleet, on_progress: OnProgress
     plan = config.method_config()
     if wanted.method == "fedavg":
         with open_store(fleet) as store:
-            history, cost = read_history(store, RUN, specs), cost_of(store, RUN, len(specs))
+            history = read_history(store, RUN, specs)
+            cost = cost_of(store, RUN, len(specs))
         return FedAvgControl(specs[0].model, asdict(plan), history, cost)
     if not wanted.with_fedavg:
         return None

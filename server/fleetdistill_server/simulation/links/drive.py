@@ -19,7 +19,10 @@ class DriveFleet:
     """
 
     def __init__(self, store: Store, run: str, devices: SimulatedDevices, after_step: Callable[[], None]) -> None:
-        self._store, self._run, self._devices, self._after_step = store, run, devices, after_step
+        self._store = store
+        self._run = run
+        self._devices = devices
+        self._after_step = after_step
         self._joined = False
         self._due: Iterator[str] = iter(())
         self._round = 0

@@ -63,7 +63,8 @@ class Multiplexer:
             (spec, ParkingLink(server, connections[number % len(connections)])) for number, spec in enumerate(specs)
         ]
         self._waiting = WaitingDevices(most_waiting_bytes, most_waiting())
-        self._threads, self._shared = ThreadPoolExecutor(THREADS, "devices"), Shared()
+        self._threads = ThreadPoolExecutor(THREADS, "devices")
+        self._shared = Shared()
 
     async def run(self) -> None:
         """Returns when every device has noticed the end of the run.

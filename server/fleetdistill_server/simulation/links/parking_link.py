@@ -61,7 +61,8 @@ class ParkingLink(GrpcLink):
 
     async def _long_poll(self) -> service_pb2.NextAskResponse:
         request = service_pb2.NextAskRequest(identity=self._identity, wait_seconds=_POLL_SECONDS)
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
 
         def end(_: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed after an error of another device

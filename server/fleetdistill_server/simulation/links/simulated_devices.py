@@ -88,8 +88,12 @@ class SimulatedDevices:
         self._clock = clock
         self._specs = {spec.name: spec for spec in specs}
         self.names = tuple(self._specs)
-        self._link_of, self._states, self._most_open, self._remote = link_of, states, most_open, remote
-        self._shared, self._closed = Shared(), 0
+        self._link_of = link_of
+        self._states = states
+        self._most_open = most_open
+        self._remote = remote
+        self._shared = Shared()
+        self._closed = 0
         self._open: OrderedDict[str, tuple[Device, MemoryStorage | None]] = OrderedDict()
 
     def step(self, name: str) -> Step:

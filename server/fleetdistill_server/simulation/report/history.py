@@ -106,7 +106,8 @@ def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
 
 
 def _metrics_steps(config: Mapping[str, Any]) -> Sequence[str]:
-    method, settings = config["run"]["method"], method_settings(config)
+    method = config["run"]["method"]
+    settings = method_settings(config)
     chosen = config_class(method, settings).from_settings(settings)
     return device_class(method, chosen).metrics_steps(chosen)
 

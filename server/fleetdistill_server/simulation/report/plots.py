@@ -195,7 +195,8 @@ def _name_axes(
 
 def _looks(curves: Sequence[Curve]) -> list[tuple[str, int]]:
     """Returns each curve's colour, which its method determines, and its number among the method's curves."""
-    seen, found = Counter[str](), []
+    seen = Counter[str]()
+    found = []
     for one in curves:
         colour = next((colour for name, colour in _COLOURS.items() if one.name.startswith(name)), FLEET)
         found.append((colour, seen[colour]))

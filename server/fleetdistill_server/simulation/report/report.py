@@ -43,13 +43,15 @@ from fleetdistill_server.views.suspects import named
 def make_report(done: Outcome) -> FleetReport:
     """Builds the report of the completed rounds and writes it to the simulation's `out`."""
     shares = done.split.class_counts(done.data.train_labels.numpy(), len(done.data.classes))
-    estimates, traffic = expected(done.store, done.run), defaultdict[str, list[Row]](list)
+    estimates = expected(done.store, done.run)
+    traffic = defaultdict[str, list[Row]](list)
     for sent in done.store.history.traffic(done.run):
         traffic[sent["device"]].append(sent)
     devices = [
         device_report(done, spec, shares[[row]], traffic[spec.name], estimates) for row, spec in enumerate(done.specs)
     ]
-    scores, cost = _scores(done.history, shares, done.controls), cost_of(done.store, done.run, len(devices))
+    scores = _scores(done.history, shares, done.controls)
+    cost = cost_of(done.store, done.run, len(devices))
     by_round = done.history.figures(shares)
     report = FleetReport(
         **_settings(done),

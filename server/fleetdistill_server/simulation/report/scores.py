@@ -137,7 +137,8 @@ def late_figures(by_round: Sequence[Figures]) -> Figures:
         `ua_mean`, the mean of C-Spec over the last 10 rounds; `c_gen_median`, `c_spec_median` and `c_per_median` over
         the last 20 rounds. All rounds count if there are fewer.
     """
-    rounds, late = len(by_round), {}
+    rounds = len(by_round)
+    late = {}
     for name in ("c_gen", "c_spec", "c_per"):
         curve = [figures[name] for figures in by_round]
         known = [value for value in curve if value is not None]

@@ -89,8 +89,10 @@ def simulated_times(done: Outcome) -> SimulatedTimes | None:
     behaviour = done.wanted.behaviour
     if behaviour is None:
         return None
-    rows, outcomes = done.store.runs.rounds(done.run), _outcomes(done)
-    traces, starts = fleet_traces(behaviour, done.specs), [row["started_at"] - START for row in rows]
+    rows = done.store.runs.rounds(done.run)
+    outcomes = _outcomes(done)
+    traces = fleet_traces(behaviour, done.specs)
+    starts = [row["started_at"] - START for row in rows]
     absent = {spec.name: _absences(traces.spans(spec.name), starts) for spec in done.specs}
     rounds = [
         _round(row, outcomes[row["round"]], sum(flags[number] for flags in absent.values()))
@@ -149,7 +151,8 @@ def _seconds(at: object) -> float:
 
 def _absences(spans: Iterator[Span], times: Sequence[float]) -> list[bool]:
     """Returns for each of the ascending times whether it is outside all intervals."""
-    span, found = next(spans, None), []
+    span = next(spans, None)
+    found = []
     for time in times:
         while span is not None and span.end <= time:
             span = next(spans, None)

@@ -95,7 +95,8 @@ class HostileCompute(TorchCompute):
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         """Returns the modified answer to an ask."""
         honest = super().answer(ask, parts, allow)
-        sent, samples = dict(honest.answer.parts), honest.answer.samples
+        sent = dict(honest.answer.parts)
+        samples = honest.answer.samples
         if self._attack == "declares":
             samples = self._declared
             sent = {name: _counted(part, samples) for name, part in sent.items()}

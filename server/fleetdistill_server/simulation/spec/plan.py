@@ -202,7 +202,8 @@ def _device_model(wanted: Simulation, data: Dataset) -> str:
 
 def largest_model(wanted: Simulation, data: Dataset) -> str:
     """Returns the device model with the most parameters."""
-    shape, classes = tuple(data.train_images.shape[1:]), len(data.classes)
+    shape = tuple(data.train_images.shape[1:])
+    classes = len(data.classes)
     return max(_models(wanted, data), key=lambda name: _parameters(name, shape, classes))
 
 
@@ -219,7 +220,8 @@ def device_models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
 
 def deal(wanted: Simulation, data: Dataset) -> Partition:
     """Partitions the training data over the devices."""
-    labels, settings = data.train_labels.numpy(), partition_settings(wanted, data)
+    labels = data.train_labels.numpy()
+    settings = partition_settings(wanted, data)
     return partition(wanted.partition, labels, wanted.devices, wanted.seed, **settings)
 
 

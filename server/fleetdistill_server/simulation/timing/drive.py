@@ -89,7 +89,9 @@ class SimulatedTime(DriveFleet):
     ) -> None:
         super().__init__(api.store, run, devices, after_step)
         self._api, self._traces = api, traces
-        self._samples, self._clock, self._log = samples, clock, log
+        self._samples = samples
+        self._clock = clock
+        self._log = log
         self._agenda = Agenda()
         self._spans: dict[str, Iterator[Span]] = {}
         self._available: dict[str, Span] = {}
@@ -244,7 +246,8 @@ class SimulatedTime(DriveFleet):
         name = ask["device"]
         if name in self._working:
             return False
-        now, span = self._clock.elapsed, self._available[name]
+        now = self._clock.elapsed
+        span = self._available[name]
         ready = now + self._seconds(ask, span)
         work = Work(name, ask["round"], ask["step_number"], now, min(ready, span.end), ready > span.end)
         self._log.add(work)
@@ -255,7 +258,8 @@ class SimulatedTime(DriveFleet):
 
     def _seconds(self, ask: Row, span: Span) -> float:
         """Returns how long a device needs for an ask, in seconds; a delivery needs no training."""
-        behaviour, name = self._traces.behaviour, ask["device"]
+        behaviour = self._traces.behaviour
+        name = ask["device"]
         training = 0.0 if ask["step"] == DELIVER else behaviour.seconds_per_sample * self._samples(name)
         return (behaviour.seconds_per_ask + training) * self._traces.slowness[name] / span.speed
 

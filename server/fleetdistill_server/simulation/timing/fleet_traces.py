@@ -79,7 +79,8 @@ class FleetTraces:
         """Yields a device's available intervals in ascending order, from the time at which it joins."""
         generator = random.Random(derive_seed(self._seed, "fleet", "device", device))
         joined = _from(self.joins[device], self._intervals(device, generator))
-        rate, away = self.behaviour.churn / DAY_SECONDS, self.behaviour.away_seconds
+        rate = self.behaviour.churn / DAY_SECONDS
+        away = self.behaviour.away_seconds
         if not rate:
             return (Span(*interval, lost=False) for interval in joined)
         return _with_losses(joined, generator, rate, away)

@@ -66,7 +66,8 @@ class Timing:
 
     def __init__(self, behaviour: FleetBehaviour, config: RunConfig, specs: Sequence[DeviceSpec]) -> None:
         self.clock = SimulatedClock()
-        self._run, self._log_path = config.run.name, work_log_path(config)
+        self._run = config.run.name
+        self._log_path = work_log_path(config)
         self._traces = fleet_traces(behaviour, specs)
         self._specs: Mapping[str, DeviceSpec] = {spec.name: spec for spec in specs}
         self._rows: dict[str, int] = {}

@@ -73,7 +73,8 @@ def check_traces(traces: Iterable[Iterable[Interval]], repeat_seconds: float) ->
         ConfigurationError: An interval is empty, overlaps another one or exceeds the period, or a speed is not valid.
     """
     for number, intervals in enumerate(traces, start=1):
-        where, ordered = f"the trace of device {number}", list(intervals)
+        where = f"the trace of device {number}"
+        ordered = list(intervals)
         for start, end, speed in ordered:
             if not (0 <= start < end and math.isfinite(start) and not math.isnan(end)):
                 raise ConfigurationError(f"{where} has the interval {start:g} to {end:g}; expected 0 <= start < end")
