@@ -104,7 +104,9 @@ class Interruption:
     """
 
     def __init__(self, logger: logging.Logger, fails: str, works: str) -> None:
-        self._logger, self._fails, self._works = logger, fails, works
+        self._logger = logger
+        self._fails = fails
+        self._works = works
         self._last: float | None = None
         self._lock = threading.Lock()
 
