@@ -45,7 +45,8 @@ class Abilities:
             )
 
     def _check_classes(self) -> None:
-        found, count = self.classes, len(self.names) or self.classes
+        found = self.classes
+        count = len(self.names) or self.classes
         named = isinstance(found, Sequence) and not isinstance(found, str)
         valid = all(isinstance(one, str) and 1 <= len(one) <= _MOST_CHARACTERS for one in self.names)
         if not (named or _is_count(found)) or not valid or not _is_count(count) or int(str(count)) > MAX_CLASSES:

@@ -82,7 +82,9 @@ class Predictions:
     def __init__(
         self, session: Session, stored_compute: Callable[[], Compute | None], own_model: Callable[[], Predict]
     ) -> None:
-        self._session, self._stored_compute, self._own_model = session, stored_compute, own_model
+        self._session = session
+        self._stored_compute = stored_compute
+        self._own_model = own_model
         self._model: Predict | None = None
 
     def predict(self, inputs: Any) -> Any:

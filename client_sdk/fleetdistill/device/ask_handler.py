@@ -85,9 +85,13 @@ class AskHandler:
         max_seconds: float,
         is_pinned: Callable[[], bool],
     ) -> None:
-        self._session, self._events, self._storage = session, events, session.storage
+        self._session = session
+        self._events = events
+        self._storage = session.storage
         self._check_in, self._sender = check_in, sender
-        self._private, self._max_seconds, self._is_pinned = private, max_seconds, is_pinned
+        self._private = private
+        self._max_seconds = max_seconds
+        self._is_pinned = is_pinned
         self._declines = Declines()
 
     def handle(self, ask: service_pb2.Ask) -> tuple[Step, float]:
@@ -200,7 +204,8 @@ class AskHandler:
         """Computes the answer and stores it durably, with its state and the decision about the app's model."""
         guarantee = guarantee_of(compute.contract)
         allow = self._columns(guarantee)
-        now, note = self._session.clock.now, partial(self._events.emit_progress, ask.round, ask.step)
+        now = self._session.clock.now
+        note = partial(self._events.emit_progress, ask.round, ask.step)
         handler = self._session.spans.span("handler", step=ask.step)
         with time_limit(self._max_seconds, now), reported_to(note, now), handler:
             computed = self._session.permission.compute(partial(compute.answer, ask, parts, allow))
@@ -251,7 +256,8 @@ def _pinned(computed: Computed, replacement: Replacement) -> Computed:
     """Returns a result whose model is stored, but does not replace the app's."""
     from fleetdistill.knowledge import Metrics
 
-    answer, metrics = computed.answer, computed.answer.parts.get("metrics")
+    answer = computed.answer
+    metrics = computed.answer.parts.get("metrics")
     replacement, counted = pin(replacement, metrics.metrics if isinstance(metrics, Metrics) else ())
     if counted:
         answer = replace(answer, parts={**answer.parts, "metrics": Metrics(metrics=counted)})

@@ -76,8 +76,12 @@ class CheckIn:
         only_private: bool,
         downloads: Downloads,
     ) -> None:
-        self._session, self._events, self._storage = session, events, session.storage
-        self._make, self._make_predicting, self._data = make_compute, make_predicting, data
+        self._session = session
+        self._events = events
+        self._storage = session.storage
+        self._make = make_compute
+        self._make_predicting = make_predicting
+        self._data = data
         self._max_threads = max_threads
         self._columns_sent: tuple[str, ...] = ()
         self._only_private, self._downloads = only_private, downloads
@@ -97,7 +101,8 @@ class CheckIn:
         Args:
             on_reply: Called when the server has replied, before the event.
         """
-        profile, columns = self._saved_profile(), self._session.consent.columns
+        profile = self._saved_profile()
+        columns = self._session.consent.columns
         run, made_now = self._session.identity.run, False
         if profile is None:
             terms = self._send_check_in(None)
@@ -119,7 +124,8 @@ class CheckIn:
         self._events.rounds = terms.contract.rounds
         device = self._session.identity.device
         on_reply()
-        text, reveals = f"{device} takes part in run {terms.contract.run!r}", _reveals(terms.contract)
+        text = f"{device} takes part in run {terms.contract.run!r}"
+        reveals = _reveals(terms.contract)
         self._events.emit_checked_in(text, reveals, leaves_the_process=self._session.link.remote)
         return terms
 

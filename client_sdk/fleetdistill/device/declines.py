@@ -31,7 +31,10 @@ class Declines:
     def note(self, ask: service_pb2.Ask, reason: FleetDistillError) -> float:
         """Records a declined ask; returns the seconds to wait afterwards, 0 for the first time."""
         if not self.was_declined(ask):
-            self._ask, self._times, self._reported, self.reason = _name(ask), 0, False, reason
+            self._ask = _name(ask)
+            self._times = 0
+            self._reported = False
+            self.reason = reason
         self._times += 1
         pause = _FIRST_PAUSE_SECONDS * 2.0 ** min(self._times - 2, 10)
         return min(pause, _LONGEST_PAUSE_SECONDS) if self._times > 1 else 0.0

@@ -61,8 +61,12 @@ class Deployer:
         deployment: Deployment,
         export_onnx: str,
     ) -> None:
-        self._session, self._events, self._ready_compute = session, events, ready_compute
-        self._predictions, self._deployment, self._export_onnx = predictions, deployment, export_onnx
+        self._session = session
+        self._events = events
+        self._ready_compute = ready_compute
+        self._predictions = predictions
+        self._deployment = deployment
+        self._export_onnx = export_onnx
         self._directory = session.storage.directory
         self.versions = Versions(session.storage, deployment.keep_versions)
         self._delivered: Version | None = None  # in use, but not recorded yet
@@ -100,7 +104,8 @@ class Deployer:
 
     def use_delivered(self) -> None:
         """Makes the announced version and its model the ones in use, just before the event `delivered`."""
-        self._delivered, self._not_recorded = self.versions.due(), 0
+        self._delivered = self.versions.due()
+        self._not_recorded = 0
         self._renew_predictions(self._delivered or Version(0))
 
     def _renew_predictions(self, version: Version) -> None:
@@ -163,7 +168,8 @@ class Deployer:
         All files are complete before the first one is replaced.
         """
         check_may_continue()  # an export cannot be interrupted
-        compute, folder = self._ready_compute(), self._directory / _STAGING
+        compute = self._ready_compute()
+        folder = self._directory / _STAGING
         made: tuple[str, ...] = ()
         with self._reports(self._events.emit_not_exported, version):
             try:
@@ -233,7 +239,8 @@ class Deployer:
         if accuracy is None or in_use is None or self.versions.is_pinned():
             return
         if self._session.compute is not self._measured_by:
-            self._measured, self._measured_by = {}, self._session.compute
+            self._measured = {}
+            self._measured_by = self._session.compute
         self._measured[in_use.number] = accuracy
         best = max(earlier, key=self._accuracy_of, default=None)
         if best is not None and self._accuracy_of(best) > accuracy + self._deployment.max_accuracy_drop:

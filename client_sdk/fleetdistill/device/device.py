@@ -414,7 +414,10 @@ class _Backend:
     def __init__(
         self, model: Any, worker: MakeCompute | None, torch_options: Mapping[str, Any], deployment: Deployment
     ) -> None:
-        self._own, self._worker, self._options, self._deployment = OwnModel(model), worker, torch_options, deployment
+        self._own = OwnModel(model)
+        self._worker = worker
+        self._options = torch_options
+        self._deployment = deployment
 
     def make(self, contract: contract_pb2.Contract, data: Any) -> Compute:
         """Makes the compute backend that takes part in a run."""

@@ -43,8 +43,13 @@ class Engine:
         handler: AskHandler,
         stopped: threading.Event,
     ) -> None:
-        self._session, self._events, self._check_in = session, events, check_in
-        self._sender, self._deployer, self._handler, self._stopped = sender, deployer, handler, stopped
+        self._session = session
+        self._events = events
+        self._check_in = check_in
+        self._sender = sender
+        self._deployer = deployer
+        self._handler = handler
+        self._stopped = stopped
         self._contact = Contact(events, session.clock)
         self._manners = Manners(session, events, stopped)
         self._pause = 0.0  # seconds to wait after the last turn

@@ -31,7 +31,10 @@ class Finishing:
     """
 
     def __init__(self, events: Events, deployment: Deployment, compute: Compute, version: Version) -> None:
-        self._events, self._deployment, self._compute, self._version = events, deployment, compute, version
+        self._events = events
+        self._deployment = deployment
+        self._compute = compute
+        self._version = version
         self.difference = 0.0
 
     def finish(self, folder: Path) -> tuple[str, ...]:

@@ -32,7 +32,10 @@ class Loops:
     """
 
     def __init__(self, session: Session, events: Events, engine: Engine, stopped: threading.Event) -> None:
-        self._session, self._events, self._engine, self._stopped = session, events, engine, stopped
+        self._session = session
+        self._events = events
+        self._engine = engine
+        self._stopped = stopped
         self._turns = Turns(session.storage.directory)
         self._background: BackgroundLoop | None = None
         self._closing = threading.Lock()

@@ -25,7 +25,9 @@ class Manners:
     """
 
     def __init__(self, session: Session, events: Events, stopped: threading.Event) -> None:
-        self._session, self._events, self._stopped = session, events, stopped
+        self._session = session
+        self._events = events
+        self._stopped = stopped
         self._permission = session.permission
         self._waits_for = ""  # condition of the last event `waiting`; empty after `resumed`
         self._present = False  # whether the server may expect the device to take part

@@ -74,7 +74,9 @@ class PrivateAnswers:
     """
 
     def __init__(self, files: Files, budget: PrivacyBudget | None, events: Events) -> None:
-        self._files, self._budget, self._events = files, budget, events
+        self._files = files
+        self._budget = budget
+        self._events = events
 
     def private_answer(
         self, answer: Answer, contract: contract_pb2.Contract, guarantee: Guarantee, round: int
@@ -117,7 +119,8 @@ class PrivateAnswers:
         content = fingerprint(
             u.tobytes() + int(c).to_bytes(8, "little") for u, c in zip(units_nf, rows.labels, strict=True)
         )
-        name, releases = f"{run} {content} {used}", Releases(self._files)
+        name = f"{run} {content} {used}"
+        releases = Releases(self._files)
         ledger = PrivacyLedger(self._files)  # read first, so that an app learns that its ledger is gone
         if (known := releases.load(name)) is not None:
             return known

@@ -50,7 +50,9 @@ class Sender:
         events: Events,
         deployer: Deployer,
     ) -> None:
-        self._session, self._events, self._storage = session, events, session.storage
+        self._session = session
+        self._events = events
+        self._storage = session.storage
         self._deployer = deployer
 
     def settle(self, pending: Pending) -> bool:

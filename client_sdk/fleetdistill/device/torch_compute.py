@@ -88,8 +88,10 @@ class TorchCompute:
         self.contract = contract
         self.has_state = False
         self._classes = len(contract.classes)
-        self._ids, self._input_shape = ids, tuple(contract.input_shape)
-        self._given, self._samples = data, _samples_of(data, contract, "data")
+        self._ids = ids
+        self._input_shape = tuple(contract.input_shape)
+        self._given = data
+        self._samples = _samples_of(data, contract, "data")
         self._data = self._tensors_of(self._samples)
         scored = {
             split: None if given is None else _samples_of(given, contract, f"{split}_data")
@@ -166,7 +168,8 @@ class TorchCompute:
         if read is self._samples:
             return False
         self._samples, self._data = read, self._tensors_of(read)
-        state, local = self.method.state_dict(), replace(self.method.local, data=self._data)
+        state = self.method.state_dict()
+        local = replace(self.method.local, data=self._data)
         self.method = _method_of(self.contract, self._config, local)
         self.method.load_state_dict(state)
         return True
@@ -373,7 +376,8 @@ class TorchCompute:
 
     def accuracy_of(self, delivered: bytes) -> float | None:
         """Returns the accuracy of an earlier delivered model on the validation data; None without such data."""
-        data, saved = self._scored[SPLIT], unpack_state(delivered)
+        data = self._scored[SPLIT]
+        saved = unpack_state(delivered)
         if data is None:
             return None
         in_use = saved.get("in_use", self._own)
