@@ -101,7 +101,9 @@ class ItemRows:
     """
 
     def __init__(self, items: Any, collate: Callable[[list[Any]], Any] | None = None) -> None:
-        self._items, self._collate, self._count = items, collate or stacked, len(items)
+        self._items = items
+        self._collate = collate or stacked
+        self._count = len(items)
         self._name = type(items).__name__
 
     def __len__(self) -> int:

@@ -162,7 +162,9 @@ def named(name: str) -> Iterator[None]:
 
 def _scan(rows: Rows, fingerprint: bytes | None, transform: Any) -> Samples:
     """Reads every row once, checks it, and computes its digest."""
-    first, labels, digests = _check_first(rows), [], []
+    first = _check_first(rows)
+    labels = []
+    digests = []
     shape = first.shape[1:]
     for chunk in _chunks(len(rows), first):
         check_may_continue()
@@ -216,7 +218,8 @@ def _digests(inputs: Array, labels: Array, ids: list[bytes] | None) -> Array:
     """Returns the digest of each sample, `[b, 16]`: of its id if it has one, otherwise of input and label."""
     if ids is None:
         width = inputs[:1].nbytes
-        data, ends = np.ascontiguousarray(inputs).reshape(-1).view(np.uint8).data, labels.astype("<i8")
+        data = np.ascontiguousarray(inputs).reshape(-1).view(np.uint8).data
+        ends = labels.astype("<i8")
         contents = (data[at * width : (at + 1) * width] for at in range(len(labels)))
         found = [
             hashlib.blake2b(one, digest_size=DIGEST_BYTES, key=end.tobytes()).digest()

@@ -96,7 +96,9 @@ class NoiseGenerator(nn.Module):
 
     def __init__(self, noise_dim: int, classes: int, body: nn.Sequential, embedding: int = _EMBEDDING) -> None:
         super().__init__()
-        self.noise_dim, self.classes, self.body = noise_dim, classes, body
+        self.noise_dim = noise_dim
+        self.classes = classes
+        self.body = body
         if classes:
             self.noise_embedding = nn.Linear(noise_dim, embedding)
             self.label_embedding = nn.Linear(classes, embedding)

@@ -189,7 +189,8 @@ def activation_divergence(activations_bd: Tensor, *, reverse_elementwise: bool =
     """
     if activations_bd.ndim != 2:
         raise KnowledgeError(f"activations have shape {list(activations_bd.shape)}, must be [batch, numbers]")
-    rows, entries = max(len(activations_bd), 1), activations_bd.shape[1]
+    rows = max(len(activations_bd), 1)
+    entries = activations_bd.shape[1]
     log_probs_bd = _at_least_float32(activations_bd).log_softmax(dim=-1)
     if reverse_elementwise:
         return (-math.log(entries) - log_probs_bd).sum() / entries / (rows * entries)

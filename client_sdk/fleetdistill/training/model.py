@@ -179,7 +179,8 @@ class SplitModel(nn.Module):
 
     def below_last(self, x: Tensor) -> tuple[Tensor, nn.Module]:
         """Returns the input of the last layer, and the last layer."""
-        below, last = self.stages[:-1](x), self.stages[-1]
+        below = self.stages[:-1](x)
+        last = self.stages[-1]
         while isinstance(last, nn.Sequential):
             below, last = last[:-1](below), last[-1]
         return cast(Tensor, below), last

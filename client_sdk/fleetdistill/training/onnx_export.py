@@ -110,7 +110,8 @@ def onnx_bytes(module: nn.Module, input_shape: Sequence[int]) -> bytes:
     samples = torch.rand(4, *input_shape, generator=torch.Generator().manual_seed(0))
     batches = _batches(samples)
     with _exporting, torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        path, twin = Path(folder) / "extractor.onnx", _cpu_copy(module)
+        path = Path(folder) / "extractor.onnx"
+        twin = _cpu_copy(module)
         with doing("running the extractor in PyTorch"):
             expected = [twin(batch) for batch in batches]
         _trace(twin, batches[-1], path, "features")

@@ -65,6 +65,7 @@ def portable_noise(seed: int, rows: int, size: int) -> Array:
     pairs = (rows * size + 1) // 2
     uniform = ((splitmix64(seed, 2 * pairs) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     first, second = uniform[0::2], uniform[1::2]
-    radius, angle = np.sqrt(-2.0 * np.log(first)), 2.0 * np.pi * second
+    radius = np.sqrt(-2.0 * np.log(first))
+    angle = 2.0 * np.pi * second
     normal = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1).reshape(-1)
     return np.asarray(normal[: rows * size].reshape(rows, size).astype(np.float32))

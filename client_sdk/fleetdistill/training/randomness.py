@@ -110,7 +110,8 @@ class _OwnGenerators(TorchDispatchMode):
     def _lent(self, device: torch.device, draw: Callable[[], Any]) -> Any:
         """Draws from the global generator in the state of our own, and restores its state; for CUDA's dropout."""
         shared = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
-        own, before = self._generator(device), shared.get_state()
+        own = self._generator(device)
+        before = shared.get_state()
         shared.set_state(own.get_state())
         try:
             return draw()

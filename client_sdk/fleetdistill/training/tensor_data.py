@@ -31,7 +31,8 @@ class LazyInputs:
     """
 
     def __init__(self, samples: Samples, device: torch.device | str = "cpu") -> None:
-        self._samples, self.device = samples, torch.device(device)
+        self._samples = samples
+        self.device = torch.device(device)
         self.shape = torch.Size((len(samples), *samples.input_shape))
 
     def __len__(self) -> int:
@@ -201,7 +202,8 @@ def tensor_data_of(
         input_shape: Shape of one input if there are no samples; by default that of the samples.
         make_ids: Returns the ids of the samples, as in `TensorData`.
     """
-    labels, pair = torch.from_numpy(samples.labels), samples.rows.in_memory
+    labels = torch.from_numpy(samples.labels)
+    pair = samples.rows.in_memory
     if not len(samples):
         shape = samples.input_shape if input_shape is None else input_shape
         return TensorData(torch.zeros(0, *shape), labels, make_ids)

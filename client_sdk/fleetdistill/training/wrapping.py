@@ -126,7 +126,8 @@ def _traced(module: nn.Module) -> tuple[list[fx.Node], dict[fx.Node, str]]:
 
 
 def _trace(module: nn.Module, training: bool) -> tuple[fx.Graph, dict[fx.Node, str]]:
-    tracer, before = _Tracer(), [(part, part.training) for part in module.modules()]
+    tracer = _Tracer()
+    before = [(part, part.training) for part in module.modules()]
     _, *others = inspect.signature(module.forward).parameters.values()
     optional = {one.name: one.default for one in others if one.default is not one.empty}
     try:
@@ -174,7 +175,8 @@ def _advice(module: nn.Module, what: str) -> str:
 def _valid_places(nodes: Sequence[fx.Node]) -> list[int]:
     """Returns the positions after which only that node's value is used: no connection skips over them."""
     position = {node: at for at, node in enumerate(nodes)}
-    found, furthest = [], 0
+    found = []
+    furthest = 0
     for at, node in enumerate(nodes[:-1]):
         if at and furthest <= at and node.op not in ("placeholder", "get_attr"):
             found.append(at)
@@ -218,7 +220,8 @@ def _listed(names: Sequence[str]) -> str:
 
 def _stages(module: nn.Module, nodes: Sequence[fx.Node], cut: int) -> OrderedDict[str, nn.Module]:
     """Returns the stages up to the cut, up to the last layer, and the last layer."""
-    last, end = nodes[-1], len(nodes) - 1
+    last = nodes[-1]
+    end = len(nodes) - 1
     is_layer = last.op == "call_module" and len(last.all_input_nodes) == 1
     before = nodes.index(last.all_input_nodes[0]) if is_layer else cut
     stages: OrderedDict[str, nn.Module] = OrderedDict([(_EXTRACTOR, _part(module, nodes, 0, cut))])
