@@ -118,7 +118,8 @@ class Predictor:
             raise StateError(f"the state directory {state_dir} does not exist; use the device's state_dir")
         if not is_installed("onnxruntime"):
             raise ModelError("Predictor requires onnxruntime: pip install 'fleetdistill[light]'")
-        self._path, self._threads = Path(state_dir) / f"{variant}.onnx", threads
+        self._path = Path(state_dir) / f"{variant}.onnx"
+        self._threads = threads
         self._loading = threading.Lock()
         self._model: DeployedModel | None = None
         self._seen: tuple[int, ...] | None = None  # identity of the last file read, usable or not

@@ -146,7 +146,8 @@ def _accuracy(path: Path, batches: Iterable[tuple[Array, Array]]) -> float:
 
 def _logits(path: Path, inputs: Array) -> Array:
     """Returns a file's logits `[n, classes]`."""
-    session, starts = cpu_session(str(path)), range(0, len(inputs), _BATCH)
+    session = cpu_session(str(path))
+    starts = range(0, len(inputs), _BATCH)
     return np.concatenate([_logits_of(session, inputs[start : start + _BATCH]) for start in starts])
 
 
@@ -161,7 +162,8 @@ def _quiet() -> Iterator[None]:
 
     Without a handler, `logging.warning` would configure the app's logging, so the root logger gets one meanwhile.
     """
-    root, handler = logging.getLogger(), logging.NullHandler()
+    root = logging.getLogger()
+    handler = logging.NullHandler()
 
     def is_other(record: logging.LogRecord) -> bool:
         return "onnxruntime" not in record.pathname

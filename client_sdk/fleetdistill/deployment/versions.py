@@ -83,7 +83,8 @@ class Versions:
         data, copy = self._files.load(IN_USE), self._files.load(_COPY)
         if (data is None and copy is None) or version_of(data) is not None:
             return
-        version, effect = version_of(copy), "the numbers of versions start again"
+        version = version_of(copy)
+        effect = "the numbers of versions start again"
         if version is not None:
             effect = f"version {version.number} is restored from a copy"
         if data is not None:
@@ -189,7 +190,8 @@ class Versions:
         Files(folder).save(_NOTE, _packed(replace(version, files=present, sha256=digest)))
 
     def _prune(self) -> None:
-        requested, kept = self.requested(), {one.number for one in self.earlier()[: self._keep - 1]}
+        requested = self.requested()
+        kept = {one.number for one in self.earlier()[: self._keep - 1]}
         if (held := self.held()) is not None:
             kept.add(held.number)
         for folder in self._folders():
@@ -286,7 +288,8 @@ class Versions:
 
     def roll_back(self, version: Version) -> None:
         """Makes a kept version the one in use; repeatable after a crash at any point."""
-        in_use, folder = self.in_use(), self._folder(version.number)
+        in_use = self.in_use()
+        folder = self._folder(version.number)
         with disk_errors(self._directory):
             for name in (*version.files, MODEL):
                 _restore(folder / name, self._directory / name)

@@ -51,7 +51,8 @@ class Permission:
     """
 
     def __init__(self, files: Files, clock: Clock, eligibility: Eligibility | None, budgets: Budgets | None) -> None:
-        self._clock, self._budgets = clock, budgets or Budgets()
+        self._clock = clock
+        self._budgets = budgets or Budgets()
         self._conditions = Conditions(eligibility or Eligibility(), files.directory)
         self._watches = eligibility is not None or budgets is not None
         limits = {counter: getattr(self._budgets, name) for counter, name in _COUNTERS.items()}
@@ -77,7 +78,8 @@ class Permission:
         counter = self.usage.exceeded()
         if not counter:
             return None
-        name, now = _COUNTERS[counter], self._local_time()
+        name = _COUNTERS[counter]
+        now = self._local_time()
         midnight = (now + timedelta(days=1)).replace(hour=0, minute=0, second=0, microsecond=0)
         text = f"{name} ({getattr(self._budgets, name)}) is used up until midnight"
         return Hold(name, text, (midnight - now).total_seconds())

@@ -88,7 +88,8 @@ class OtherLoad:
     """
 
     def __init__(self, psutil: Any) -> None:
-        self._psutil, self._process = psutil, psutil.Process()
+        self._psutil = psutil
+        self._process = psutil.Process()
         self._lock = threading.Lock()
         self._sample = self._now()
         self._share: float | None = None

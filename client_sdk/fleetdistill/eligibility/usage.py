@@ -35,7 +35,9 @@ class Usage:
     """
 
     def __init__(self, files: Files, clock: Clock, limits: Mapping[str, float]) -> None:
-        self._files, self._clock, self._limits = files, clock, limits
+        self._files = files
+        self._clock = clock
+        self._limits = limits
         self._lock = threading.Lock()
         self._day, self._written = self._load()
         self._used = dict(self._written)

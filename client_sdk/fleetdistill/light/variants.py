@@ -91,7 +91,8 @@ class FrozenLightModel:
     """A `LightModel` for `Device.predict`: nobody else has a reference to it, so deliveries do not change it."""
 
     def __init__(self, model: LightModel, input_shape: Sequence[int]) -> None:
-        self._model, self._input_shape = model, tuple(input_shape)
+        self._model = model
+        self._input_shape = tuple(input_shape)
 
     def __call__(self, inputs: Array) -> Array:
         """Returns logits `[n, C]` float32 for inputs `[n, *input_shape]`. Raises DataError for other inputs."""

@@ -201,7 +201,8 @@ class _Part:
             self.reject(f"a download of {header.data_bytes} bytes declares tensors of {tensors} bytes")
         if self._resumed and (header != self._header or self.length > header.data_bytes):
             self.reject("a resumed download has a different header than before")
-        missing, free = header.data_bytes - self.length, free_bytes(self.path.parent)
+        missing = header.data_bytes - self.length
+        free = free_bytes(self.path.parent)
         if missing > free:
             raise NoRoomError(f"a download needs {missing} more bytes, but the disk has {free} bytes free")
 
@@ -277,7 +278,9 @@ def _other_payload(header: knowledge_pb2.PayloadHeader, sha256: bytes) -> str:
 
 
 def _mismatch(check: Check) -> str:
-    title, found, expected = check.algorithm.label, check.found().hex()[:16], check.expected.hex()[:16]
+    title = check.algorithm.label
+    found = check.found().hex()[:16]
+    expected = check.expected.hex()[:16]
     return f"a download has {title} {found}..., expected {expected}..."
 
 
