@@ -284,9 +284,11 @@ class ListeningServer(service_pb2_grpc.DeviceServiceServicer):
 
     def _damaged(self, act: Act, found: list[Any], context: Any) -> Iterator[service_pb2.DownloadResponse]:
         """Yields the chunks of a payload with the fault of its round."""
-        first, fault = act.downloads == 1, act.scene.fault
+        first = act.downloads == 1
+        fault = act.scene.fault
         for number, one in enumerate(found):
-            data, crc = bytes(one.data), one.crc32c
+            data = bytes(one.data)
+            crc = one.crc32c
             if fault == "download-digest" and number == 0:
                 data = bytes([data[0] ^ 1]) + data[1:]
                 crc = google_crc32c.value(data)
@@ -353,7 +355,8 @@ class ListeningServer(service_pb2_grpc.DeviceServiceServicer):
             act.done = True
             self._refuse(context, Code.CLOSED, "the ask accepts no answer")
         self._expect("upload.status", act.next_byte is not None, "an upload without UploadStatus")
-        held, act.next_byte = len(act.answer.data), None
+        held = len(act.answer.data)
+        act.next_byte = None
         ok = self._expect("upload.first_byte", header.first_byte == held, f"{header.first_byte}, expected {held}")
         most = self._profile.samples
         self._expect("upload.samples", 1 <= header.samples <= most, f"{header.samples}, the profile has {most}")

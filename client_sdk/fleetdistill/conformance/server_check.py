@@ -178,7 +178,8 @@ class _ServerCheck:
             "profile.data_version": ({"data_version": bytes(33)}, Code.BAD_MESSAGE),
         }
         for name, (changes, code) in faulty.items():
-            player, profile = self._player(name), self._profile(**changes)
+            player = self._player(name)
+            profile = self._profile(**changes)
             self._refused(name, partial(player.check_in, profile), code)
 
     def _joined(self, name: str) -> Player:
@@ -246,7 +247,8 @@ class _ServerCheck:
     def _check_chunks(self, chunks: list[Any], payload: Payload) -> None:
         at = 0
         for one in chunks:
-            size, slot = len(chunk_data(one)), payload.slots[one.tensor]
+            size = len(chunk_data(one))
+            slot = payload.slots[one.tensor]
             ok = google_crc32c.value(one.data) == one.crc32c and 1 <= size <= CHUNK_BYTES
             ok = ok and slot.start + one.offset == at and at + size <= slot.stop
             self._expect("download.chunks", ok, f"a chunk of {size} bytes of tensor {one.tensor} at {one.offset}")
@@ -312,7 +314,8 @@ class _ServerCheck:
         self._expect("repeat.attempt", later.id == receipt.id and later.name == receipt.name, "another receipt")
 
     def _check_before_the_answer(self, player: Player, payload: Payload) -> None:
-        chunks, header = chunks_of(payload), payload.header()
+        chunks = chunks_of(payload)
+        header = payload.header()
         other, nothing = player.name(payload=_OTHER), player.name(round=1 << 40)
         self._refused("upload.other-ask", lambda: player.upload(header, chunks, name=other), Code.CLOSED)
         self._refused("upload.not-asked", lambda: player.upload(header, chunks, name=nothing), Code.NOT_ASKED)
