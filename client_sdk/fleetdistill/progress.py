@@ -22,7 +22,9 @@ Receiver = Callable[[str, float], None]
 
 class _Reports:
     def __init__(self, receiver: Receiver, now: Callable[[], float]) -> None:
-        self.receiver, self._now, self._last = receiver, now, now()
+        self.receiver = receiver
+        self._now = now
+        self._last = now()
 
     def report(self, phase: str, fraction: float) -> None:
         now = self._now()

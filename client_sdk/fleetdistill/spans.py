@@ -110,7 +110,8 @@ class ProviderSpans:
     def _recorded(self, name: str, parent: Place | None, fields: dict[str, object]) -> Iterator[None]:
         about = {**self._about, **fields}
         attributes: Any = {f"fleetdistill.{key}": value for key, value in about.items() if value not in (None, "")}
-        outer, known = self._current, _context(parent) if self._current is None else None
+        outer = self._current
+        known = _context(parent) if self._current is None else None
         with self._tracer.start_as_current_span(
             name, context=known, attributes=attributes, record_exception=False, set_status_on_exception=False
         ) as span:
