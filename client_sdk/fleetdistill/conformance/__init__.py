@@ -9,10 +9,9 @@ docs/reference/wire-format.md has the rules. The SDK does not import this packag
 from __future__ import annotations
 
 from fleetdistill.conformance.device_check import ListeningServer
-from fleetdistill.conformance.device_rules import DEVICE_RULES
 from fleetdistill.conformance.report import PAGE, Report, Result, Rule
+from fleetdistill.conformance.rules import DEVICE_RULES, SERVER_RULES
 from fleetdistill.conformance.server_check import RUN_TOML, check_server
-from fleetdistill.conformance.server_rules import SERVER_RULES
 
 __all__ = [
     "DEVICE_RULES",

@@ -15,9 +15,9 @@ import google_crc32c
 import grpc
 from grpc_status import rpc_status
 
-from fleetdistill.conformance.device_rules import DEVICE_RULES
 from fleetdistill.conformance.received import ReceivedAnswer
 from fleetdistill.conformance.report import Report
+from fleetdistill.conformance.rules import DEVICE_RULES
 from fleetdistill.conformance.script import RUN, SCENES, Scene, contract, payload
 from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.wire.codec import Payload

@@ -18,7 +18,7 @@ import grpc
 from fleetdistill.conformance.faulty_answers import FAULTY_ANSWERS
 from fleetdistill.conformance.player import SAMPLES, Player, answer_from, chunks_of, messages, payload_of, refusal_of
 from fleetdistill.conformance.report import Report
-from fleetdistill.conformance.server_rules import SERVER_RULES
+from fleetdistill.conformance.rules import SERVER_RULES
 from fleetdistill.errors import ConfigurationError, RefusedError
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.link.grpc_link import errors_of
