@@ -24,9 +24,8 @@ from fleetdistill_server.simulation.folder import IfThere, check_folder, open_fo
 from fleetdistill_server.simulation.links.links import run_over_memory
 from fleetdistill_server.simulation.links.over_grpc import run_over_grpc
 from fleetdistill_server.simulation.progress import OnProgress, Progress, watcher
-from fleetdistill_server.simulation.report.controls import Controls
 from fleetdistill_server.simulation.report.history import read_history
-from fleetdistill_server.simulation.report.outcome import Outcome
+from fleetdistill_server.simulation.report.outcome import Controls, Outcome
 from fleetdistill_server.simulation.report.plots import load_matplotlib
 from fleetdistill_server.simulation.report.report import make_report
 from fleetdistill_server.simulation.report.results import FleetReport

@@ -15,8 +15,8 @@ from fleetdistill_server.simulation.controls.local_only import score_initial_mod
 from fleetdistill_server.simulation.links.links import Watch, run_over_memory
 from fleetdistill_server.simulation.progress import OnProgress, watcher
 from fleetdistill_server.simulation.report.comparison import cost_of
-from fleetdistill_server.simulation.report.controls import FedAvgControl
 from fleetdistill_server.simulation.report.history import read_history
+from fleetdistill_server.simulation.report.outcome import FedAvgControl
 from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.simulation.spec.plan import RUN, Fleet, largest_model, make_run_config, open_store
 from fleetdistill_server.simulation.spec.settings import Simulation

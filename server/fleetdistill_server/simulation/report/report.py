@@ -23,12 +23,11 @@ from fleetdistill_server.simulation.report.comparison import (
     cost_of,
     local_only,
 )
-from fleetdistill_server.simulation.report.controls import Controls, FedAvgControl
 from fleetdistill_server.simulation.report.device_plots import DeviceCurves
 from fleetdistill_server.simulation.report.device_report import accuracy_or_none, device_report
 from fleetdistill_server.simulation.report.history import FleetHistory
 from fleetdistill_server.simulation.report.metrics import Ints, accuracy
-from fleetdistill_server.simulation.report.outcome import Outcome
+from fleetdistill_server.simulation.report.outcome import Controls, FedAvgControl, Outcome
 from fleetdistill_server.simulation.report.plots import save_report_figure
 from fleetdistill_server.simulation.report.results import DeviceReport, FleetReport
 from fleetdistill_server.simulation.report.scores import FleetFigures, fleet_figures, late_figures
