@@ -222,6 +222,8 @@ def test_metrics_outside_their_ranges_are_refused(metric: k.Metric, sentence: st
     [
         _metric(sum=0.0),
         _metric(sum=2.0),
+        _metric(name="loss", split="validation", sum=58.0),
+        _metric(name="personal/loss", split="validation", sum=58.0),
         _metric(sum=0.0, count=0),
         _metric(name="loss", sum=2e9),
         _metric(name="loss", sum=-2e9),

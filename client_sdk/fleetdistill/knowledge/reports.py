@@ -23,7 +23,7 @@ _MAX_WORD = 64
 _MAX_VALUE = 1e9
 """Largest magnitude of a metric's value: finite sums over a fleet."""
 _SHARES = ("accuracy", "leave_one_out", "own_statistics_kept")
-"""Last parts of the names of metrics whose values are shares of rows, as all of the split `validation` are."""
+"""Last parts of the names of metrics whose values are shares of rows; in the split `validation` all but `loss` are."""
 _MAX_PLAN_BYTES = 64 << 10
 
 
@@ -140,7 +140,8 @@ def _check_metric(metric: knowledge_pb2.Metric, classes: int) -> None:
     labels = [row.label for row in metric.by_class]
     if len(set(labels)) != len(labels) or any(label >= classes for label in labels):
         raise RefusedError(Code.BAD_VALUE, f"metric {name!r} has a duplicate or unknown class")
-    share = metric.name.rpartition("/")[2] in _SHARES or metric.split == "validation"
+    last = metric.name.rpartition("/")[2]
+    share = last in _SHARES or (metric.split == "validation" and last != "loss")
     low, high = (0.0, 1.0) if share else (-_MAX_VALUE, _MAX_VALUE)
     rows: list[knowledge_pb2.Metric | knowledge_pb2.ClassCount] = [metric, *metric.by_class]
     for row in rows:
