@@ -47,7 +47,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "feddkc": {"method": "feddkc"},
     "cdkt": {"method": "cdkt", "server_model": MODEL},
     "classstats": {"method": "classstats", "rounds": 1},
-    "classstats, averaged": {"method": "classstats", "settings": {"features": "averaged"}},
     "classstats, epsilon 8": {"method": "classstats", "rounds": 1, "epsilon": 8.0},
 }
 """For each method, the fields of `Simulation` that differ from the fleet's; `settings` are added to `LOCAL`."""

@@ -29,7 +29,6 @@ from fleetdistill_server.config.run_config import RunConfig, run_config
 FORMS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "cdkt": ("cdkt", "", {}),
     "classstats": ("classstats", "", {}),
-    "classstats, averaged": ("classstats", "", {"features": "averaged"}),
     "classstats, epsilon = 3": ("classstats", "", {"epsilon": 3.0}),
     "classstats, epsilon = 1": ("classstats", "", {"epsilon": 1.0}),
     "dafkd": ("dafkd", "", {}),

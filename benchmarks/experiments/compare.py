@@ -111,16 +111,6 @@ def _dafkd(base: Simulation) -> Comparison:
 
 
 _FEDAVG_RATE = 0.02
-_TAUGHT: dict[str, Any] = {
-    "agreement_from": "server",
-    "agreement_every": 1000,
-    "drawn_rows": 200,
-    "personal_extractor": "own",
-}
-"""The server's predictor teaches once, with the merge; the personal predictor has an extractor of its own."""
-
-
-_AVERAGED: dict[str, Any] = {"features": "averaged"}
 _SAME_BYTES: dict[str, Any] = {"rows_per_direction": 2}
 """As many directions as the specification's page has, whatever they say about rows."""
 _ONE_EXCHANGE: dict[str, dict[str, Any]] = {
@@ -131,21 +121,15 @@ _ONE_EXCHANGE: dict[str, dict[str, Any]] = {
 }
 
 
-def _classstats(base: Simulation, agreement: dict[str, Any], fedavg: tuple[str, ...]) -> Comparison:
+def _classstats(base: Simulation, fedavg: tuple[str, ...]) -> Comparison:
     """Five different models, and FedAvg with one of them on every device, which is FedDKD without its steps too."""
     settings = dict(base.settings)
-    averaged = settings | _AVERAGED
-    trained = {name: value for name, value in settings.items() if name == "learning_rate"}
     decaying = {"dkd_steps": 0, "local_epochs": 2, "learning_rate_round_decay": 0.1 ** (1 / (base.rounds - 1))}
     rate = {"learning_rate": settings.get("learning_rate", _FEDAVG_RATE), "weight_decay": 0.0}
     runs: dict[str, dict[str, Any]] = {
-        "averaged": {"settings": averaged},
+        "fedgkt": {"method": "feddkc", "settings": settings | {"server_beta": 0.0}},
         **_ONE_EXCHANGE,
-        "averaged, with agreement": {"settings": averaged | agreement},
-        "averaged, taught": {"settings": averaged | _TAUGHT | {"rate_drop_after": base.rounds - 2}},
-        "averaged, means only": {"settings": averaged | {"means_only": True}},
-        "fedgkt": {"method": "feddkc", "settings": trained | {"server_beta": 0.0}},
-        **{f"fedavg, {one}": {"method": "fedavg", "models": (one,), "settings": trained} for one in fedavg},
+        **{f"fedavg, {one}": {"method": "fedavg", "models": (one,), "settings": settings} for one in fedavg},
         f"fedavg, {fedavg[0]}, decaying": {
             "method": "feddkd",
             "models": fedavg[:1],
@@ -163,27 +147,22 @@ _SMALL_FASHION = Simulation(
     train_limit=3000,
     test_limit=2500,
     rounds=10,
-    settings={"extractor_rounds": 3, "learning_rate": 0.02},
+    settings={"learning_rate": 0.02},
 )
-_EVERY_FIVE: dict[str, Any] = {"agreement_every": 5}
-_EVERY_ROUND: dict[str, Any] = {"agreement_every": 1, "drawn_rows": 100}
 
 _HARD: dict[str, Any] = {"dataset": "cifar10", "image_size": None, "test_limit": 2500}
 
 COMPARISONS = {
-    "classstats-cifar10": _classstats(replace(_SMALL_FASHION, **_HARD, train_limit=5000), _EVERY_ROUND, ("resnet12",)),
-    "classstats-fashion-100": _classstats(
-        replace(_SMALL_FASHION, train_limit=10_000, devices=100), _EVERY_ROUND, ("resnet12",)
-    ),
-    "classstats-digits": _classstats(Simulation(rounds=30), _EVERY_FIVE, ("digits_cnn_large", "digits_mlp_large")),
-    "classstats-fashion": _classstats(_SMALL_FASHION, _EVERY_ROUND, ("resnet12",)),
+    "classstats-cifar10": _classstats(replace(_SMALL_FASHION, **_HARD, train_limit=5000), ("resnet12",)),
+    "classstats-fashion-100": _classstats(replace(_SMALL_FASHION, train_limit=10_000, devices=100), ("resnet12",)),
+    "classstats-digits": _classstats(Simulation(rounds=30), ("digits_cnn_large", "digits_mlp_large")),
+    "classstats-fashion": _classstats(_SMALL_FASHION, ("resnet12",)),
     "classstats-mnist-20": _classstats(
-        replace(_SMALL_FASHION, dataset="mnist", train_limit=4000, devices=20), _EVERY_ROUND, ("resnet12",)
+        replace(_SMALL_FASHION, dataset="mnist", train_limit=4000, devices=20), ("resnet12",)
     ),
     "classstats-femnist": replace(
         _classstats(
             replace(_SMALL_FASHION, dataset="femnist-digits", train_limit=None, devices=12, partition="by_client"),
-            _EVERY_ROUND,
             ("resnet12",),
         ),
         settings={"": {}},

@@ -1,12 +1,11 @@
-"""What hostile devices do to one merge of class statistics, with the server's tests and without, in both forms.
+"""What hostile devices do to one merge of class statistics, with the server's tests and without.
 
     python benchmarks/experiments/hostile_devices.py digits --seeds 0 1 2
     python benchmarks/experiments/hostile_devices.py fashion-14 --data-dir data
     python benchmarks/experiments/hostile_devices.py kinds --data-dir data
 
 Ten devices, of which the first one or two are hostile. Statistics, wire types, tests and merge are the product's; only
-the messages are left out. `one covariance` is scored by its closed form, `by class` by Bayes' rule with the merged
-Gaussians, both on the same fixed features. Printed is the accuracy on all classes in %: with robust = off, gross and
+the messages are left out. Printed is the closed form's accuracy on all classes in %: with robust = off, gross and
 strict, and gross with five trusted rows a class that are nobody's; and of how many honest devices of all fleets
 something was left out, or the rows bounded. `kinds` are 4 devices with MNIST, 3 with USPS and 3 with FEMNIST.
 """
@@ -16,65 +15,61 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from one_exchange import MIN_SAMPLES, PER_CLASS_RANK, PER_CLASS_SHRINKAGE, RANK, SETTINGS, bayes
+from one_exchange import MIN_SAMPLES, RANK, SETTINGS
 from one_exchange_fleet import Fleet, Part, Setting, make_fleet
 from one_exchange_tables import spread
 
 from fleetdistill.errors import KnowledgeError
-from fleetdistill.knowledge import Array, ClassStatistics, SharedStatistics
-from fleetdistill.methods.classstats import gaussians
+from fleetdistill.knowledge import Array, SharedStatistics
 from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
 from fleetdistill.methods.classstats.config import ClassStatsConfig
 from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import EvaluationSection
-from fleetdistill_server.methods.classstats.merge import Rules, merged, merged_moments
+from fleetdistill_server.methods.classstats.merge import Rules, merged_moments
 
 DEVICES = 10
 LARGEST = 60_000.0  # in float16
 KINDS = {"mnist": 4, "usps": 3, "femnist-digits": 3}
 _KIND = Setting("mnist", 14, 1500, 1000, alpha=0.5)
 
-Statistics = Any
-"""SharedStatistics or ClassStatistics; of both the attacks know the fields by name."""
-Attack = Callable[[Statistics, int, Mapping[int, Array]], Statistics]
+Attack = Callable[[SharedStatistics, int, Mapping[int, Array]], SharedStatistics]
 """(what a device would send, classes, the honest devices' mean of each class) -> what it sends."""
 
 
 # --- attacks
 
 
-def flips(sent: Statistics, classes: int, _: Mapping[int, Array]) -> Statistics:
+def flips(sent: SharedStatistics, classes: int, _: Mapping[int, Array]) -> SharedStatistics:
     return replace(sent, labels=[classes - 1 - label for label in sent.labels])
 
 
 def longer(factor: float) -> Attack:
     """Means alone."""
 
-    def attack(sent: Statistics, _: int, __: Mapping[int, Array]) -> Statistics:
+    def attack(sent: SharedStatistics, _: int, __: Mapping[int, Array]) -> SharedStatistics:
         return replace(sent, means=_scaled(sent.means, factor))
 
     return attack
 
 
-def thousandfold(sent: Statistics, classes: int, means: Mapping[int, Array]) -> Statistics:
+def thousandfold(sent: SharedStatistics, classes: int, means: Mapping[int, Array]) -> SharedStatistics:
     """Features times 1,000: means, and the covariance times a million."""
     return _wider(longer(1e3)(sent, classes, means), 1e6)
 
 
-def declares(sent: Statistics, classes: int, means: Mapping[int, Array]) -> Statistics:
+def declares(sent: SharedStatistics, classes: int, means: Mapping[int, Array]) -> SharedStatistics:
     """10^9 rows in all, with flipped labels."""
     flipped = flips(sent, classes, means)
     counts = np.full_like(flipped.counts, 10**9 // len(flipped.labels))
-    df = {"df": np.array(counts.sum() - len(counts), np.int32)} if isinstance(sent, SharedStatistics) else {}
-    return replace(flipped, counts=counts, **df)
+    return replace(flipped, counts=counts, df=np.array(counts.sum() - len(counts), np.int32))
 
 
-def swaps(sent: Statistics, _: int, __: Mapping[int, Array]) -> Statistics:
+def swaps(sent: SharedStatistics, _: int, __: Mapping[int, Array]) -> SharedStatistics:
     """The means of its two largest classes change places."""
     if len(sent.labels) < 2:
         return sent
@@ -84,33 +79,28 @@ def swaps(sent: Statistics, _: int, __: Mapping[int, Array]) -> Statistics:
     return replace(sent, means=means)
 
 
-def widens(sent: Statistics, _: int, __: Mapping[int, Array]) -> Statistics:
+def widens(sent: SharedStatistics, _: int, __: Mapping[int, Array]) -> SharedStatistics:
     return _wider(sent, 50.0)
 
 
-def claims(sent: Statistics, _: int, means: Mapping[int, Array]) -> Statistics:
+def claims(sent: SharedStatistics, _: int, means: Mapping[int, Array]) -> SharedStatistics:
     """All classes, each with the next one's mean, from as many rows as it has."""
     labels = sorted(means)
     each = max(int(sent.counts.sum()) // len(labels), MIN_SAMPLES)
     rolled = np.roll(np.stack([means[label] for label in labels]), -1, axis=0).astype(sent.means.dtype)
     counts = np.full(len(labels), each, np.int32)
-    if isinstance(sent, SharedStatistics):
-        df = np.array(counts.sum() - len(counts), np.int32)
-        return replace(sent, labels=labels, counts=counts, means=rolled, df=df)
-    at = np.arange(len(labels)) % len(sent.labels)
-    spread_of = {"directions": sent.directions[at], "variances": sent.variances[at]}
-    return replace(sent, labels=labels, counts=counts, means=rolled, **spread_of)
+    df = np.array(counts.sum() - len(counts), np.int32)
+    return replace(sent, labels=labels, counts=counts, means=rolled, df=df)
 
 
 def _scaled(array: Array, factor: float) -> Array:
     return np.asarray(np.clip(factor * array.astype(np.float64), -LARGEST, LARGEST).astype(array.dtype))
 
 
-def _wider(sent: Statistics, factor: float) -> Statistics:
+def _wider(sent: SharedStatistics, factor: float) -> SharedStatistics:
     changed = {"variances": _scaled(sent.variances, factor)}
-    name = "steps" if isinstance(sent, SharedStatistics) else "directions"
-    if (array := getattr(sent, name)) is not None:
-        changed[name] = _scaled(array, factor**0.5)
+    if sent.steps is not None:
+        changed["steps"] = _scaled(sent.steps, factor**0.5)
     return replace(sent, **changed)
 
 
@@ -131,14 +121,7 @@ ATTACKS: dict[str, tuple[int, Attack | None]] = {
 }
 
 
-# --- the two forms
-
-
-class Form(NamedTuple):
-    """What a device sends of its rows, and the accuracy of what is merged of it."""
-
-    sent: Callable[[Part], Statistics]
-    accuracy: Callable[[Fleet, Mapping[str, Statistics], Rules, Notes], float]
+# --- the merge
 
 
 class Notes:
@@ -162,23 +145,14 @@ class Notes:
         return torch.Generator()
 
 
-def shared(part: Part) -> SharedStatistics:
+def statistics_of(part: Part) -> SharedStatistics:
     found = to_wire(moments_of(part.features, part.labels, MIN_SAMPLES), RANK, ClassStatsConfig().rows_per_direction)
     sent = decode(encode({"statistics": found}))["statistics"]
     assert isinstance(sent, SharedStatistics)
     return sent
 
 
-def by_class(part: Part) -> ClassStatistics:
-    labels, counts = np.unique(part.labels, return_counts=True)
-    enough = labels[counts >= MIN_SAMPLES].tolist()
-    found = {label: gaussians.summarise(part.features[part.labels == label], PER_CLASS_RANK) for label in enough}
-    sent = decode(encode({"statistics": gaussians.to_wire(found)}, np.float16))["statistics"]
-    assert isinstance(sent, ClassStatistics)
-    return sent
-
-
-def closed_form(fleet: Fleet, parts: Mapping[str, Statistics], rules: Rules, notes: Notes) -> float:
+def closed_form(fleet: Fleet, parts: Mapping[str, SharedStatistics], rules: Rules, notes: Notes) -> float:
     """Of the general answer; chance where nothing can be made of the parts."""
     moments, *_ = merged_moments(parts, rules, notes)
     if moments is None:
@@ -191,17 +165,8 @@ def closed_form(fleet: Fleet, parts: Mapping[str, Statistics], rules: Rules, not
     return _share_right(fleet, found)
 
 
-def bayes_rule(fleet: Fleet, parts: Mapping[str, Statistics], rules: Rules, notes: Notes) -> float:
-    whole, _ = merged(parts, PER_CLASS_RANK, rules, notes)
-    classes = gaussians.shrink(whole, PER_CLASS_SHRINKAGE)
-    return _share_right(fleet, bayes(fleet, classes)) if classes else 1 / fleet.classes
-
-
 def _share_right(fleet: Fleet, found: Array) -> float:
     return float((found.argmax(axis=1) == fleet.test.labels).mean())
-
-
-FORMS = {"one covariance": Form(shared, closed_form), "by class": Form(by_class, bayes_rule)}
 
 
 # --- measuring
@@ -256,7 +221,7 @@ def rules_of(case: Case) -> dict[str, Rules]:
     return {**plain, "trusted": Rules(robust="gross", trusted=case.trusted)}
 
 
-def means_of(parts: Sequence[Statistics]) -> dict[int, Array]:
+def means_of(parts: Sequence[SharedStatistics]) -> dict[int, Array]:
     """The mean over the devices of each class's mean."""
     found: dict[int, list[Array]] = {}
     for part in parts:
@@ -265,11 +230,11 @@ def means_of(parts: Sequence[Statistics]) -> dict[int, Array]:
     return {label: np.mean(means, axis=0) for label, means in sorted(found.items())}
 
 
-def print_table(title: str, of: Sequence[Case], form: Form) -> None:
+def print_table(title: str, of: Sequence[Case]) -> None:
     print(f"\n{title}, {len(of)} fleets")
     print("| | off | gross | strict | gross, trusted rows | honest left out: gross, strict, trusted | bounded |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    honest = [[form.sent(part) for part in case.fleet.parts] for case in of]
+    honest = [[statistics_of(part) for part in case.fleet.parts] for case in of]
     for name, (count, attack) in ATTACKS.items():
         found: dict[str, list[float]] = {}
         left_out: dict[str, int] = {}
@@ -281,7 +246,7 @@ def print_table(title: str, of: Sequence[Case], form: Form) -> None:
             liars = {f"{number}" for number in range(len(lies))}
             for rule, rules in rules_of(case).items():
                 notes = Notes()
-                found.setdefault(rule, []).append(form.accuracy(case.fleet, parts, rules, notes))
+                found.setdefault(rule, []).append(closed_form(case.fleet, parts, rules, notes))
                 left_out[rule] = left_out.get(rule, 0) + len(notes.left_out - liars)
                 bounded += len(notes.bounded - liars) if rule == "gross" else 0
         cells = [*(spread(figures) for figures in found.values()), *(f"{left_out[rule]}" for rule in found)]
@@ -294,12 +259,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=[*SETTINGS, "kinds"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
     parser.add_argument("--data-dir", help="folder of the data sets; else FLEETDISTILL_DATA")
     given = parser.parse_args()
     for name, of in cases(given.name, given):
-        for form in given.forms:
-            print_table(f"{name}, {form}", of, FORMS[form])
+        print_table(name, of)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"method": "fedavg", "rounds": 8},
     "feddkd": {"method": "feddkd", "rounds": 6},
     "dafkd": {"method": "dafkd", "rounds": 6},
-    "classstats averaged": {"method": "classstats", "rounds": 6, "settings": {"features": "averaged"}},
     "feddkc": {"method": "feddkc", "rounds": 8},
     "cdkt": {"method": "cdkt", "rounds": 6},
 }

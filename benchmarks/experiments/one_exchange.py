@@ -35,7 +35,6 @@ from one_exchange_fleet import Fleet, Part, Setting, accuracies, known_sets, mak
 from one_exchange_tables import print_tables
 
 from fleetdistill.knowledge import Array, ClassSpace
-from fleetdistill.methods.classstats import gaussians
 from fleetdistill.methods.classstats.class_space import (
     best_temperature,
     class_prior,
@@ -52,9 +51,6 @@ MIN_SAMPLES = 5
 RANK = 128
 SHRINKAGES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 """Of which `leave-one-out` takes the one under which most rows are told."""
-PER_CLASS_RANK = 8
-PER_CLASS_SHRINKAGE = 0.1
-DRAWN_A_CLASS = 500
 _COUNT_BYTES, _NUMBER_BYTES = 4, 2
 
 Figures = dict[str, Any]
@@ -290,62 +286,6 @@ def _scale(merged: Moments, fleet: Fleet) -> tuple[Array, Array]:
     return merged.means.mean(axis=0), spread + 1e-9
 
 
-def per_class(fleet: Fleet) -> Figures:
-    """Per-class Gaussians of rank 8 (classstats.md): Bayes' rule, and predictors on own and drawn rows."""
-    classes, kb = _per_class_gaussians(fleet)
-    found = bayes(fleet, classes)
-    on_all = accuracies(fleet, [found] * len(fleet.parts))[0]
-    own = accuracies(fleet, with_prior(fleet, [found] * len(fleet.parts)))[1]
-    taught = _on_drawn_rows(fleet, classes)
-    return {
-        "all": accuracies(fleet, taught)[0],
-        "own": accuracies(fleet, with_prior(fleet, taught))[1],
-        "bayes_all": on_all,
-        "bayes_own": own,
-        "kb": kb,
-    }
-
-
-def _per_class_gaussians(fleet: Fleet) -> tuple[dict[int, gaussians.ClassSummary], float]:
-    by_class: dict[int, list[gaussians.ClassSummary]] = {}
-    sent = []
-    for part in fleet.parts:
-        labels, counts = np.unique(part.labels, return_counts=True)
-        enough = [int(label) for label, count in zip(labels, counts, strict=True) if count >= MIN_SAMPLES]
-        sent.append(len(enough))
-        for label in enough:
-            rows = part.features[part.labels == label]
-            by_class.setdefault(label, []).append(gaussians.summarise(rows, PER_CLASS_RANK))
-    merged = {label: gaussians.merge(found, PER_CLASS_RANK) for label, found in by_class.items()}
-    each = (2 + PER_CLASS_RANK) * fleet.dimensions * _NUMBER_BYTES + _COUNT_BYTES
-    return gaussians.shrink(merged, PER_CLASS_SHRINKAGE), each * (float(np.mean(sent)) + len(merged)) / 1e3
-
-
-def bayes(fleet: Fleet, classes: dict[int, gaussians.ClassSummary]) -> Array:
-    found = np.full((len(fleet.test.labels), fleet.classes), -1e9)
-    for label, one in classes.items():
-        variance = np.maximum(one.variance, 1e-9)
-        away = fleet.test.features - one.mean
-        scaled = one.directions / variance
-        inner = np.eye(len(one.directions)) + scaled @ one.directions.T
-        leaning = away @ scaled.T
-        distance = (away**2 / variance).sum(axis=1) - (leaning * np.linalg.solve(inner, leaning.T).T).sum(axis=1)
-        found[:, label] = -(distance + np.log(variance).sum() + np.linalg.slogdet(inner)[1]) / 2
-    return found
-
-
-def _on_drawn_rows(fleet: Fleet, classes: dict[int, gaussians.ClassSummary]) -> list[Array]:
-    seeds = {label: derive_seed(fleet.seed, "drawn", label) for label in classes}
-    pools = {
-        label: gaussians.draw(one, DRAWN_A_CLASS, seeds[label], nonnegative=False) for label, one in classes.items()
-    }
-    together = np.concatenate(list(pools.values()))
-    centre, scale = together.mean(axis=0), together.std(axis=0) + 1e-9
-    inputs = [(part.features - centre) / scale for part in fleet.parts]
-    drawn = drawn_from({label: (rows - centre) / scale for label, rows in pools.items()})
-    return predictors(fleet, inputs, (fleet.test.features - centre) / scale, drawn, name="per class")
-
-
 def fedavg_rows(fleet: Fleet, settings: FedAvgSettings | None = None) -> Figures:
     """FedAvg of a network on the same features: its last round, and every round's global accuracy."""
     settings = settings or FedAvgSettings()
@@ -388,7 +328,6 @@ ROWS: dict[str, Callable[[Fleet], Figures]] = {
     "means, own covariance": means_with_own_covariance,
     "means, nearest": nearest_mean,
     "means, own scatter": means_and_own_rows,
-    "per class": per_class,
     "fedavg": fedavg_rows,
     "fedavg, raw features": lambda fleet: fedavg_rows(fleet, FedAvgSettings(rate=0.02, scaled=False)),
     "fedavg at equal bytes": fedavg_at_equal_bytes,

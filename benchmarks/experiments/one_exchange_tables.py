@@ -33,8 +33,6 @@ LINES = [
     _pair("fedavg", "the same, global with the device's prior", "with_prior"),
     _pair("fedavg, raw features", "FedAvg on raw features: devices", "devices"),
     _pair("fedavg, raw features", "the same, global", "global"),
-    _plain("per class", "per-class rank 8: Bayes' rule", "bayes_all", "bayes_own"),
-    _plain("per class", "per-class rank 8: predictors on drawn rows"),
     _plain("means, nearest", "means only: nearest mean"),
     _plain("means, own covariance", "means only: own covariance"),
     _plain("means, own scatter", "means only: predictors on own scatter"),

@@ -14,7 +14,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from support.fleets import AVERAGED, prepare, run_in_memory
+from support.fleets import prepare, run_in_memory
 from support.outside import fresh_process
 from support.sizes import sizes_of
 from typer.testing import CliRunner, Result
@@ -24,7 +24,6 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import KINDS, Weights
 from fleetdistill.methods import METHODS, config_class
 from fleetdistill.methods.cdkt.config import CDKTConfig
-from fleetdistill.methods.classstats.averaged_config import AveragedConfig
 from fleetdistill.methods.dafkd.config import DaFKDConfig
 from fleetdistill.methods.fedd2s.config import FedD2SConfig
 from fleetdistill.methods.feddkc.config import FedDKCConfig
@@ -79,10 +78,8 @@ def predicted(
     [
         *((method, {}, "float16") for method in sorted(METHODS)),
         *(("feddkd", {"dkd_steps": steps}, "float16") for steps in (1, 5)),
-        ("classstats", AVERAGED, "float16"),
-        ("classstats", AVERAGED, "float32"),
-        ("classstats", {**AVERAGED, "agreement_every": 1, "agreement_from": "server"}, "float16"),
-        ("classstats", {**AVERAGED, "rank": 0}, "float16"),
+        ("classstats", {}, "float32"),
+        ("classstats", {"rank": 0}, "float16"),
         *((method, {}, "float32") for method in ("cdkt", "fedd2s", "feddkc", "feddkd")),
         *((method, {}, "uint8") for method in ("cdkt", "fedd2s", "feddkc")),
     ],
@@ -192,26 +189,6 @@ def test_daf_12_the_exact_mode_adds_the_generator_down() -> None:
     assert (exact[0] - lagged[0], exact[1] - lagged[1]) == (0, 4 * 120_000)
 
 
-def test_sta_9_bytes() -> None:
-    """A class is 2,564 bytes, ten are 25,640 down; agreement is M * C * C * 2 each way, in some rounds only."""
-    sizes, none = Sizes(samples=1000, features=128, extractor=Weights(88, 72)), (0, 0)
-    extractor = 4 * 88 + 72
-    averaged = {"features": "averaged"}
-
-    def in_a_run(**settings: Any) -> list[tuple[int, int]]:
-        return [predicted("classstats", sizes, "float16", completed=t, **averaged, **settings) for t in range(12)]
-
-    assert in_a_run() == [(extractor, extractor)] * 5 + [(25_640, extractor + 25_640)] + [none] * 6
-    pretrained = in_a_run(extractor_rounds=0)
-    assert pretrained == [(25_640, 25_640)] + [none] * 11
-    agreeing = in_a_run(agreement_every=3)
-    assert [t for t in range(6, 12) if agreeing[t] != none] == [8, 11]
-    assert agreeing[8] == (50 * 10 * 10 * 2, 50 * 10 * 10 * 2)
-    taught = in_a_run(agreement_every=3, agreement_from="server")
-    assert taught[5] == (25_640, extractor + 25_640 + 50 * 10 * 10 * 2)
-    assert taught[6:] == [none, none, (0, 50 * 10 * 10 * 2), none, none, (0, 50 * 10 * 10 * 2)]
-
-
 @pytest.mark.parametrize(
     ("samples", "up"),
     [(10_000, 57_900), (1000, 57_900 - (128 - 66) * (384 + 2)), (10, 57_900 - 128 * (384 + 2))],
@@ -224,13 +201,6 @@ def test_fix_10_bytes_of_one_exchange(samples: int, up: int) -> None:
     sizes = Sizes(samples=samples, features=217 * 16)
     assert predicted("classstats", sizes, "float16") == (up, 7174)
     assert predicted("classstats", sizes, "float32") == (up, 7174)
-
-
-def test_bytes_of_rounds_that_differ_are_the_mean_over_a_run() -> None:
-    sizes, config = Sizes(features=128, extractor=Weights(88, 72)), AveragedConfig()
-    cost = mean_round_bytes(server_class("classstats", config).exchanges(config, sizes), "float16", 30)
-    assert cost == {"up": (5 * 424 + 25_640) // 30, "down": (6 * 424 + 25_640) // 30}
-    assert method_row("fedavg", sizes, "float16", 7) == method_row("fedavg", sizes, "float16", 30)
 
 
 def test_one_exchange_is_counted_whole_and_not_spread_over_rounds() -> None:

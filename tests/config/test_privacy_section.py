@@ -52,12 +52,6 @@ def test_a_run_without_the_section_is_what_it_was(tmp_path):
         ({"epsilon": 1, "delta": 0.1}, "classstats", {}, r"\[privacy\] delta is 0.1, must be at most 0.01"),
         ({"epsilon": 1, "sigma": 1}, "classstats", {}, r"\[privacy\].*unknown setting.*epsilon, delta, exact"),
         ({"epsilon": 1}, "feddkc", {}, r"\[privacy\] is not available for method 'feddkc'"),
-        (
-            {"epsilon": 1},
-            "classstats",
-            {"features": "averaged"},
-            r"\[privacy\] is not available for method 'classstats'",
-        ),
         ({"epsilon": 1}, "classstats", {"min_samples": 5}, "min_samples: only valid with a run without"),
         (
             {"epsilon": 1},

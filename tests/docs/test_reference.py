@@ -171,7 +171,6 @@ def _value(cell: str) -> Any:
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     **{method: (method, {}) for method in METHODS},
-    "classstats-averaged": ("classstats", {"features": "averaged"}),
     "classstats-private": ("classstats", {"epsilon": 1.0}),
 }
 
@@ -300,10 +299,7 @@ def test_python_blocks_compile_and_their_imports_work(page: str, block: str) -> 
         exec(line, {})
 
 
-LINES = {
-    "classstats-averaged": {"averaged.py", "gaussians.py"},
-    "classstats-private": {"private_sums.py", "private_merge.py"},
-}
+LINES = {"classstats-private": {"private_sums.py", "private_merge.py"}}
 """Modules whose formulas are on another page than classstats."""
 
 

@@ -17,11 +17,6 @@ from fleetdistill_server.methods.traffic import Exchange, Sizes
 PAGE = (Path(__file__).parents[2] / "docs/reference/wire-format.md").read_text(encoding="utf-8")
 FORMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "classstats": [("classstats", {}), ("classstats, private", {"epsilon": 1.0, "delta": 1e-5})],
-    "classstats averaged": [
-        ("classstats, averaged", {"features": "averaged"}),
-        ("classstats, averaged", {"features": "averaged", "agreement_every": 1}),
-        ("classstats, averaged", {"features": "averaged", "agreement_every": 1, "agreement_from": "server"}),
-    ],
     "dafkd": [
         ("dafkd", {}),
         ("dafkd", {"discriminator_location": "device", "sync": "exact", "ensemble_space": "probs"}),
@@ -45,8 +40,7 @@ def steps_on_the_page() -> dict[tuple[str, str], set[tuple[str, str]]]:
 
 def all_exchanges() -> Iterator[tuple[str, Exchange]]:
     for name in known_methods():
-        forms = [form for key, given in FORMS.items() if key.split()[0] == name for form in given]
-        for shown, settings in forms or [(name, {})]:
+        for shown, settings in FORMS.get(name, [(name, {})]):
             config = config_class(name).form(settings).from_settings(settings).for_classes(10)
             for exchange in server_class(name, config).exchanges(config, Sizes()):
                 yield shown, exchange

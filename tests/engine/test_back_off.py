@@ -66,7 +66,7 @@ class Turns:
         """Devices in this process need no wake-up."""
 
 
-@pytest.mark.parametrize("method", [*sorted(METHODS), "classstats averaged"])
+@pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_device_that_never_answers_is_asked_ever_less_often(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """Forgetting a device: nothing of its part is left in the store, whoever dies, works or comes back meanwhile.
 
-One run on the disk, halted between its second and third round, is made once; each test has a copy of it. One device has
-a class that no other has, so that the merge of this class is its part to the bit.
+One run on the disk, halted after its first round, is made once; each test has a copy of it. A device's part is what it
+has sent, and the space of the merge with it, which the other devices were sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from support.driving import DriveDevices
 from support.fleets import RUN, RUNS, Prepared, outcome, prepare, run_in_memory
@@ -31,7 +30,7 @@ from support.sqlite import tables_of
 from support.wire_samples import in_pieces, make_identity, make_payload, make_profile
 
 from fleetdistill.errors import ConfigurationError, RefusedError, RunError
-from fleetdistill.knowledge import ClassStatistics
+from fleetdistill.knowledge import ClassSpace, SharedStatistics
 from fleetdistill.state import failpoints
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill.wire.codec import Payload, decode
@@ -46,7 +45,7 @@ from fleetdistill_server.front.server import open_api
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.upload_session import UploadSession
 from fleetdistill_server.methods.base import Notes  # type: ignore[attr-defined]
-from fleetdistill_server.methods.classstats.averaged import AveragedServer
+from fleetdistill_server.methods.classstats.server import ClassStatsServer
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store import retention
@@ -74,8 +73,8 @@ class Halted:
     """A run on the disk whose engine has ended between two rounds.
 
     Attributes:
-        device: Has a class that no other device has.
-        part: What the mean of this class looks like, wherever it is kept.
+        device: One of three.
+        part: What its means and the space look like, wherever they are kept.
     """
 
     prepared: Prepared
@@ -107,20 +106,21 @@ class Halted:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Halted:
     directory = tmp_path_factory.mktemp("made")
-    wanted = replace(RUNS["classstats averaged"], devices=3, rounds=3, train_limit=120, alpha=0.1)
+    wanted = replace(RUNS["classstats"], devices=3, rounds=3, train_limit=300, alpha=10.0)
     prepared = _on_disk(prepare(wanted, directory / "work"), directory / "store")
     with ExitStack() as stack:
         store = Store.open(directory / "store")
         stack.callback(store.close)
         api = DeviceApi(store)
         devices = [stack.enter_context(make_device(spec, MemoryLink(api))) for spec in prepared[1]]
-        engine = Engine(store, prepared[0], DriveDevices(devices, lambda: None))
-        engine._close = _then_halt(engine._close, after=2)  # type: ignore[method-assign, assignment]
+        run = prepared[0].run.model_copy(update={"min_devices": 3})
+        config = prepared[0].model_copy(update={"run": run})
+        engine = Engine(store, config, DriveDevices(devices, lambda: None))
+        engine._close = _then_halt(engine._close, after=1)  # type: ignore[method-assign, assignment]
         with pytest.raises(Halt):
             asyncio.run(engine.run())
-        device, mean = _lone_class(store)
-    part = [mean.astype(kind).tobytes() for kind in ("<f2", "<f4", "<f8")]
-    return Halted(prepared, directory / "store", device, part)
+        device = prepared[1][0].name
+        return Halted(prepared, directory / "store", device, _part_of(device, store))
 
 
 def _on_disk(prepared: Prepared, store: Path) -> Prepared:
@@ -139,24 +139,21 @@ def _then_halt(close: Callable[[Any], None], after: int) -> Callable[[Any], None
     return closing
 
 
-def _lone_class(store: Store) -> tuple[str, np.ndarray]:
-    """A device that alone has a class, and the mean that it has sent of this class."""
-    sent: dict[str, ClassStatistics] = {}
+def _part_of(device: str, store: Store) -> list[bytes]:
+    """The means that a device has sent, and the directions of the space."""
+    found = []
     for row in store.asks.uploads(RUN):
-        if row["step"] == "summarise":
-            part = decode(store.blobs.open(row["sha256"]))["statistics"]
-            assert isinstance(part, ClassStatistics)
-            sent[row["device"]] = part
-    holders = Counter(label for part in sent.values() for label in part.labels)
-    device, place = next(
-        (device, place)
-        for device, part in sorted(sent.items())
-        for place, label in enumerate(part.labels)
-        if holders[label] == 1
-    )
-    means = sent[device].means
-    assert means is not None
-    return device, np.array(means[place])
+        if (row["step"], row["device"]) == ("summarise", device):
+            sent = decode(store.blobs.open(row["sha256"]))["statistics"]
+            assert isinstance(sent, SharedStatistics)
+            assert sent.means is not None
+            found.append(sent.means.tobytes())
+    for ask in store.asks.of_step(RUN, 1, 2):
+        space = decode(store.blobs.open(ask["payload"]))["space"]
+        assert isinstance(space, ClassSpace)
+        found.append(space.directions.tobytes())
+    assert len(set(found)) == 2
+    return found
 
 
 @pytest.fixture
@@ -178,7 +175,7 @@ def store(run: Halted) -> Iterator[Store]:
 
 def told_with_the_part(run: Halted, store: Store) -> list[Row]:
     """Asks of other devices whose payload has the forgotten device's part in it."""
-    asks = [ask for step in (1, 2, 3) for ask in store.asks.of_step(RUN, 2, step) if ask["payload"] is not None]
+    asks = [ask for ask in store.asks.of_step(RUN, 1, 2) if ask["payload"] is not None]
     found = {file.stem for file in run.files_with_the_part()}
     return [ask for ask in asks if ask["device"] != run.device and ask["payload"].hex() in found]
 
@@ -200,8 +197,8 @@ def assert_still_to_forget(run: Halted, store: Store) -> None:
 # --- where the part may be
 
 
-def test_of_a_class_that_only_the_forgotten_device_has_nothing_is_left(run: Halted, store: Store) -> None:
-    """The merge of such a class, which the other devices were sent, is its part to the bit."""
+def test_nothing_is_left_of_what_a_forgotten_device_sent(run: Halted, store: Store) -> None:
+    """Nor of the space that the other devices were sent."""
     assert run.device in run.parts(store)
     assert {ask["device"] for ask in told_with_the_part(run, store)} == set(run.others())
     assert ask_to_forget(store, RUN, run.device, served=False)
@@ -485,15 +482,15 @@ def test_a_round_that_an_engine_took_up_meanwhile_stays_open(
 def test_what_a_method_notes_is_written_with_its_state_and_not_before(
     run: Halted, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forget(method: AveragedServer, device: str, notes: Notes) -> None:
+    def forget(method: ClassStatsServer, device: str, notes: Notes) -> None:
         notes.event("member-left-out", "by the merge", device)
         left_out(method, device, notes)
 
     def fail() -> None:
         raise RunError("taken over")
 
-    left_out = AveragedServer.forget
-    monkeypatch.setattr(AveragedServer, "forget", forget)
+    left_out = ClassStatsServer.forget
+    monkeypatch.setattr(ClassStatsServer, "forget", forget)
     store.devices.ask_to_forget(RUN, run.device)
     method = run.engine(store).method
     with pytest.raises(RunError):

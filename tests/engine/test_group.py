@@ -19,7 +19,7 @@ from fleetdistill_server.config.engine_config import EngineSection
 from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
 
-NAMES = ["feddkc", "fedd2s with heads", "cdkt", "dafkd distilling", "classstats taught by the server"]
+NAMES = ["feddkc", "fedd2s with heads", "cdkt", "dafkd distilling"]
 """Runs whose server half trains, each in another way."""
 
 

@@ -486,7 +486,7 @@ def test_it_wants_the_extractor_alone(offered: Offered) -> None:
     [
         (
             {"method": "fedavg"},
-            "has method 'fedavg'; without PyTorch, only 'classstats' with features 'scattering'",
+            "has method 'fedavg'; without PyTorch, only 'classstats' is supported",
         ),
         ({"extractor_file": b""}, "provides no extractor file.*fleetdistill.onnx"),
     ],
@@ -496,13 +496,6 @@ def test_a_run_that_it_cannot_take_part_in_is_refused(offered: Offered, changes:
     for name, value in changes.items():
         setattr(contract, name, value)
     with pytest.raises(ConfigurationError, match=says):
-        light_worker(digits(0))(contract)
-
-
-def test_an_averaged_extractor_needs_torch() -> None:
-    config = config_of({"features": "averaged"}, rounds=10)
-    contract = make_contract(config, build_method(config))[0]
-    with pytest.raises(ConfigurationError, match=r"features 'averaged'.*use PyTorch on this device"):
         light_worker(digits(0))(contract)
 
 

@@ -20,5 +20,5 @@ def test_robust_is_gross_by_default_and_one_of_three(method: str) -> None:
 
 
 def test_both_forms_of_class_statistics_have_it() -> None:
-    for settings in ({}, {"features": "averaged"}):
+    for settings in ({}, {"epsilon": 1.0}):
         assert config_class("classstats", settings).from_settings({**settings, "robust": "strict"}).robust == "strict"

@@ -25,7 +25,6 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 MATHEMATICS = {
     "fleetdistill.training.losses": ["training/test_losses.py", "methods/feddkd/test_feddkd.py"],
-    "fleetdistill.methods.classstats.gaussians": ["methods/classstats/test_statistics.py"],
     "fleetdistill.methods.cdkt.transfer": ["methods/cdkt/test_cdkt.py"],
     "fleetdistill.methods.dafkd.losses": [
         "methods/dafkd/test_losses.py",
@@ -36,7 +35,7 @@ MATHEMATICS = {
     "fleetdistill_server.methods.feddkc.kkr": ["methods/feddkc/test_refinement.py"],
     "fleetdistill_server.methods.feddkc.skr": ["methods/feddkc/test_refinement.py"],
     "fleetdistill_server.methods.feddkc.kernels": ["methods/feddkc/test_refinement.py"],
-    "fleetdistill_server.methods.classstats.merge": ["methods/classstats/test_statistics.py"],
+    "fleetdistill_server.methods.classstats.merge": ["methods/classstats/test_one_exchange.py"],
 }
 """A module of formulas, and the tests that are about it."""
 SECONDS = 120

@@ -39,7 +39,6 @@ def test_every_method_is_compared(script: Any) -> None:
         ("feddkc", ["float32", "float16", "uint8"]),
         ("fedd2s", ["float32", "float16", "uint8"]),
         ("classstats", ["float32"]),
-        ("classstats, averaged", ["float32", "float16"]),
         ("classstats, epsilon 8", ["float32"]),
     ],
 )

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fleets import AVERAGED, RUN, outcome, prepare, run_in_memory
 from support.fleets import HOSTILE as HOSTILE_FLEET
+from support.fleets import RUN, outcome, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill_server.event_kinds import LEFT_OUT
@@ -27,7 +27,6 @@ AVERAGING: dict[str, dict[str, Any]] = {
     "fedavg": {"method": "fedavg"},
     "feddkd": {"method": "feddkd", "settings": {"dkd_steps": 2}},
     "dafkd": {"method": "dafkd", "settings": {"kd_samples": 64, "local_epochs": 1}},
-    "classstats averaged": {"method": "classstats", "settings": AVERAGED},
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "fedd2s": {"method": "fedd2s", "models": ("fedd2s_digits",)},  # Adam bounds what its rows do to a copy

@@ -1,4 +1,4 @@
-"""Class statistics in this process: a server half and device halves on small images, and rounds that they play."""
+"""Rounds that a server half of class statistics and device halves play in this process, on small images."""
 
 from __future__ import annotations
 
@@ -11,37 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from fleetdistill.errors import QuorumNotReached
 from fleetdistill.knowledge import Kind, Parts
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
-from fleetdistill.methods.classstats.averaged import AveragedDevice
-from fleetdistill.methods.classstats.averaged_config import AveragedConfig
-from fleetdistill.models import build_model
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData
-from fleetdistill.training.model import check_local_model
 from fleetdistill.wire.codec import decode, encode
-from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.methods.classstats.averaged import AveragedServer
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.testing import FakeCohort
 
 CLASSES, SHAPE = 4, (1, 8, 8)
 CPU = torch.device("cpu")
-QUICK: dict[str, Any] = {"extractor_rounds": 1, "local_epochs": 1, "server_epochs": 4, "drawn_rows": 10}
-
-
-def config_of(**settings: Any) -> AveragedConfig:
-    return AveragedConfig.from_settings({**QUICK, **settings}).for_classes(CLASSES)
-
-
-def make_server(extractor: str = "digits_extractor", shape: tuple[int, ...] = SHAPE, **settings: Any) -> AveragedServer:
-    models = ModelSection(extractor=extractor, server="digits_server")
-    context = MethodContext(classes=CLASSES, input_shape=shape, models=models, torch_device=CPU, seed=3)
-    return AveragedServer(config_of(**settings), context)
 
 
 def rows_of(counts: Sequence[int], seed: int) -> TensorData:
@@ -52,22 +33,11 @@ def rows_of(counts: Sequence[int], seed: int) -> TensorData:
     return TensorData(inputs, labels)
 
 
-def make_device(
-    counts: Sequence[int], seed: int = 1, model: Any = "digits_mlp_small", **settings: Any
-) -> AveragedDevice:
-    torch.manual_seed(seed)
-    module = build_model(model, classes=CLASSES) if isinstance(model, str) else model
-    local = Local(
-        model=module, taps=check_local_model(module), data=rows_of(counts, seed), classes=CLASSES, torch_device=CPU
-    )
-    return AveragedDevice(config_of(**settings), local)
-
-
 class Rounds:
     """Rounds of a server half with device halves in this process, one `FakeCohort` each; keeps what was asked."""
 
     def __init__(self, server: ServerMethod, devices: Mapping[str, DeviceMethod]) -> None:
-        self.server: Any = server  # of either form of class statistics, whose tests know which
+        self.server: Any = server  # of any form of class statistics, whose tests know which
         self.halves: dict[str, Any] = dict(devices)
         self.completed = self.round = 0
         self.away: set[str] = set()
@@ -151,22 +121,3 @@ class Rounds:
 
     def steps(self) -> list[tuple[str, str]]:
         return [(step, device) for step, device, _ in self.asked]
-
-
-def two_devices(**settings: Any) -> dict[str, AveragedDevice]:
-    return {
-        "a": make_device([20, 12, 3, 0], seed=1, **settings),
-        "b": make_device([0, 9, 14, 8], seed=2, model="digits_cnn_small", **settings),
-    }
-
-
-def fleet(**settings: Any) -> Rounds:
-    return Rounds(make_server(**settings), two_devices(**settings))
-
-
-def copied(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -33,8 +33,6 @@ SMALL = Simulation(
 )
 _DAFKD = {"kd_start_round": 1, "kd_samples": 64, "maturity_guard": False, "local_epochs": 2}
 _FEDD2S = {"drop_every": 1, "teacher_guard": False}
-AVERAGED: dict[str, Any] = {"features": "averaged", "extractor_rounds": 1}
-"""Settings with which class statistics of the averaged form do in two rounds what they do."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "feddkc in float32": {"method": "feddkc", "knowledge_type": "float32"},
     "feddkc in uint8": {"method": "feddkc", "knowledge_type": "uint8"},
@@ -54,22 +52,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "settings": {"variant": "bn", "dkd_steps": 2},
         "models": ("digits_cnn_small",),
     },
-    "classstats agreeing": {
-        "method": "classstats",
-        "rounds": 3,
-        "settings": {**AVERAGED, "agreement_every": 1},
-    },
-    "classstats taught by the server": {
-        "method": "classstats",
-        "rounds": 3,
-        "settings": {**AVERAGED, "agreement_every": 1, "agreement_from": "server"},
-    },
-    "classstats diagonal in float32": {
-        "method": "classstats",
-        "knowledge_type": "float32",
-        "settings": {**AVERAGED, "rank": 0},
-    },
-    "classstats averaged": {"method": "classstats", "settings": AVERAGED},
     "classstats in one exchange": {"method": "classstats", "rounds": 1},
     "classstats with a trained predictor": {
         "method": "classstats",

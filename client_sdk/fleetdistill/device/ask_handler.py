@@ -48,8 +48,6 @@ _TEXTS = {
     "dkd_batch_clipped_to": "the mini-batch has only {} samples, all of the device's data",
     "own_statistics_kept": "the personal model uses the device's own statistics, which are more accurate",
     "participations_differ": "server and device count the device's participations differently",
-    "personal_undone": "the training of the personal predictor diverged and was rolled back",
-    "rows_clipped": "{} rows of features were clipped to clip_norm",
     "unknown_ids": "{} sample ids from the server are unknown to this device",
 }
 """Texts for the app about the counts that a handler adds to an answer (`Answer.notes`)."""

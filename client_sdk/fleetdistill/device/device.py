@@ -287,9 +287,9 @@ class Device(Disclosure):
         """All delivered variants of the model by name, in eval mode.
 
         Most methods have one variant, `general`. classstats adds `personal`, weighted by the device's own class shares,
-        and, unless `features = "averaged"`, `own`, the network that the app passed in. Before the first delivery the
-        mapping has only that network, as `own` with classstats and as `general` with other methods; a missing name
-        raises ModelError, and `in` and `get` work as in any mapping.
+        and `own`, the network that the app passed in. Before the first delivery the mapping has only that network, as
+        `own` with classstats and as `general` with other methods; a missing name raises ModelError, and `in` and `get`
+        work as in any mapping.
 
         Note:
             The fleet trains `own` only with `own_network = "taught"`.

@@ -23,7 +23,7 @@ from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.arguments import check_all_data
 from fleetdistill.device.compute import Computed, MakeCompute, faults_decline
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
-from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, Kind, Metrics, Plan
+from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, Kind, Metrics
 from fleetdistill.light.onnx_extractor import OnnxExtractor, extractor_of
 from fleetdistill.light.variants import (
     FrozenLightModel,
@@ -413,12 +413,10 @@ def _config_of(contract: contract_pb2.Contract) -> Settings:
     With `predictor = "trained"` the device sends the same statistics and uses closed-form classifiers. With
     `own_network = "taught"` the device has no network to train.
     """
-    plan = Plan.read(contract.config)
-    if contract.method != METHOD or plan.values.get("features") == "averaged":
-        features = "" if contract.method != METHOD else ", features 'averaged'"
+    if contract.method != METHOD:
         raise ConfigurationError(
-            f"run {contract.run!r} has method {contract.method!r}{features}; without PyTorch, only {METHOD!r} with "
-            f"features 'scattering' or 'model' is supported. To take part, {_WITH_TORCH}"
+            f"run {contract.run!r} has method {contract.method!r}; without PyTorch, only {METHOD!r} is supported. To "
+            f"take part, {_WITH_TORCH}"
         )
     if not contract.extractor_file:
         raise ConfigurationError(

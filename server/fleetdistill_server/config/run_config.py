@@ -243,8 +243,8 @@ def _check_privacy(method: str, cls: type[LocalTraining], settings: Mapping[str,
     """Raises ConfigurationError for [privacy] with a method that has none, and for its settings in [method]."""
     if given and not cls.is_private:
         raise ConfigurationError(
-            f"[privacy] is not available for method {method!r} with these settings; use method = 'classstats' with "
-            "features = 'scattering' or 'model', or remove [privacy]"
+            f"[privacy] is not available for method {method!r} with these settings; use method = 'classstats', or "
+            "remove [privacy]"
         )
     if cls.is_private and (there := PrivacySection.model_fields.keys() & settings.keys()):
         found = ", ".join(sorted(there))

@@ -1,4 +1,4 @@
-"""Whole runs of class statistics, both forms, with two lying devices of ten: with the tests and without.
+"""Whole runs of class statistics with two lying devices of ten: with the tests and without.
 
 A fleet's devices are real device halves; a liar changes what it sends, or its labels. What must come out with the tests
 is the merge of the honest devices alone, to the bit.
@@ -16,11 +16,9 @@ import pytest
 import torch
 from numpy.testing import assert_array_equal
 from support.class_statistics_fleet import CLASSES, CPU, SHAPE, Rounds, rows_of
-from support.class_statistics_fleet import config_of as averaged_config
 
-from fleetdistill.knowledge import ClassStatistics, Plan, SharedStatistics
+from fleetdistill.knowledge import Plan, SharedStatistics
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
-from fleetdistill.methods.classstats.averaged import AveragedDevice
 from fleetdistill.methods.classstats.class_space import coordinates, leave_one_out
 from fleetdistill.methods.classstats.class_variants import class_variants
 from fleetdistill.methods.classstats.config import ClassStatsConfig
@@ -30,12 +28,10 @@ from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData, extract
 from fleetdistill.training.model import check_local_model
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
 from fleetdistill_server.methods.context import MethodContext
 
-Statistics = SharedStatistics | ClassStatistics
-Lie = Callable[[Statistics], Statistics]
+Lie = Callable[[SharedStatistics], SharedStatistics]
 
 HONEST = {
     "c": [12, 9, 0, 0],
@@ -50,7 +46,6 @@ HONEST = {
 LIARS = {"a": [10, 8, 0, 0], "b": [0, 0, 9, 12]}
 KNOW_ALL = {"a": [6, 6, 6, 6], "b": [7, 6, 6, 7]}
 """Liars that have rows of every class."""
-AVERAGED = {"features": "averaged", "server_epochs": 12, "learning_rate": 0.05, "recognition_guard": False}
 
 
 # --- lies
@@ -63,12 +58,8 @@ def scaled(part: Any, factor: float) -> Any:
 
 def widened(part: Any) -> Any:
     """A covariance 50 times as large."""
-    root = np.sqrt(50)
-    if isinstance(part, SharedStatistics):
-        steps = None if part.steps is None else (root * part.steps).astype(np.float16)
-        return replace(part, variances=50 * part.variances, steps=steps)  # type: ignore[arg-type, operator]
-    directions = None if part.directions is None else root * part.directions
-    return replace(part, variances=50 * part.variances, directions=directions)
+    steps = None if part.steps is None else (np.sqrt(50) * part.steps).astype(np.float16)
+    return replace(part, variances=50 * part.variances, steps=steps)
 
 
 def flipped(part: Any) -> Any:
@@ -86,8 +77,7 @@ def swapped(part: Any) -> Any:
 def boastful(part: Any) -> Any:
     """10^9 rows, of labels that are wrong."""
     counts = np.full_like(part.counts, 10**9 // len(part.labels))
-    df = {"df": np.array(counts.sum() - len(counts), np.int32)} if isinstance(part, SharedStatistics) else {}
-    return replace(flipped(part), counts=counts, **df)
+    return replace(flipped(part), counts=counts, df=np.array(counts.sum() - len(counts), np.int32))
 
 
 def claims_all(part: Any) -> Any:
@@ -137,38 +127,35 @@ def images_of(counts: list[int], seed: int) -> TensorData:
     return TensorData(rows.inputs / 1.2, rows.labels)
 
 
-def device(counts: list[int], seed: int, averaged: bool) -> DeviceMethod:
+def device(counts: list[int], seed: int) -> ClassStatsDevice:
     torch.manual_seed(seed)
-    model = build_model("digits_mlp_small" if averaged else "digits_linear", classes=CLASSES)
+    model = build_model("digits_linear", classes=CLASSES)
     data = images_of(counts, seed)
     local = Local(model=model, taps=check_local_model(model), data=data, classes=CLASSES, torch_device=CPU)
-    return AveragedDevice(averaged_config(**AVERAGED), local) if averaged else ClassStatsDevice(config(), local)
+    return ClassStatsDevice(config(), local)
 
 
 def config(**settings: Any) -> ClassStatsConfig:
     return ClassStatsConfig.from_settings(settings).for_classes(CLASSES)
 
 
-def server(averaged: bool, **settings: Any) -> ClassStatsServer | AveragedServer:
+def server(**settings: Any) -> ClassStatsServer:
     models = ModelSection(extractor="digits_extractor", server="digits_server")
     context = MethodContext(classes=CLASSES, input_shape=SHAPE, models=models, torch_device=CPU, seed=3)
-    if averaged:
-        return AveragedServer(averaged_config(**AVERAGED, **settings), context)
     return ClassStatsServer(config(**settings), context)
 
 
-def played(attack: Attack, averaged: bool, **settings: Any) -> Rounds:
+def played(attack: Attack, **settings: Any) -> Rounds:
     """The run up to the merge, and the devices' first lesson."""
-    halves = {name: device(counts, seed, averaged) for seed, (name, counts) in enumerate(HONEST.items())}
+    halves: dict[str, DeviceMethod] = {name: device(counts, seed) for seed, (name, counts) in enumerate(HONEST.items())}
     for seed, (name, counts) in enumerate(attack.liars.items()):
-        halves[name] = Lying(device(counts, 100 + seed, averaged), attack.lie)
-    return Rounds(server(averaged, **settings), dict(sorted(halves.items()))).play(2 if averaged else 1)
+        halves[name] = Lying(device(counts, 100 + seed), attack.lie)
+    return Rounds(server(**settings), dict(sorted(halves.items()))).play()
 
 
 def merge_name(rounds: Rounds) -> int:
-    half = rounds.server
-    assert isinstance(half, ClassStatsServer | AveragedServer)
-    return half.version if isinstance(half, AveragedServer) else half.merge_name
+    name: int = rounds.server.merge_name
+    return name
 
 
 def accuracy(rounds: Rounds) -> float:
@@ -178,7 +165,6 @@ def accuracy(rounds: Rounds) -> float:
     return float((extract(model, unseen.inputs).argmax(dim=1) == unseen.labels).double().mean())
 
 
-forms = pytest.mark.parametrize("averaged", [False, True], ids=["one covariance", "by class"])
 every_attack = pytest.mark.parametrize("name", ATTACKS)
 
 
@@ -195,11 +181,10 @@ def left_out(rounds: Rounds) -> list[str]:
     return list(dict.fromkeys(text.split(":")[0] for kind, text in rounds.events if kind == "summary-left-out"))
 
 
-@forms
 @every_attack
-def test_with_two_liars_the_merge_is_that_of_the_honest_alone(name: str, averaged: bool) -> None:
+def test_with_two_liars_the_merge_is_that_of_the_honest_alone(name: str) -> None:
     attack = ATTACKS[name]
-    rounds = played(attack, averaged)
+    rounds = played(attack)
     defended, right = merge_name(rounds), accuracy(rounds)
     assert left_out(rounds) == list(attack.liars)
     merged_again(rounds, "off")
@@ -213,9 +198,8 @@ def test_with_two_liars_the_merge_is_that_of_the_honest_alone(name: str, average
     assert accuracy(rounds) == right
 
 
-@forms
-def test_without_a_liar_nothing_changes_to_the_bit(averaged: bool) -> None:
-    rounds = played(Attack(flipped, {}), averaged)
+def test_without_a_liar_nothing_changes_to_the_bit() -> None:
+    rounds = played(Attack(flipped, {}))
     names = [merge_name(merged_again(rounds, robust)) for robust in ("off", "gross", "strict")]
     assert len(set(names)) == 1
     assert not {"summary-left-out", "rows-capped"} & {kind for kind, _ in rounds.events}
@@ -236,21 +220,18 @@ def evaluation_file(folder: Path) -> str:
     return str(folder / "evaluation.npz")
 
 
-def outvoted(averaged: bool, evaluation: str = "", trusted_rows: int = 5) -> Rounds:
+def outvoted(evaluation: str = "", trusted_rows: int = 5) -> Rounds:
     """Three liars claim all classes of a fleet in which each has two honest holders."""
-    halves = {name: device(counts, seed, averaged) for seed, (name, counts) in enumerate(SKEWED.items())}
-    halves |= {name: Lying(device(counts, 100, averaged), claims_all) for name, counts in KNOW_MORE.items()}
-    half = server(averaged)
+    halves: dict[str, DeviceMethod] = {name: device(counts, seed) for seed, (name, counts) in enumerate(SKEWED.items())}
+    halves |= {name: Lying(device(counts, 100), claims_all) for name, counts in KNOW_MORE.items()}
+    half = server()
     half.context = replace(half.context, evaluation_file=evaluation, trusted_rows=trusted_rows)
-    return Rounds(half, dict(sorted(halves.items()))).play(2 if averaged else 1)
+    return Rounds(half, dict(sorted(halves.items()))).play()
 
 
-@forms
-def test_three_liars_outvote_two_honest_holders_and_the_operators_rows_outvote_them(
-    averaged: bool, tmp_path: Path
-) -> None:
-    assert set(left_out(outvoted(averaged))) & set(SKEWED)
-    cured = outvoted(averaged, evaluation_file(tmp_path))
+def test_three_liars_outvote_two_honest_holders_and_the_operators_rows_outvote_them(tmp_path: Path) -> None:
+    assert set(left_out(outvoted())) & set(SKEWED)
+    cured = outvoted(evaluation_file(tmp_path))
     assert left_out(cured) == list(KNOW_MORE)
     whole = merge_name(cured)
     for liar in KNOW_MORE:
@@ -258,18 +239,16 @@ def test_three_liars_outvote_two_honest_holders_and_the_operators_rows_outvote_t
     assert merge_name(cured) == whole
 
 
-@forms
-def test_no_row_of_the_operators_is_trusted_where_he_wants_none(averaged: bool, tmp_path: Path) -> None:
+def test_no_row_of_the_operators_is_trusted_where_he_wants_none(tmp_path: Path) -> None:
     """As in a simulation, whose evaluation data are the test set."""
-    apart = outvoted(averaged, evaluation_file(tmp_path), trusted_rows=0)
-    assert left_out(apart) == left_out(outvoted(averaged))
+    apart = outvoted(evaluation_file(tmp_path), trusted_rows=0)
+    assert left_out(apart) == left_out(outvoted())
 
 
-@forms
-def test_trusted_centres_stay_with_the_run_where_the_operators_file_is_not(averaged: bool, tmp_path: Path) -> None:
+def test_trusted_centres_stay_with_the_run_where_the_operators_file_is_not(tmp_path: Path) -> None:
     """`devices forget` on a stopped run has no [evaluation] section to read."""
-    cured = outvoted(averaged, evaluation_file(tmp_path))
-    other = server(averaged)
+    cured = outvoted(evaluation_file(tmp_path))
+    other = server()
     other.load_state_dict(unpack_state(pack_state(cured.server.state_dict())))
     cured.server.forget("f", cured)
     cured.events.clear()
@@ -280,8 +259,8 @@ def test_trusted_centres_stay_with_the_run_where_the_operators_file_is_not(avera
 
 def test_a_device_that_stays_left_out_is_an_event_of_every_round_that_it_takes_part_in() -> None:
     """So that three rounds running make it a suspect, though its statistics are merged once."""
-    rounds = played(ATTACKS["1 flips labels"], averaged=True)
-    other = server(averaged=True)
+    rounds = played(ATTACKS["1 flips labels"])
+    other = server()
     other.load_state_dict(unpack_state(pack_state(rounds.server.state_dict())))
     rounds.server = other
     for _ in range(2):
@@ -309,7 +288,7 @@ def plans(rounds: Rounds) -> dict[str, dict[str, Any]]:
 
 def test_who_is_left_out_is_told_that_its_rows_are_not_counted() -> None:
     """Its leave-one-out must not take out of the merge what is not in it."""
-    rounds = played(ATTACKS["1 sends means x 1,000"], averaged=False)
+    rounds = played(ATTACKS["1 sends means x 1,000"])
     told = plans(rounds)
     assert {device for device, plan in told.items() if not plan["counted"]} == {"a"}
     assert told["a"]["left_out"] == [0, 1]
@@ -328,21 +307,21 @@ def test_who_is_left_out_is_told_that_its_rows_are_not_counted() -> None:
 
 
 def test_of_a_class_that_is_left_out_alone_the_others_count() -> None:
-    rounds = played(Attack(shifted, {"a": LIARS["a"]}), averaged=False, robust="strict")
+    rounds = played(Attack(shifted, {"a": LIARS["a"]}), robust="strict")
     plan = plans(rounds)["a"]
     assert (plan["counted"], plan["left_out"]) == (True, [0])
     half = rounds.halves["a"]._half
     assert half.own.plan.counts([0, 1]) == [1]
-    again = device(LIARS["a"], 100, averaged=False)
+    again = device(LIARS["a"], 100)
     again.load_state_dict(unpack_state(pack_state(half.state_dict())))
-    assert again.own.plan == half.own.plan  # type: ignore[attr-defined]
+    assert again.own.plan == half.own.plan
 
 
 def test_a_state_of_before_says_that_all_devices_count() -> None:
-    rounds = played(Attack(flipped, {}), averaged=False)
+    rounds = played(Attack(flipped, {}))
     state = {
         name: one for name, one in rounds.server.state_dict().items() if name not in ("counted", "left_out", "trusted")
     }
-    other = server(averaged=False)
+    other = server()
     other.load_state_dict(unpack_state(pack_state(state)))
     assert pack_state(other.state_dict()) == pack_state(rounds.server.state_dict())

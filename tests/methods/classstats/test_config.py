@@ -9,22 +9,18 @@ from support.one_exchange_fleet import config_of, device_on, images_of, make_ser
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.methods import config_class, device_class
-from fleetdistill.methods.classstats.averaged import AveragedDevice
-from fleetdistill.methods.classstats.averaged_config import AveragedConfig
 from fleetdistill.methods.classstats.config import ClassStatsConfig
 from fleetdistill.methods.classstats.device import ClassStatsDevice
 from fleetdistill.training.local_training import TensorData
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.methods import server_class
-from fleetdistill_server.methods.classstats.averaged import AveragedServer
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"features": "pixels"}, "unknown features 'pixels', expected one of scattering, model, averaged"),
-        ({"covariance": "full"}, "unknown covariance 'full', expected one of shared, class"),
+        ({"features": "pixels"}, "unknown features 'pixels', expected one of scattering, model"),
         ({"predictor": "forest"}, "unknown predictor 'forest', expected one of closed_form, trained"),
         ({"own_network": "sold"}, "unknown own_network 'sold', expected one of kept, taught"),
         ({"dimensions": 7}, r"dimensions must be 0 or in \[8, 2048\], got 7"),
@@ -51,16 +47,6 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], says: str) 
         config_of(**settings)
 
 
-@pytest.mark.parametrize("chosen", [{"features": "averaged"}, {"covariance": "class"}])
-def test_settings_choose_the_other_form_on_both_sides(chosen: dict[str, str]) -> None:
-    cls = config_class("classstats", chosen)
-    assert cls is AveragedConfig
-    config = cls.from_settings(chosen)
-    assert (config.features, config.covariance) == ("averaged", "class")
-    assert device_class("classstats", config) is AveragedDevice
-    assert server_class("classstats", config) is AveragedServer
-
-
 def test_the_usual_form_is_one_exchange() -> None:
     config = config_class("classstats")()
     assert isinstance(config, ClassStatsConfig)
@@ -69,30 +55,10 @@ def test_the_usual_form_is_one_exchange() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"features": "scattering", "covariance": "class"},
-        {"features": "averaged", "covariance": "shared"},
-    ],
-)
-def test_features_and_covariance_of_two_forms_do_not_go_together(settings: dict[str, str]) -> None:
-    with pytest.raises(ConfigurationError, match="cannot be combined with covariance"):
-        config_class("classstats", settings)
-
-
-@pytest.mark.parametrize(
     ("given", "says"),
     [
-        (
-            {"extractor_rounds": 3},
-            r'extractor_rounds: only valid with features = "averaged"; otherwise remove extractor_rounds',
-        ),
-        ({"drawn_rows": 3, "rank": 4}, r'drawn_rows: only valid with features = "averaged"'),
-        (
-            {"features": "averaged", "predictor": "trained", "dimensions": 64},
-            r'dimensions, predictor: only valid with features = "scattering" or "model"',
-        ),
-        ({"extractor_round": 3}, "extractor_round: unknown setting"),
+        ({"delta": 1e-6, "rank": 4}, r"delta: only valid with \[privacy\] epsilon; otherwise remove delta"),
+        ({"dimension": 64}, "dimension: unknown setting"),
     ],
 )
 def test_a_setting_of_the_other_form_is_refused_with_the_form_that_has_it(given: dict[str, Any], says: str) -> None:

@@ -14,7 +14,8 @@ import torch
 from support.class_statistics_fleet import CLASSES, SHAPE, rows_of
 
 from fleetdistill import Device
-from fleetdistill.knowledge import GENERAL, Array
+from fleetdistill.device import Step
+from fleetdistill.knowledge import GENERAL, OWN, PERSONAL, Array
 from fleetdistill.models import build_model
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill_server.config.run_config import RunConfig, run_config
@@ -23,6 +24,7 @@ from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.views import runs as views
 
 RUN = "open"
 _LOOKS = 6
@@ -153,6 +155,28 @@ def test_newcomers_leavers_and_forgetting_change_the_space_exactly(fleet: Fleet)
         learn("ab"),
     ]
     assert (fleet.store.runs.get(RUN) or {})["status"] == "running"
+
+
+def test_a_forgotten_device_is_told_so_and_again_when_it_comes_back(fleet: Fleet) -> None:
+    said, store = list[str](), fleet.store
+
+    def forget() -> None:
+        store.devices.ask_to_forget(RUN, "a")
+
+    def come_back() -> None:
+        fleet.leave("a")
+        fleet.come("a")
+        fleet.devices["a"]._guard.on_event = lambda event: said.append(f"{event.kind}: {event.text}")
+
+    fleet.come("c")
+    fleet.play(forget, come_back, fleet.look)
+    assert said[-1].startswith(f"finished: the operator removed a from run '{RUN}' and requested its deletion")
+    assert fleet.devices["a"].step(0.0) is Step.FINISHED
+    assert sorted(fleet.devices["a"].models) == [GENERAL, OWN, PERSONAL]
+    rows = {row["device"]: row["forgotten"] for row in views.devices(store, RUN).lists["devices"]}
+    assert (str(rows["a"])[:2], rows["b"], rows["c"]) == ("20", None, None)
+    assert ask_to_forget(store, RUN, "a", served=True)
+    assert len(store.history.events(RUN, "forgotten")) == 1
 
 
 def test_a_device_with_new_rows_is_asked_again_and_all_get_the_new_space(fleet: Fleet) -> None:

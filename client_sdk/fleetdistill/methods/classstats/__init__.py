@@ -1,1 +1,1 @@
-"""Class statistics: configuration, mathematics (NumPy only) and the device half of both forms."""
+"""Class statistics: configuration, mathematics (NumPy only) and the device half."""

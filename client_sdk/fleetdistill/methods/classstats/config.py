@@ -19,7 +19,6 @@ _DIMENSIONS = (8, 2048)
 SMALLEST_SIDE = 8
 _CHOICES = {
     "features": (SCATTERING, "model"),
-    "covariance": ("shared",),
     "predictor": ("closed_form", "trained"),
     "own_network": ("kept", "taught"),
 }
@@ -27,12 +26,11 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SpaceConfig(LocalTraining):
-    """Settings that both forms with one exchange share; local training's apply to a predictor and a taught network.
+    """Settings that both forms share; local training's apply to a predictor and a taught network.
 
     Attributes:
         features: Features that the statistics describe: `scattering`, fixed wavelets for images; or `model`, the
-            features of [model] extractor with its weights. (`averaged` selects the form `AveragedConfig`.)
-        covariance: `shared`: one for all classes.
+            features of [model] extractor with its weights.
         count_cap: Upper bound of a device's rows in the merge, as a multiple of the median device's, at least 1; 0
             means 3, or no bound if `robust` is `off`.
         predictor: `closed_form`, the nearest class mean; or `trained`, a predictor that the device trains.
@@ -51,7 +49,6 @@ class SpaceConfig(LocalTraining):
 
     learning_rate: float = 0.02
     features: str = SCATTERING
-    covariance: str = "shared"
     count_cap: float = 0.0
     predictor: str = "closed_form"
     predictor_steps: int = 400
@@ -64,9 +61,7 @@ class SpaceConfig(LocalTraining):
     def __post_init__(self) -> None:
         LocalTraining.__post_init__(self)
         for name, known in _CHOICES.items():
-            if (value := getattr(self, name)) not in known:
-                expected = ", ".join((*known, *self.other_choices().get(name, ())))
-                raise ConfigurationError(f"unknown {name} {value!r}, expected one of {expected}")
+            check_choice(name, getattr(self, name), known)
         for name in ("predictor_steps", "own_network_epochs"):
             check_range(name, getattr(self, name), 1)
         check_range("drawn_images", self.drawn_images, 0, _MOST_IMAGES + 1)
@@ -78,11 +73,6 @@ class SpaceConfig(LocalTraining):
                 f"own_network = 'taught' needs images from the scattering, but features is {self.features!r}; set "
                 "own_network = 'kept' or features = 'scattering'"
             )
-
-    @classmethod
-    def other_choices(cls) -> Mapping[str, tuple[str, ...]]:
-        """Returns the values of settings that select another form, for error messages."""
-        return {}
 
     def for_classes(self, classes: int) -> Self:
         """Returns this configuration: no setting depends on the number of classes."""
@@ -128,28 +118,9 @@ class ClassStatsConfig(SpaceConfig):
             check_range("shrinkage", self.shrinkage, 0, 1)
 
     @classmethod
-    def other_choices(cls) -> Mapping[str, tuple[str, ...]]:
-        """See `SpaceConfig.other_choices`."""
-        return {"features": ("averaged",), "covariance": ("class",)}
-
-    @classmethod
     def form(cls, settings: Mapping[str, Any]) -> type[LocalTraining]:
-        """Returns the configuration of the form that the settings select.
-
-        `features = "averaged"` and `covariance = "class"` imply each other and select `AveragedConfig`; `epsilon`, from
-        the section [privacy], selects `PrivateConfig`.
-        """
-        chosen = settings.get("features"), settings.get("covariance")
-        if "averaged" not in chosen and "class" not in chosen:
-            return cls._private() if "epsilon" in settings else cls
-        if chosen[0] not in (None, "averaged") or chosen[1] not in (None, "class"):
-            raise ConfigurationError(
-                f"features = {chosen[0]!r} cannot be combined with covariance = {chosen[1]!r}; set features = "
-                "'averaged' with covariance = 'class', or leave both out"
-            )
-        from fleetdistill.methods.classstats.averaged_config import AveragedConfig
-
-        return AveragedConfig
+        """Returns the configuration of the form that the settings select: the private one with `epsilon`."""
+        return cls._private() if "epsilon" in settings else cls
 
     @staticmethod
     def _private() -> type[LocalTraining]:
@@ -159,10 +130,8 @@ class ClassStatsConfig(SpaceConfig):
 
     @classmethod
     def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
-        """Returns the configurations of the method's other forms: averaged and private."""
-        from fleetdistill.methods.classstats.averaged_config import AveragedConfig
-
-        return {'features = "averaged"': AveragedConfig, "[privacy] epsilon": cls._private()}
+        """Returns the configuration of the private form."""
+        return {"[privacy] epsilon": cls._private()}
 
     def reveals(self) -> str:
         """See `LocalTraining.reveals`."""

@@ -5,7 +5,7 @@ extractor. The server merges these statistics exactly and returns, once, the spa
 has two variants without training: a general one, and a personal one for its own class shares.
 
 With [privacy] a device sends sums with noise instead, `fleetdistill.methods.classstats.private_sums`; everything after
-that is the same. With `features = "averaged"` the method has another form, `fleetdistill.methods.classstats.averaged`.
+that is the same.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import torch
 
 from fleetdistill.knowledge import GENERAL, OWN, PERSONAL
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
-from fleetdistill.methods.classstats.averaged import AveragedDevice
 from fleetdistill.methods.classstats.class_space import coordinates
-from fleetdistill.methods.classstats.config import SCATTERING, SpaceConfig
+from fleetdistill.methods.classstats.config import SCATTERING
 from fleetdistill.methods.classstats.exchange import check_images, statistics_of
 from fleetdistill.methods.classstats.fixed_extractor import fixed_features
 from fleetdistill.methods.classstats.kept_features import FixedFeatures
@@ -51,13 +50,6 @@ class ClassStatsDevice(DeviceMethod):
     @classmethod
     def metrics_steps(cls, config: Settings) -> Sequence[str]:
         return ("learn",)
-
-    @classmethod
-    def form(cls, config: Any) -> type[DeviceMethod]:
-        """Returns the device half for the form that the configuration has."""
-        if isinstance(config, SpaceConfig):
-            return cls
-        return AveragedDevice
 
     # --- steps
 

@@ -64,4 +64,4 @@ class PrivateConfig(SpaceConfig):
 
 
 Settings = ClassStatsConfig | PrivateConfig
-"""Settings of a form with one exchange."""
+"""Settings of either form."""

@@ -1,1 +1,1 @@
-"""Server half of class statistics: both forms, the merge of device statistics, and checks against hostile devices."""
+"""Server half of class statistics: the merge of device statistics, and checks against hostile devices."""

@@ -8,15 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fleetdistill.knowledge import Array, ClassStatistics, SharedStatistics
-from fleetdistill.methods.classstats.gaussians import ClassSummary, from_wire, merge
-from fleetdistill.methods.classstats.shared_statistics import Moments
-from fleetdistill.methods.classstats.shared_statistics import from_wire as from_wire_shared
-from fleetdistill.methods.classstats.shared_statistics import merge as merge_shared
+from fleetdistill.knowledge import Array, SharedStatistics
+from fleetdistill.methods.classstats.shared_statistics import Moments, from_wire, merge
 from fleetdistill_server.methods.classstats.robust import MOST_ROWS, DeviceStatistics, Fleet, LeftOut, capped, screen
 from fleetdistill_server.methods.cohort import Notes
-
-Classes = dict[int, ClassSummary]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,34 +39,13 @@ def note_left_out(left_out: LeftOutReasons, notes: Notes, devices: Collection[st
     """Adds an event for everything that a merge leaves out; called in each round with the round's devices.
 
     Args:
-        left_out: Reasons from `merged` or `merged_moments`.
+        left_out: Reasons from `merged_moments`.
         notes: Receives the events.
         devices: Devices to report; None for all.
     """
     for device in left_out if devices is None else sorted(left_out.keys() & set(devices)):
         for text in left_out[device]:
             notes.event("summary-left-out", text, device)
-
-
-def merged(
-    parts: Mapping[str, ClassStatistics], rank: int, rules: Rules, notes: Notes
-) -> tuple[Classes, LeftOutReasons]:
-    """Merges each class over the devices that sent it, in device-id order (classstats.md, section 3.3).
-
-    Args:
-        parts: Class summaries by device id.
-        rank: Number of directions per class, at least 0.
-        rules: Tests and limits for the summaries.
-        notes: Receives events about classes of a single device, and about summaries that are left out or capped.
-
-    Returns:
-        The merged classes by label, before shrinkage, and the reasons for summaries that are left out.
-    """
-    kept, left_out = _screened(
-        {device: _statistics_of(part) for device, part in sorted(parts.items()) if part.labels}, rules, notes
-    )
-    labels = sorted({label for one in kept.values() for label in one.labels})
-    return {label: merge(_summaries_of(label, parts, kept), rank) for label in labels}, left_out
 
 
 def merged_moments(parts: Mapping[str, SharedStatistics], rules: Rules, notes: Notes) -> Merged:
@@ -86,11 +60,11 @@ def merged_moments(parts: Mapping[str, SharedStatistics], rules: Rules, notes: N
         The merge, or None if no class remains; for each device its classes in the merge; and the reasons for
         statistics that are left out.
     """
-    fleet = {device: _shared_statistics_of(part) for device, part in sorted(parts.items()) if part.labels}
+    fleet = {device: _statistics_of(part) for device, part in sorted(parts.items()) if part.labels}
     kept, left_out = _screened(fleet, rules, notes)
     counted = {device: list(one.labels) for device, one in kept.items()}
-    moments = (_moments_of(from_wire_shared(parts[device]), one) for device, one in kept.items())
-    return merge_shared(moments) if kept else None, counted, left_out
+    moments = (_moments_of(from_wire(parts[device]), one) for device, one in kept.items())
+    return merge(moments) if kept else None, counted, left_out
 
 
 # --- screening
@@ -117,24 +91,7 @@ def _screened(fleet: Fleet, rules: Rules, notes: Notes) -> tuple[Fleet, LeftOutR
     return kept, left_out
 
 
-def _statistics_of(part: ClassStatistics) -> DeviceStatistics:
-    counts, means = part.counts, part.means
-    assert counts is not None
-    assert means is not None
-    traces = np.zeros(len(part.labels))
-    for row in range(len(traces)):  # class by class, because all in float64 may not fit into memory
-        for array, power in ((part.variances, 1), (part.directions, 2)):
-            traces[row] += 0.0 if array is None else float((array[row].astype(np.float64) ** power).sum())
-    order = np.argsort(part.labels)
-    return DeviceStatistics(
-        labels=tuple(part.labels[one] for one in order),
-        counts=counts[order].astype(np.int64),
-        means=means[order],
-        traces=traces[order],
-    )
-
-
-def _shared_statistics_of(part: SharedStatistics) -> DeviceStatistics:
+def _statistics_of(part: SharedStatistics) -> DeviceStatistics:
     counts, means, variances = part.counts, part.means, part.variances
     assert counts is not None
     assert means is not None
@@ -163,24 +120,6 @@ def _degrees(counts: Array) -> int:
     return max(int(counts.sum()) - len(counts), 0)
 
 
-def _summaries_of(label: int, parts: Mapping[str, ClassStatistics], kept: Fleet) -> list[ClassSummary]:
-    found = []
-    for device, one in kept.items():
-        if label in one.labels:
-            count = int(one.counts[one.labels.index(label)])
-            found.append(replace(_one_class(parts[device], label), count=count))
-    return found
-
-
-def too_large(classes: Classes, limit: float, notes: Notes) -> list[int]:
-    """Guard: returns the labels of classes with a value above the wire's limit, with an event for each."""
-    fits = {label: max(map(_largest, (c.mean, c.directions, c.variance))) <= limit for label, c in classes.items()}
-    over = [label for label, fit in fits.items() if not fit]
-    for label in over:
-        notes.event("class-left-out", f"class {label} is left out: its merged statistics exceed {limit:g}")
-    return over
-
-
 def note_no_class(device: str, labels: Sequence[int], min_samples: int, notes: Notes) -> None:
     """Adds an event for a device whose statistics contain no class."""
     if not labels:
@@ -192,15 +131,3 @@ def _note_single_classes(labels_of_devices: Sequence[Sequence[int]], notes: Note
     devices = Counter(label for labels in labels_of_devices for label in labels)
     if single := sorted(label for label, count in devices.items() if count < 2):
         notes.event("class-of-one-device", f"classes {single} come from one device each; they are used")
-
-
-def _one_class(part: ClassStatistics, label: int) -> ClassSummary:
-    """Converts one class to float64; converting all classes together may not fit into memory."""
-    row = part.labels.index(label)
-    names = ("counts", "means", "directions", "variances")
-    arrays = {name: array[row : row + 1] for name in names if (array := getattr(part, name)) is not None}
-    return from_wire(ClassStatistics(labels=[label], **arrays))[label]
-
-
-def _largest(array: Array) -> float:
-    return float(np.abs(array).max(initial=0))

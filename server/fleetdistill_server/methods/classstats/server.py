@@ -34,7 +34,6 @@ from fleetdistill.methods.classstats.exchange import SpacePlan, check_images
 from fleetdistill.methods.classstats.fixed_extractor import fixed_features
 from fleetdistill.methods.classstats.kept_features import projected
 from fleetdistill.methods.classstats.kept_space import packed, unpacked
-from fleetdistill.methods.classstats.private_config import PrivateConfig
 from fleetdistill.methods.classstats.shared_statistics import Moments, most_directions
 from fleetdistill.methods.classstats.space_model import SpaceModel
 from fleetdistill.seeds import derive_seed
@@ -92,13 +91,9 @@ class ClassStatsServer(ServerMethod):
         """Returns the server half for the form that the configuration has."""
         if isinstance(config, ClassStatsConfig):
             return cls
-        if isinstance(config, PrivateConfig):
-            from fleetdistill_server.methods.classstats.private_server import PrivateServer
+        from fleetdistill_server.methods.classstats.private_server import PrivateServer
 
-            return PrivateServer
-        from fleetdistill_server.methods.classstats.averaged import AveragedServer
-
-        return AveragedServer
+        return PrivateServer
 
     def _given_extractor(self) -> nn.Module | None:
         """Returns the run's own extractor; None with scattering, after checking the inputs."""
