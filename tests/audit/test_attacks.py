@@ -9,7 +9,6 @@ from audit.conftest import members_of, run_of
 
 from fleetdistill.knowledge import (
     CUT,
-    ClassStatistics,
     ClassSums,
     Discriminator,
     DistillationGradient,
@@ -17,6 +16,7 @@ from fleetdistill.knowledge import (
     ModelParameters,
     ProxyKnowledge,
     SampleKnowledge,
+    SharedStatistics,
 )
 from fleetdistill.methods.classstats.private_sums import class_sums, unit_rows
 from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire
@@ -180,7 +180,7 @@ def test_labels_give_shares_exactly() -> None:
 
 
 def test_counts_give_shares() -> None:
-    part = ClassStatistics(labels=[2, 0], counts=np.array([1, 3], np.int32))
+    part = SharedStatistics(labels=[2, 0], counts=np.array([1, 3], np.int32))
     assert class_shares([message({"statistics": part})], 3) == pytest.approx([0.75, 0, 0.25])
 
 

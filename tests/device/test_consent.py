@@ -28,8 +28,6 @@ HOLDS: list[tuple[k.Kind, set[str]]] = [
     (k.ProxyKnowledge(valid=True, logits=ROW, embeddings=ROW), {"features", "logits"}),
     (k.ProxyKnowledge(valid=False), set()),
     (k.WeightedPredictions(noise_seed=1, values=ROW), {"logits"}),
-    (k.SoftPredictions(noise_seed=1, values=ROW), {"logits"}),
-    (k.ClassStatistics(labels=[]), {"class_statistics", "counts"}),
     (k.SharedStatistics(labels=[]), {"class_statistics", "counts"}),
     (k.ClassSums(counts=ROW, sums=ROW, second_moment=ROW, mu=1.0, discrete=True), {"class_statistics", "counts"}),
     (MODEL, {"parameters"}),

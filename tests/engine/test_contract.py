@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.record_schema import recorded_config
 
-from fleetdistill.knowledge import NetworkFile, SharedStatistics, SoftPredictions, WeightedPredictions
+from fleetdistill.knowledge import NetworkFile, ProxyKnowledge, SharedStatistics, WeightedPredictions
 from fleetdistill.wire.codec import decode
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.methods.fedavg import FedAvgServer
@@ -31,7 +31,7 @@ def test_the_contract_says_how_many_rows_and_which_file(tmp_path: Path, monkeypa
     parts = {
         "statistics": SharedStatistics.schema(**statistics, least_samples=5, most_rows=128, rows_per_direction=15),
         "other": WeightedPredictions.schema(rows=6, classes=3),
-        "undeclared": SoftPredictions.schema(rows=6, classes=3),
+        "undeclared": ProxyKnowledge.schema(samples=6, classes=3, embedding=(2,), columns=("logits",)),
     }
     file = NetworkFile(onnx=np.arange(50, dtype=np.uint8))
     exchanges = [Exchange(step="train", up=parts)]

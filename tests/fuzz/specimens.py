@@ -15,10 +15,9 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 _PROXY_SAMPLES = 5
 _DIGEST = bytes(range(32))
-_STATISTICS = ("class_statistics", "shared_statistics")
 _MOST_ROWS = 4
 _DECLARED = (
-    *_STATISTICS,
+    "shared_statistics",
     "class_sums",
     "model_parameters",
     "distillation_gradient",
@@ -57,13 +56,6 @@ def _parts() -> dict[str, dict[str, k.Kind]]:
         logits=np.zeros((_PROXY_SAMPLES, CLASSES), np.float32),
         embeddings=np.ones((_PROXY_SAMPLES, 4), np.float32),
     )
-    statistics = k.ClassStatistics(
-        labels=[2, 0],
-        counts=np.int32([9, 7]),  # type: ignore[arg-type]
-        means=np.ones((2, 4), np.float32),
-        directions=np.ones((2, 3, 4), np.float32),
-        variances=np.ones((2, 4), np.float32),
-    )
     sums = k.ClassSums(
         counts=np.float32([9, -2, 7]),  # type: ignore[arg-type]
         sums=np.ones((3, 4), np.float32),
@@ -78,10 +70,8 @@ def _parts() -> dict[str, dict[str, k.Kind]]:
         "model_parameters": {"model": _weights()},
         "proxy_knowledge": {"proxy": proxy},
         "weighted_predictions": {"predictions": k.WeightedPredictions(noise_seed=3, values=values)},
-        "class_statistics": {"statistics": statistics},
         "shared_statistics": {"moments": shared},
         "class_sums": {"sums": sums},
-        "soft_predictions": {"soft": k.SoftPredictions(noise_seed=3, values=values)},
         "distillation_gradient": {"gradient": gradient},
         "generator": {
             "model": _weights(),
@@ -122,11 +112,10 @@ def _declare(contract: contract_pb2.Contract, part: knowledge_pb2.Part) -> None:
     if any(known.part == part.name for known in contract.uploads):
         return
     kind = part.WhichOneof("kind")
-    shapes = contract.uploads.add(part=part.name, least_samples=5 if kind in _STATISTICS else 0)
+    shapes = contract.uploads.add(part=part.name, least_samples=5 if kind == "shared_statistics" else 0)
     if kind == "shared_statistics":
         shapes.most_rows = _MOST_ROWS
         shapes.tensors.extend([contract_pb2.NamedShape(name=name, shape=(4,)) for name in ("means", "variances")])
         return
     for slot in slots(knowledge_pb2.Parts(parts=[part])):
-        shape = slot.shape[1:] if kind == "class_statistics" else slot.shape
-        shapes.tensors.add(name=slot.path.removeprefix(f"{part.name}/"), shape=shape)
+        shapes.tensors.add(name=slot.path.removeprefix(f"{part.name}/"), shape=slot.shape)

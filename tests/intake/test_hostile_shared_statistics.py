@@ -26,7 +26,7 @@ from support.refusal_table import documented, documented_refusals
 from support.wire_samples import CLASSES, in_pieces, make_contract, make_identity, make_profile
 
 from fleetdistill.errors import RefusedError, StoreError
-from fleetdistill.knowledge import ClassSpace, ClassStatistics, Kind, NetworkFile, SharedStatistics
+from fleetdistill.knowledge import ClassSpace, Kind, NetworkFile, SharedStatistics
 from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import CHUNK_BYTES, chunks
@@ -360,7 +360,6 @@ def test_honest_statistics_are_taken(part: SharedStatistics, send: Send) -> None
 @pytest.mark.parametrize(
     "part",
     [
-        ClassStatistics(labels=[]),
         NetworkFile(onnx=np.zeros(8, np.uint8)),
         ClassSpace(
             labels=[0, 1],

@@ -64,14 +64,6 @@ ONE_OF_EACH: dict[str, k.Kind] = {
         labels=np.int32([0, 2]),  # type: ignore[arg-type]
     ),
     "weighted_predictions": k.WeightedPredictions(noise_seed=2**64 - 1, values=np.ones((2, 3), FLOAT32)),
-    "class_statistics": k.ClassStatistics(
-        labels=[2, 0],
-        counts=np.int32([5, 9]),  # type: ignore[arg-type]
-        means=np.ones((2, 4), FLOAT32),
-        directions=np.ones((2, 1, 4), FLOAT32),
-        variances=np.zeros((2, 4), FLOAT32),
-    ),
-    "soft_predictions": k.SoftPredictions(noise_seed=2**64 - 1, values=np.ones((2, 3), FLOAT32)),
     "shared_statistics": k.SharedStatistics(
         labels=[2, 0],
         counts=np.int32([5, 9]),  # type: ignore[arg-type]

@@ -61,19 +61,6 @@ PARTS: list[tuple[k.Kind, PartSchema]] = [
         k.ProxyKnowledge.schema(samples=N, classes=C, embedding=(D,), columns=("logits",)),
     ),
     (k.WeightedPredictions(noise_seed=1, values=zeros(N, C)), k.WeightedPredictions.schema(rows=N, classes=C)),
-    (k.SoftPredictions(noise_seed=1, values=zeros(N, C)), k.SoftPredictions.schema(rows=N, classes=C)),
-    (
-        k.ClassStatistics(
-            labels=[0, 1, 2],
-            counts=zeros(C, dtype=np.int32),
-            means=zeros(C, D),
-            directions=zeros(C, R, D),
-            variances=zeros(C, D),
-        ),
-        k.ClassStatistics.schema(
-            classes=C, of_one={"means": (D,), "directions": (R, D), "variances": (D,)}, **STATISTICS
-        ),
-    ),
     (
         k.SharedStatistics(
             labels=[0, 1, 2],

@@ -24,12 +24,11 @@ from fleetdistill.knowledge.samples import (
     ProxySet,
     RefinedKnowledge,
     SampleKnowledge,
-    SoftPredictions,
     WeightedPredictions,
     check_rows,
     rows_by_id,
 )
-from fleetdistill.knowledge.statistics import ClassSpace, ClassStatistics, SharedStatistics
+from fleetdistill.knowledge.statistics import ClassSpace, SharedStatistics
 from fleetdistill.wire.kind import KINDS, Array, Kind, Parts, kind_of
 
 __all__ = [
@@ -47,7 +46,6 @@ __all__ = [
     "Array",
     "ClassCount",
     "ClassSpace",
-    "ClassStatistics",
     "ClassSums",
     "Discriminator",
     "DistillationGradient",
@@ -66,7 +64,6 @@ __all__ = [
     "RefinedKnowledge",
     "SampleKnowledge",
     "SharedStatistics",
-    "SoftPredictions",
     "WeightedPredictions",
     "Weights",
     "check_rows",

@@ -19,8 +19,6 @@ LOGITS = 1
 PROBABILITIES = 2
 _IMPORTANCE_SUMS = (0.0, 1 + 1e-4)
 """Valid row sums of weighted predictions: importance is at most 1, plus rounding."""
-_PROBABILITY_SUMS = (1 - 2e-3, 1 + 2e-3)
-"""Valid row sums of probabilities: rounding to float16 changes the sum of 1,000 classes by at most 5.2e-4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,30 +240,6 @@ class WeightedPredictions(_Predictions):
         tensors = {"values": cls.values_schema(rows, classes)}
         return PartSchema(
             kind=cls, tensors=tensors, columns=cls.possible_columns or (), declared={"values": (rows, classes)}
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoftPredictions(_Predictions):
-    """Soft predictions `[M, C]` for features drawn from class statistics."""
-
-    wire_name = "soft_predictions"
-    wire_type = None
-    description = "predictions on drawn rows"
-
-    noise_seed: int
-    values: Array
-
-    @classmethod
-    def values_schema(cls, rows: int, classes: int) -> TensorSchema:
-        """Returns the schema of `values`."""
-        return TensorSchema(KIND, (rows, classes), low=0, row_sums=_PROBABILITY_SUMS, what="soft predictions")
-
-    @classmethod
-    def schema(cls, *, rows: int, classes: int) -> PartSchema:
-        """Returns the schema of a part with `rows` drawn rows."""
-        return PartSchema(
-            kind=cls, tensors={"values": cls.values_schema(rows, classes)}, columns=cls.possible_columns or ()
         )
 
 

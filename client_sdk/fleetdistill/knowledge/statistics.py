@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION, most_directions
+from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION
 from fleetdistill.wire.kind import Array, Kind, PartData, declared_of, declared_shapes
 from fleetdistill.wire.schema import FLOAT64, INT8, INT32, INT64, KIND, PartSchema, Shapes, Tensors, TensorSchema
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
@@ -20,7 +20,7 @@ _LEAST_INT8 = -127
 
 
 class _Statistics(Kind):
-    """Base class of `ClassStatistics` and `SharedStatistics`."""
+    """Base class of `SharedStatistics`."""
 
     possible_columns = ("class_statistics", "counts")
     description = "class moments and counts"
@@ -62,94 +62,6 @@ class _Statistics(Kind):
     def rows_per_direction(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> int:
         """Returns the contract's rows per direction, or the default for older contracts, which do not declare it."""
         return declared_of(part, contract).rows_per_direction or LEAST_ROWS_PER_DIRECTION
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassStatistics(_Statistics):
-    """Low-rank Gaussians of the features of each class; see `fleetdistill.methods.classstats.gaussians`.
-
-    All arrays are None if there is no class.
-
-    Attributes:
-        labels: Labels of the K classes, unique.
-        counts: Samples of each class, `[K]` int32.
-        means: Means `[K, F]`.
-        directions: Rows of the covariance factors `[K, r, F]`, or None for r = 0.
-        variances: Residual variances `[K, F]`, at least 0.
-    """
-
-    wire_name = "class_statistics"
-    wire_type = None
-
-    labels: list[int]
-    counts: Array | None = None
-    means: Array | None = None
-    directions: Array | None = None
-    variances: Array | None = None
-
-    @classmethod
-    def tensors(cls, classes: int, of_one: Shapes, least_samples: int) -> Tensors:
-        """Returns the schemas of all tensors; `of_one` has the shapes of one class."""
-        floats = {name: TensorSchema(KIND, (classes, *shape), what=name) for name, shape in of_one.items()}
-        if "variances" in floats:
-            floats["variances"] = replace(floats["variances"], low=0, what="variance")
-        return {"counts": cls.counts_schema(classes, least_samples), **floats}
-
-    @classmethod
-    def schema(
-        cls, *, classes: int, of_one: Shapes, features: Shapes, least_samples: int, rows_per_direction: int
-    ) -> PartSchema:
-        """Returns the schema of a part.
-
-        Args:
-            classes: Number of classes that a device has.
-            of_one: Shapes of one class: `means`, and `directions` and `variances` if they are sent.
-            features: Feature column that the statistics are computed from.
-            least_samples: Minimum number of samples of a class.
-            rows_per_direction: Minimum number of samples per direction.
-        """
-        return PartSchema(
-            kind=cls,
-            tensors=cls.tensors(classes, of_one, least_samples),
-            columns=cls.possible_columns or (),
-            features=features,
-            declared=of_one,
-            least_samples=least_samples,
-            rows_per_direction=rows_per_direction,
-        )
-
-    @classmethod
-    def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """See `Kind.expected`. The contract declares the shapes of one class; the part gives the number of classes."""
-        labels = cls.check_labels(part, contract)
-        if not labels:  # without classes there must be no tensors
-            return {}
-        of_one = declared_shapes(part, contract)
-        cls.require(part, ("counts", *of_one), contract)
-        return cls.tensors(len(labels), of_one, declared_of(part, contract).least_samples)
-
-    @classmethod
-    def check_data(
-        cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, data: PartData, samples: int | None
-    ) -> None:
-        """Checks the number of samples, and the number of directions of each class."""
-        if not part.class_statistics.labels:
-            return
-        counts = cls.declared_counts(part, data, samples)
-        if "directions" in data:
-            cls._check_directions(part, counts, cls.rows_per_direction(part, contract), data)
-
-    @staticmethod
-    def _check_directions(
-        part: knowledge_pb2.Part, counts: np.ndarray[Any, Any], rows_per_direction: int, data: PartData
-    ) -> None:
-        for row, count in enumerate(counts.tolist()):
-            found = data.array("directions", row)
-            most = most_directions(len(found), count, rows_per_direction)
-            if found[most:].any():
-                path = f"{part.name}/directions"
-                text = f"row {row} of {path} has more than {most} directions, the maximum for {count} samples"
-                raise RefusedError(Code.BAD_VALUE, text, {"tensor": path, "row": str(row)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +144,7 @@ class SharedStatistics(_Statistics):
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """See `ClassStatistics.expected`; there is one covariance for all classes."""
+        """See `Kind.expected`. The contract declares the shapes of one class; the part gives the number of classes."""
         labels = cls.check_labels(part, contract)
         if not labels:  # without classes there must be no tensors
             return {}

@@ -113,8 +113,8 @@ class PartData(Protocol):
     def __contains__(self, name: str) -> bool:
         """Returns whether the part has a tensor at this path."""
 
-    def array(self, name: str, row: int | None = None) -> Array:
-        """Reads a tensor, or one of its rows."""
+    def array(self, name: str) -> Array:
+        """Reads a tensor."""
 
 
 def kind_of(part: knowledge_pb2.Part) -> type[Kind]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fleetdistill.knowledge import (
     KINDS,
-    ClassStatistics,
     ClassSums,
     Discriminator,
     DistillationGradient,
@@ -30,7 +29,6 @@ _ATTACKS: Mapping[type[Kind], Attack] = {
     ModelParameters: by_parameters,
     DistillationGradient: by_gradients,
     SampleKnowledge: by_features,
-    ClassStatistics: by_statistics,
     SharedStatistics: by_statistics,
     ClassSums: by_sums,
     Discriminator: by_discriminator,

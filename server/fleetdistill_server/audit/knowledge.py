@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fleetdistill.knowledge import Array, ClassStatistics, ClassSums, SampleKnowledge, SharedStatistics
+from fleetdistill.knowledge import Array, ClassSums, SampleKnowledge, SharedStatistics
 from fleetdistill.methods.classstats.private_sums import unit_rows
 from fleetdistill.training.local_training import extract
 from fleetdistill_server.audit.candidates import Attacker, Part, Rows, Scores
 from fleetdistill_server.audit.record import Message
 from fleetdistill_server.audit.shares import class_shares
 
-Statistics = ClassStatistics | SharedStatistics
 _SHRINKAGE = 0.05
 """Weight of the diagonal in the attacker's covariance, as in the default of the class space."""
 _LEAST_DEVIATION = 1e-3
@@ -113,27 +112,27 @@ def by_statistics(messages: Sequence[Message], attacker: Attacker, rows: Rows) -
     scores: dict[Part, Scores] = {}
     for message in messages:
         for name, part in message.sent.items():
-            if isinstance(part, Statistics) and part.means is not None:
+            if isinstance(part, SharedStatistics) and part.means is not None:
                 known = attacker.method.known_extractor(name, message.received)
                 scores |= {} if known is None else _statistics_scores(name, part, known, attacker, rows)
     return scores
 
 
 def _statistics_scores(
-    name: str, part: Statistics, known: nn.Module, attacker: Attacker, rows: Rows
+    name: str, part: SharedStatistics, known: nn.Module, attacker: Attacker, rows: Rows
 ) -> dict[Part, Scores]:
     assert part.means is not None
     own_nf, labels_n = features_of(known, rows.inputs), rows.labels.numpy()
     public = _Public(features_of(known, attacker.public.inputs), attacker.public.labels.numpy())
     scores = {"means": np.zeros(len(rows)), "directions": np.zeros(len(rows))}
+    basis = _directions(part)
     for place, label in enumerate(part.labels):
         of_class = labels_n == label
         if of_class.any() and label in public.means:
-            mean, basis = part.means[place].astype(np.float64), _directions(part, place)
+            mean = part.means[place].astype(np.float64)
             scores["means"][of_class] = public.leaning(own_nf[of_class], mean, label)
             if len(basis):
-                shared = isinstance(part, SharedStatistics)
-                scores["directions"][of_class] = public.nearness(own_nf[of_class], mean, basis, label, shared)
+                scores["directions"][of_class] = public.nearness(own_nf[of_class], mean, basis, label)
     return {(name, attack): found for attack, found in scores.items() if found.any()}
 
 
@@ -166,45 +165,30 @@ class _Public:
 
     def __init__(self, features_mf: Array, labels_m: Array) -> None:
         self.means = {int(one): features_mf[labels_m == one].mean(axis=0) for one in np.unique(labels_m)}
-        self._centred = {label: features_mf[labels_m == label] - mean for label, mean in self.means.items()}
-        within = np.concatenate([*self._centred.values()])
+        within = np.concatenate([features_mf[labels_m == label] - mean for label, mean in self.means.items()])
         covariance = within.T @ within / max(len(within) - len(self.means), 1)
         diagonal = np.diag(np.diag(covariance) + _TINY)
         self.inverse = np.linalg.pinv((1 - _SHRINKAGE) * covariance + _SHRINKAGE * diagonal, hermitian=True)
-        self._axes = {-1: _principal(within)}
+        self._axes = np.linalg.svd(within, full_matrices=False)[2]
 
     def leaning(self, rows_nf: Array, mean_f: Array, label: int) -> Scores:
         """Returns how far rows lean from the public mean of a class towards a sent one: the optimal linear score."""
         usual = self.means[label]
         return np.asarray((rows_nf - usual) @ self.inverse @ (mean_f - usual))
 
-    def nearness(self, rows_nf: Array, mean_f: Array, basis_qf: Array, label: int, shared: bool) -> Scores:
+    def nearness(self, rows_nf: Array, mean_f: Array, basis_qf: Array, label: int) -> Scores:
         """Returns minus the distance to the span of sent directions, relative to that of as many public ones."""
-        axes = self._principal(label, shared)[: len(basis_qf)]
+        axes = self._axes[: len(basis_qf)]
         outside, usually = _outside(rows_nf - mean_f, basis_qf), _outside(rows_nf - self.means[label], axes)
         return np.asarray(-outside / np.maximum(usually, _TINY))
 
-    def _principal(self, label: int, shared: bool) -> Array:
-        """Returns the principal directions `[k, F]` of a class, or of all classes together."""
-        place = -1 if shared else label
-        if place not in self._axes:
-            self._axes[place] = _principal(self._centred[label])
-        return self._axes[place]
 
-
-def _principal(centred_mf: Array) -> Array:
-    return np.asarray(np.linalg.svd(centred_mf, full_matrices=False)[2])
-
-
-def _directions(part: Statistics, place: int) -> Array:
-    """Returns an orthonormal basis of the directions sent for a class, `[q, F]`."""
+def _directions(part: SharedStatistics) -> Array:
+    """Returns an orthonormal basis of the sent directions, `[q, F]`."""
     if part.directions is None:
         return np.zeros((0, 0))
-    if isinstance(part, SharedStatistics):
-        assert part.steps is not None
-        rows = part.directions.astype(np.float64) * part.steps.astype(np.float64)[:, None]
-    else:
-        rows = part.directions[place].astype(np.float64)
+    assert part.steps is not None
+    rows = part.directions.astype(np.float64) * part.steps.astype(np.float64)[:, None]
     rows = rows[np.linalg.norm(rows, axis=1) > 0]
     return np.linalg.qr(rows.T)[0].T if len(rows) else rows
 

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.knowledge import Array, ClassStatistics, SampleKnowledge, SharedStatistics
+from fleetdistill.knowledge import Array, SampleKnowledge, SharedStatistics
 from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.methods.feddkd.device import mini_batch
 from fleetdistill.training.parameters import tensors_of
@@ -168,7 +168,7 @@ def _statistics(recorded: Recorded) -> list[str]:
         name
         for message in recorded.record.messages
         for name, part in message.sent.items()
-        if isinstance(part, ClassStatistics | SharedStatistics) and part.means is not None
+        if isinstance(part, SharedStatistics) and part.means is not None
     ]
     return list(dict.fromkeys(found))
 
@@ -179,7 +179,7 @@ def _from_means(recorded: Recorded, decoders: Decoders, kind: str, name: str) ->
     pictures: list[Tensor] = []
     for message in recorded.record.messages:
         part = message.sent.get(name)
-        if isinstance(part, ClassStatistics | SharedStatistics) and part.means is not None:
+        if isinstance(part, SharedStatistics) and part.means is not None:
             made = decoders.pictures(kind, name, message, part.means, of_rows=False)
             if made is not None:
                 rows = recorded.rows[message.device]

@@ -8,7 +8,6 @@ import numpy as np
 
 from fleetdistill.knowledge import (
     Array,
-    ClassStatistics,
     ClassSums,
     Kind,
     ProxyKnowledge,
@@ -40,7 +39,7 @@ def _sent(part: Kind, classes: int) -> Array | None:
         return _normalized(np.bincount(part.labels, minlength=classes).astype(np.float64))
     if isinstance(part, ClassSums):
         return _normalized(np.maximum(part.counts.astype(np.float64), 0))
-    if isinstance(part, ClassStatistics | SharedStatistics) and part.counts is not None:
+    if isinstance(part, SharedStatistics) and part.counts is not None:
         counts = np.zeros(classes)
         counts[part.labels] = part.counts
         return _normalized(counts)

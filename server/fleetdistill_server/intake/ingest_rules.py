@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
-from math import prod
 
 from fleetdistill import knowledge  # registers the kinds  # noqa: F401
 from fleetdistill.wire import payload as wire
@@ -65,12 +63,5 @@ class _StagedData:
     def __contains__(self, name: str) -> bool:
         return f"{self._part}/{name}" in self._slots
 
-    def array(self, name: str, row: int | None = None) -> Array:
-        slot = self._slots[f"{self._part}/{name}"]
-        return wire.array_of(slot if row is None else _row_of(slot, row), self._source)
-
-
-def _row_of(slot: Slot, row: int) -> Slot:
-    """Returns one row of a tensor as a separate tensor."""
-    size = prod(slot.shape[1:]) * slot.dtype.itemsize
-    return replace(slot, shape=slot.shape[1:], start=slot.start + row * size)
+    def array(self, name: str) -> Array:
+        return wire.array_of(self._slots[f"{self._part}/{name}"], self._source)

@@ -138,17 +138,15 @@ class PartShapes(_message.Message):
     part: _builtins.str
     """Name of the part in the answer."""
     least_samples: _builtins.int
-    """For class and shared statistics: smallest number of samples of a class. 0 for any other kind."""
+    """For shared statistics: smallest number of samples of a class. 0 for any other kind."""
     most_rows: _builtins.int
     """For shared statistics: largest number of rows of `directions`. 0 for any other kind."""
     rows_per_direction: _builtins.int
-    """For class statistics: smallest number of a class's samples per direction; for shared statistics: of degrees of freedom.
-    0 counts as 2. A class never has more directions than (samples - 1) / 2.
-    """
+    """For shared statistics: smallest number of degrees of freedom per direction. 0 counts as 2."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedShape]:
-        """The part's tensors by path, such as "parameters/0.weight", with their whole shapes; for class statistics with the shape
-        for one class; for shared statistics "means" and "variances", with the shape for one class.
+        """The part's tensors by path, such as "parameters/0.weight", with their whole shapes; for shared statistics "means" and
+        "variances", with the shape for one class.
         """
 
     def __init__(

@@ -291,60 +291,6 @@ class WeightedPredictions(_message.Message):
 Global___WeightedPredictions: _TypeAlias = WeightedPredictions  # noqa: Y015
 
 @_typing.final
-class ClassStatistics(_message.Message):
-    """Low-rank Gaussians of features by class: a device sends its own and receives the fleet's. K is the number of classes in
-    the message, r the rank; a message without classes has no tensors.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LABELS_FIELD_NUMBER: _builtins.int
-    COUNTS_FIELD_NUMBER: _builtins.int
-    MEANS_FIELD_NUMBER: _builtins.int
-    DIRECTIONS_FIELD_NUMBER: _builtins.int
-    VARIANCES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The K classes, each in [0, C) and unique within the message."""
-
-    @_builtins.property
-    def counts(self) -> _tensor_pb2.Tensor:
-        """[K] int32, samples of each class. From a device: at least `PartShapes.least_samples` each, in total at most the
-        samples that it declared.
-        """
-
-    @_builtins.property
-    def means(self) -> _tensor_pb2.Tensor:
-        """[K, F] float32 or float16, finite: means of the features, flattened."""
-
-    @_builtins.property
-    def directions(self) -> _tensor_pb2.Tensor:
-        """[K, r, F] float32 or float16, finite, the longest first: the low-rank part of the covariance. From a device, at most
-        (count - 1) / 2 directions of a class are non-zero. Absent if r = 0.
-        """
-
-    @_builtins.property
-    def variances(self) -> _tensor_pb2.Tensor:
-        """[K, F] float32 or float16, finite, at least 0: the part of each feature's variance that directions do not explain."""
-
-    def __init__(
-        self,
-        *,
-        labels: _abc.Iterable[_builtins.int] | None = ...,
-        counts: _tensor_pb2.Tensor | None = ...,
-        means: _tensor_pb2.Tensor | None = ...,
-        directions: _tensor_pb2.Tensor | None = ...,
-        variances: _tensor_pb2.Tensor | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "directions", b"directions", "means", b"means", "variances", b"variances"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "directions", b"directions", "labels", b"labels", "means", b"means", "variances", b"variances"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ClassStatistics: _TypeAlias = ClassStatistics  # noqa: Y015
-
-@_typing.final
 class SharedStatistics(_message.Message):
     """A device's class means and one common within-class covariance; features are projected to D dimensions. K is the number of
     classes in the message, r the number of directions; a message without classes has no tensors.
@@ -526,34 +472,6 @@ class ClassSums(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClassSums: _TypeAlias = ClassSums  # noqa: Y015
-
-@_typing.final
-class SoftPredictions(_message.Message):
-    """Soft predictions on feature rows drawn from class statistics; the server sends their mean."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NOISE_SEED_FIELD_NUMBER: _builtins.int
-    VALUES_FIELD_NUMBER: _builtins.int
-    noise_seed: _builtins.int
-    """Seed of the portable noise, which identifies the rows."""
-    @_builtins.property
-    def values(self) -> _tensor_pb2.Tensor:
-        """[M, C] float32 or float16, at least 0, rows sum to 1."""
-
-    def __init__(
-        self,
-        *,
-        noise_seed: _builtins.int = ...,
-        values: _tensor_pb2.Tensor | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["noise_seed", b"noise_seed", "values", b"values"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SoftPredictions: _TypeAlias = SoftPredictions  # noqa: Y015
 
 @_typing.final
 class NetworkFile(_message.Message):
@@ -883,8 +801,6 @@ class Part(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     PROXY_SET_FIELD_NUMBER: _builtins.int
-    CLASS_STATISTICS_FIELD_NUMBER: _builtins.int
-    SOFT_PREDICTIONS_FIELD_NUMBER: _builtins.int
     SHARED_STATISTICS_FIELD_NUMBER: _builtins.int
     CLASS_SPACE_FIELD_NUMBER: _builtins.int
     NETWORK_FILE_FIELD_NUMBER: _builtins.int
@@ -936,14 +852,6 @@ class Part(_message.Message):
         """A proxy set."""
 
     @_builtins.property
-    def class_statistics(self) -> Global___ClassStatistics:
-        """Gaussians of features by class."""
-
-    @_builtins.property
-    def soft_predictions(self) -> Global___SoftPredictions:
-        """Predictions on rows drawn from class statistics."""
-
-    @_builtins.property
     def shared_statistics(self) -> Global___SharedStatistics:
         """Class means and one covariance."""
 
@@ -974,18 +882,16 @@ class Part(_message.Message):
         plan: Global___Plan | None = ...,
         metrics: Global___Metrics | None = ...,
         proxy_set: Global___ProxySet | None = ...,
-        class_statistics: Global___ClassStatistics | None = ...,
-        soft_predictions: Global___SoftPredictions | None = ...,
         shared_statistics: Global___SharedStatistics | None = ...,
         class_space: Global___ClassSpace | None = ...,
         network_file: Global___NetworkFile | None = ...,
         class_sums: Global___ClassSums | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_statistics", b"class_statistics", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "soft_predictions", b"soft_predictions", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_statistics", b"class_statistics", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "soft_predictions", b"soft_predictions", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics", "proxy_set", "class_statistics", "soft_predictions", "shared_statistics", "class_space", "network_file", "class_sums"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics", "proxy_set", "shared_statistics", "class_space", "network_file", "class_sums"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -12,7 +12,6 @@ from fleetdistill.device.compute import Computed
 from fleetdistill.device.torch_compute import TorchCompute
 from fleetdistill.knowledge import (
     Array,
-    ClassStatistics,
     Discriminator,
     DistillationGradient,
     Generator,
@@ -23,7 +22,6 @@ from fleetdistill.knowledge import (
     ProxyKnowledge,
     SampleKnowledge,
     SharedStatistics,
-    SoftPredictions,
     WeightedPredictions,
 )
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
@@ -106,7 +104,7 @@ class HostileCompute(TorchCompute):
 
 
 def _counted(part: Kind, samples: int) -> Kind:
-    if not isinstance(part, ClassStatistics | SharedStatistics) or part.counts is None:
+    if not isinstance(part, SharedStatistics) or part.counts is None:
         return part
     return replace(part, counts=np.full_like(part.counts, samples // len(part.labels)))
 
@@ -120,7 +118,7 @@ def _changed_part(part: Any, start: Any, change: Change, random: np.random.Gener
     match part:
         case Metrics():
             return part
-        case SoftPredictions() | WeightedPredictions():
+        case WeightedPredictions():
             return replace(part, values=random.permutation(part.values, axis=1))
         case Generator() | Discriminator():
             before = getattr(start, "parameters", None)
@@ -133,7 +131,7 @@ def _changed_part(part: Any, start: Any, change: Change, random: np.random.Gener
             fields = ("features", "logits")
         case ProxyKnowledge():
             fields = ("logits", "embeddings")
-        case ClassStatistics() | SharedStatistics():
+        case SharedStatistics():
             fields = ("means", "variances")
         case _:
             return part
