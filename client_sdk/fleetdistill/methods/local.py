@@ -122,9 +122,6 @@ class LocalTraining:
         """
         return ""
 
-    def check_rounds(self, rounds: int) -> None:
-        """Raises ConfigurationError if a run has too few rounds for the method; 0 means a run without end."""
-
     def cross_entropy_epochs(self, participation: int) -> int:
         """Returns the epochs on labels in a device's n-th round, counted from 1; controls train for equally many."""
         return self.local_epochs

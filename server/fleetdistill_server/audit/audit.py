@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 import torch
 
-from fleetdistill.errors import ConfigurationError, RunError
+from fleetdistill.errors import RunError
 from fleetdistill_server.audit.attacks import attack, largest_mu, parts_sent, smallest_batch
 from fleetdistill_server.audit.candidates import Attacker, Part, Rows, Scores
 from fleetdistill_server.audit.linkage import Linkage, Scored, known_shares, linkage
@@ -33,7 +33,6 @@ from fleetdistill_server.simulation.spec.settings import Simulation
 ATTACKED_ROWS = 60
 """Rows of each device that are attacked; all rows of a device with fewer."""
 USUAL_ROUNDS = 5
-_MOST_ROUNDS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class Audit:
     Attributes:
         config: The run, whose method, settings and models are audited.
         data: The public set.
-        rounds: Number of rounds; None for 5, or what the method needs.
+        rounds: Number of rounds; None for the method's own, at most 5.
         devices: Number of devices.
         models: Device models, assigned in turn; by default `[model] device`, or built-in models that fit.
         rows: Rows that the devices train on together, at most half of the public set.
@@ -209,22 +208,9 @@ def simulation_of(wanted: Audit, fleet: Dataset) -> Simulation:
 
 
 def _rounds(wanted: Audit) -> int:
-    """Returns the number of rounds; by default the method's own if smaller, else the first from 5 that it accepts."""
-    config = wanted.config.method_config()
-    if wanted.rounds is not None:
-        config.check_rounds(wanted.rounds)
-        return wanted.rounds
-    if config.usual_rounds < USUAL_ROUNDS:
-        return int(config.usual_rounds)
-    return next(filter(lambda rounds: _accepts(config, rounds), range(USUAL_ROUNDS, _MOST_ROUNDS)), USUAL_ROUNDS)
-
-
-def _accepts(config: object, rounds: int) -> bool:
-    try:
-        config.check_rounds(rounds)  # type: ignore[attr-defined]
-    except ConfigurationError:
-        return False
-    return True
+    """Returns the number of rounds; by default the method's own, at most 5."""
+    usual = min(int(wanted.config.method_config().usual_rounds), USUAL_ROUNDS)
+    return usual if wanted.rounds is None else wanted.rounds
 
 
 def report(wanted: Audit, public: PublicSet, recorded: Recorded) -> AuditReport:

@@ -322,8 +322,6 @@ def _sizes_of_run(context: typer.Context, config: Path | None) -> Path | None:
         **{name: getattr(sizes, name) for name in ("features", "channels", "classes", "proxy_samples", "embedding")},
         "parameters": sizes.model.parameters,
         "buffer_bytes": sizes.model.buffer_bytes,
-        "extractor_parameters": sizes.extractor.parameters,
-        "extractor_buffer_bytes": sizes.extractor.buffer_bytes,
         "rounds": loaded.run.rounds or None,
         "knowledge_type": loaded.contract.knowledge_type,
     }
@@ -351,12 +349,6 @@ def methods(
     buffer_bytes: Annotated[int, typer.Option(help="Size of the model's batch-norm statistics in bytes.")] = 0,
     proxy_samples: Annotated[int, typer.Option(help="Samples in the proxy set.")] = _SIZES.proxy_samples,
     embedding: Annotated[int, typer.Option(help="Inputs of the model's last layer.")] = _SIZES.embedding,
-    extractor_parameters: Annotated[
-        int, typer.Option(help="Trainable parameters of the extractor, for methods that send only it.")
-    ] = _SIZES.extractor.parameters,
-    extractor_buffer_bytes: Annotated[
-        int, typer.Option(help="Size of the extractor's batch-norm statistics in bytes.")
-    ] = 0,
     rounds: Annotated[int, typer.Option(help="Rounds of the run, for methods whose rounds differ.")] = 30,
     generator_parameters: Annotated[
         int, typer.Option(help="Trainable parameters of DaFKD's generator.")
@@ -395,7 +387,6 @@ def methods(
         layer_features=layer_features,
         layer_channels=layer_channels,
         head=Weights(head_parameters),
-        extractor=Weights(extractor_parameters, extractor_buffer_bytes),
     )
     show(methods_view(sizes, knowledge_type, rounds, context.obj), as_json)
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from fleetdistill_server.engine.run_sizes import RunSizes
 
 LABELS = "labels"
-EXTRACTOR = "extractor"
-"""Name of parts that contain only the extractor of a model."""
 ROUNDS = 30
 """Default number of rounds for the byte counts; the default of run.toml."""
 
@@ -117,9 +115,8 @@ def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType, rounds: i
 
 def _leaves(exchanges: Sequence[Exchange]) -> str:
     about = ", ".join(column for column in columns_of(exchanges) if column in _ABOUT_SAMPLES)
-    parts = [part for one in exchanges if one.times for part in one.up.items() if part[1].sent]
-    words = (name if name == EXTRACTOR else part.kind.description.format(columns=about) for name, part in parts)
-    return ", ".join(dict.fromkeys(words))
+    parts = [part for one in exchanges if one.times for part in one.up.values() if part.sent]
+    return ", ".join(dict.fromkeys(part.kind.description.format(columns=about) for part in parts))
 
 
 def _checked(knowledge_type: str) -> KnowledgeType:

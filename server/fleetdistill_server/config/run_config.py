@@ -302,7 +302,7 @@ def run_config(values: dict[str, Any]) -> RunConfig:
     except ValidationError as error:
         raise ConfigurationError(sentences(error, _SETTINGS)) from error
     import_modules(checked.run.modules, "[run] import")
-    checked.method_config().check_rounds(checked.run.rounds)
+    checked.method_config()
     return checked
 
 

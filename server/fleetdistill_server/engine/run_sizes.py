@@ -60,10 +60,8 @@ def _fleet_sizes(context: MethodContext) -> Sizes:
     if context.proxy is not None:
         found["proxy_samples"] = len(context.proxy)
     if context.models.extractor:
-        extractor = context.extractor()
-        shape = output_shape(extractor, context.input_shape)
-        weights = Weights.of(model_parameters(extractor, scope="extractor"))
-        found |= {"features": prod(shape), "channels": shape[0], "extractor": weights}
+        shape = output_shape(context.extractor(), context.input_shape)
+        found |= {"features": prod(shape), "channels": shape[0]}
     if context.models.device:
         model = context.device_model()
         found |= {"model": Weights.of(model_parameters(model)), **_embedding_size(model, context.input_shape)}

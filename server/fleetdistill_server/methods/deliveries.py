@@ -11,29 +11,19 @@ not answer is asked again after 1, 2, 4, ... rounds, because the other devices w
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
-from fleetdistill.knowledge import Parts
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, PayloadFor
 
 Version = Any
-"""Identifies the content that a device holds: a number such as a digest, or a list of numbers for several parts."""
+"""Identifies the content that a device holds, such as a digest; never None."""
 
 
 class Deliveries:
-    """The part of a method's state that tracks acknowledgements and unresponsive devices.
+    """The part of a method's state that tracks acknowledgements and unresponsive devices."""
 
-    Args:
-        nothing: Version of a device that has acknowledged nothing.
-
-    Attributes:
-        short_rounds: Rounds without a quorum since the last completed round.
-    """
-
-    def __init__(self, nothing: Version = None) -> None:
-        self.short_rounds = 0
-        self._nothing = nothing
+    def __init__(self) -> None:
         self._acknowledged: dict[str, Version] = {}
         self._missed: dict[str, list[int]] = {}  # unresponsive devices: round of the next ask, next pause in rounds
         self._round = 0
@@ -41,8 +31,7 @@ class Deliveries:
 
     def begin(self, round_number: int) -> None:
         """Starts a round; must be called before the round's first ask."""
-        self.short_rounds = round_number - self._round - 1
-        if self.short_rounds > 0:
+        if round_number > self._round + 1:
             self._acknowledged.clear()
         self._round = round_number
 
@@ -80,36 +69,9 @@ class Deliveries:
             self.mark_responsive(device)
         self.mark_unresponsive([device for device in due if device not in answered])
 
-    async def ask_all(
-        self,
-        cohort: Cohort,
-        step: str,
-        payload: Callable[[Version], Parts],
-        *,
-        to: Sequence[str],
-        acknowledges: Callable[[Version], Version],
-    ) -> AsyncIterator[DeviceAnswer]:
-        """Asks a step of every given device, with a payload for the version that it holds.
-
-        Args:
-            cohort: The round's cohort.
-            step: Name of the device half's handler.
-            payload: Maps the version that a device holds to its payload.
-            to: Devices to ask. A device that does not answer holds nothing afterwards.
-            acknowledges: Maps the version that a device held before to the one that it holds after its answer.
-        """
-        before = {device: self._acknowledged.pop(device, self._nothing) for device in to}
-        async for answer in cohort.ask(step, lambda device: payload(before[device]), to=to):
-            self._acknowledged[answer.device] = acknowledges(before[answer.device])
-            yield answer
-
     def lacks(self, device: str, digest: Version) -> bool:
         """Returns whether a device holds a version other than this one, or no version."""
-        return bool(self._acknowledged.get(device, self._nothing) != digest)
-
-    def without_acknowledgement(self, devices: Sequence[str]) -> list[str]:
-        """Returns those of the devices that have acknowledged nothing."""
-        return [device for device in devices if device not in self._acknowledged]
+        return bool(self._acknowledged.get(device) != digest)
 
     @property
     def any_acknowledged(self) -> bool:

@@ -51,7 +51,6 @@ class Sizes:
             the last layer (the logits), where a run begins.
         layer_channels: Channels of the features at layer l; None if each element is its own channel.
         head: Number of parameters of FedD2S's layers above l; 0 at the last layer.
-        extractor: Number of parameters of the layers below the cut, W_e, for methods that send them separately.
         cuts: The feature columns of a run by cut, each with the shape of one sample; empty in a table.
 
     Raises:
@@ -70,7 +69,6 @@ class Sizes:
     channels: int | None = None
     layer_channels: int | None = None
     head: Weights = field(default=Weights(0))
-    extractor: Weights = field(default=Weights(1_000))
     cuts: Shapes = field(default_factory=dict)
 
     @classmethod
@@ -111,9 +109,7 @@ class Exchange:
         down, up: Parts of the ask and of the answer, without metrics and plans, which have no tensors.
         times: Number of times that a round asks the step.
         setting: Name of the setting that `times` comes from; empty for a step that is asked once per round.
-        first: Number of completed rounds before the step is asked for the first time.
         end: Number of completed rounds after which the step is no longer asked; None if it is asked until the end.
-        every: Number of rounds from one ask to the next, at least 1.
     """
 
     step: str
@@ -121,9 +117,7 @@ class Exchange:
     up: Message = field(default_factory=dict)
     times: int = 1
     setting: str = ""
-    first: int = 0
     end: int | None = None
-    every: int = 1
 
     def nbytes(self, direction: str, knowledge_type: KnowledgeType) -> int:
         """Returns the tensor bytes of one ask (`down`) or one answer (`up`)."""
@@ -132,8 +126,7 @@ class Exchange:
 
     def is_in(self, completed: int) -> bool:
         """Returns whether the round after `completed` rounds has this exchange."""
-        ended = self.end is not None and completed >= self.end
-        return completed >= self.first and not ended and (completed - self.first) % self.every == 0
+        return self.end is None or completed < self.end
 
 
 def round_bytes(exchanges: Sequence[Exchange], knowledge_type: KnowledgeType) -> dict[str, int]:
@@ -194,7 +187,7 @@ def is_over_early(exchanges: Sequence[Exchange]) -> bool:
 
 def all_exchanges(exchanges: Sequence[Exchange]) -> list[Exchange]:
     """Returns all exchanges of a run whose exchanges end, each as often as it is asked."""
-    return [one for one in exchanges for _ in range(one.first, one.end or 0, one.every)]
+    return [one for one in exchanges for _ in range(one.end or 0)]
 
 
 def exchange_formula(exchanges: Sequence[Exchange]) -> str:
@@ -207,5 +200,5 @@ def exchange_formula(exchanges: Sequence[Exchange]) -> str:
 
 
 def usual_exchanges(exchanges: Sequence[Exchange]) -> list[Exchange]:
-    """Returns the exchanges that are in every round from their first one on."""
-    return [one for one in exchanges if one.end is None and one.every == 1]
+    """Returns the exchanges that are in every round."""
+    return [one for one in exchanges if one.end is None]

@@ -21,21 +21,15 @@ from fleetdistill_server.methods.classstats.robust import (
     screen,
 )
 
-BY_CLASS, SHARED = "by class", "shared"
-forms = pytest.mark.parametrize("form", [BY_CLASS, SHARED])
 
-
-def sent(
-    means: Mapping[int, Sequence[float]], *, trace: Any = 1.0, count: Any = 10, form: str = BY_CLASS
-) -> DeviceStatistics:
-    """Of classes by label; trace and count of each class, or one of all."""
+def sent(means: Mapping[int, Sequence[float]], *, trace: float = 1.0, count: Any = 10) -> DeviceStatistics:
+    """Of classes by label; the count of each class, or one of all."""
     labels = tuple(sorted(means))
-    traces = np.broadcast_to(np.asarray(trace, float), len(labels) if form == BY_CLASS else 1)
     return DeviceStatistics(
         labels=labels,
         counts=np.broadcast_to(np.asarray(count, np.int64), len(labels)).copy(),
         means=np.array([means[label] for label in labels], np.float16),
-        traces=traces.copy(),
+        trace=trace,
     )
 
 
@@ -71,46 +65,34 @@ def test_nobody_is_nothing_to_cap() -> None:
 # --- (b) length and spread
 
 
-def test_b_a_class_of_a_wide_covariance_is_left_out_alone() -> None:
-    """The median of nine traces is 1: 4 stays, 4.1 does not."""
-    fleet = {"a": sent(NEAR), "b": sent(NEAR, trace=[1, 4, 1]), "c": sent(NEAR, trace=[1, 1, 4.1])}
-    kept, left_out = screen(fleet, "gross")
-    assert gone(left_out) == [("c", (2,))]
-    assert left_out[0].reason == "its covariance has trace 4.1, the limit is 4, 4 times the median"
-    assert {name: one.labels for name, one in kept.items()} == {"a": (0, 1, 2), "b": (0, 1, 2), "c": (0, 1)}
-    assert kept["c"].traces.tolist() == [1, 1]
-    assert_array_equal(kept["c"].means, fleet["c"].means[:2])
-
-
-def test_b_of_one_covariance_that_is_wide_the_device_is_left_out() -> None:
-    """Each device's trace counts once, however many classes it claims: the median of 1, 1 and 4.1 is 1."""
-    fleet = {name: sent({0: [1.0, 0.0]}, form=SHARED) for name in "ab"}
-    fleet["c"] = sent(NEAR, trace=4.1, form=SHARED)
+def test_b_a_device_of_a_wide_covariance_is_left_out() -> None:
+    """Each device's trace counts once, however many classes it claims: the median of five is 1."""
+    fleet = {name: sent({0: [1.0, 0.0]}) for name in "abe"}
+    fleet |= {"c": sent(NEAR, trace=4.1), "d": sent(NEAR, trace=4.0)}
     kept, left_out = screen(fleet, "gross")
     assert gone(left_out) == [("c", (0, 1, 2))]
-    assert sorted(kept) == ["a", "b"]
+    assert left_out[0].reason == "its covariance has trace 4.1, the limit is 4, 4 times the median"
+    assert kept == {name: fleet[name] for name in "abed"}
 
 
-@forms
-def test_b_means_that_are_four_times_too_long_are_left_out(form: str) -> None:
+def test_b_means_that_are_four_times_too_long_are_left_out() -> None:
     """Means (0, 4) and (0, 5): no covariance is larger, and half of them are nearest to their own centre (0, 1.2)."""
     near = {0: [0.0, 1.0], 1: [0.0, 1.2]}
-    fleet = {name: sent(near, form=form) for name in "abd"}
-    kept, left_out = screen({**fleet, "c": sent({0: [0.0, 4.0], 1: [0.0, 5.0]}, form=form)}, "gross")
+    fleet = {name: sent(near) for name in "abd"}
+    kept, left_out = screen({**fleet, "c": sent({0: [0.0, 4.0], 1: [0.0, 5.0]})}, "gross")
     assert gone(left_out) == [("c", (0, 1))]
     assert left_out[0].reason.startswith("its longest class mean has length 5, the limit is 4.801, 4 times")
     assert sorted(kept) == ["a", "b", "d"]
-    assert screen({**fleet, "c": sent({0: [0.0, 4.0], 1: [0.0, 4.75]}, form=form)}, "gross")[1] == []
+    assert screen({**fleet, "c": sent({0: [0.0, 4.0], 1: [0.0, 4.75]})}, "gross")[1] == []
 
 
 # --- (c) nearest centre
 
 
-def fleet_with(last: DeviceStatistics, form: str = BY_CLASS) -> dict[str, DeviceStatistics]:
-    return {**{name: sent(NEAR, form=form) for name in "abc"}, "d": last}
+def fleet_with(last: DeviceStatistics) -> dict[str, DeviceStatistics]:
+    return {**{name: sent(NEAR) for name in "abc"}, "d": last}
 
 
-@forms
 @pytest.mark.parametrize(
     ("means", "share", "gross", "strict"),
     [
@@ -124,9 +106,9 @@ def fleet_with(last: DeviceStatistics, form: str = BY_CLASS) -> dict[str, Device
     ids=["honest", "two of three swapped", "two swapped", "one wrong", "one class", "one class that others have"],
 )
 def test_c_the_share_of_means_at_their_own_centre_decides(
-    form: str, means: dict[int, list[float]], share: float | None, gross: bool, strict: bool
+    means: dict[int, list[float]], share: float | None, gross: bool, strict: bool
 ) -> None:
-    fleet = fleet_with(sent(means, form=form), form)
+    fleet = fleet_with(sent(means))
     near = Centres(fleet, {}, shifted=False).near(fleet["d"])
     assert (near and near.share) == share
     assert gone(screen(fleet, "gross")[1]) == ([("d", tuple(means))] if gross else [])
@@ -203,11 +185,10 @@ def test_c_no_more_than_half_of_the_devices_are_left_out() -> None:
     assert len(kept) == len(left_out) == 2
 
 
-@forms
-def test_of_two_devices_neither_is_left_out(form: str) -> None:
+def test_of_two_devices_neither_is_left_out() -> None:
     fleet = {
-        "a": sent(NEAR, form=form),
-        "b": sent({0: [0.0, 90.0], 1: [90.0, 0.0]}, trace=500.0, form=form),
+        "a": sent(NEAR),
+        "b": sent({0: [0.0, 90.0], 1: [90.0, 0.0]}, trace=500.0),
     }
     kept, left_out = screen(fleet, "strict")
     assert (kept, left_out) == (fleet, [])
@@ -216,17 +197,16 @@ def test_of_two_devices_neither_is_left_out(form: str) -> None:
 # --- (d) distance
 
 
-@forms
-def test_d_strict_leaves_out_single_classes_that_lie_far_off(form: str) -> None:
+def test_d_strict_leaves_out_single_classes_that_lie_far_off() -> None:
     """Of ten rows a class with trace 1 the unit is sqrt(1 / 10 + 0.05) = 0.387: at 1.2 from the median it is 3.1."""
     shifted = {0: [1.0, 0.0], 1: [0.0, 1.0], 2: [1.0 + 1.2, 1.0]}
-    fleet = fleet_with(sent(shifted, form=form), form)
+    fleet = fleet_with(sent(shifted))
     kept, left_out = screen(fleet, "strict")
     assert gone(left_out) == [("d", (2,))]
     assert left_out[0].reason == "its class means are too far from the median device's: 3.1 (class 2, limit 3)"
     assert kept["d"].labels == (0, 1)
     assert screen(fleet, "gross") == (fleet, [])
-    within = fleet_with(sent({**shifted, 2: [1.0 + 1.15, 1.0]}, form=form), form)  # 2.97
+    within = fleet_with(sent({**shifted, 2: [1.0 + 1.15, 1.0]}))  # 2.97
     assert screen(within, "strict")[1] == []
 
 
@@ -241,7 +221,7 @@ def test_d_where_all_lie_apart_the_limit_is_three_times_their_median() -> None:
 
 
 def test_d_means_without_spread_are_not_compared() -> None:
-    """As `means_only` sends them: there is no unit to measure their distance in."""
+    """There is no unit to measure their distance in."""
     fleet = fleet_with(sent({0: [1.0, 0.0], 1: [0.0, 1.0], 2: [3.0, 1.0]}, trace=0.0))
     fleet = {name: sent(dict(zip(one.labels, one.means, strict=True)), trace=0.0) for name, one in fleet.items()}
     assert screen(fleet, "strict")[1] == []
@@ -281,29 +261,26 @@ def test_the_median_of_the_others_is_that_of_all_without_one(seed: int, devices:
     assert_array_equal(centres.without({})[0], np.median(np.stack(means).astype(np.float64), axis=0))
 
 
-def random_fleet(seed: int, devices: int, form: str) -> dict[str, DeviceStatistics]:
+def random_fleet(seed: int, devices: int) -> dict[str, DeviceStatistics]:
     generator = np.random.default_rng(seed)
     fleet = {}
     for number in range(devices):
         labels = np.flatnonzero(generator.random(5) < 0.7).tolist() or [0]
         means: dict[int, Array] = {c: 2 * np.eye(5)[c] + generator.normal(0, 0.4, 5) for c in labels}
-        trace = generator.choice([1.0, 1.5, 9.0], p=[0.6, 0.3, 0.1], size=len(labels) if form == BY_CLASS else 1)
+        trace = float(generator.choice([1.0, 1.5, 9.0], p=[0.6, 0.3, 0.1]))
         count = generator.integers(5, 500, size=len(labels))
-        fleet[f"d{number}"] = sent(means, trace=trace, count=count, form=form)  # type: ignore[arg-type]
+        fleet[f"d{number}"] = sent(means, trace=trace, count=count)  # type: ignore[arg-type]
     return fleet
 
 
 @given(
     seed=st.integers(0, 2**32 - 1),
     devices=st.integers(1, 8),
-    form=st.sampled_from([BY_CLASS, SHARED]),
     robust=st.sampled_from(["gross", "strict"]),
     order=st.randoms(use_true_random=False),
 )
-def test_the_verdict_does_not_depend_on_the_order_and_adds_up(
-    seed: int, devices: int, form: str, robust: str, order: Any
-) -> None:
-    fleet = random_fleet(seed, devices, form)
+def test_the_verdict_does_not_depend_on_the_order_and_adds_up(seed: int, devices: int, robust: str, order: Any) -> None:
+    fleet = random_fleet(seed, devices)
     names = list(fleet)
     order.shuffle(names)
     kept, left_out = screen(fleet, robust)
@@ -319,7 +296,7 @@ def test_the_verdict_does_not_depend_on_the_order_and_adds_up(
 
 @given(seed=st.integers(0, 2**32 - 1), devices=st.integers(1, 8), cap=st.floats(1, 9))
 def test_nobody_counts_for_more_than_the_cap_and_who_is_below_it_stays(seed: int, devices: int, cap: float) -> None:
-    fleet = random_fleet(seed, devices, BY_CLASS)
+    fleet = random_fleet(seed, devices)
     totals = {name: int(one.counts.sum()) for name, one in fleet.items()}
     most = cap * float(np.median(list(totals.values())))
     for name, one in capped(fleet, cap).items():

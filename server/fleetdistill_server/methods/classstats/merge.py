@@ -105,7 +105,7 @@ def _statistics_of(part: SharedStatistics) -> DeviceStatistics:
         labels=tuple(part.labels[one] for one in order),
         counts=counts[order].astype(np.int64),
         means=means[order],
-        traces=np.array([trace]),
+        trace=trace,
     )
 
 

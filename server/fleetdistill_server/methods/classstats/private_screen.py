@@ -95,5 +95,5 @@ def _statistics_of(sums: RowSums, noise: NoiseScale, most_noise: float) -> Devic
         labels=tuple(labels.tolist()),
         counts=np.rint(counts[labels]).astype(np.int64),
         means=sums.sums[labels] / counts[labels, None],
-        traces=np.array([float(np.trace(sums.second_moment)) / max(float(sums.counts.sum()), 1.0)]),
+        trace=float(np.trace(sums.second_moment)) / max(float(sums.counts.sum()), 1.0),
     )

@@ -1,6 +1,6 @@
 """Screens the devices' class statistics before a merge: plausibility tests, and a cap on row counts.
 
-Both forms of class statistics use this implementation; docs/reference/robust.md describes the tests. The results do
+Statistics with and without noise use this implementation; docs/reference/robust.md describes the tests. The results do
 not depend on the order of the devices: they use medians over devices, and device ids break ties.
 """
 
@@ -44,20 +44,19 @@ class DeviceStatistics:
         labels: The device's K classes, ascending.
         counts: `[K]` int64, rows of each class.
         means: `[K, F]`, any float type.
-        traces: Trace of each class's covariance, `[K]` float64; `[1]` if the classes share one covariance.
+        trace: Trace of the covariance that the classes share.
     """
 
     labels: tuple[int, ...]
     counts: Array
     means: Array
-    traces: Array
+    trace: float
 
     def without(self, labels: tuple[int, ...]) -> DeviceStatistics:
         """Returns the statistics of the other classes."""
         at = np.flatnonzero(~np.isin(self.labels, labels))
         labels = tuple(self.labels[one] for one in at)
-        traces = self.traces if len(self.traces) == 1 else self.traces[at]
-        return replace(self, labels=labels, counts=self.counts[at], means=self.means[at], traces=traces)
+        return replace(self, labels=labels, counts=self.counts[at], means=self.means[at])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,17 +161,20 @@ def _longest(means_kf: Array) -> float:
 
 
 def _drop_wide_covariances(fleet: Fleet) -> Screened:
-    """Leaves out classes whose covariance is too large; it would affect all classes through the shared covariance."""
+    """Leaves out devices whose covariance is too large; it would affect all classes through the shared covariance."""
     if not fleet:
         return {}, []
-    limit = MOST_SPREAD * float(np.median(np.concatenate([one.traces for one in fleet.values()])))
-    left_out = []
-    for device, one in fleet.items():
-        wide = np.broadcast_to(one.traces > limit, len(one.labels))
-        if wide.any():
-            labels = tuple(np.array(one.labels)[wide].tolist())
-            reason = f"its covariance has trace {one.traces.max():.4g}, the limit is {limit:.4g}, {MOST_SPREAD:g} times"
-            left_out.append(LeftOut(device=device, labels=labels, reason=f"{reason} the median"))
+    limit = MOST_SPREAD * median(one.trace for one in fleet.values())
+    left_out = [
+        LeftOut(
+            device=device,
+            labels=one.labels,
+            reason=f"its covariance has trace {one.trace:.4g}, the limit is {limit:.4g}, {MOST_SPREAD:g} times the "
+            "median",
+        )
+        for device, one in fleet.items()
+        if one.trace > limit
+    ]
     return without(fleet, left_out), left_out
 
 
@@ -308,7 +310,7 @@ def _standardised_distances(holders: Mapping[str, DeviceStatistics], label: int)
     at = {device: one.labels.index(label) for device, one in holders.items()}
     means = np.stack([one.means[at[device]].astype(np.float64) for device, one in holders.items()])
     away = np.sqrt(np.square(means - np.median(means, axis=0)).sum(axis=1))
-    spread = median(float(one.traces[0 if len(one.traces) == 1 else at[device]]) for device, one in holders.items())
+    spread = median(one.trace for one in holders.values())
     if not spread:
         return {}
     counts = np.array([one.counts[at[device]] for device, one in holders.items()])

@@ -119,8 +119,8 @@ class ClassStatsServer(ServerMethod):
         classes, dimensions = sizes.classes, cls.dimensions(config, sizes)
         space = ClassSpace.schema(classes=classes, dimensions=dimensions, directions=min(classes - 1, dimensions))
         return [
-            Exchange(step="summarise", up={"statistics": cls.statistics_schema(config, sizes)}, first=0, end=1),
-            Exchange(step="learn", down={"space": space}, first=0, end=1),
+            Exchange(step="summarise", up={"statistics": cls.statistics_schema(config, sizes)}, end=1),
+            Exchange(step="learn", down={"space": space}, end=1),
         ]
 
     @classmethod
