@@ -72,7 +72,7 @@ def test_the_servers_model_is_exported_as_the_last_checkpoint_has_it(
 def test_every_device_exports_the_model_that_its_app_uses(name: str, undisturbed: Undisturbed) -> None:
     """Where a method's answers are apart from the network that the app gave, that one is a file of its own."""
     config = RUNS[name].configuration()
-    own_file = "own.onnx" if device_class(RUNS[name].method, config).own_variant == OWN else "model.onnx"
+    own_file = "own.onnx" if device_class(RUNS[name].method).own_variant == OWN else "model.onnx"
     for spec in undisturbed(name, durable=True).prepared[1]:  # with the files that an app's device has
         state, (inputs, _) = Path(spec.state_dir), load_arrays(spec.test_file)
         model = build_device_model(spec, inputs.shape[1:])

@@ -58,7 +58,7 @@ def half_of(spec: DeviceSpec, config: RunConfig, server: ServerMethod) -> Device
         proxy_digest=context.proxy_digest,
     )
     settings = config.method_config()
-    return device_class(config.run.method, settings)(settings, local)
+    return device_class(config.run.method)(settings, local)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "cdkt", "feddkc", "feddkd", "fedd2s", "dafkd distilling", "classstats"])

@@ -465,7 +465,7 @@ def _method_of(contract: contract_pb2.Contract, config: Any, local: Local) -> De
     """Makes the device half. Raises ConfigurationError if that fails, for example for lack of memory."""
     try:
         with faults_decline(f"preparing method {contract.method!r}"), own_randomness(0):
-            return device_class(contract.method, config)(config, local)
+            return device_class(contract.method)(config, local)
     except CannotAnswer as error:
         raise ConfigurationError(f"this device cannot take part in run {contract.run!r}: {error}") from error
 

@@ -94,14 +94,10 @@ def config_class(method: str, settings: Mapping[str, Any] | None = None) -> type
     return default.form(settings or {})
 
 
-def device_class(method: str, config: Any = None) -> type[DeviceMethod]:
-    """Returns the device half of a method, for the form of a configuration or for the default form.
-
-    Raises:
-        ConfigurationError: The method is unknown.
-    """
-    default: type[DeviceMethod] = _half(method, 1)
-    return default if config is None else default.form(config)
+def device_class(method: str) -> type[DeviceMethod]:
+    """Returns the device half of a method. Raises ConfigurationError if the method is unknown."""
+    half: type[DeviceMethod] = _half(method, 1)
+    return half
 
 
 def config_to_plan(config: Any) -> Plan:

@@ -156,11 +156,6 @@ class DeviceMethod:
         self.local = local
 
     @classmethod
-    def form(cls, config: Any) -> type[DeviceMethod]:
-        """Returns the device half for the form that the configuration has."""
-        return cls
-
-    @classmethod
     def metrics_steps(cls, config: Any) -> Sequence[str]:
         """Returns the steps after which metrics are measured: one of them is the device's last step of each round."""
         raise NotImplementedError

@@ -50,7 +50,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], says: str) 
 def test_the_usual_form_is_one_exchange() -> None:
     config = config_class("classstats")()
     assert isinstance(config, ClassStatsConfig)
-    assert device_class("classstats", config) is ClassStatsDevice
+    assert device_class("classstats") is ClassStatsDevice
     assert server_class("classstats", config) is ClassStatsServer
 
 

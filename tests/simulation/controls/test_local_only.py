@@ -67,7 +67,7 @@ def test_a_method_says_the_truth_about_its_optimiser(
 ) -> None:
     """Two devices of two rounds make two optimisers that they keep, or four."""
     wanted = RUNS[method]
-    half = device_class(method, wanted.configuration())
+    half = device_class(method)
     module, made = importlib.import_module(half.__module__), []
     make = module.make_local_optimizer
     monkeypatch.setattr(module, "make_local_optimizer", lambda *given: made.append(1) or make(*given))  # type: ignore[func-returns-value]

@@ -109,7 +109,7 @@ def _metrics_steps(config: Mapping[str, Any]) -> Sequence[str]:
     method = config["run"]["method"]
     settings = method_settings(config)
     chosen = config_class(method, settings).from_settings(settings)
-    return device_class(method, chosen).metrics_steps(chosen)
+    return device_class(method).metrics_steps(chosen)
 
 
 def _further(
