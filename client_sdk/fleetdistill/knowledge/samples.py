@@ -199,30 +199,12 @@ class ProxySet(Kind):
     labels: Array
 
 
-class _Predictions(Kind):
-    """Base of kinds with soft predictions `[M, C]` in `values`."""
-
-    possible_columns = ("logits",)
-
-    @classmethod
-    def values_schema(cls, rows: int, classes: int) -> TensorSchema:
-        """Returns the schema of `values`."""
-        raise NotImplementedError
-
-    @classmethod
-    def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
-        """See `Kind.expected`."""
-        if not getattr(part, cls.wire_name).HasField("values"):
-            raise RefusedError(Code.BAD_TENSOR, f"part {part.name!r} lacks values", {"tensor": f"{part.name}/values"})
-        rows, classes = declared_shapes(part, contract).get("values", (ROWS, len(contract.classes)))
-        return {"values": cls.values_schema(rows, classes)}
-
-
 @dataclass(frozen=True, kw_only=True)
-class WeightedPredictions(_Predictions):
+class WeightedPredictions(Kind):
     """Soft predictions `[M, C]` for generated samples, weighted by the device's importance."""
 
     wire_name = "weighted_predictions"
+    possible_columns = ("logits",)
     description = "predictions on generated samples"
 
     noise_seed: int
@@ -241,6 +223,14 @@ class WeightedPredictions(_Predictions):
         return PartSchema(
             kind=cls, tensors=tensors, columns=cls.possible_columns or (), declared={"values": (rows, classes)}
         )
+
+    @classmethod
+    def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
+        """See `Kind.expected`."""
+        if not part.weighted_predictions.HasField("values"):
+            raise RefusedError(Code.BAD_TENSOR, f"part {part.name!r} lacks values", {"tensor": f"{part.name}/values"})
+        rows, classes = declared_shapes(part, contract).get("values", (ROWS, len(contract.classes)))
+        return {"values": cls.values_schema(rows, classes)}
 
 
 def check_rows(sample_ids: Array, values: Array, shape: tuple[int, ...]) -> None:

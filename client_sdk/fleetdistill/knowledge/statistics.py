@@ -19,53 +19,8 @@ _LEAST_INT8 = -127
 """Smallest quantized value; the range is symmetric, so -128 is not used."""
 
 
-class _Statistics(Kind):
-    """Base class of `SharedStatistics`."""
-
-    possible_columns = ("class_statistics", "counts")
-    description = "class moments and counts"
-
-    @classmethod
-    def check_labels(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> Sequence[int]:
-        """Returns the classes of a part. Raises RefusedError if one is unknown or occurs twice."""
-        labels: Sequence[int] = getattr(part, cls.wire_name).labels
-        wrong = [label for label in labels if label >= len(contract.classes)]
-        if wrong or len(set(labels)) != len(labels):
-            what = f"class {wrong[0]} outside [0, {len(contract.classes)})" if wrong else "a duplicate class"
-            raise RefusedError(Code.BAD_VALUE, f"part {part.name!r} has {what}")
-        return labels
-
-    @classmethod
-    def require(cls, part: knowledge_pb2.Part, names: Iterable[str], contract: contract_pb2.Contract) -> None:
-        """Raises RefusedError if one of these tensors is missing."""
-        sent = getattr(part, cls.wire_name)
-        if missing := [name for name in names if not sent.HasField(name)]:
-            text = f"part {part.name!r} lacks {', '.join(missing)}, which {contract.method} needs"
-            raise RefusedError(Code.BAD_TENSOR, text, {"tensor": f"{part.name}/{missing[0]}"})
-
-    @staticmethod
-    def counts_schema(classes: int, least_samples: int) -> TensorSchema:
-        """Returns the schema of the tensor with the number of samples per class."""
-        return TensorSchema((INT32,), (classes,), low=max(least_samples, 1), what="count")
-
-    @staticmethod
-    def declared_counts(part: knowledge_pb2.Part, data: PartData, samples: int | None) -> np.ndarray[Any, Any]:
-        """Returns the samples per class, int64. Raises RefusedError if there are more than the device declared."""
-        counts = data.array("counts").astype(np.int64)
-        if samples is not None and counts.sum() > samples:
-            path = f"{part.name}/counts"
-            text = f"{path} sum to {counts.sum()}, but the device declared {samples} samples"
-            raise RefusedError(Code.BAD_VALUE, text, {"tensor": path})
-        return counts
-
-    @staticmethod
-    def rows_per_direction(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> int:
-        """Returns the contract's rows per direction, or the default for older contracts, which do not declare it."""
-        return declared_of(part, contract).rows_per_direction or LEAST_ROWS_PER_DIRECTION
-
-
 @dataclass(frozen=True, kw_only=True)
-class SharedStatistics(_Statistics):
+class SharedStatistics(Kind):
     """Class means and a within-class covariance; see `fleetdistill.methods.classstats.shared_statistics`.
 
     All arrays are None if there is no class.
@@ -82,6 +37,8 @@ class SharedStatistics(_Statistics):
 
     wire_name = "shared_statistics"
     wire_type = np.dtype(np.float16)
+    possible_columns = ("class_statistics", "counts")
+    description = "class moments and counts"
 
     labels: list[int]
     counts: Array | None = None
@@ -187,6 +144,44 @@ class SharedStatistics(_Statistics):
             path = f"{part.name}/directions"
             text = f"{path} has {rows[0]} rows, must be at most {most} for {df} degrees of freedom"
             raise RefusedError(Code.BAD_VALUE, text, {"tensor": path})
+
+    @classmethod
+    def check_labels(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> Sequence[int]:
+        """Returns the classes of a part. Raises RefusedError if one is unknown or occurs twice."""
+        labels: Sequence[int] = part.shared_statistics.labels
+        wrong = [label for label in labels if label >= len(contract.classes)]
+        if wrong or len(set(labels)) != len(labels):
+            what = f"class {wrong[0]} outside [0, {len(contract.classes)})" if wrong else "a duplicate class"
+            raise RefusedError(Code.BAD_VALUE, f"part {part.name!r} has {what}")
+        return labels
+
+    @classmethod
+    def require(cls, part: knowledge_pb2.Part, names: Iterable[str], contract: contract_pb2.Contract) -> None:
+        """Raises RefusedError if one of these tensors is missing."""
+        sent: Any = part.shared_statistics
+        if missing := [name for name in names if not sent.HasField(name)]:
+            text = f"part {part.name!r} lacks {', '.join(missing)}, which {contract.method} needs"
+            raise RefusedError(Code.BAD_TENSOR, text, {"tensor": f"{part.name}/{missing[0]}"})
+
+    @staticmethod
+    def counts_schema(classes: int, least_samples: int) -> TensorSchema:
+        """Returns the schema of the tensor with the number of samples per class."""
+        return TensorSchema((INT32,), (classes,), low=max(least_samples, 1), what="count")
+
+    @staticmethod
+    def declared_counts(part: knowledge_pb2.Part, data: PartData, samples: int | None) -> np.ndarray[Any, Any]:
+        """Returns the samples per class, int64. Raises RefusedError if there are more than the device declared."""
+        counts = data.array("counts").astype(np.int64)
+        if samples is not None and counts.sum() > samples:
+            path = f"{part.name}/counts"
+            text = f"{path} sum to {counts.sum()}, but the device declared {samples} samples"
+            raise RefusedError(Code.BAD_VALUE, text, {"tensor": path})
+        return counts
+
+    @staticmethod
+    def rows_per_direction(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> int:
+        """Returns the contract's rows per direction, or the default for older contracts, which do not declare it."""
+        return declared_of(part, contract).rows_per_direction or LEAST_ROWS_PER_DIRECTION
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from fleetdistill.methods.base import check_choice, check_range, check_share, check_types
 from fleetdistill.privacy.guarantee import Guarantee
-from fleetdistill.wire.directions import ROWS_PER_DIRECTION
 
 if TYPE_CHECKING:
     import torch
@@ -129,16 +128,6 @@ class LocalTraining:
     def local_rate(self, number: int) -> float:
         """Returns the learning rate of local training in a round, counted from 1; controls use the same rate."""
         return self.learning_rate
-
-
-def directions_reveal(rank: int, rows_per_direction: int) -> str:
-    """Returns the sentence of `LocalTraining.reveals` for directions of class statistics; empty if they are few."""
-    if not rank or rows_per_direction >= ROWS_PER_DIRECTION:
-        return ""
-    return (
-        f"class statistics with a direction for every {rows_per_direction} samples leave, fewer than "
-        f"{ROWS_PER_DIRECTION}; the server can recognise single samples in them"
-    )
 
 
 def make_local_optimizer(config: LocalTraining, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

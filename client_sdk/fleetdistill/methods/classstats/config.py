@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.base import check_choice, check_range
 from fleetdistill.methods.classstats.projection import usual_dimensions
-from fleetdistill.methods.local import LocalTraining, directions_reveal
-from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION
+from fleetdistill.methods.local import LocalTraining
+from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION, ROWS_PER_DIRECTION
 
 SCATTERING = "scattering"
 _MOST_RANK = 512
@@ -135,7 +135,12 @@ class ClassStatsConfig(SpaceConfig):
 
     def reveals(self) -> str:
         """See `LocalTraining.reveals`."""
-        return directions_reveal(self.rank, self.rows_per_direction)
+        if not self.rank or self.rows_per_direction >= ROWS_PER_DIRECTION:
+            return ""
+        return (
+            f"class statistics with a direction for every {self.rows_per_direction} samples leave, fewer than "
+            f"{ROWS_PER_DIRECTION}; the server can recognise single samples in them"
+        )
 
     def dimensions_for(self, input_shape: tuple[int, ...], features: int) -> int:
         """Returns D for a run: `dimensions` or the default for its inputs, at most the numbers of the features."""
