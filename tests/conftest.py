@@ -64,7 +64,7 @@ def forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session", autouse=True)
 def copied_tables() -> Iterator[None]:
-    """A store in memory begins as a copy of an empty one: to migrate each takes longer than what most tests do with it.
+    """A store in memory begins as a copy of an empty one: to make its tables takes longer than what most tests do.
 
     Tests of migrations and of stores on a disk have the real thing.
     """

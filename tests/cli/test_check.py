@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import sqlite3
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from store.test_migrations import GOLDEN, restore, schema
+from support.later_version import later_version, schema
 from support.processes import COMMAND
-from support.record_schema import recorded_config
+from support.record_schema import make_store, recorded_config
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
@@ -250,13 +249,13 @@ def test_a_check_can_be_stopped(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def old(tmp_path: Path) -> RunConfig:
-    """A run in the store that 0.1 recorded."""
-    config = recorded_config(restore(GOLDEN[0], tmp_path / "store"))
-    with contextlib.closing(sqlite3.connect(tmp_path / "store/store.sqlite")) as database:
-        database.execute("PRAGMA journal_mode=WAL")  # as the release left it
+def old(tmp_path: Path) -> Iterator[RunConfig]:
+    """A run in the store of an earlier version than this process."""
+    make_store(tmp_path / "store")
+    config = recorded_config(tmp_path / "store")
     update = {"listen": "127.0.0.1:0", "keep_free_bytes": 0}
-    return config.model_copy(update={"server": config.server.model_copy(update=update)})
+    with later_version():
+        yield config.model_copy(update={"server": config.server.model_copy(update=update)})
 
 
 def files(folder: Path) -> dict[Path, bytes]:

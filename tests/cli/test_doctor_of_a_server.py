@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import socket
-import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.later_version import LATER, later_version
 from support.live_front import open_round, prepare_store, write_asks
 from support.processes import free_port, wait_until
 from support.secured import make_pki
@@ -264,25 +263,17 @@ def test_a_truncated_database_is_named_with_what_restores_it(store: Store, tmp_p
     assert "fleetdistill restore" in error or "damaged" in error
 
 
-_NEWEST = "SELECT max(rowid) FROM _sqlite_migrations"
-
-
-def execute(file: Path, statement: str) -> None:
-    with contextlib.closing(sqlite3.connect(file)) as database, database:
-        database.execute(statement)
-
-
 def test_a_store_of_another_version_is_named_and_not_migrated(store: Store, tmp_path: Path) -> None:
     path = write_config(tmp_path)
     store.close()
-    file = tmp_path / "store" / "store.sqlite"
-    execute(file, f"DELETE FROM _sqlite_migrations WHERE rowid = ({_NEWEST})")
-    (warning,) = said(path, "warning")
+    with later_version():
+        (warning,) = said(path, "warning")
     assert warning.startswith("store: an earlier version wrote the store")
-    execute(file, f"UPDATE _sqlite_migrations SET name = 'm999_of_tomorrow' WHERE rowid = ({_NEWEST})")
+    with later_version():
+        Store.open(tmp_path / "store").close()
     before = digest(tmp_path / "store")
     (error,) = said(path)
-    assert "m999_of_tomorrow" in error
+    assert LATER in error
     assert "Upgrade fleetdistill" in error
     assert digest(tmp_path / "store") == before
 

@@ -1,10 +1,11 @@
-"""The runbook's upgrade and its way back, on the store that 0.1 recorded: by a real `serve`, and killed on the way."""
+"""The runbook's upgrade to a later version and its way back, by a real `serve`, and killed on the way."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store.test_migrations import GOLDEN, restore, rows, schema
+from support.later_version import install_later_version, later_version, rows, schema
 from support.parroting import ParrotDevice
 from support.processes import COMMAND, PATIENCE_SECONDS, free_port, wait_until
-from support.record_schema import DEVICES, RUN, recorded_config
+from support.record_schema import DEVICES, RUN, make_store, recorded_config
 
 from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill_server.config.section import as_toml
@@ -23,7 +24,7 @@ from fleetdistill_server.store.store import Store
 
 RUNBOOK = Path(__file__).parents[2] / "docs/operations.md"
 STORE = "fleetdistill-store"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cold_start]  # another version is another process
 
 
 def commands(heading: str) -> list[list[str]]:
@@ -34,11 +35,13 @@ def commands(heading: str) -> list[list[str]]:
 
 
 class Machine:
-    """A server's directory with the recorded store, and what stands in for systemd."""
+    """A server's directory with a store, and what stands in for systemd and pip."""
 
     def __init__(self, work: Path) -> None:
-        self.work, self.port = work, free_port()
-        self.store = restore(GOLDEN[0], work / STORE)
+        self.work, self.port, self.is_later = work, free_port(), False
+        self.store = work / STORE
+        make_store(self.store)
+        self.later = install_later_version(work / "later")
         self.server: subprocess.Popen[bytes] | None = None
         (work / "backups").mkdir()
         settings = recorded_config(self.store)
@@ -54,7 +57,9 @@ class Machine:
                 self.stop()
             elif words[:2] == ["systemctl", "start"]:
                 self.start()
-            elif not words[0].endswith("/pip"):  # this version is installed already
+            elif words[0].endswith("/pip"):
+                self.is_later = not self.is_later
+            else:
                 subprocess.run(words, cwd=self.work, check=True)
                 ran.append(words[0])
         return ran
@@ -63,8 +68,11 @@ class Machine:
         """Starts the server, with this code run before it, and waits until it serves."""
         command = [sys.executable, "-c", "\n".join([*before, COMMAND[-1]]), "serve", "server.toml"]
         begun = self.said().count("is served")
+        paths = [str(self.later)] if self.is_later else []
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
         with (self.work / "log").open("ab") as log:
-            server = self.server = subprocess.Popen(command, cwd=self.work, stdout=log, stderr=log)
+            server = subprocess.Popen(command, cwd=self.work, env=environment, stdout=log, stderr=log)
+        self.server = server
         wait_until(lambda: self.said().count("is served") > begun or server.poll() is not None, "the run is served")
 
     def stop(self) -> None:
@@ -77,7 +85,7 @@ class Machine:
         return (self.work / "log").read_text() if (self.work / "log").exists() else ""
 
     def finish(self) -> None:
-        """Devices of the recording take part until the run is over."""
+        """Devices of the run take part until the run is over."""
         devices = [ParrotDevice(GrpcLink(f"127.0.0.1:{self.port}"), RUN, name) for name in DEVICES]
 
         def over() -> bool:
@@ -100,28 +108,24 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def receipts(directory: Path) -> dict[str, str]:
-    store = Store.open(directory)
-    try:
-        return {row["receipt"]: row["status"] for row in store.asks.uploads(RUN)}
-    finally:
-        store.close()
+    return {row["receipt"]: row["status"] for row in rows(directory)["uploads"]}
 
 
-def test_the_runbook_upgrades_a_recorded_store_and_rolls_it_back(machine: Machine) -> None:
-    recorded, tables = rows(machine.store), schema(machine.store)
+def test_the_runbook_upgrades_a_store_and_rolls_it_back(machine: Machine) -> None:
+    before, tables = rows(machine.store), schema(machine.store)
     payloads = {path.name: path.read_bytes() for path in machine.store.rglob("*.safetensors")}
     assert machine.follow("Upgrade") == ["mkdir", "cp"]
     machine.finish()
     machine.stop()
     upgraded = receipts(machine.store)
-    assert {row["receipt"] for row in recorded["uploads"]} <= upgraded.keys()
+    assert {row["receipt"] for row in before["uploads"]} <= upgraded.keys()
     assert set(upgraded.values()) == {"used"}
-    assert schema(machine.store) != tables
+    assert "table later_sums" in schema(machine.store)
 
     assert machine.follow("Roll back") == ["mv", "cp"]
     machine.stop()
     put_back = machine.work / "backups/before-upgrade"
-    assert (rows(put_back), schema(put_back)) == (recorded, tables)
+    assert (rows(put_back), schema(put_back)) == (before, tables)
     assert {path.name: path.read_bytes() for path in put_back.rglob("*.safetensors")} == payloads
     assert receipts(machine.work / "backups/after-upgrade") == upgraded
 
@@ -130,7 +134,7 @@ def test_a_store_that_was_put_back_runs_to_the_same_end(machine: Machine) -> Non
     machine.follow("Upgrade")
     machine.finish()
     first = receipts(machine.store)
-    machine.follow("Roll back")  # starts this version again, which upgrades the copy
+    machine.follow("Roll back")
     machine.finish()
     machine.stop()
     assert sorted(receipts(machine.store).values()) == sorted(first.values())
@@ -154,9 +158,10 @@ sqlite3.connect = traced
 """Kills the process before the n-th statement with which one of its connections changes the database."""
 
 
-@pytest.mark.parametrize("number", [3, 25])
+@pytest.mark.parametrize("number", [3, 5])
 def test_a_server_that_is_killed_while_it_upgrades_loses_nothing(machine: Machine, number: int) -> None:
     before = schema(machine.store)
+    machine.is_later = True
     machine.start(KILL.format(number=number))
     assert machine.server is not None
     assert machine.server.wait(PATIENCE_SECONDS) == -signal.SIGKILL, machine.said()
@@ -168,33 +173,37 @@ def test_a_server_that_is_killed_while_it_upgrades_loses_nothing(machine: Machin
 
 
 def test_a_kill_before_any_statement_leaves_the_old_store_or_the_new_one(tmp_path: Path) -> None:
-    fresh = tmp_path / "fresh"
-    Store.open(fresh).close()
-    wanted, number, seen = schema(fresh), 0, set()
+    old, directory, number, seen = tmp_path / "old", tmp_path / "killed", 0, set()
+    make_store(old)
+    tables, content = schema(old), rows(old)
+    with later_version():
+        Store.open(shutil.copytree(old, tmp_path / "new")).close()
     while "the new one" not in seen:
         number += 1
-        directory = restore(GOLDEN[0], tmp_path / str(number))
-        before, old = rows(directory), schema(directory)
+        shutil.copytree(old, directory)
         status = _opened_and_killed(directory, number)
         left = schema(directory)
         if status == 0:
             seen.add("the new one")
         else:
-            assert (status, left) == (signal.SIGKILL, old)
-            assert rows(directory) == before
+            assert (status, left) == (signal.SIGKILL, tables)
+            assert rows(directory) == content
             seen.add("the old one")
-        Store.open(directory).close()
-        assert schema(directory) == wanted
+        with later_version():
+            Store.open(directory).close()
+        assert schema(directory) == schema(tmp_path / "new")
+        shutil.rmtree(directory)
     assert "the old one" in seen
-    assert number > 40, "the upgrade has more statements than that"
+    assert number > 5, "the upgrade has more statements than that"
 
 
 def _opened_and_killed(directory: Path, number: int) -> int:
-    """Opens a store in a child that dies before its n-th change; 0 if it lived."""
+    """Opens a store in a child of the later version that dies before its n-th change; 0 if it lived."""
     child = os.fork()
     if child == 0:
         exec(KILL.format(number=number), {})
-        Store.open(directory).close()
+        with later_version():
+            Store.open(directory).close()
         os._exit(0)
     _, status = os.waitpid(child, 0)
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -101,21 +99,6 @@ def test_whatever_a_device_says_its_words_are_bounded(client: Client, store: Sto
         assert found[0].reason == "too-large"
     assert stored_texts(store) <= LONGEST
     assert all(len(row["profile"]) < 2000 for row in store.devices.all(RUN))
-
-
-def test_texts_of_a_store_of_before_are_shortened(tmp_path: Path) -> None:
-    store = Store.open(tmp_path)
-    store.runs.begin("r", {})
-    store.close()
-    with closing(sqlite3.connect(tmp_path / "store.sqlite")) as database:
-        database.execute("INSERT INTO events (run, kind, text) VALUES ('r', 'refused', ?)", ("x" * 5_000_000,))
-        database.execute("UPDATE runs SET reason = ?", ("y" * 5_000_000,))
-        name = "m012_short_texts"
-        database.execute("DELETE FROM _sqlite_migrations WHERE name = ?", (name,))
-        database.commit()
-    store = Store.open(tmp_path)
-    assert stored_texts(store) == LONGEST
-    store.close()
 
 
 # --- what people see

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
+from support.later_version import LATER, later_version, rows, schema
 from support.wire_samples import make_payload
 from typer.testing import CliRunner
 
@@ -89,12 +88,11 @@ def test_a_damaged_database_is_refused_before_anything_starts(part: str, directo
 
 
 def test_a_store_of_a_later_version_is_refused(directory: Path) -> None:
-    with closing(sqlite3.connect(directory / "store.sqlite")) as database, database:
-        database.execute(
-            "INSERT INTO _sqlite_migrations (migration_set, name, applied_at) VALUES "
-            "('fleetdistill', 'm999_of_the_future', '2030-01-01')"
-        )
-    told = "the store was written by a later version of fleetdistill (its schema includes m999_of_the_future); this is"
+    with later_version():
+        Store.open(directory).close()
+    before = schema(directory), rows(directory)
+    told = f"the store was written by a later version of fleetdistill (its schema includes {LATER}); this is"
     assert told in refused(directory)
     shown = CliRunner().invoke(app, ["runs", "list", "--store", str(directory)])
     assert (shown.exit_code, told in shown.stderr) == (1, True)
+    assert (schema(directory), rows(directory)) == before

@@ -1,91 +1,46 @@
-"""Stores of every released version, opened with this one. `record_schema.py` adds a file for each release."""
+"""A store of this version, opened with a later one that has a migration more."""
 
 from __future__ import annotations
 
 import asyncio
-import sqlite3
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-from store.test_sums import assert_sums_are_true
+from support.later_version import later_version, rows, schema
 from support.parroting import ParrotDevice
-from support.record_schema import DEVICES, RUN, recorded_config
+from support.record_schema import DEVICES, RUN, make_store, recorded_config
 
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
-GOLDEN = sorted((Path(__file__).parent / "golden").glob("schema-*.sql"))
-every_release = pytest.mark.parametrize("recorded", GOLDEN, ids=[path.stem for path in GOLDEN])
-Tables = dict[str, list[dict[str, Any]]]
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A store with a run in the middle of its third round."""
+    make_store(tmp_path / "store")
+    return tmp_path / "store"
 
 
-def restore(recorded: Path, directory: Path) -> Path:
-    """The store that was recorded, as its release left it on the disk."""
-    (directory / "blobs").mkdir(parents=True)
-    with closing(sqlite3.connect(directory / "store.sqlite")) as database:
-        database.executescript(recorded.read_text())
-        for name, data in database.execute("SELECT path, data FROM golden_blobs").fetchall():
-            (directory / "blobs" / name).parent.mkdir(exist_ok=True)
-            (directory / "blobs" / name).write_bytes(data)
-        database.execute("DROP TABLE golden_blobs")
-        database.commit()
-    return directory
+def test_a_pending_migration_gives_the_tables_of_a_fresh_store(directory: Path, tmp_path: Path) -> None:
+    before = schema(directory)
+    with later_version():
+        for path in (directory, tmp_path / "fresh"):
+            Store.open(path).close()
+        assert schema(directory) == schema(tmp_path / "fresh") != before
+        Store.open(directory).close()  # once more changes nothing
+        assert schema(directory) == schema(tmp_path / "fresh")
 
 
-def schema(directory: Path) -> dict[str, str]:
-    with closing(sqlite3.connect(directory / "store.sqlite")) as database:
-        return dict(database.execute("SELECT type || ' ' || name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
-
-
-def rows(directory: Path) -> Tables:
-    """Every row of every table but for the migrations' own."""
-    with closing(sqlite3.connect(directory / "store.sqlite")) as database:
-        database.row_factory = sqlite3.Row
-        names = [row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        mine = [name for name in names if not name.startswith(("sqlite_", "_sqlite"))]
-        return {name: [dict(row) for row in database.execute(f"SELECT * FROM {name}")] for name in mine}
-
-
-def test_there_is_a_recording_of_every_release() -> None:
-    assert "schema-0.1.0" in [path.stem for path in GOLDEN]
-
-
-@every_release
-def test_an_old_store_has_the_tables_and_indexes_of_a_fresh_one(recorded: Path, tmp_path: Path) -> None:
-    old, fresh = restore(recorded, tmp_path / "old"), tmp_path / "fresh"
-    for directory in (old, fresh):
-        Store.open(directory).close()
-    assert schema(old) == schema(fresh)
-    Store.open(old).close()  # once more changes nothing
-    assert schema(old) == schema(fresh)
-
-
-@every_release
-def test_every_row_of_an_old_store_is_kept(recorded: Path, tmp_path: Path) -> None:
-    directory = restore(recorded, tmp_path / "store")
+def test_a_migration_keeps_every_row(directory: Path) -> None:
     before = rows(directory)
-    assert all(before.values()), "the recording has rows in every table"
-    Store.open(directory).close()
+    assert all(before[table] for table in ("runs", "devices", "rounds", "asks", "uploads", "events", "traffic"))
+    with later_version():
+        Store.open(directory).close()
     after = rows(directory)
-    assert _traffic(after) == _traffic(before)
-    for table in before.keys() - {"traffic"}:
-        kept = [{name: new[name] for name in was} for was, new in zip(before[table], after[table], strict=True)]
-        assert kept == before[table]
-
-
-@every_release
-def test_the_sums_of_an_old_store_are_those_of_its_answers(recorded: Path, tmp_path: Path) -> None:
-    with closing(Store.open(restore(recorded, tmp_path / "store"))) as store:
-        assert_sums_are_true(store, RUN)
-
-
-def _traffic(tables: Tables) -> tuple[int, int]:
-    """What may be split otherwise, but not be changed."""
-    found = tables["traffic"]
-    return sum(row["tensor_bytes"] for row in found), sum(row["envelope_bytes"] for row in found)
+    assert after.pop("later_sums") == [{"run": RUN, "rounds": 3}]
+    assert [row.pop("later") for row in after["runs"]] == [7]
+    assert after == before
 
 
 class _Driver:
@@ -102,12 +57,11 @@ class _Driver:
         return
 
 
-@every_release
-def test_the_run_of_an_old_store_goes_on_to_its_end(recorded: Path, tmp_path: Path) -> None:
+def test_the_run_of_a_migrated_store_goes_on_to_its_end(directory: Path) -> None:
     from fleetdistill_server.engine.engine import Engine
 
-    directory = restore(recorded, tmp_path / "store")
-    store = Store.open(directory)
+    with later_version():
+        store = Store.open(directory)
     old = {row["receipt"]: row["status"] for row in store.asks.uploads(RUN)}
     assert sorted(old.values()) == ["acknowledged", "used", "used", "used", "used"]
     api = DeviceApi(store)

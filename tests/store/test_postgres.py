@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlite_utils
-from sqlite_utils import Migrations
+from support.later_version import LATER, later_version
 from support.postgres import Postgres
 from support.processes import PATIENCE_SECONDS, wait_until
 
 from fleetdistill.errors import ConfigurationError, StoreError, StoreUnavailableError
 from fleetdistill_server.config.server_config import load_server_config
 from fleetdistill_server.front.revocations import open_revocations
-from fleetdistill_server.store import checks
 from fleetdistill_server.store.backup import backup
 from fleetdistill_server.store.location import Location, read_location, set_location
-from fleetdistill_server.store.schema import NAMES, migrations
 from fleetdistill_server.store.store import Store, open_for_reading, open_for_trial
 
 psycopg = pytest.importorskip("psycopg")
@@ -204,22 +201,15 @@ def test_texts_with_a_nul_are_stored(directory: Path) -> None:
     store.close()
 
 
-def test_a_later_migration_runs_once_and_an_unknown_one_is_refused(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_migration_runs_once_and_is_refused_before(directory: Path) -> None:
     Store.open(directory).close()
-    later = Migrations("fleetdistill")
-    for one in migrations.pending(sqlite_utils.Database(memory=True)):
-        later(name=one.name)(one.fn)
-    later(name="m900_later")(lambda db: db.execute("ALTER TABLE runs ADD COLUMN later INTEGER DEFAULT 7"))
-    with monkeypatch.context() as changed:
-        changed.setattr(postgres_database, "migrations", later)
-        changed.setattr(checks, "NAMES", [*NAMES, "m900_later"])
+    with later_version():
         for _ in range(2):
             store = Store.open(directory)
             store.database.rows("SELECT later FROM runs")
+            assert store.database.rows("SELECT * FROM later_sums") == []
             store.close()
-    with pytest.raises(StoreError, match="later version of fleetdistill \\(its schema includes m900_later\\)"):
+    with pytest.raises(StoreError, match=rf"later version of fleetdistill \(its schema includes {LATER}\)"):
         Store.open(directory)
 
 

@@ -1,23 +1,10 @@
-"""Records a store as this version writes it, for `test_migrations.py`: one run in the middle of its third round.
-
-    python tests/support/record_schema.py tests/store/golden/schema-0.2.0.sql
-
-Run it once for each release, with that release's code. The file holds the whole database as SQL, and in a table of the
-recorder's own, `golden_blobs`, what lies in the blob directory.
-"""
+"""A store with a run in the middle of its third round."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import sqlite3
-import sys
-import tempfile
 from pathlib import Path
-
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 
 from support.parroting import ParrotDevice
 
@@ -32,11 +19,11 @@ DEVICES = ("d0", "d1")
 
 
 class PowerCut(BaseException):
-    """Ends the recording in mid-round."""
+    """Ends the run in mid-round."""
 
 
 def recorded_config(directory: Path) -> RunConfig:
-    """The run that every recording holds; `directory` is its store."""
+    """The run of these stores; `directory` is its store."""
     return run_config(
         {
             "run": {"name": RUN, "method": "fedavg", "rounds": 4, "seed": 5, "deadline_seconds": 1e9},
@@ -77,27 +64,3 @@ def make_store(directory: Path) -> None:
     store.history.add_event(RUN, "lease-ended", "gone was silent for 60 s", number=2, device="gone")
     store.history.add_event(RUN, "refused", "a sentence", number=2, device="d0", code="bad-value")
     store.close()
-
-
-def dump(directory: Path) -> str:
-    """The database and the blobs as SQL."""
-    database = sqlite3.connect(directory / "store.sqlite")
-    database.execute("CREATE TABLE golden_blobs (path TEXT PRIMARY KEY, data BLOB)")
-    for path in sorted((directory / "blobs").rglob("*.safetensors")):
-        name = str(path.relative_to(directory / "blobs"))
-        database.execute("INSERT INTO golden_blobs VALUES (?, ?)", (name, path.read_bytes()))
-    text = "\n".join(database.iterdump()) + "\n"
-    database.close()
-    return text
-
-
-def main() -> None:
-    """Records into the file that the command line names."""
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory:
-        make_store(Path(directory))
-        Path(sys.argv[1]).write_text(dump(Path(directory)))
-
-
-if __name__ == "__main__":
-    main()

@@ -34,8 +34,8 @@ from fleetdistill_server.store.postgres_connection import (
     store_key,
 )
 from fleetdistill_server.store.postgres_notices import Notices, role_key
-from fleetdistill_server.store.postgres_schema import MIGRATIONS, create_statements
-from fleetdistill_server.store.schema import BASELINE, NAMES, migrations
+from fleetdistill_server.store.postgres_schema import CREATE_MIGRATIONS, MIGRATIONS, translated
+from fleetdistill_server.store.schema import migrations
 
 T = TypeVar("T")
 _RETRY_SECONDS = 0.1
@@ -78,16 +78,13 @@ class PostgresDatabase(Database):
         return [row["name"] for row in self.rows(f"SELECT name FROM {MIGRATIONS} ORDER BY position")]
 
     def migrate(self) -> None:
-        """Creates the tables of `BASELINE` in an empty database, and runs the later migrations."""
         applied = set(self.applied_migrations())
         if not applied:
-            for statement in create_statements():
-                self.write(statement)
-        database = cast("Any", SimpleNamespace(execute=self.write))
-        for number, one in enumerate(migrations.pending(sqlite_utils.Database(memory=True))):
+            self.write(CREATE_MIGRATIONS)
+        database = cast("Any", SimpleNamespace(execute=lambda sql: self.write(translated(sql))))
+        for one in migrations.pending(sqlite_utils.Database(memory=True)):
             if one.name not in applied:
-                if number > NAMES.index(BASELINE):
-                    one.fn(database)
+                one.fn(database)
                 self.insert(MIGRATIONS, {"name": one.name})
 
     def check(self) -> None:
