@@ -1,26 +1,23 @@
-"""Golden bytes of every message of the wire: adds those that are missing, and never rewrites one that is there.
+"""Golden bytes of every message of the wire, with every field set: rewrites all of them.
 
-    python tests/wire/golden/make.py                                        those of today's code
-    python tests/wire/golden/make.py tests/wire/golden/v0.1.0/descriptors.binpb     those of a release
+    python tests/wire/golden/make.py
 
-Run it after `make protos` has added a message or a field. Of each message `messages/<name>.bin` holds the bytes, with
-every field set and two elements in each repeated one, and `messages/<name>.textproto` what they say. A message with a
-oneof has a pair of files for each of its fields; a message that got new fields since has a new pair, `<name>+2`, beside
-the old one, which stays as the older peers send it. `test_golden.py` holds today's code against all of them.
+Of each message `messages/<name>.bin` holds the bytes, with two elements in each repeated field, and
+`messages/<name>.textproto` what they say. A message with a oneof has a pair of files for each of its fields.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import shutil
 import struct
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
-from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
+from google.protobuf import message_factory, text_format
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 import fleetdistill.wire.v1 as package
@@ -32,21 +29,9 @@ _DEEPEST = 6  # messages within messages; none of ours contains itself
 def messages() -> dict[str, type[Message]]:
     """Every message type of the package by its name, nested ones with the outer name before a dot."""
     modules = [module.name for module in pkgutil.iter_modules(package.__path__) if module.name.endswith("_pb2")]
-    return _messages_in(importlib.import_module(f"{package.__name__}.{name}").DESCRIPTOR for name in modules)
-
-
-def messages_of_release(descriptors: Path) -> dict[str, type[Message]]:
-    """The same of a recorded FileDescriptorSet, in a pool of its own."""
-    files = descriptor_pb2.FileDescriptorSet.FromString(descriptors.read_bytes()).file
-    pool = descriptor_pool.DescriptorPool()
-    for file in files:
-        pool.Add(file)
-    return _messages_in(pool.FindFileByName(file.name) for file in files)
-
-
-def _messages_in(files: Iterable[FileDescriptor]) -> dict[str, type[Message]]:
     found: dict[str, type[Message]] = {}
-    for file in files:
+    for name in modules:
+        file = importlib.import_module(f"{package.__name__}.{name}").DESCRIPTOR
         for descriptor in file.message_types_by_name.values():
             found |= _with_nested(descriptor)
     return dict(sorted(found.items()))
@@ -119,36 +104,24 @@ def _value(field: FieldDescriptor, more: int = 0) -> Any:
             return (1 << 31) + number
 
 
-def recorded(name: str) -> list[Path]:
-    """The recorded bytes of a message, all its choices and the earlier forms of it."""
-    return sorted(path for path in FOLDER.glob("*.bin") if path.stem.split("-")[0].split("+")[0] == name)
-
-
 def stem(name: str, choice: str) -> str:
     """File name of a sample, without its ending."""
     return f"{name}-{choice}" if choice else name
 
 
-def missing(name: str, cls: type[Message]) -> list[tuple[str, Message]]:
-    """Samples of a message that no recorded bytes are: (file name, message)."""
-    held = {path.read_bytes() for path in recorded(name)}
-    wanted = [(stem(name, choice), sample) for choice, sample in samples(cls)]
-    return [(file, sample) for file, sample in wanted if sample.SerializeToString(deterministic=True) not in held]
+def files() -> dict[str, Message]:
+    """Every sample by its file name, without ending."""
+    return {stem(name, choice): one for name, cls in messages().items() for choice, one in samples(cls)}
 
 
-def main(release: Path | None = None) -> int:
-    """Writes what is missing."""
-    FOLDER.mkdir(exist_ok=True)
-    for name, cls in (messages_of_release(release) if release else messages()).items():
-        for file, sample in missing(name, cls):
-            form = 1
-            while (path := FOLDER / (f"{file}+{form}.bin" if form > 1 else f"{file}.bin")).exists():
-                form += 1
-            path.write_bytes(sample.SerializeToString(deterministic=True))
-            path.with_suffix(".textproto").write_text(text_format.MessageToString(sample, as_utf8=True))
-            print(f"added {path.name}")
-    return 0
+def main() -> None:
+    """Writes the samples of today's code, and deletes all others."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir()
+    for name, sample in files().items():
+        (FOLDER / f"{name}.bin").write_bytes(sample.SerializeToString(deterministic=True))
+        (FOLDER / f"{name}.textproto").write_text(text_format.MessageToString(sample, as_utf8=True))
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(Path, sys.argv[1:])))
+    main()
