@@ -17,7 +17,7 @@ from support.fleets import RUN, RUNS, Prepared, outcome, prepare, run_in_memory
 from fleetdistill.device import Step
 from fleetdistill.errors import RunError
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.config.run_config import RunConfig, completed_part, run_config
+from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.service.registration import is_prepared, register
@@ -190,19 +190,6 @@ def test_a_run_is_prepared_once_it_has_a_contract(store: Store) -> None:
     assert is_prepared(store, config())
     assert is_prepared(store, config(rounds=9))
     assert not is_prepared(store, config(seed=9))
-
-
-def test_a_run_of_an_earlier_version_goes_on_with_settings_that_it_did_not_know(store: Store) -> None:
-    """What the store holds lacks today's settings; they count with their defaults."""
-    today = config().fixed_part()
-    earlier = {section: dict(values) for section, values in today.items()}
-    del earlier["contract"]["knowledge_type"]
-    assert completed_part(earlier) == today
-    store.runs.begin("digits", earlier)
-    store.runs.close_round("digits", store.runs.start_round("digits", ["a"]), b"checkpoint", [], {})
-    register(store, config())
-    with pytest.raises(RunError, match=r"contract\.knowledge_type was 'float16', is 'float32'"):
-        register(store, config({"knowledge_type": "float32"}))
 
 
 # --- with devices

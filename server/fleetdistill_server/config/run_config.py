@@ -266,17 +266,6 @@ def method_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config.get("method", {}), **config.get("privacy", {})}
 
 
-def completed_part(known: dict[str, Any]) -> dict[str, Any]:
-    """Returns the identity of a run that an earlier version stored, with defaults for settings added since."""
-    sections: dict[str, type[Section]] = {"run": RunSection, "contract": ContractSection, "model": ModelSection}
-    completed = {}
-    for name, values in known.items():
-        fields = sections[name].model_fields if name in sections else {}
-        defaults = {field.alias or key: field.default for key, field in fields.items() if not field.is_required()}
-        completed[name] = {**defaults, **values}
-    return completed
-
-
 def load_run_config(path: Path) -> RunConfig:
     """Reads and checks a run.toml.
 

@@ -35,7 +35,7 @@ class Source(ABC):
         ConfigurationError: The run does not exist in the store on this machine.
         RefusedError: The run does not exist on the server, the caller may not make the call, or a change is refused.
         RunError: A change of a run in the store on this machine is not possible in its status.
-        LinkError: The server cannot be reached, or runs an earlier release.
+        LinkError: The server cannot be reached, or does not know the call.
         StoreError: The store could not be read.
 
     Attributes:

@@ -178,7 +178,7 @@ def _start(store: Store, run: str, who: str) -> None:
 
 def _without_setup(run: str) -> str:
     return (
-        f"the store does not have the complete configuration of run {run!r}, which an earlier version served; "
+        f"the store does not have the complete configuration of run {run!r}; "
         "add it with `fleetdistill runs create run.toml`"
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 from fleetdistill.errors import RunError
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_changes import Changes, changes_between, conflict_message, describe_changes
-from fleetdistill_server.config.run_config import OPERATORS, RunConfig, completed_part, run_config
+from fleetdistill_server.config.run_config import OPERATORS, RunConfig
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.states import CREATED, FINISHED, STOPPED
 from fleetdistill_server.store.store import Store
@@ -45,7 +45,7 @@ def register(store: Store, config: RunConfig) -> None:
                 f"run {name!r} was cancelled; give the next run another name, or delete this one with "
                 f"`fleetdistill runs delete {name}`"
             )
-        changes = changes_between(completed_part(json.loads(row["config"])), settings)
+        changes = changes_between(json.loads(row["config"]), settings)
         if changes.keys() - _CHANGEABLE:
             _replace(store, row, settings, changes)
             return
@@ -74,7 +74,7 @@ def create_run(store: Store, config: RunConfig) -> bool:
     row = store.runs.get(name)
     if row is not None:
         settings = json.loads(json.dumps(config.fixed_part()))
-        changes = changes_between(completed_part(json.loads(row["config"])), settings)
+        changes = changes_between(json.loads(row["config"]), settings)
         if changes.keys() - _CHANGEABLE:  # `register` would replace a run without a completed round
             raise RunError(
                 conflict_message(name, {key: both for key, both in changes.items() if key not in _CHANGEABLE})
@@ -96,9 +96,9 @@ def check_unchanged(store: Store, config: RunConfig) -> None:
     if row is None:
         return
     if setup is None:
-        changes = changes_between(completed_part(json.loads(row["config"])), config.fixed_part())
-    else:  # read again, because an earlier version had fewer settings
-        changes = changes_between(run_config(setup).setup(), config.setup())
+        changes = changes_between(json.loads(row["config"]), config.fixed_part())
+    else:
+        changes = changes_between(setup, config.setup())
     changes = {key: both for key, both in changes.items() if key != "server.store"}
     if changes:
         raise RunError(
@@ -127,7 +127,7 @@ def is_prepared(store: Store, config: RunConfig) -> bool:
     row = store.runs.get(config.run.name)
     if row is None or row["contract"] is None:
         return False
-    changes = changes_between(completed_part(json.loads(row["config"])), config.fixed_part())
+    changes = changes_between(json.loads(row["config"]), config.fixed_part())
     return not changes.keys() - _CHANGEABLE
 
 

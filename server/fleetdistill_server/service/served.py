@@ -67,7 +67,7 @@ def queue_of(found: Serving, store: Store) -> list[Row]:
     """Returns the runs that a server works on, or will, in order, as `LedRuns.queue`."""
     if not found.run:
         return store.led.queue()
-    # The server of the engine's machine, perhaps of an earlier version, registers the only run.
+    # The server of the engine's machine registers the only run.
     status = (store.runs.get(found.run) or {}).get("status", ACTIVE[0])
     return [{"name": found.run, "waits_for": None}] if status in ACTIVE else []
 

@@ -183,7 +183,7 @@ class History:
     def traffic_by_kind(self, run: str) -> list[Row]:
         """Returns the byte counts of `traffic`, also grouped by kind of part.
 
-        The kind of headers is "envelope"; rows written by older versions have an empty kind.
+        The kind of headers is "envelope".
         """
         return self._db.rows("SELECT * FROM traffic WHERE run = ? ORDER BY round, device, direction, kind", run)
 

@@ -116,7 +116,7 @@ def bytes_by_round_and_kind(store: Store, run: str, first: int, last: int) -> li
 def _by_kind(counted: Iterable[Mapping[str, object]], columns: tuple[str, ...]) -> list[Row]:
     rows: dict[tuple[object, ...], Row] = {}
     for one in counted:
-        name = {**{column: one[column] for column in columns}, "kind": one["kind"] or "not recorded"}
+        name = {**{column: one[column] for column in columns}, "kind": one["kind"]}
         nothing = dict.fromkeys(("up", "down", "up_sent", "down_sent"), 0)
         row = rows.setdefault(tuple(name.values()), {**name, **nothing})
         row[str(one["direction"])] += one["bytes"]

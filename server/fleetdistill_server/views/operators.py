@@ -73,7 +73,6 @@ def _result(result: str, arguments: dict[str, Any]) -> str:
         text = why if colon and " " not in code else text
         return f"refused: {text}"
     if kind == "done":
-        text = "" if text.startswith("{") else text  # a report that an earlier version wrote
         return f"{text} ({given})" if text and given else text or given or kind
     shown = "begun, or interrupted" if result == BEGUN else result
     return f"{shown} ({given})" if given else shown

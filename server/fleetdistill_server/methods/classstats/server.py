@@ -335,10 +335,9 @@ class ClassStatsServer(ServerMethod):
         }
         self._space = None if state["space"] is None else unpacked(state["space"])
         self.merge_name = state["merge"]
-        everything = {device: list(self.labels_of(part)) for device, (part, _) in self._parts.items()}
-        self._counted = {device: list(labels) for device, labels in state.get("counted", everything).items()}
-        self._left_out = {device: list(texts) for device, texts in state.get("left_out", {}).items()}
-        self._trusted = {int(label): centre.numpy() for label, centre in state.get("trusted", {}).items()}
+        self._counted = {device: list(labels) for device, labels in state["counted"].items()}
+        self._left_out = {device: list(texts) for device, texts in state["left_out"].items()}
+        self._trusted = {int(label): centre.numpy() for label, centre in state["trusted"].items()}
         self.deliveries.load_state_dict(state)
 
     def global_model(self) -> nn.Module | None:

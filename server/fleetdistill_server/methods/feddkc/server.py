@@ -331,11 +331,7 @@ class FedDKCServer(ServerMethod):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.predictor.load_state_dict(state["predictor"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.knowledge = {}
-        for device, (ids, logits, valid) in state["knowledge"].items():
-            # Earlier versions marked logits that cannot be sent as valid.
-            fits = reason_not_sent(logits, self.context.knowledge_type) is None
-            self.knowledge[device] = (ids, logits if fits else torch.zeros_like(logits), valid and fits)
+        self.knowledge = {device: tuple(entry) for device, entry in state["knowledge"].items()}
 
     def export(self) -> tuple[torch.nn.Module, tuple[int, ...]]:
         return self.predictor, self._feature_shape
