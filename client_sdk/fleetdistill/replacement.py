@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fleetdistill.knowledge import Metric
@@ -61,18 +61,9 @@ class Replacement:
     def values(self) -> dict[str, float | str]:
         """Accuracies and variant for the app's event, without those that are not set."""
         hidden = ("replaced", "answer") if self.pinned else ("replaced",)
-        return {name: value for name, value in self.saved().items() if name not in hidden and value not in (None, "")}
-
-    def saved(self) -> dict[str, float | str | None]:
-        """Returns the fields under their names in the state directory's format."""
-        saved = {"answer" if name == "variant" else name: value for name, value in asdict(self).items()}
-        return {name: value for name, value in saved.items() if name not in ("received", "pinned") or value}
-
-    @classmethod
-    def restored(cls, saved: Mapping[str, Any]) -> Replacement:
-        """Returns the replacement that `saved` returned. Raises TypeError for unknown fields."""
-        values = dict(saved)
-        return cls(variant=values.pop("answer", ""), **values)
+        named = {"answer" if name == "variant" else name: value for name, value in asdict(self).items()}
+        is_set = {name: value not in (None, "") and value is not False for name, value in named.items()}
+        return {name: value for name, value in named.items() if name not in hidden and is_set[name]}
 
     def metric(self, name: str) -> Metric:
         """Returns the metric for the server; `name` is one of `REPLACEMENT_METRICS`."""

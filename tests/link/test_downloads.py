@@ -16,7 +16,7 @@ from support.wire_samples import data_of, in_pieces, make_knowledge, make_payloa
 
 from fleetdistill.errors import LinkError, NoRoomError, PayloadTooLargeError, RefusedError, WireError
 from fleetdistill.link import downloads as transfer
-from fleetdistill.link.downloads import Downloads, adopt_proxy_set, download
+from fleetdistill.link.downloads import Downloads, download
 from fleetdistill.wire import digests
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.codes import AFTER_SECONDS, Code
@@ -299,29 +299,12 @@ def _full_disk() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-# --- one-off downloads, and those of 0.1
+# --- one-off downloads
 
 
 def test_a_download_that_is_kept_nowhere_outlives_its_file() -> None:
     payload = make_payload(50)
     assert same(download(Server(payload), IDENTITY, payload.sha256), payload)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("lost", ["", "header.bin", "data.bin"])
-def test_the_proxy_set_of_an_0_1_directory_is_taken_over_if_it_is_whole(tmp_path: Path, lost: str) -> None:
-    payload = make_payload(5)
-    old = tmp_path / "proxy"
-    old.mkdir()
-    (old / "header.bin").write_bytes(payload.header().SerializeToString())
-    (old / "data.bin").write_bytes(data_of(payload))
-    if lost:
-        (old / lost).unlink()
-    adopt_proxy_set(tmp_path)
-    adopt_proxy_set(tmp_path)
-    assert not old.exists()
-    found = Downloads(tmp_path / "downloads", ROOM).stored(payload.sha256)
-    assert (found is None) == bool(lost)
-    assert found is None or same(found, payload)
 
 
 def test_a_file_that_says_it_is_another_payload_is_not_taken_for_it(tmp_path: Path) -> None:

@@ -364,23 +364,24 @@ def test_whether_the_apps_model_is_replaced_survives_a_restart(tmp_path: Path, r
     again.close()
 
 
-def test_the_files_of_the_outbox_have_the_names_of_format_3(tmp_path: Path) -> None:
-    """An older SDK of this format reads them, whatever fields are called in the code."""
+def test_the_files_of_the_outbox_have_the_names_of_their_format(tmp_path: Path) -> None:
+    """Other versions of the SDK read them."""
     storage = Storage(tmp_path)
     pending = Pending(3, 2, 1, 40, Replacement(True, 0.75, 0.5, "personal"), {"test": [[1, 0], [0, 1]]}, "ab")
     put(storage, pending)
     answer = (
-        '{"round": 3, "step_number": 2, "attempt": 1, "samples": 40, "verdict": {"replaced": true, "accuracy": 0.75, '
-        '"accuracy_in_use": 0.5, "answer": "personal"}, "scores": {"test": [[1, 0], [0, 1]]}, "payload": "ab", '
-        '"step": "", "columns": null}'
+        '{"round": 3, "step_number": 2, "attempt": 1, "samples": 40, "replacement": {"replaced": true, '
+        '"accuracy": 0.75, "accuracy_in_use": 0.5, "variant": "personal", "received": false, "pinned": false}, '
+        '"scores": {"test": [[1, 0], [0, 1]]}, "payload": "ab", '
+        '"step": "", "columns": {}}'
     )
     digests = {"candidate": google_crc32c.value(b"new state"), "delivered": None}
     assert unsealed(tmp_path / "outbox" / "manifest.json") == (
-        f'{{"format": 3, {answer[1:-1]}, "digests": {json.dumps(digests)}}}'
+        f'{{"format": 1, {answer[1:-1]}, "digests": {json.dumps(digests)}}}'
     )
     storage.outbox.save_outcome(Outcome(pending, "r1", tries=2))
     assert unsealed(tmp_path / "outbox" / "outcome.json") == (
-        f'{{"format": 3, "pending": {answer}, "receipt": "r1", "code": "", "text": "", "details": {{}}, "tries": 2}}'
+        f'{{"format": 1, "pending": {answer}, "receipt": "r1", "code": "", "text": "", "details": {{}}, "tries": 2}}'
     )
     assert storage.outbox.outcome() == Outcome(pending, "r1", tries=2)
     storage.close()
@@ -662,7 +663,7 @@ def test_an_answer_of_a_newer_sdk_is_refused_and_kept(tmp_path: Path, more: dict
     put(storage)
     path = tmp_path / "outbox" / "manifest.json"
     path.write_bytes(sealed_json({**json_object(path, path.read_bytes()), **more}))
-    with pytest.raises(StateError, match=r"manifest.json was written by a newer SDK: it has (colour|format 4)"):
+    with pytest.raises(StateError, match=r"manifest.json was written by a newer SDK: it has (colour|format 2)"):
         storage.outbox.pending()
     assert path.exists()
     storage.close()

@@ -103,8 +103,7 @@ class Versions:
         data = self._files.load(_DUE)
         if data is None:
             return None
-        # A file of SDK 0.1 contains the round.
-        return version_of(data) or self._next(int(data) if data.isdigit() else 0)
+        return version_of(data) or self._next(0)
 
     def announce(self, number: int, variant: str, accuracy: float | None) -> None:
         """Keeps the version in use, then stores that the next one is about to be delivered.

@@ -55,7 +55,7 @@ from fleetdistill.eligibility import Budgets, Eligibility
 from fleetdistill.eligibility.permission import Permission
 from fleetdistill.errors import ConfigurationError, DeviceClosedError, ModelError
 from fleetdistill.link.base import HandsOver, Link
-from fleetdistill.link.downloads import DOWNLOADS, Downloads, MemoryDownloads, adopt_proxy_set
+from fleetdistill.link.downloads import DOWNLOADS, Downloads, MemoryDownloads
 from fleetdistill.link.metered import MeteredLink
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.spans import NO_SPANS, ProviderSpans, Spans
@@ -248,7 +248,6 @@ class Device(Disclosure):
         identity = load_identity(self._storage, "" if isinstance(run, Abilities) else run, device_id)
         if isinstance(run, Abilities) and not identity.run:
             identity.abilities.CopyFrom(run.message())
-        adopt_proxy_set(self._storage.directory)
         if isinstance(server, str):
             save_server(self._storage, server)
             server = open_link(server, enrolment, self._storage.directory, identity.device, spans)

@@ -193,14 +193,9 @@ class Sender:
 
     def _record(self, pending: Pending, payload: Payload) -> None:
         """Records an answer in the ledger. Raises ColumnWithdrawn if the app no longer allows one of its columns."""
-        columns = pending.columns
-        if columns is None:  # stored by an earlier SDK
-            from fleetdistill.knowledge import kind_of
-
-            columns = {part.name: list(kind_of(part).possible_columns or ()) for part in payload.parts.parts}
-        self._session.consent.check_stored(columns)
+        self._session.consent.check_stored(pending.columns)
         try:
-            self._storage.ledger.begin_answer(answer_entry(self._session.identity.run, pending, payload, columns))
+            self._storage.ledger.begin_answer(answer_entry(self._session.identity.run, pending, payload))
         except NoRoomError as full:
             raise LinkError(f"round {pending.round}: the answer cannot be recorded before it is sent: {full}") from full
 
@@ -244,7 +239,7 @@ class Sender:
 
 
 def _closed(pending: Pending, status: service_pb2.UploadStatusResponse) -> RefusedError:
-    """Returns the error for an ask that accepts no more answers; version 0.1 of the server gives no reason."""
+    """Returns the error for an ask that accepts no more answers, with the server's reason if it gives one."""
     reason = plain(status.closed_text) or f"round {pending.round} accepts no more answers"
     return RefusedError(plain(status.closed_code, 64) or Code.CLOSED, f"{reason}; the answer is dropped")
 

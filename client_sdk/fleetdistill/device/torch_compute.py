@@ -239,7 +239,7 @@ class TorchCompute:
         self.has_state = True
 
     def _restore_delivered(self, first: Any, saved: Mapping[str, Any]) -> None:
-        """Restores the delivered variants; older SDKs saved a single one, or none before the first delivery."""
+        """Restores the delivered variants; before the first delivery the app has the model of the state."""
         kept = {self._own: saved.get("model", first), **saved.get("further", {})}
         models = {self._own: self.module, **self.method.variants()}
         self._delivered = self._copies({name: models[name] for name in kept})
@@ -380,7 +380,7 @@ class TorchCompute:
         saved = unpack_state(delivered)
         if data is None:
             return None
-        in_use = saved.get("in_use", self._own)
+        in_use = saved["in_use"]
         model = copy.deepcopy(self._delivered[in_use])
         model.load_state_dict(saved["model"] if in_use == self._own else saved["further"][in_use])
         return _counts(model, data, self._classes).accuracy

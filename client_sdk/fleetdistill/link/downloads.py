@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import random
-import shutil
 from collections.abc import Collection, Iterator
 from io import RawIOBase
 from pathlib import Path
@@ -229,22 +228,6 @@ class _Part:
         """Deletes the download."""
         with disk_errors(self.path.parent):
             self.path.unlink(missing_ok=True)
-
-
-def adopt_proxy_set(state_dir: Path) -> None:
-    """Moves the proxy set of a 0.1 state directory, `proxy/header.bin` and `proxy/data.bin`, to the downloads."""
-    old = state_dir / "proxy"
-    if not old.is_dir():
-        return
-    with disk_errors(state_dir):
-        with contextlib.suppress(FileNotFoundError, DecodeError):  # an incomplete proxy set is downloaded again
-            header = knowledge_pb2.PayloadHeader.FromString((old / "header.bin").read_bytes())
-            data = (old / "data.bin").read_bytes()
-            (state_dir / DOWNLOADS).mkdir(exist_ok=True)
-            with (state_dir / DOWNLOADS / f"{header.sha256.hex()}.payload").open("wb", buffering=0) as file:
-                _write_header(file, header)
-                write_all(file, data)
-        shutil.rmtree(old)
 
 
 def _write_header(file: RawIOBase, header: knowledge_pb2.PayloadHeader) -> None:

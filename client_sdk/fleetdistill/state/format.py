@@ -12,8 +12,8 @@ import google_crc32c
 from fleetdistill.errors import DamagedStateError, StateError
 from fleetdistill.version import VERSION
 
-FORMAT = 3
-"""Format version of the state directory, increased when older SDKs cannot read it. SDK 0.1 wrote version 1."""
+FORMAT = 1
+"""Format version of the state directory, increased when older SDKs cannot read it."""
 _CHECKSUM = "crc"
 
 
@@ -30,7 +30,7 @@ def json_object(path: Path, data: bytes) -> dict[str, Any]:
     """Returns the object in a JSON file, without its checksum.
 
     Raises:
-        StateError: The file does not contain an object, or does not match its checksum. Formats 1 and 2 have none.
+        StateError: The file does not contain an object, or does not match its checksum, if it has one.
     """
     try:
         found = json.loads(data)
@@ -51,8 +51,8 @@ def damaged_error(path: Path, reason: object) -> StateError:
 
 
 def check_format(path: Path, saved: dict[str, Any]) -> None:
-    """Raises StateError for a file of a newer SDK or an invalid format. SDK 0.1 wrote no format."""
-    found = saved.get("format", 1)
+    """Raises StateError for a file of a newer SDK or an invalid format."""
+    found = saved.get("format", FORMAT)
     if not isinstance(found, int):
         raise damaged_error(path, f"its format is {found!r}")
     if found > FORMAT:

@@ -30,8 +30,6 @@ from fleetdistill.wire.digests import Check, identity
 from fleetdistill.wire.v1 import knowledge_pb2
 
 _MANIFEST, _DIGESTS = "outbox/manifest.json", "digests"
-_KEYS = {"replacement": "verdict"}
-"""Names of fields in the file format, where they differ."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,9 @@ class Pending:
         samples: Number of samples behind the answer.
         replacement: Whether the app's model is replaced with the receipt; None if the round continues.
         scores: Confusion matrices `[classes, classes]` of the round's model by split, emitted with the receipt.
-        payload: SHA-256 of the ask's payload in hex; empty if the ask had none, and from SDK 0.1.
-        step: Name of the step; empty from earlier SDKs.
-        columns: Columns of each part, by name of the part; None from earlier SDKs.
+        payload: SHA-256 of the ask's payload in hex; empty if the ask had none.
+        step: Name of the step.
+        columns: Columns of each part, by name of the part.
     """
 
     round: int
@@ -56,7 +54,7 @@ class Pending:
     scores: dict[str, list[list[int]]] = field(default_factory=dict)
     payload: str = ""
     step: str = ""
-    columns: dict[str, list[str]] | None = None
+    columns: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def name(self) -> tuple[int, int, int]:
@@ -148,7 +146,7 @@ class Outbox:
             sync_directory(self._outbox)  # before the manifest is written
             failpoints.hit("device.outbox.before-manifest")
             digests = {"candidate": _crc(candidate), "delivered": None if delivered is None else _crc(delivered)}
-            self._files.save(_MANIFEST, sealed_json({"format": FORMAT, **_saved(pending), _DIGESTS: digests}))
+            self._files.save(_MANIFEST, sealed_json({"format": FORMAT, **asdict(pending), _DIGESTS: digests}))
             self._checked = True
             failpoints.hit("device.outbox.after-manifest")
 
@@ -278,7 +276,7 @@ class Outbox:
         failpoints.hit("device.outcome.before-note")
         self._files.save(
             "outbox/outcome.json",
-            sealed_json({"format": FORMAT, **asdict(outcome), "pending": _saved(outcome.pending)}),
+            sealed_json({"format": FORMAT, **asdict(outcome)}),
         )
         failpoints.hit("device.outcome.after-note")
 
@@ -339,26 +337,19 @@ class _FileSource:
         return self._file.read(size)
 
 
-def _saved(pending: Pending) -> dict[str, Any]:
-    """Returns an answer in the file format, which calls the replacement `verdict`."""
-    replacement = pending.replacement
-    values = {**asdict(pending), "replacement": None if replacement is None else replacement.saved()}
-    return {_KEYS.get(name, name): value for name, value in values.items()}
-
-
 def _pending(path: Path, saved: dict[str, Any]) -> Pending:
     found = dict(saved)
     check_format(path, found)
-    known = {_KEYS.get(one.name, one.name) for one in fields(Pending)}
+    known = {one.name for one in fields(Pending)}
     if missing := sorted({one.name for one in fields(Pending) if _is_required(one)} - found.keys()):
         raise damaged_error(path, f"missing {', '.join(missing)}")
     if unknown := sorted(found.keys() - known - {"format", _DIGESTS}):
         raise newer_error(path, f"it has {', '.join(unknown)}")
     try:
-        replacement = found.pop("verdict", None)
+        replacement = found.pop("replacement", None)
         found.pop("format", None)
         found.pop(_DIGESTS, None)
-        pending = Pending(**found, replacement=Replacement.restored(replacement) if replacement else None)
+        pending = Pending(**found, replacement=Replacement(**replacement) if replacement else None)
         bytes.fromhex(pending.payload)
         return pending
     except (TypeError, ValueError) as error:

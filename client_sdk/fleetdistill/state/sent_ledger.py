@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -111,7 +111,7 @@ class SentLedger:
         return self._loaded
 
 
-def answer_entry(run: str, pending: Pending, payload: Payload, columns: Mapping[str, Sequence[str]]) -> Sent:
+def answer_entry(run: str, pending: Pending, payload: Payload) -> Sent:
     """Returns the entry of an answer."""
     return Sent(
         kind=ANSWER,
@@ -123,7 +123,7 @@ def answer_entry(run: str, pending: Pending, payload: Payload, columns: Mapping[
         step_number=pending.step_number,
         attempt=pending.attempt,
         samples=pending.samples,
-        columns={name: list(part) for name, part in columns.items()},
+        columns={name: list(part) for name, part in pending.columns.items()},
         sha256=payload.digest.hex(),
     )
 

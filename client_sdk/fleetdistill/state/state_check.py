@@ -62,9 +62,9 @@ def with_crc(data: bytes) -> bytes:
 
 
 def matches_crc(data: bytes, outline: Any) -> bool:
-    """Returns whether a document matches the CRC-32C in its outline. Those of earlier SDKs have none."""
+    """Returns whether a document matches the CRC-32C in its outline."""
     found = outline.get("crc32c") if isinstance(outline, dict) else None
-    return found is None or with_crc(data.replace(_crc_member(found), _crc_member(NO_CRC), 1)) == data
+    return found is not None and with_crc(data.replace(_crc_member(found), _crc_member(NO_CRC), 1)) == data
 
 
 def _crc_member(value: str) -> bytes:

@@ -128,7 +128,7 @@ class FedDKCDevice(DeviceMethod):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `state_dict` returned."""
         self._optimizer.load_state_dict(state["optimizer"])
-        self._has_answered = bool(state.get("has_answered", True))  # SDK 0.1 did not save it
+        self._has_answered = bool(state["has_answered"])
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ class FedDKDDevice(DeviceMethod):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `state_dict` returned."""
         self._round, self._step = int(state["round"]), int(state["step"])
-        same = state.get("samples", "") == self.local.data.digest.hex()
+        same = state["samples"] == self.local.data.digest.hex()
         self._teacher_logits = state["teacher_logits"] if same else None  # logits of other samples are computed again
 
 
