@@ -18,7 +18,7 @@ REASONS = {
     "an app never gets what computes for it": ("_check_in",),
     "puts another link or event sink under a device that runs": ("_session", "_guard", "_api"),
     "a device that is asked and never answers": ("_handler",),
-    "halts an engine or a training between two of its steps": ("_close", "_train", "_store"),
+    "halts an engine between two of its steps": ("_close", "_store"),
     "a sweep, or an error, in the middle of a commit": ("_commit", "_guarded"),
     "nothing may be left in memory, which has no public view": (
         *("_streams", "_staging", "_states", "_thread", "_jobs", "_calls"),
@@ -28,7 +28,6 @@ REASONS = {
     "what the standard library has found out about this system": (
         *("_USE_CP_SENDFILE", "_use_fd_functions", "_ntuple_diskusage"),
     ),
-    "one formula of the specification, by itself": ("_principal",),
 }
 """Why tests reach for a private member, and for which."""
 PUBLIC = ("_asdict", "_replace", "_exit")
