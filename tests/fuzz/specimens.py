@@ -10,7 +10,7 @@ from support.wire_samples import CLASSES, make_contract, make_knowledge, make_me
 from fleetdistill import knowledge as k
 from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire
 from fleetdistill.wire.codec import Payload, encode
-from fleetdistill.wire.payload import slots
+from fleetdistill.wire.payload import ELEMENT_TYPES, slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 _PROXY_SAMPLES = 5
@@ -118,4 +118,5 @@ def _declare(contract: contract_pb2.Contract, part: knowledge_pb2.Part) -> None:
         shapes.tensors.extend([contract_pb2.NamedShape(name=name, shape=(4,)) for name in ("means", "variances")])
         return
     for slot in slots(knowledge_pb2.Parts(parts=[part])):
-        shapes.tensors.add(name=slot.path.removeprefix(f"{part.name}/"), shape=slot.shape)
+        name, element_type = slot.path.removeprefix(f"{part.name}/"), ELEMENT_TYPES[slot.dtype]
+        shapes.tensors.add(name=name, shape=slot.shape, element_type=element_type)

@@ -14,7 +14,6 @@ from support.wire_samples import (
     make_knowledge,
     make_metrics,
     make_payload,
-    raw_payload,
 )
 
 from fleetdistill import knowledge as k
@@ -192,22 +191,6 @@ def test_every_tensor_of_a_model_has_the_type_that_the_contract_says() -> None:
             Ingest("d1", encode({"x": wrong}).header(), contract, {"x": "model_parameters"})
         text = f"device d1: x/buffers/{name} is {np.asarray(array).dtype.name}, expected {wanted}"
         assert said(error.value) == (Code.BAD_TENSOR, text)
-
-
-def test_in_a_contract_of_before_only_scalar_buffers_may_count() -> None:
-    good = {"w": f32([1])}
-    take_in(
-        encode({"x": k.ModelParameters(parameters=good, buffers={"n": i64(1), "m": f32([1])})}),
-        expects={"x": "model_parameters"},
-    )
-    error = refusal(
-        encode({"x": k.ModelParameters(parameters=good, buffers={"m": i64([1])})}), expects={"x": "model_parameters"}
-    )
-    assert said(error) == (Code.BAD_TENSOR, "device d1: x/buffers/m is int64, expected float32")
-    error = refusal(encode({"x": k.ModelParameters(parameters={"w": i64([1])})}), expects={"x": "model_parameters"})
-    assert said(error) == (Code.BAD_TENSOR, "device d1: x/parameters/w is int64, expected float32")
-    error = refusal(raw_payload({"w": np.zeros(1)}), expects={"raw": "model_parameters"})
-    assert said(error) == (Code.BAD_TENSOR, "device d1: raw/buffers/w is float64, expected float32")
 
 
 @pytest.mark.parametrize("samples", [3, 4])

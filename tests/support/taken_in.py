@@ -15,7 +15,7 @@ from support.wire_samples import (
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codec import Payload
-from fleetdistill.wire.payload import CHUNK_BYTES, slots
+from fleetdistill.wire.payload import CHUNK_BYTES, ELEMENT_TYPES, slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
@@ -49,7 +49,8 @@ def declaring(contract: contract_pb2.Contract, header: knowledge_pb2.PayloadHead
         if part.WhichOneof("kind") in ("model_parameters", "distillation_gradient", "generator", "discriminator"):
             shapes = declared.uploads.add(part=part.name)
             for slot in slots(knowledge_pb2.Parts(parts=[part])):
-                shapes.tensors.add(name=slot.path.removeprefix(f"{part.name}/"), shape=slot.shape)
+                name, element_type = slot.path.removeprefix(f"{part.name}/"), ELEMENT_TYPES[slot.dtype]
+                shapes.tensors.add(name=name, shape=slot.shape, element_type=element_type)
     return declared
 
 

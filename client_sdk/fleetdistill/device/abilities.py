@@ -67,7 +67,7 @@ class Abilities:
 
 
 def check_fits(contract: contract_pb2.Contract, abilities: service_pb2.Abilities) -> None:
-    """Raises ConfigurationError if the run that the server named does not fit, which an earlier release may name."""
+    """Raises ConfigurationError if the run that the server named does not fit."""
     wrong = differences(contract, abilities)
     if wrong:
         raise ConfigurationError(

@@ -74,8 +74,8 @@ class Disclosure(Loops):
         a new device with a new id.
 
         Returns:
-            Whether the server has recorded the request, or has no data of the device. If False, the server is of an
-            earlier version: ask its operator for `fleetdistill devices forget`.
+            Whether the server has recorded the request, or has no data of the device. If False, the server does not
+            know the request: ask its operator for `fleetdistill devices forget`.
 
         Raises:
             LinkError: The server is unavailable; nothing is erased. Call it again later. A device that has never called

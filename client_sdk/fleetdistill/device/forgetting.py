@@ -13,8 +13,8 @@ def request_forgetting(link: Link, identity: service_pb2.Identity) -> bool:
     """Asks the server to delete what a device has sent.
 
     Returns:
-        True if the server has durably recorded the request, or has no data of the device; False if it is of an earlier
-        version, which only its operator can ask.
+        True if the server has durably recorded the request, or has no data of the device; False if it does not know
+        the request, so that only its operator can be asked.
 
     Raises:
         LinkError: The server is unavailable, or temporarily refuses requests.

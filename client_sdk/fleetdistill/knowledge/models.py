@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.kind import Array, Kind, declared_of
 from fleetdistill.wire.payload import DTYPES, slots
-from fleetdistill.wire.schema import FLOAT32, INT64, UINT8, PartSchema, Tensors, TensorSchema, TypedShape
+from fleetdistill.wire.schema import FLOAT32, UINT8, PartSchema, Tensors, TensorSchema, TypedShape
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 _MAX_NAMED = 5
@@ -75,15 +72,7 @@ def _declared_tensors(part: knowledge_pb2.Part, contract: contract_pb2.Contract)
     if missing := sorted(declared.keys() - sent):
         text = f"part {part.name!r} lacks {', '.join(missing[:_MAX_NAMED])}"
         raise RefusedError(Code.BAD_TENSOR, text, {"tensor": missing[0]})
-    return {name: TensorSchema(_declared_types(one), tuple(one.shape)) for name, one in declared.items()}
-
-
-def _declared_types(declared: contract_pb2.NamedShape) -> tuple[np.dtype[Any], ...]:
-    """Returns the declared types; in older contracts without types, int64 or float32 for scalar buffers."""
-    if declared.element_type in DTYPES:
-        return (DTYPES[declared.element_type],)
-    counter = "buffers" in declared.name.split("/") and not declared.shape
-    return (FLOAT32, INT64) if counter else (FLOAT32,)
+    return {name: TensorSchema((DTYPES[one.element_type],), tuple(one.shape)) for name, one in declared.items()}
 
 
 class _Network(Kind):

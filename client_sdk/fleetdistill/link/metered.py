@@ -52,9 +52,7 @@ class MeteredLink:
     def leave(self, identity: service_pb2.Identity, *, forget: bool = False) -> bool:
         """Forwards the call."""
         self._count(identity.ByteSize())
-        if forget:
-            return self._link.leave(identity, forget=True)
-        return self._link.leave(identity)  # also a link that an app wrote for an earlier version
+        return self._link.leave(identity, forget=forget)
 
     def decline(self, request: service_pb2.DeclineRequest) -> None:
         """Forwards the call."""

@@ -17,7 +17,7 @@ from fleetdistill.errors import (
 from fleetdistill.knowledge import DistillationGradient
 from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.wire.codec import encode
-from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill.wire.v1 import contract_pb2, tensor_pb2
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.methods.feddkd import FedDKDServer
@@ -65,7 +65,11 @@ def test_paper_switches_ours_off_at_once() -> None:
 def contract_of(server: FedDKDServer) -> contract_pb2.Contract:
     uploads = [
         contract_pb2.PartShapes(
-            part=part, tensors=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in one.declared.items()]
+            part=part,
+            tensors=[
+                contract_pb2.NamedShape(name=name, shape=shape, element_type=tensor_pb2.ELEMENT_TYPE_FLOAT32)
+                for name, shape in one.declared.items()
+            ],
         )
         for part, one in declared_parts(server.run_exchanges()).items()
     ]

@@ -49,7 +49,7 @@ class SpacePlan:
             if type(values.get(name)) is not kind:
                 text = f"the plan's {name} is {values.get(name)!r}, expected {kind.__name__}"
                 raise WireError(f"step {ask.step!r}: {text}; update whichever of the device and the server is older")
-        left_out = values.get("left_out", [])  # missing if empty, and from earlier servers
+        left_out = values.get("left_out", [])  # missing if empty
         if not isinstance(left_out, list):
             raise WireError(f"step {ask.step!r}: the plan's left_out is {left_out!r}, expected a list of classes")
         known: dict[str, Any] = {name: values[name] for name in expected}

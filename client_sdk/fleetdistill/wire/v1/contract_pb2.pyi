@@ -102,9 +102,7 @@ class NamedShape(_message.Message):
     name: _builtins.str
     """Name of the feature column, which is the name of its cut."""
     element_type: _tensor_pb2.ElementType.ValueType
-    """Element type of tensors in `Contract.uploads` with a type of their own. Unspecified if the part's kind determines it, and
-    from older servers.
-    """
+    """Element type of tensors in `Contract.uploads` with a type of their own. Unspecified if the part's kind determines it."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Without the batch axis, each axis at least 1."""

@@ -940,7 +940,7 @@ class PayloadHeader(_message.Message):
     blake3: _builtins.bytes
     """BLAKE3, 32 bytes, over the same bytes. In an upload it replaces `sha256` as the payload's digest, if
     `CheckInResponse.blake3` allows it. In a download it can accompany `sha256`; the receiver verifies one of them. Empty
-    otherwise, and from older peers.
+    otherwise.
     """
     @_builtins.property
     def parts(self) -> Global___Parts:

@@ -115,7 +115,7 @@ class ComeBack(_message.Message):
     """Latest time, seconds from now, at least `after_seconds`."""
     reason: _builtins.str
     """Why the run has no work although it is not over, for instance because the operator must restart it: a sentence of at
-    most 1,000 characters. Empty if the device only has to wait, and from a server of version 0.1.
+    most 1,000 characters. Empty if the device only has to wait.
     """
     def __init__(
         self,
@@ -183,7 +183,7 @@ class CheckInResponse(_message.Message):
     compression: _knowledge_pb2.Compression.ValueType
     """Compression of the device's upload chunks, one of its profile's; unspecified for none."""
     blake3: _builtins.bool
-    """Whether the header of an upload may have `blake3` instead of `sha256`. False from an older server."""
+    """Whether the header of an upload may have `blake3` instead of `sha256`."""
     @_builtins.property
     def contract(self) -> _contract_pb2.Contract:
         """The run's contract."""
@@ -497,8 +497,7 @@ class UploadName(_message.Message):
     """Counted from 1. A device that recomputes its answer sends the next number."""
     payload: _builtins.bytes
     """SHA-256 of the ask's payload, as in `Ask`, 32 bytes. An answer to another payload, such as one from before the server was
-    restored from a backup, is rejected as closed. Empty if the ask had no payload, from a device of version 0.1, and in a
-    receipt.
+    restored from a backup, is rejected as closed. Empty if the ask had no payload, and in a receipt.
     """
     def __init__(
         self,
@@ -562,8 +561,8 @@ class UploadStatusResponse(_message.Message):
     ask_open: _builtins.bool
     """False if the ask no longer accepts answers."""
     closed_code: _builtins.str
-    """Why the ask is closed, a code of docs/reference/errors.md such as "late" or "closed". Empty if it is open, if there is a
-    receipt, and from a server of version 0.1.
+    """Why the ask is closed, a code of docs/reference/errors.md such as "late" or "closed". Empty if it is open, and if there is a
+    receipt.
     """
     closed_text: _builtins.str
     """Human-readable reason, at most 1,000 characters; empty if the code is empty."""
