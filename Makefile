@@ -131,9 +131,8 @@ protos: .protos-venv/.installed  ## Generate client_sdk/fleetdistill/wire/v1 fro
 	@rm -f client_sdk/$(WIRE)/*_pb2*.py client_sdk/$(WIRE)/*_pb2*.pyi
 	@cp -R .protos-venv/generated/. client_sdk/
 
-# What the protocol must stay compatible with: the newest release, before the first one the newest protocol on main.
-AGAINST ?= $(shell git describe --tags --abbrev=0 2>/dev/null || git rev-list -1 main -- 'protos/*.proto' 2>/dev/null \
-	  || git rev-list -1 HEAD -- 'protos/*.proto' 2>/dev/null)
+# What the protocol must stay compatible with: the newest release.
+AGAINST ?= $(shell git describe --tags --abbrev=0 2>/dev/null)
 
 protos-check: .protos-venv/.installed .venv/.installed  ## Check generated code, style and compatibility (AGAINST=tag)
 	$(generate)
@@ -141,11 +140,10 @@ protos-check: .protos-venv/.installed .venv/.installed  ## Check generated code,
 	  || { echo "client_sdk/$(WIRE) is not what protos/ generates: run make protos" >&2; exit 1; }
 	@$(BIN)/buf lint protos
 	@rm -rf .protos-venv/against && mkdir -p .protos-venv/against
-	@against="$(AGAINST)"; \
-	if [ -z "$$against" ] || ! git ls-tree -r --name-only "$$against" -- protos | grep -q '\.proto$$'; then \
-	  echo "no earlier protocol in the history: compatibility not checked"; \
+	@if [ -z "$(AGAINST)" ]; then \
+	  echo "no release yet: compatibility not checked"; \
 	else \
-	  git archive "$$against" protos | tar -x -C .protos-venv/against; \
+	  git archive "$(AGAINST)" protos | tar -x -C .protos-venv/against; \
 	  $(BIN)/buf breaking protos --against .protos-venv/against/protos; \
 	fi
 
