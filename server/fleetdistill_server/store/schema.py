@@ -1,5 +1,7 @@
 """Tables of the store, as migrations. Released migrations never change; a new version appends one.
 
+Until the tag of 0.1.0, `m001_tables` is changed in place.
+
 Migrations run on both databases and only call `db.execute`, with SQL that both accept and SQLite's types, which
 `postgres_schema.py` translates.
 """
