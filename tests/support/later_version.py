@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -29,12 +30,13 @@ NAMES.append("{LATER}")
 @contextmanager
 def later_version() -> Iterator[None]:
     """Makes this process one of the later version, in the block."""
+    before = copy.deepcopy(vars(migrations))
     exec(_CODE, {"migrations": migrations, "NAMES": NAMES})
     try:
         yield
     finally:
         NAMES.remove(LATER)
-        migrations._migrations.pop()
+        vars(migrations).update(before)
 
 
 def install_later_version(directory: Path) -> Path:
