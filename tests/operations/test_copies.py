@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,27 @@ def test_only_operators_copy(played: Played, tmp_path: Path) -> None:
     assert "no run 'nothing'" in said("export", "nothing", *played.there("operator"), code=1)
 
 
+class Call(Iterator[Part]):
+    """A stream of a server."""
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self._parts = iter(parts)
+
+    def __next__(self) -> Part:
+        return next(self._parts)
+
+    def cancel(self) -> None:
+        """As of gRPC."""
+
+
 class Copier:
     """A server that sends what a test gives it."""
 
     def __init__(self, *parts: Part) -> None:
         self.parts = parts
 
-    def BackUp(self, request: Any) -> Iterator[Part]:
-        return iter(self.parts)
+    def BackUp(self, request: Any) -> Call:
+        return Call(self.parts)
 
 
 def test_a_directory_that_is_not_empty_is_not_touched(tmp_path: Path) -> None:

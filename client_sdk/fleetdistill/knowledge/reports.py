@@ -20,8 +20,8 @@ PlanValue = int | float | bool | str | list[int]
 MOST_METRICS = 100
 """Maximum number of metrics in a part; the store has a row for each metric of an answer."""
 _MAX_WORD = 64
-_MAX_VALUE = 1e9
-"""Largest magnitude of a metric's value: finite sums over a fleet."""
+_MAX_VALUE = 1e40
+"""Largest magnitude of a metric's value: above any float32, as of a loss that diverged; sums of them are finite."""
 _SHARES = ("accuracy", "leave_one_out", "own_statistics_kept")
 """Last parts of the names of metrics whose values are shares of rows; in the split `validation` all but `loss` are."""
 _MAX_PLAN_BYTES = 64 << 10
@@ -98,7 +98,7 @@ class Metric:
     Attributes:
         name: 1 to 64 printable characters.
         split: Part of the data, such as `test`, at most 64 printable characters.
-        sum: From `-1e9 * count` to `1e9 * count`; of a share, such as an accuracy, from 0 to `count`.
+        sum: From `-1e40 * count` to `1e40 * count`; of a share, such as an accuracy, from 0 to `count`.
         count: Number of rows, from 0 to 2**63 - 1.
         by_class: The same for the rows of each class.
     """
