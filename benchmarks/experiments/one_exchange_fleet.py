@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from fleetdistill.knowledge import Array
-from fleetdistill.methods.classstats.projection import project, usual_dimensions
+from fleetdistill.methods.classstats.projection import projection, usual_dimensions
 from fleetdistill.models.scattering import scattering
 from fleetdistill_server.simulation.data.datasets import DATASETS, Dataset, load_dataset, stratified_rows
 from fleetdistill_server.simulation.data.partition import partition
@@ -104,8 +104,10 @@ class Features:
         for start in range(0, len(missing), BATCH):
             at = missing[start : start + BATCH]
             with torch.no_grad():
-                maps = self._extractor(self._images[at]).flatten(1).numpy()
-            self._rows.update(zip(at, project(maps, self._dimensions), strict=True))
+                maps = self._extractor(self._images[at]).flatten(1).double().numpy()
+            if maps.shape[1] > self._dimensions:
+                maps = maps @ projection(maps.shape[1], self._dimensions)
+            self._rows.update(zip(at, maps, strict=True))
         return np.stack([self._rows[int(row)] for row in rows])
 
 

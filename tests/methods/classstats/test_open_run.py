@@ -157,7 +157,7 @@ def test_newcomers_leavers_and_forgetting_change_the_space_exactly(fleet: Fleet)
     assert (fleet.store.runs.get(RUN) or {})["status"] == "running"
 
 
-def test_a_forgotten_device_is_told_so_and_again_when_it_comes_back(fleet: Fleet) -> None:
+def test_a_forgotten_device_is_told_so_when_it_comes_back(fleet: Fleet) -> None:
     said, store = list[str](), fleet.store
 
     def forget() -> None:

@@ -29,7 +29,7 @@ from fleetdistill_server.store.store import Store
 WANTED = replace(SMALL, method="classstats", rounds=1)
 
 
-def test_what_both_answers_share_is_there_once_also_after_a_restart(tmp_path: Path) -> None:
+def test_what_both_answers_share_is_stored_once(tmp_path: Path) -> None:
     prepared = prepare(replace(WANTED, settings={"features": "model"}), tmp_path / "work")
     store, delivered = Store.in_memory(), list[tuple[object, nn.Module]]()
     api = DeviceApi(store)
