@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.dashboards import dashboard, picture
+from support.processes import wait_until
 
 from fleetdistill.knowledge import ClassCount, Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
@@ -175,7 +176,7 @@ def test_2_comes_before_10_in_tables_and_charts(url: str, page: Any) -> None:
     assert [cell.split(" (")[0] for cell in column(page, "progress")] == ["0 of 2", "0 of 10", "1 of 3"]
     page.goto(f"{url}/runs/digits?tab=devices")
     page.get_by_role("link", name="d10").wait_for()
-    assert column(page, "device") == ["d1", "d2", "d10"]
+    wait_until(lambda: column(page, "device") == ["d1", "d2", "d10"], "the order of devices, to which rows move")
     for tab, chart in (("overview", "Timeline of round 2"), ("data-and-bytes", "Samples by class")):
         page.goto(f"{url}/runs/digits?tab={tab}")
         labels = page.get_by_role("img", name=re.compile(chart)).locator("text").filter(has_text=re.compile(r"^d\d+$"))

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from support.answering import AnsweringDevice
 from support.fleets import RUNS, assert_no_upload_lost, prepare, run_in_memory
 from torch import nn
@@ -20,12 +19,11 @@ from torch import nn
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Parts, RefinedKnowledge
 from fleetdistill.methods import METHODS
-from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.state.state_file import unpack_state
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.cohort import StoreCohort
-from fleetdistill_server.engine.contract import build_method
-from fleetdistill_server.engine.engine import Engine, reason_not_usable
+from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.methods.cohort import DeviceAnswer
 from fleetdistill_server.simulation.links.memory_link import MemoryLink
@@ -139,28 +137,4 @@ def test_features_as_large_as_the_wire_goes_do_not_end_a_feddkc_run() -> None:
     valid = {device: bool(one[2]) for device, one in state_of(store)["knowledge"].items()}
     assert valid == {"d0": True, "d1": True, "d2": False}
     assert {row["status"] for row in store.asks.uploads(RUN)} == {"used"}
-    store.close()
-
-
-@pytest.mark.parametrize("value", [1e6, float("inf"), float("nan")])
-def test_a_run_that_an_earlier_version_stopped_over_it_goes_on(value: float) -> None:
-    store, devices = Store.in_memory(), None
-    devices = fleet(store, AnsweringDevice, AnsweringDevice, AnsweringDevice)
-    asyncio.run(Engine(store, config_for(), devices).run())
-    state = state_of(store)
-    ids, logits, _ = state["knowledge"]["d2"]
-    state["knowledge"]["d2"] = [ids, torch.full_like(logits, value), True]
-    method = build_method(config_for())
-    method.load_state_dict(state)
-    assert reason_not_usable(method.state_dict()) is None, "rounds without this device would be undone for ever"
-    # As that version left it: kept as valid, the next round open, the run stopped after the last of its failures.
-    store.runs.set_checkpoint(RUN, store.blobs.put_state(pack_state(state)))
-    with store.transaction():
-        store.database.write("UPDATE runs SET completed_rounds = 2 WHERE name = ?", RUN)
-    store.runs.start_round(RUN, ["d0", "d1", "d2"])
-    store.runs.end(RUN, "stopped", "the engine failed 6 times at the same point")
-    asyncio.run(Engine(store, config_for(), devices).run())
-    row = store.runs.get(RUN) or {}
-    assert (row["status"], row["completed_rounds"]) == ("finished", 3)
-    assert [one["status"] for one in store.runs.rounds(RUN)] == ["closed"] * 4
     store.close()

@@ -194,7 +194,7 @@ def test_a_device_that_has_lost_its_teacher_declines_the_step_and_the_run_goes_o
     def forgetful(self: FedDKDDevice, ask: Any) -> None:
         if not lost:
             lost.append(ask.round)
-            self.load_state_dict({"round": 0, "step": 0, "teacher_logits": None})
+            self.load_state_dict({"round": 0, "step": 0, "teacher_logits": None, "samples": ""})
         take_step(self, ask)
 
     monkeypatch.setattr(FedDKDDevice, "_check_step", forgetful)
