@@ -156,10 +156,11 @@ class LiveTable:
         if self._loading:
             self._loading = False
             self.grid.run_grid_method("setGridOption", "loading", False)
-        if len(new) > _MOST_AT_ONCE:
-            self.grid.run_grid_method("setGridOption", "domLayout", "normal")  # before all rows would be drawn
-        if any(change.values()):
-            self.grid.run_grid_method("applyTransaction", change)
+        if not any(change.values()):
+            return
+        if len(new) > _MOST_AT_ONCE:  # before all rows would be drawn; after the transaction `_HEIGHT` decides
+            self.grid.run_grid_method("setGridOption", "domLayout", "normal")
+        self.grid.run_grid_method("applyTransaction", change)
 
     def filter(self, text: str) -> None:
         """Shows only the rows that contain each word of a text."""
