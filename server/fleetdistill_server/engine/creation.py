@@ -86,12 +86,12 @@ def main() -> int:
     limit_memory(given["memory"])
     try:
         print(_created(Path(sys.argv[1]), NewRun(**given["run"]), Call(**given["call"])))
-    except FleetDistillError as error:
-        print(error)
-        return 1
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
+    except (FleetDistillError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error) and not is_out_of_memory(error.__cause__):
+            if not isinstance(error, FleetDistillError):
+                raise
+            print(error)
+            return 1
         print(f"the run needs more than {given['memory']:,} bytes of memory to be checked; use smaller models or data")
         return 1
     return 0

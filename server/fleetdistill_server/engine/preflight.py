@@ -60,10 +60,13 @@ def build(config: RunConfig) -> Built:
     return Built(len(state), given, contract.proxy_samples)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "std::bad_alloc")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Returns whether an error of Python, NumPy or PyTorch says that there is not enough memory."""
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and ("not enough memory" in str(error) or "can't allocate memory" in str(error))
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
     )
 
 
