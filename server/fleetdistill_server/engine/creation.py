@@ -87,12 +87,13 @@ def main() -> int:
     try:
         print(_created(Path(sys.argv[1]), NewRun(**given["run"]), Call(**given["call"])))
     except (FleetDistillError, MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error) and not is_out_of_memory(error.__cause__):
-            if not isinstance(error, FleetDistillError):
-                raise
+        if is_out_of_memory(error) or is_out_of_memory(error.__cause__):
+            limit = f"{given['memory']:,} bytes of memory"
+            print(f"the run needs more than {limit} to be checked; use smaller models or data")
+        elif isinstance(error, FleetDistillError):
             print(error)
-            return 1
-        print(f"the run needs more than {given['memory']:,} bytes of memory to be checked; use smaller models or data")
+        else:
+            raise
         return 1
     return 0
 
