@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from fleetdistill_lab.simulation import FleetReport, Simulation, simulate
 from fleetdistill_server.cli.method_table import method_row
 from fleetdistill_server.methods.traffic import KnowledgeType, Sizes
-from fleetdistill_server.simulation import FleetReport, Simulation, simulate
 
 LOCAL: dict[str, Any] = {
     "local_epochs": 2,

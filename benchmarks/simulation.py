@@ -32,16 +32,16 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill.training.losses import distillation_loss, soft_targets
 from fleetdistill.training.model import split_sequential
+from fleetdistill_lab.simulation import Simulation
+from fleetdistill_lab.simulation.controls.local_only import start_model
+from fleetdistill_lab.simulation.fleet import _load, _prepare
+from fleetdistill_lab.simulation.links.links import run_over_memory
+from fleetdistill_lab.simulation.progress import Progress, watcher
+from fleetdistill_lab.simulation.spec.arrays import load_arrays
+from fleetdistill_lab.simulation.spec.plan import RUN, Fleet
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.methods.cohort import sample_devices
 from fleetdistill_server.methods.feddkc.skr import skr
-from fleetdistill_server.simulation import Simulation
-from fleetdistill_server.simulation.controls.local_only import start_model
-from fleetdistill_server.simulation.fleet import _load, _prepare
-from fleetdistill_server.simulation.links.links import run_over_memory
-from fleetdistill_server.simulation.progress import Progress, watcher
-from fleetdistill_server.simulation.spec.arrays import load_arrays
-from fleetdistill_server.simulation.spec.plan import RUN, Fleet
 from fleetdistill_server.store.store import Store
 
 WARM_UP = 2

@@ -25,8 +25,8 @@ from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.compression import RAW, ZSTD
 from fleetdistill.wire.payload import chunk_data, chunks
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.spec.settings import Simulation
 
 STEPS = 600
 BATCH = 64

@@ -38,13 +38,13 @@ from fleetdistill.link.grpc_link import Connection
 from fleetdistill.wire.codec import encode
 from fleetdistill.wire.payload import chunks
 from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_lab.simulation.links.multiplexer import DEVICES_PER_CONNECTION
+from fleetdistill_lab.simulation.links.parking_link import ParkingLink
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.service.processes import front_environment
 from fleetdistill_server.service.wakeups import Ends, make_ends
-from fleetdistill_server.simulation.links.multiplexer import DEVICES_PER_CONNECTION
-from fleetdistill_server.simulation.links.parking_link import ParkingLink
 from fleetdistill_server.store.store import Store
 
 SAMPLES, ROUNDS = 20, 3
@@ -171,7 +171,7 @@ def measured(devices: int, per_round: int, rounds: int) -> str:
 def run(devices: int, per_round: int, rounds: int) -> str:
     """Runs a simulation in this process; returns its row."""
     began = time.monotonic()
-    from fleetdistill_server.simulation import Progress, Simulation, simulate
+    from fleetdistill_lab.simulation import Progress, Simulation, simulate
 
     at: dict[int, tuple[float, float, float]] = {}
 

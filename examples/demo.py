@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fleetdistill import FleetDistillError
-from fleetdistill_server import Simulation
-from fleetdistill_server.simulation import (
+from fleetdistill_lab import Simulation
+from fleetdistill_lab.simulation import (
     FleetReport,
     exchange_lines,
     show_comparison,

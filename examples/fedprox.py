@@ -28,7 +28,8 @@ from fleetdistill.methods.fedavg import FedAvgConfig, FedAvgDevice
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.training.local_training import train_epochs
 from fleetdistill.training.parameters import model_parameters, take_weights
-from fleetdistill_server import Simulation, register, simulate
+from fleetdistill_lab import Simulation, simulate
+from fleetdistill_server import register
 from fleetdistill_server.methods.fedavg import FedAvgServer
 
 

@@ -3,7 +3,7 @@
     python examples/hostile_fleet.py --attack reversed --rounds 6
 
 All runs use the same data, partition and initial weights. The table shows the global model's accuracy after each round
-and the devices that the server reported. `fleetdistill_server.simulation.spec.hostile` defines the attacks.
+and the devices that the server reported. `fleetdistill_lab.simulation.spec.hostile` defines the attacks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fleetdistill.errors import RunError
-from fleetdistill_server import Simulation, simulate
-from fleetdistill_server.simulation import ATTACKS
+from fleetdistill_lab import Simulation, simulate
+from fleetdistill_lab.simulation import ATTACKS
 
 
 def main() -> None:

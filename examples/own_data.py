@@ -17,7 +17,7 @@ import numpy as np
 from own_model import wide
 from sklearn.datasets import load_wine
 
-from fleetdistill_server import Simulation, simulate
+from fleetdistill_lab import Simulation, simulate
 
 
 def wines() -> dict[str, np.ndarray]:

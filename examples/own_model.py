@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import nn
 
 from fleetdistill.training import SplitModel, split_sequential
-from fleetdistill_server import Simulation, simulate
+from fleetdistill_lab import Simulation, simulate
 
 FEATURES = 64
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fleetdistill_server import Simulation, simulate
-from fleetdistill_server.simulation import FleetReport
+from fleetdistill_lab import Simulation, simulate
+from fleetdistill_lab.simulation import FleetReport
 
 REFINEMENTS = ("none", "kkr", "skr")
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fleetdistill_server import Simulation, simulate
-from fleetdistill_server.simulation import DeviceReport
+from fleetdistill_lab import Simulation, simulate
+from fleetdistill_lab.simulation import DeviceReport
 
 MODELS = ("digits_linear", "digits_cnn_small")
 METHODS = ("feddkc", "cdkt", "classstats")

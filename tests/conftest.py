@@ -116,7 +116,7 @@ def log_as_before() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def cheap_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are made, but not drawn, which takes longer than most fleets; tests marked `pictures` draw them."""
-    drawing = "fleetdistill_server.simulation.report.plots" in sys.modules
+    drawing = "fleetdistill_lab.simulation.report.plots" in sys.modules
     if drawing and importlib.util.find_spec("matplotlib") and request.node.get_closest_marker("pictures") is None:
         figure = importlib.import_module("matplotlib.figure")
         monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **given: Path(file).write_bytes(b""))

@@ -13,8 +13,8 @@ from support.live_front import live_front
 from support.processes import COMMAND, PATIENCE_SECONDS, wait_until
 from support.uninstalled import without
 
-from fleetdistill.conformance import RUN_TOML as RUN_TOML_OF_CONFORMANCE
 from fleetdistill.version import VERSION
+from fleetdistill_lab.conformance import RUN_TOML as RUN_TOML_OF_CONFORMANCE
 from fleetdistill_server.store.store import Store
 
 OPTIONAL = ("opentelemetry", "mlflow", "tensorboard", "nicegui", "prometheus_client", "psycopg", "s3fs")

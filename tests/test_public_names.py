@@ -14,7 +14,7 @@ import pytest
 from support.processes import python
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = (ROOT / "client_sdk" / "fleetdistill", ROOT / "server" / "fleetdistill_server")
+PACKAGES = (ROOT / "client_sdk" / "fleetdistill", *(ROOT / "server").glob("fleetdistill_*"))
 
 
 def module_name(path: Path) -> str:
@@ -39,7 +39,7 @@ def uses() -> Iterator[tuple[str, str, str]]:
             re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if path.suffix == ".md" else [text]
         )
         for node in (node for block in blocks for node in ast.walk(ast.parse(block))):
-            if isinstance(node, ast.ImportFrom) and re.match(r"fleetdistill(_server)?(\.|$)", node.module or ""):
+            if isinstance(node, ast.ImportFrom) and re.match(r"fleetdistill(?:_\w+)?(?:\.|$)", node.module or ""):
                 yield from ((str(path.relative_to(ROOT)), node.module or "", one.name) for one in node.names)
 
 
@@ -52,18 +52,18 @@ def test_the_folders_of_the_sdk_have_public_names() -> None:
 
 
 def test_the_folders_of_the_server_for_code_of_others_have_public_names() -> None:
-    folders = {"", ".methods", ".simulation", ".testing"}
-    assert {f"fleetdistill_server{one}" for one in folders} <= set(PUBLIC)
+    folders = {"", ".methods", ".testing"}
+    assert {"fleetdistill_lab", *(f"fleetdistill_server{one}" for one in folders)} <= set(PUBLIC)
 
 
 def test_importing_the_server_loads_neither_torch_nor_pydantic_until_a_name_is_used() -> None:
     code = """
-import sys, fleetdistill_server, fleetdistill_server.simulation
+import sys, fleetdistill_server, fleetdistill_lab.simulation
 print(*sorted({"torch", "pydantic"} & sys.modules.keys()))
-fleetdistill_server.Simulation
-print("pydantic" in sys.modules, {*fleetdistill_server.__all__} <= {*dir(fleetdistill_server)})
+fleetdistill_lab.Simulation
+print("pydantic" in sys.modules, {*fleetdistill_lab.__all__} <= {*dir(fleetdistill_lab)})
 """
-    path = os.pathsep.join(str(one.parent) for one in PACKAGES)
+    path = os.pathsep.join({str(one.parent): None for one in PACKAGES})
     assert python(code, {"PYTHONPATH": path}).splitlines() == ["", "True True"]
 
 

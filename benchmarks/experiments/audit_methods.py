@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from fleetdistill_server.audit.audit import Audit, AuditReport, record_run, report
-from fleetdistill_server.audit.figures import FILE, figures, worst
-from fleetdistill_server.audit.linkage import wilson
-from fleetdistill_server.audit.pictures import reconstruct
-from fleetdistill_server.audit.public_set import kinds_of_images, read_public, split_public
+from fleetdistill_lab.audit.audit import Audit, AuditReport, record_run, report
+from fleetdistill_lab.audit.linkage import wilson
+from fleetdistill_lab.audit.pictures import reconstruct
+from fleetdistill_lab.audit.public_set import kinds_of_images, read_public, split_public
 from fleetdistill_server.config.run_config import RunConfig, run_config
+from fleetdistill_server.methods.audit_figures import FILE, figures, worst
 
 FORMS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "cdkt": ("cdkt", "", {}),

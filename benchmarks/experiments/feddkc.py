@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.spec.settings import Simulation
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "none": {"refinement": "none"},

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from fleetdistill.errors import RunError
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.links import links
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.event_kinds import LEFT_OUT
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.links import links
-from fleetdistill_server.simulation.spec.settings import Simulation
 
 DEVICES = 10
 METHODS: dict[str, dict[str, Any]] = {

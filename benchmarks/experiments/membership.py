@@ -30,8 +30,8 @@ from torch import Tensor
 from fleetdistill.knowledge import Array
 from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
 from fleetdistill.methods.classstats.shared_statistics import Moments, from_wire, merge, moments_of, to_wire
-from fleetdistill_server.simulation.data.datasets import load_dataset, stratified_rows
-from fleetdistill_server.simulation.data.partition import partition
+from fleetdistill_lab.simulation.data.datasets import load_dataset, stratified_rows
+from fleetdistill_lab.simulation.data.partition import partition
 
 ATTACKED, DECOYS, PUBLIC, TESTED = 60, 999, 5000, 2500
 RANKS: dict[str, Callable[[int], int]] = {

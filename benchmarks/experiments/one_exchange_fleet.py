@@ -19,8 +19,8 @@ from torch.nn.functional import adaptive_avg_pool2d
 from fleetdistill.knowledge import Array
 from fleetdistill.methods.classstats.projection import projection, usual_dimensions
 from fleetdistill.models.scattering import scattering
-from fleetdistill_server.simulation.data.datasets import DATASETS, Dataset, load_dataset, stratified_rows
-from fleetdistill_server.simulation.data.partition import partition
+from fleetdistill_lab.simulation.data.datasets import DATASETS, Dataset, load_dataset, stratified_rows
+from fleetdistill_lab.simulation.data.partition import partition
 
 BATCH = 250
 """Images that go through the extractor at a time."""

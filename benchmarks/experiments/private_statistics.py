@@ -34,7 +34,7 @@ from fleetdistill.methods.classstats.private_sums import NoiseScale, class_sums,
 from fleetdistill.methods.classstats.public_features import private_extractor
 from fleetdistill.methods.classstats.shared_statistics import Moments, moments_of
 from fleetdistill.privacy.accountant import discrete_mu_for
-from fleetdistill_server.simulation.data.datasets import load_dataset
+from fleetdistill_lab.simulation.data.datasets import load_dataset
 
 EPSILONS = (math.inf, 10.0, 3.0, 1.0, 0.3)
 FLEETS = ((5, 300), (5, 600), (5, 3000), (20, 100), (20, 600), (20, 3000))

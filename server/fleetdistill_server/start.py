@@ -19,7 +19,7 @@ DEVICE_COMMANDS = {
     "device": ("fleetdistill.device.command", "Inspects or erases the state directory of a device."),
     "doctor": ("fleetdistill.device.doctor", "Finds out what is wrong with a device."),
     "health": ("fleetdistill_server.operations.health", "Exits with 0 if a server replies."),
-    "conformance": ("fleetdistill.conformance.__main__", "Checks a server or a device against the wire format."),
+    "conformance": ("fleetdistill_lab.conformance.__main__", "Checks a server or a device against the wire format."),
 }
 """Module with `main`, and description, of each command that needs only the SDK."""
 

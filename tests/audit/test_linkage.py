@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fleetdistill_server.audit.linkage import Scored, known_shares, linkage, wilson
+from fleetdistill_lab.audit.linkage import Scored, known_shares, linkage, wilson
 
 
 def scored(row, *decoys):

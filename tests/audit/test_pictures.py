@@ -9,15 +9,15 @@ from audit.conftest import run_of
 from fleetdistill.knowledge import DistillationGradient
 from fleetdistill.methods.feddkd.device import distillation_gradient, mini_batch
 from fleetdistill.training.parameters import model_parameters
-from fleetdistill_server.audit.audit import Audit, Recorded, record_run
-from fleetdistill_server.audit.decoder import decode, fit_decoder, standardised
-from fleetdistill_server.audit.networks import Step, steps_of
-from fleetdistill_server.audit.pictures import invert, reconstruct
-from fleetdistill_server.audit.public_set import PublicSet, split_public
-from fleetdistill_server.audit.record import Record
-from fleetdistill_server.audit.similarity import psnr, reidentified
+from fleetdistill_lab.audit.audit import Audit, Recorded, record_run
+from fleetdistill_lab.audit.decoder import decode, fit_decoder, standardised
+from fleetdistill_lab.audit.networks import Step, steps_of
+from fleetdistill_lab.audit.pictures import invert, reconstruct
+from fleetdistill_lab.audit.public_set import PublicSet, split_public
+from fleetdistill_lab.audit.record import Record
+from fleetdistill_lab.audit.similarity import psnr, reidentified
+from fleetdistill_lab.simulation.data.datasets import load_dataset
 from fleetdistill_server.engine.contract import build_method
-from fleetdistill_server.simulation.data.datasets import load_dataset
 
 
 def test_a_decoder_reads_images_from_all_their_pixels(public: PublicSet) -> None:

@@ -7,8 +7,8 @@ import pytest
 from audit.conftest import run_of
 
 from fleetdistill.errors import ConfigurationError, DataError
-from fleetdistill_server.audit.public_set import PublicSet, read_public, split_public
-from fleetdistill_server.simulation.data.datasets import load_dataset
+from fleetdistill_lab.audit.public_set import PublicSet, read_public, split_public
+from fleetdistill_lab.simulation.data.datasets import load_dataset
 
 CONTRACT = run_of("fedavg").contract
 

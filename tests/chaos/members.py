@@ -25,7 +25,7 @@ from fleetdistill.state import failpoints
 from fleetdistill_server.store.location import Location
 
 if TYPE_CHECKING:
-    from fleetdistill_server.simulation.spec.device import DeviceSpec
+    from fleetdistill_lab.simulation.spec.device import DeviceSpec
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ def _make_device(place: Place, terms: DeviceTerms, link: LoggedLink) -> Device:
             export_onnx="never",
             on_event=note,
         )
-    from fleetdistill_server.simulation.spec.arrays import load_arrays
-    from fleetdistill_server.simulation.spec.device import build_device_model
+    from fleetdistill_lab.simulation.spec.arrays import load_arrays
+    from fleetdistill_lab.simulation.spec.device import build_device_model
 
     spec, data = terms.spec, load_arrays(terms.spec.data_file)
     return Device(

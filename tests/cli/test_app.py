@@ -17,18 +17,18 @@ from typer.testing import CliRunner, Result
 
 from fleetdistill import Step
 from fleetdistill.version import VERSION
+from fleetdistill_lab.simulation import show
+from fleetdistill_lab.simulation.data.datasets import load_dataset
+from fleetdistill_lab.simulation.data.partition import partition
+from fleetdistill_lab.simulation.spec.device import make_device
+from fleetdistill_lab.simulation.spec.plan import RUN, make_run_config, make_specs
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.security.revocation import revoke_device
-from fleetdistill_server.simulation import show
-from fleetdistill_server.simulation.data.datasets import load_dataset
-from fleetdistill_server.simulation.data.partition import partition
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import make_device
-from fleetdistill_server.simulation.spec.plan import RUN, make_run_config, make_specs
-from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 
 DEVICES, ROUNDS = 2, 2

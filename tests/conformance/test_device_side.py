@@ -15,10 +15,10 @@ from support.raw_device import SAMPLES, RawDevice
 from torch import nn
 
 from fleetdistill import COLUMNS, Device
-from fleetdistill.conformance import ListeningServer, Report
-from fleetdistill.conformance.player import payload_of
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.wire.codec import Payload, encode
+from fleetdistill_lab.conformance import ListeningServer, Report
+from fleetdistill_lab.conformance.player import payload_of
 
 
 class Linear(nn.Linear):

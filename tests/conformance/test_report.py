@@ -10,11 +10,11 @@ import pytest
 from support.processes import free_port
 from torch import nn
 
-from fleetdistill.conformance import DEVICE_RULES, PAGE, RUN_TOML, SERVER_RULES, Report, Rule
-from fleetdistill.conformance.__main__ import main
-from fleetdistill.conformance.script import SCENES, fingerprint
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.training import fingerprint as fingerprint_of
+from fleetdistill_lab.conformance import DEVICE_RULES, PAGE, RUN_TOML, SERVER_RULES, Report, Rule
+from fleetdistill_lab.conformance.__main__ import main
+from fleetdistill_lab.conformance.script import SCENES, fingerprint
 from fleetdistill_server.config.run_config import run_config
 
 TEXT = (Path(__file__).parents[2] / PAGE).read_text(encoding="utf-8")

@@ -9,9 +9,9 @@ import pytest
 from support.plain_server import PlainServer, plain_server
 from support.served import served
 
-from fleetdistill.conformance import RUN_TOML, Report, check_server
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
+from fleetdistill_lab.conformance import RUN_TOML, Report, check_server
 
 
 def checked(kind: type[PlainServer]) -> Report:

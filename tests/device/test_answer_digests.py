@@ -18,7 +18,7 @@ from fleetdistill.testing.faults import FaultyLink, lost, lost_reply
 from fleetdistill.wire import digests
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 
 
 class Recording(MemoryLink):

@@ -17,8 +17,8 @@ from support.fleets import RUN, RUNS, prepare
 from fleetdistill import COLUMNS, Device
 from fleetdistill.replacement import judge
 from fleetdistill.testing import EventLog
-from fleetdistill_server.simulation.spec.arrays import load_arrays
-from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model
+from fleetdistill_lab.simulation.spec.arrays import load_arrays
+from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
 from fleetdistill_server.testing import MemoryServer
 
 

@@ -23,7 +23,7 @@ from fleetdistill.errors import (
 )
 from fleetdistill.state.outbox import Outbox
 from fleetdistill.testing import EventLog
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 
 
 def test_an_export_that_fails_is_told_once_and_locks_nobody_out(

@@ -17,7 +17,7 @@ from fleetdistill import Device, Event
 from fleetdistill.device import inspect
 from fleetdistill.errors import DamagedStateError, LinkError, StateError
 from fleetdistill.testing import EventLog, FaultyLink, lost
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 
 STOPS = ("device.json", "state.safetensors", "delivered.safetensors", "sample_ids.bin")
 """Identity and what was learned: the device must not continue without them."""

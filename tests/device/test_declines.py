@@ -20,7 +20,7 @@ from fleetdistill.errors import (
 )
 from fleetdistill.knowledge import RefinedKnowledge
 from fleetdistill.testing import EventLog, ManualClock
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 
 # --- declining
 

@@ -32,7 +32,7 @@ from fleetdistill.testing import EventLog
 from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.intake import device_api
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 
 # --- one turn
 

@@ -31,7 +31,7 @@ from fleetdistill.eligibility.probes import OtherLoad
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.light import light_worker
 from fleetdistill.testing import EventLog, FaultyLink, ManualClock
-from fleetdistill_server.simulation.spec import device as spec_device
+from fleetdistill_lab.simulation.spec import device as spec_device
 from fleetdistill_server.testing import MemoryServer
 
 NOON = datetime(2026, 1, 1, 12)

@@ -34,8 +34,8 @@ from fleetdistill.errors import (
 from fleetdistill.light import light_worker
 from fleetdistill.methods import config_class
 from fleetdistill.methods.classstats.private_config import Settings
-from fleetdistill_server.simulation.spec.arrays import load_arrays
-from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model
+from fleetdistill_lab.simulation.spec.arrays import load_arrays
+from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
 from fleetdistill_server.testing import MemoryServer
 
 MOMENTS = ("new without server", "new", "during delivery", "after delivery", "restarted without server", "restarted")

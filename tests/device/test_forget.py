@@ -24,7 +24,7 @@ from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, Sta
 from fleetdistill.state.own_files import check_can_be_state, own_files
 from fleetdistill.testing import EventLog, FaultyLink, lost
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 
 
 @pytest.fixture

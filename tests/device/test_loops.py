@@ -25,7 +25,7 @@ from fleetdistill.device.engine import POLL_SECONDS
 from fleetdistill.errors import ConfigurationError, DeviceBusyError, DeviceClosedError, LinkError, ModelError
 from fleetdistill.testing import EventLog, FaultyLink, ManualClock, lost
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 
 COME_BACK = service_pb2.NextAskResponse(come_back=service_pb2.ComeBack(after_seconds=7, before_seconds=7))
 

@@ -21,7 +21,7 @@ from fleetdistill.errors import (
 )
 from fleetdistill.state.data_version import data_version
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 
 
 def version_of(fleet: Fleet, device: str = "d") -> bytes:

@@ -22,7 +22,7 @@ from fleetdistill.light import light_worker
 from fleetdistill.methods import METHODS
 from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codec import decode, encode
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -35,7 +35,7 @@ from fleetdistill.privacy.accountant import discrete_mu_for, mu_for
 from fleetdistill.state import failpoints
 from fleetdistill.testing import EventLog
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
 

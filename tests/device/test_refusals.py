@@ -16,7 +16,7 @@ from fleetdistill.errors import (
 from fleetdistill.testing import EventLog, FaultyLink, ManualClock, refused
 from fleetdistill.wire.codes import Code, is_final, status_of
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 
 
 @pytest.mark.parametrize("call", ["check_in", "next_ask", "upload_status", "download"])

@@ -11,7 +11,7 @@ from support.sdk_fleet import Fleet, make_device
 
 from fleetdistill.methods import config_class
 from fleetdistill.testing import EventLog
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 
 
 @pytest.mark.parametrize(

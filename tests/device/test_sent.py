@@ -17,7 +17,7 @@ from fleetdistill.errors import ConfigurationError, LinkError, NoRoomError, Refu
 from fleetdistill.state.sent_ledger import SentLedger
 from fleetdistill.testing import EventLog, FaultyLink, lost, lost_reply, refused
 from fleetdistill.wire.codec import decode
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 
 
 def answers(device: Device) -> list[Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetdistill_server.audit.figures import figures, linked, worst
+from fleetdistill_server.methods.audit_figures import figures, linked, worst
 
 PAGE = (Path(__file__).parents[2] / "docs/explanation/privacy.md").read_text(encoding="utf-8")
 FORMS = figures()["forms"]

@@ -17,10 +17,10 @@ import fleetdistill
 from fleetdistill import errors
 from fleetdistill.methods import METHODS, config_class
 from fleetdistill.wire.codes import MEANINGS
+from fleetdistill_lab.simulation.report.results import FleetReport
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.event_kinds import GUARD
-from fleetdistill_server.simulation.report.results import FleetReport
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -38,7 +38,8 @@ COPIED = (
 )
 
 
-_IMPORT_PACKAGES = ("client_sdk/fleetdistill", "server/fleetdistill_server")
+_SOURCE_FOLDERS = ("client_sdk/fleetdistill", "server/fleetdistill_server", "server")
+"""Folders to which the pages' file names are relative."""
 
 
 def _text(name: str) -> str:
@@ -188,7 +189,7 @@ def test_the_settings_of_a_method_are_its_configuration(page: str) -> None:
 
 _SOURCES = {
     path: path.read_text(encoding="utf-8")
-    for root in ("client_sdk/fleetdistill", "server/fleetdistill_server", "protos")
+    for root in ("client_sdk/fleetdistill", "server", "protos")
     for pattern in ("*.py", "*.proto")
     for path in (ROOT / root).rglob(pattern)
 }
@@ -224,7 +225,7 @@ def test_the_symbols_of_a_method_stand_for_names_in_the_code(page: str) -> None:
 @pytest.mark.parametrize("page", [str(path.relative_to(ROOT)) for path in PAGES if path.name != "CHANGELOG.md"])
 def test_files_that_a_page_names_exist(page: str) -> None:
     files = set(re.findall(r"`((?:\w+/)+\w+\.(?:py|proto|md))`", _text(page)))
-    roots = [ROOT, *(ROOT / package for package in _IMPORT_PACKAGES), ROOT / "tests"]
+    roots = [ROOT, *(ROOT / package for package in _SOURCE_FOLDERS), ROOT / "tests"]
     assert [one for one in sorted(files) if not any((root / one).is_file() for root in roots)] == []
 
 
@@ -241,9 +242,9 @@ def test_examples_load_and_name_what_exists() -> None:
 def test_architecture_names_files_and_tables_that_exist() -> None:
     page = _text("docs/explanation/architecture.md")
     for path in re.findall(r"`((?:\w+/)*\w+\.py)`", page):
-        assert any((root / path).is_file() for root in map(ROOT.joinpath, _IMPORT_PACKAGES)), path
+        assert any((root / path).is_file() for root in map(ROOT.joinpath, _SOURCE_FOLDERS)), path
     for name in re.findall(r"`(\w+)`(?=[,\s|])", _section("docs/explanation/architecture.md", "The main path")):
-        sources = [text.read_text() for root in _IMPORT_PACKAGES for text in (ROOT / root).rglob("*.py")]
+        sources = [text.read_text() for root in _SOURCE_FOLDERS for text in (ROOT / root).rglob("*.py")]
         assert any(f"def {name}(" in text or f"class {name}" in text for text in sources), name
     made = re.findall(r"CREATE TABLE (\w+)", _text("server/fleetdistill_server/store/schema.py"))
     assert [

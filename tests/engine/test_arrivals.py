@@ -9,14 +9,14 @@ from support.answering import AnsweringDevice
 from torch import Tensor
 
 from fleetdistill.wire.codec import decode
+from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.arrivals import MOST_ROWS
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.methods.feddkc.refined import Refined
 from fleetdistill_server.methods.feddkc.server import FedDKCServer
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
 
 

@@ -16,12 +16,12 @@ from support.moved_clock import MovedClock
 
 from fleetdistill import Device, Step
 from fleetdistill.methods import METHODS
+from fleetdistill_lab.simulation.spec.device import make_device
+from fleetdistill_lab.simulation.spec.plan import NO_DEADLINE_SECONDS, RUN
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import make_device
-from fleetdistill_server.simulation.spec.plan import NO_DEADLINE_SECONDS, RUN
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.back_off import available, rounds_left_out
 from fleetdistill_server.store.store import Store
 

@@ -21,13 +21,13 @@ from fleetdistill.state.failpoints import FailpointError
 from fleetdistill.testing import ManualClock
 from fleetdistill.training.local_training import TrainingReport
 from fleetdistill.wire.codec import encode
+from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.buffering import BufferTerms
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.methods.cohort import DeviceAnswer
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.clock import Clock
 from fleetdistill_server.store.location import Location
 from fleetdistill_server.store.rollback import roll_back

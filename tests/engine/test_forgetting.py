@@ -35,6 +35,7 @@ from fleetdistill.state import failpoints
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_lab.simulation.spec.device import make_device
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.engine import forgetting
@@ -43,11 +44,10 @@ from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.front.server import open_api
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.intake.upload_session import UploadSession
 from fleetdistill_server.methods.base import Notes  # type: ignore[attr-defined]
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store import retention
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.retention import sweep_all

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from fleetdistill.state.state_file import unpack_state
+from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.config.engine_config import EngineSection
-from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
 
 NAMES = ["feddkc", "fedd2s with heads", "cdkt", "dafkd distilling"]

@@ -10,11 +10,11 @@ from support.answering import AnsweringDevice
 from support.fragile import Crash
 from support.moved_clock import MovedClock
 
+from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.plan import RUN
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
 HOUR, DEADLINE = 3600.0, 600.0

@@ -22,17 +22,17 @@ from fleetdistill.training.proxy_set import PART, proxy_data, proxy_of
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
+from fleetdistill_lab.simulation.data.hold_out import proxy_rows
+from fleetdistill_lab.simulation.spec.device import make_device
+from fleetdistill_lab.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method, register_proxy
 from fleetdistill_server.engine.contract import make_contract as contract_of
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.ingest import Ingest
-from fleetdistill_server.simulation.data.hold_out import proxy_rows
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import make_device
-from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
 CLASSES, SHAPE = 3, [2, 2]

@@ -22,12 +22,12 @@ from fleetdistill.knowledge import NetworkFile
 from fleetdistill.state import failpoints
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
+from fleetdistill_lab.simulation.spec.device import make_device
 from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.methods.fedavg import FedAvgServer
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
 

@@ -24,16 +24,16 @@ from fleetdistill.knowledge import SampleKnowledge
 from fleetdistill.state.state_file import pack_state
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
+from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_device
+from fleetdistill_lab.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.traffic import Exchange, Sizes
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device
-from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.clock import Clock
 from fleetdistill_server.store.store import Store
 

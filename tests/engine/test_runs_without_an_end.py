@@ -28,15 +28,15 @@ from support.sqlite import tables_of
 
 from fleetdistill.knowledge import SampleKnowledge
 from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_lab.simulation.spec.device import make_device
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.methods.base import Notes, ServerMethod  # type: ignore[attr-defined]
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.traffic import Exchange, Sizes
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.clock import Clock
 from fleetdistill_server.store.store import Store
 

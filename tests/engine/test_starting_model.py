@@ -15,17 +15,17 @@ from support.fleets import RUN, RUNS, Prepared, prepare
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.state.state_file import pack_state
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_lab.simulation.spec.device import make_device
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine import preflight
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.starting_model import load_starting_model
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.run_endings import delete
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
 

@@ -21,13 +21,13 @@ from fleetdistill.knowledge import Parts, RefinedKnowledge
 from fleetdistill.methods import METHODS
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill.wire.codec import encode
+from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.methods.cohort import DeviceAnswer
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
 
 TOO_LARGE = {"too large": RefinedKnowledge(valid=True, sample_ids=np.arange(1), values=np.full((1, 2), 1e30))}

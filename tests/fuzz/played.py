@@ -17,10 +17,10 @@ from fleetdistill.light import light_worker
 from fleetdistill.link.base import Link
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
-from fleetdistill_server.simulation.links.links import run_over_memory
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.arrays import load_arrays
-from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model
+from fleetdistill_lab.simulation.links.links import run_over_memory
+from fleetdistill_lab.simulation.spec.arrays import load_arrays
+from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
+from fleetdistill_server.intake.memory_link import MemoryLink
 
 LIGHT = "classstats in one exchange"
 """The run that a device without PyTorch takes part in too."""

@@ -33,7 +33,7 @@ from fleetdistill.wire.payload import CHUNK_BYTES, chunks
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.ingest import Ingest
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.store import Store
 

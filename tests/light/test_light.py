@@ -46,13 +46,13 @@ from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import check_local_model, split_sequential
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill_lab.simulation.links.over_grpc import device_host
+from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.service.supervisor import Supervisor
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.links.over_grpc import device_host
-from fleetdistill_server.simulation.spec.device import DeviceSpec
 from fleetdistill_server.store.store import Store
 
 ROOT = Path(__file__).parents[2]

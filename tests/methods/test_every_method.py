@@ -18,13 +18,13 @@ from fleetdistill.knowledge import KINDS
 from fleetdistill.methods import METHODS, config_class, config_from_plan, config_to_plan, device_class
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill.wire.codec import decode, encode
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.methods import SERVER_METHODS, server_class
 from fleetdistill_server.methods.traffic import Sizes, answer_kinds, in_round
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 
 

@@ -17,11 +17,11 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import GENERAL, OWN, Array
 from fleetdistill.methods import device_class
 from fleetdistill.state.state_file import unpack_state
+from fleetdistill_lab.simulation.spec.arrays import load_arrays
+from fleetdistill_lab.simulation.spec.device import build_device_model
+from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.engine.export import export_server_model
-from fleetdistill_server.simulation.spec.arrays import load_arrays
-from fleetdistill_server.simulation.spec.device import build_device_model
-from fleetdistill_server.simulation.spec.plan import RUN
 
 
 def logits_of(file: Path, inputs: Array) -> Array:

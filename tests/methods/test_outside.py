@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill.methods import config_class, config_of_contract, known_methods, outside
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server import Simulation, simulate
+from fleetdistill_lab import Simulation, simulate
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config, run_config
 from fleetdistill_server.methods import modules_of, server_class

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fleetdistill.methods import METHODS, device_class
 from fleetdistill.state.state_file import unpack_state
-from fleetdistill_server.simulation.spec.arrays import load_arrays
-from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model
+from fleetdistill_lab.simulation.spec.arrays import load_arrays
+from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
 from fleetdistill_server.store.guards import count_replacements, replacement_rows
 from fleetdistill_server.views import runs as views
 

@@ -14,10 +14,10 @@ import torch
 from fleetdistill.methods import METHODS, config_class, config_from_plan, config_to_plan
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.wire.codec import decode, encode
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.contract import build_method
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.spec.settings import Simulation
 
 PAPER: dict[str, dict[str, Any]] = {
     "cdkt": {

@@ -13,8 +13,8 @@ from support.fleets import RUNS, prepare, run_in_memory
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import DELIVER
 from fleetdistill.methods import METHODS, config_class
+from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.methods.cohort import devices_needed
-from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
 
 every_method = pytest.mark.parametrize("method", sorted(METHODS))

@@ -23,10 +23,10 @@ from support.stores import runs_apart
 from support.undisturbed import Undisturbed
 
 from fleetdistill import Device, Step
+from fleetdistill_lab.simulation.spec.device import make_device
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import make_device
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.store import Store
 

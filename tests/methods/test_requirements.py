@@ -21,14 +21,14 @@ from fleetdistill.wire.codec import decode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import contract_pb2, tensor_pb2
+from fleetdistill_lab.simulation.spec.arrays import load_arrays
+from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model, make_device
+from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.arrays import load_arrays
-from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model, make_device
-from fleetdistill_server.simulation.spec.plan import RUN
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
 Profile = contract_pb2.DeviceProfile

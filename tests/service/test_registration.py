@@ -17,12 +17,12 @@ from support.fleets import RUN, RUNS, Prepared, outcome, prepare, run_in_memory
 from fleetdistill.device import Step
 from fleetdistill.errors import RunError
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_lab.simulation.spec.device import make_device
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.service.registration import is_prepared, register
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fleetdistill.methods import METHODS
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.spec.settings import Simulation
 
 EXPERIMENTS = Path(__file__).parents[2] / "benchmarks" / "experiments"
 COMPARISON, KEY = "dafkd-digits", ("alpha 0.1", "dafkd", 10)

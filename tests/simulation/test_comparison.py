@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.report.comparison import (
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.report.comparison import (
     Candidate,
     ComparisonRow,
     Cost,
@@ -23,10 +23,10 @@ from fleetdistill_server.simulation.report.comparison import (
     comparison_table,
     local_only,
 )
-from fleetdistill_server.simulation.report.history import FleetHistory
-from fleetdistill_server.simulation.report.results import FleetReport
-from fleetdistill_server.simulation.show import expected_lines, summary_line
-from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_lab.simulation.report.history import FleetHistory
+from fleetdistill_lab.simulation.report.results import FleetReport
+from fleetdistill_lab.simulation.show import expected_lines, summary_line
+from fleetdistill_lab.simulation.spec.settings import Simulation
 
 ROOT = Path(__file__).parents[2]
 KNOWS_0 = np.array([[10, 0], [10, 0]])  # says 0 of everything: half of all, all of class 0

@@ -9,14 +9,14 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from fleetdistill_server.simulation.data.datasets import load_dataset
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.report.history import read_history
-from fleetdistill_server.simulation.report.results import FleetReport
-from fleetdistill_server.simulation.spec.device import DeviceSpec
-from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.spec.score_log import PRODUCT, START, append_scores
-from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_lab.simulation.data.datasets import load_dataset
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.report.history import read_history
+from fleetdistill_lab.simulation.report.results import FleetReport
+from fleetdistill_lab.simulation.spec.device import DeviceSpec
+from fleetdistill_lab.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.spec.score_log import PRODUCT, START, append_scores
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 
 SMALL: dict[str, Any] = {"devices": 2, "train_limit": 120, "alpha": 0.3, "with_alone": False, "with_fedavg": False}
@@ -61,7 +61,7 @@ def test_devices_beyond_the_first_hundred_have_the_same_accuracy_without_a_file(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = run(tmp_path / "every", method)
-    monkeypatch.setattr("fleetdistill_server.simulation.spec.plan.MOST_EXPORTS", 1)
+    monkeypatch.setattr("fleetdistill_lab.simulation.spec.plan.MOST_EXPORTS", 1)
     first = run(tmp_path / "first", method)
     assert [one.onnx_file for one in first.devices] == ["onnx/device-0.onnx", None]
     found, expected = ([one.accuracy_fleet for one in of.devices] for of in (first, every))

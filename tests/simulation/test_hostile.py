@@ -13,11 +13,11 @@ from support.fleets import HOSTILE as HOSTILE_FLEET
 from support.fleets import RUN, outcome, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError, RunError
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.links import links
+from fleetdistill_lab.simulation.spec.hostile import ATTACKS
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.event_kinds import LEFT_OUT
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.links import links
-from fleetdistill_server.simulation.spec.hostile import ATTACKS
-from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 

@@ -20,13 +20,13 @@ from support.processes import wait_until
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill_lab.simulation.fleet import Interrupted, simulate
+from fleetdistill_lab.simulation.folder import open_folder, saved_simulation
+from fleetdistill_lab.simulation.progress import Progress
+from fleetdistill_lab.simulation.show import interrupted_line
+from fleetdistill_lab.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.simulation.fleet import Interrupted, simulate
-from fleetdistill_server.simulation.folder import open_folder, saved_simulation
-from fleetdistill_server.simulation.progress import Progress
-from fleetdistill_server.simulation.show import interrupted_line
-from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.checks import is_current
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.store import Store
@@ -197,7 +197,7 @@ def test_ctrl_c_while_the_supervisor_starts_leaves_no_server_behind(
             if self.name == "supervisor":
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr("fleetdistill_server.simulation.links.over_grpc.threading.Thread", InterruptedStart)
+    monkeypatch.setattr("fleetdistill_lab.simulation.links.over_grpc.threading.Thread", InterruptedStart)
     with pytest.raises(Interrupted):
         simulate(replace(FLEET, link="grpc", out=tmp_path / "out"))
     assert not any(thread.name == "supervisor" for thread in threading.enumerate())
@@ -300,7 +300,7 @@ def test_ctrl_c_before_the_first_round_says_how_to_go_on(
     def press(*given: object, **named: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"fleetdistill_server.simulation.fleet.{where}", press)
+    monkeypatch.setattr(f"fleetdistill_lab.simulation.fleet.{where}", press)
     out = tmp_path / "out"
     told = CliRunner().invoke(app, ["simulate", "--out", str(out), *OPTIONS])
     assert (told.exit_code, told.stdout) == (130, "")

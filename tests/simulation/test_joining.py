@@ -15,13 +15,13 @@ from support.fleets import assert_no_upload_lost, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.feddkd.device import FedDKDDevice
+from fleetdistill_lab.simulation.data.hold_out import hold_out_validation
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.spec.arrays import load_arrays
+from fleetdistill_lab.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort
 from fleetdistill_server.security.revocation import revoke_device
-from fleetdistill_server.simulation.data.hold_out import hold_out_validation
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.spec.arrays import load_arrays
-from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.guards import (
     Replacements,
     count_replacements,

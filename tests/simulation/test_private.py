@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.privacy.accountant import discrete_mu_for
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.report.report import privacy_lines, report_title
+from fleetdistill_lab.simulation.show import exchange_lines
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.service.served import NOT_SERVED
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.report.report import privacy_lines, report_title
-from fleetdistill_server.simulation.show import exchange_lines
-from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.runs import run
 

@@ -12,11 +12,11 @@ from support.fleets import SMALL, prepare, run_in_memory
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill_lab.simulation import show
+from fleetdistill_lab.simulation.checks import check_settings
+from fleetdistill_lab.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.simulation import show
-from fleetdistill_server.simulation.checks import check_settings
-from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.spec.settings import Simulation
 
 FLEET = replace(SMALL, method="fedavg", devices=5, rounds=3, train_limit=150, models=("digits_linear",))
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.report.report import write_report
-from fleetdistill_server.simulation.report.results import FleetReport
-from fleetdistill_server.simulation.report.table import report_table
-from fleetdistill_server.simulation.show import show_comparison, show_run
-from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.report.report import write_report
+from fleetdistill_lab.simulation.report.results import FleetReport
+from fleetdistill_lab.simulation.report.table import report_table
+from fleetdistill_lab.simulation.show import show_comparison, show_run
+from fleetdistill_lab.simulation.spec.settings import Simulation
 
 FLEET = Simulation(
     devices=2, rounds=1, train_limit=60, test_limit=20, torch_device="cpu", models=("digits_mlp_large", "digits_linear")
@@ -88,7 +88,7 @@ def test_the_picture_of_an_interrupted_simulation_names_the_round(
 ) -> None:
     drawn: list[Mapping[str, Any]] = []
     monkeypatch.setattr(
-        "fleetdistill_server.simulation.report.report.save_report_figure", lambda file, **given: drawn.append(given)
+        "fleetdistill_lab.simulation.report.report.save_report_figure", lambda file, **given: drawn.append(given)
     )
     write_report(report, tmp_path)
     write_report(replace(report, finished=False, rounds=30), tmp_path)

@@ -20,11 +20,11 @@ from fleetdistill import Step
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StoreError
 from fleetdistill.knowledge import NetworkFile
 from fleetdistill.state import failpoints
+from fleetdistill_lab.simulation.spec.device import make_device
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.methods.fedavg import FedAvgServer
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import make_device
 from fleetdistill_server.store.backup import backup, restore
 from fleetdistill_server.store.retention import needed, sweep
 from fleetdistill_server.store.store import Store

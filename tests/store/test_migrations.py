@@ -11,7 +11,7 @@ from support.parroting import ParrotDevice
 from support.record_schema import DEVICES, RUN, make_store, recorded_config
 
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
 

@@ -13,9 +13,9 @@ from support.wire_samples import make_contract, make_metrics, make_payload
 
 from fleetdistill.errors import ConfigurationError, RunError, StoreError
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.store import retention
 from fleetdistill_server.store.blobs import Held
 from fleetdistill_server.store.file_blobs import FileBlobs

@@ -15,14 +15,14 @@ import pytest
 from fleetdistill.methods import METHODS
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_lab.simulation.data.datasets import load_dataset
+from fleetdistill_lab.simulation.data.partition import partition
+from fleetdistill_lab.simulation.links.links import run_over_memory
+from fleetdistill_lab.simulation.links.simulated_devices import saved_state
+from fleetdistill_lab.simulation.spec.device import DeviceSpec
+from fleetdistill_lab.simulation.spec.plan import RUN, hold_out_proxy, make_run_config, make_specs
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.run_config import RunConfig
-from fleetdistill_server.simulation.data.datasets import load_dataset
-from fleetdistill_server.simulation.data.partition import partition
-from fleetdistill_server.simulation.links.links import run_over_memory
-from fleetdistill_server.simulation.links.simulated_devices import saved_state
-from fleetdistill_server.simulation.spec.device import DeviceSpec
-from fleetdistill_server.simulation.spec.plan import RUN, hold_out_proxy, make_run_config, make_specs
-from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
 

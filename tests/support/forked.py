@@ -25,11 +25,11 @@ from support.stores import object_store_environment
 
 from fleetdistill import Step
 from fleetdistill.state import failpoints
+from fleetdistill_lab.simulation.links.over_grpc import save_specs
+from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_device
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.links.over_grpc import save_specs
-from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def forked_grpc_devices(specs: Sequence[DeviceSpec], port: int, *, keep_open: bo
 
 
 def _run_grpc_devices(points: str, specs: list[DeviceSpec], port: int, most_waiting_bytes: int) -> None:
-    from fleetdistill_server.simulation.links.multiplexer import run_devices
+    from fleetdistill_lab.simulation.links.multiplexer import run_devices
 
     failpoints.switch_on(points)
     sys.exit(run_devices(specs, f"127.0.0.1:{port}", most_waiting_bytes))
@@ -165,7 +165,7 @@ def forked_host(specs: Sequence[DeviceSpec], port: int, hook: Path | None = None
 
 
 def _run_host(specs: Path, port: int, hook: Path | None) -> None:
-    from fleetdistill_server.simulation.links.device_host import main
+    from fleetdistill_lab.simulation.links.device_host import main
 
     def terminate() -> None:
         assert hook is not None

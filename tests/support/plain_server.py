@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import grpc
 from grpc_status import rpc_status
 
-from fleetdistill.conformance import RUN_TOML
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.framing import framed
 from fleetdistill.wire.status import rich_status
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
+from fleetdistill_lab.conformance import RUN_TOML
 from fleetdistill_server.testing import MemoryServer
 
 T = TypeVar("T")

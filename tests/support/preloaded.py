@@ -8,11 +8,11 @@ import pytest  # noqa: F401
 import sklearn.datasets  # noqa: F401
 import torch._dynamo  # noqa: F401  (torch imports it in a process's first training step, and that takes seconds)
 
+from fleetdistill_lab.simulation import fleet  # noqa: F401
+from fleetdistill_lab.simulation.links.device_host import preload
 from fleetdistill_server.cli import app  # noqa: F401
 from fleetdistill_server.engine import process  # noqa: F401
 from fleetdistill_server.front import process as front_process  # noqa: F401
-from fleetdistill_server.simulation import fleet  # noqa: F401
-from fleetdistill_server.simulation.links.device_host import preload
 
 preload()
 with contextlib.suppress(ImportError):  # not on every platform

@@ -21,7 +21,7 @@ from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
 RUN, CLASSES, SIZE = "private", 3, 8

@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_device
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.group import Group, follow
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.service.torchrun import Torchrun
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.training.hardware import Hardware
 from fleetdistill_server.training.ranks import ALONE, ProcessLostError, Ranks

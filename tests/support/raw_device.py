@@ -9,13 +9,13 @@ from typing import Any
 import google_crc32c
 import grpc
 
-from fleetdistill.conformance.player import Player, answer_from, chunks_of, payload_of, refusal_of
-from fleetdistill.conformance.script import RUN, fingerprint
 from fleetdistill.errors import WireError
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES, Payload, encode
 from fleetdistill.wire.digests import digest
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc
+from fleetdistill_lab.conformance.player import Player, answer_from, chunks_of, payload_of, refusal_of
+from fleetdistill_lab.conformance.script import RUN, fingerprint
 
 SAMPLES = 8
 

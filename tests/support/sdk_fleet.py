@@ -18,7 +18,7 @@ from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import build_method, make_contract  # type: ignore[attr-defined]
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
 RUN = "sdk"

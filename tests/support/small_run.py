@@ -30,8 +30,8 @@ from fleetdistill.methods.base import Answer
 from fleetdistill.replacement import Replacement
 from fleetdistill.state import failpoints
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.config.run_config import load_run_config
-from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.store import Store
 

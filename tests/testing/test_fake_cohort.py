@@ -20,12 +20,12 @@ from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import check_local_model, fingerprint
 from fleetdistill.training.parameters import take_weights
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_lab.simulation.spec.arrays import load_arrays
+from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
+from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.simulation.spec.arrays import load_arrays
-from fleetdistill_server.simulation.spec.device import DeviceSpec, build_device_model
-from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.testing import FakeCohort, always, play
 
 FIVE = {name: always({"plan": Plan(values={"of": name})}) for name in "edcba"}

@@ -10,7 +10,7 @@ from support.collector import APP, Collector, Received, collecting, environment,
 from support.processes import free_port, wait_until
 from support.small_run import DEVICES, SmallRun, small_run, store_of
 
-from fleetdistill_server.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.spec.plan import RUN
 
 pytestmark = pytest.mark.slow
 FRONT, ENGINE = "fleetdistill-front", "fleetdistill-engine"

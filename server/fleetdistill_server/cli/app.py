@@ -16,8 +16,8 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Weights
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.version import VERSION
-from fleetdistill_server.cli import fleet_options
-from fleetdistill_server.cli.audit import audit
+from fleetdistill_lab.audit.command import audit
+from fleetdistill_lab.simulation import options as fleet_options
 from fleetdistill_server.cli.dashboard import check_installed, dashboard, open_simulation
 from fleetdistill_server.cli.device import conformance, device_app
 from fleetdistill_server.cli.devices import devices_app
@@ -43,8 +43,8 @@ from fleetdistill_server.operations.source import open_source
 from fleetdistill_server.start import INTERRUPTED, ctrl_c_interrupts
 
 if TYPE_CHECKING:
-    from fleetdistill_server.simulation.data.datasets import Dataset
-    from fleetdistill_server.simulation.spec.settings import Simulation
+    from fleetdistill_lab.simulation.data.datasets import Dataset
+    from fleetdistill_lab.simulation.spec.settings import Simulation
 
 app = typer.Typer(
     help="Federated knowledge distillation for fleets of edge devices.",
@@ -201,7 +201,7 @@ def simulate(
 
     Ctrl-C stops the simulation and writes a report of the completed rounds; --resume continues it.
     """
-    from fleetdistill_server.simulation.not_begun import not_begun
+    from fleetdistill_lab.simulation.not_begun import not_begun
 
     if resume and overwrite:
         raise ConfigurationError("--resume and --overwrite cannot be combined; use one of them")
@@ -209,7 +209,7 @@ def simulate(
         check_installed()
     try:
         ctrl_c_interrupts()
-        from fleetdistill_server.simulation.spec.settings import Simulation
+        from fleetdistill_lab.simulation.spec.settings import Simulation
 
         wanted = Simulation(
             method=method,
@@ -266,9 +266,9 @@ def _simulate(
     as_json: bool,
     track: list[str] | None,
 ) -> None:
-    from fleetdistill_server.simulation.fleet import Interrupted
-    from fleetdistill_server.simulation.folder import saved_simulation
-    from fleetdistill_server.simulation.show import interrupted_line, simulate_and_show
+    from fleetdistill_lab.simulation.fleet import Interrupted
+    from fleetdistill_lab.simulation.folder import saved_simulation
+    from fleetdistill_lab.simulation.show import interrupted_line, simulate_and_show
     from fleetdistill_server.tracking.targets import Tracking, read_targets
 
     tracking = Tracking(read_targets(track or ()))
@@ -282,7 +282,7 @@ def _simulate(
 
 
 def _dataset(context: typer.Context, name: str, file: Path | None) -> str | Dataset:
-    from fleetdistill_server.simulation.data.own import read_dataset
+    from fleetdistill_lab.simulation.data.own import read_dataset
 
     if file is None:
         return name

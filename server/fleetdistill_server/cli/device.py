@@ -51,7 +51,7 @@ def conformance(
     seconds: Annotated[float, typer.Option(help="Maximum duration.")] = 300.0,
 ) -> None:
     """Checks a server or a device against the wire format. Example: fleetdistill conformance 127.0.0.1:50051"""
-    from fleetdistill.conformance.__main__ import main as check
+    from fleetdistill_lab.conformance.__main__ import main as check
 
     words = [*([server] if server else []), *(["--listen", listen] if listen else []), *(["--run-toml"] * run_toml)]
     raise typer.Exit(check([*words, "--seconds", str(seconds)]))

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import config_class, known_methods
-from fleetdistill_server.audit.figures import NOT_MEASURED, linked
 from fleetdistill_server.methods import server_class
+from fleetdistill_server.methods.audit_figures import NOT_MEASURED, linked
 from fleetdistill_server.methods.traffic import (
     DOWN,
     KNOWLEDGE_TYPES,

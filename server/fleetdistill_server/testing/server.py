@@ -22,7 +22,7 @@ from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.clock import Clock as StoreClock
 from fleetdistill_server.store.store import Store
 

@@ -34,6 +34,9 @@ from fleetdistill.training.losses import distillation_loss, euclidean_distance, 
 from fleetdistill.training.model import SplitModel, parameter_count
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import encode
+from fleetdistill_lab.simulation.report.metrics import c_per
+from fleetdistill_lab.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.engine.forgetting import BetweenRounds
@@ -41,9 +44,6 @@ from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.cdkt import CDKTServer
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Sizes, features_of, round_bytes
-from fleetdistill_server.simulation.report.metrics import c_per
-from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.testing import FakeCohort, Member, always, play
 

@@ -17,13 +17,13 @@ from torch import nn
 
 from fleetdistill import Device, Event
 from fleetdistill.knowledge import GENERAL, OWN, PERSONAL
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.report.table import report_table
+from fleetdistill_lab.simulation.spec.device import make_device
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.report.table import report_table
-from fleetdistill_server.simulation.spec.device import make_device
-from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.store import Store
 
 WANTED = replace(SMALL, method="classstats", rounds=1)

@@ -25,10 +25,10 @@ from fleetdistill.methods.dafkd.config import DaFKDConfig
 from fleetdistill.training.model import SplitModel
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import encode
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.dafkd.server import DaFKDServer
 from fleetdistill_server.methods.traffic import Sizes, round_bytes
-from fleetdistill_server.simulation.spec.settings import Simulation
 
 
 def model_of(count: int) -> ModelParameters:

@@ -41,12 +41,12 @@ from fleetdistill.training.losses import distillation_loss
 from fleetdistill.training.model import SplitModel, parameter_count
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import encode
+from fleetdistill_lab.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.fedd2s.server import FedD2SServer, Triplets
 from fleetdistill_server.methods.traffic import KnowledgeType, Sizes, round_bytes
-from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.testing import FakeCohort
 from fleetdistill_server.training.trainer import Trainer
 

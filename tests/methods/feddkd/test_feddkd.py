@@ -44,16 +44,16 @@ from fleetdistill.training.model import parameter_count
 from fleetdistill.training.onnx_export import export_onnx
 from fleetdistill.training.parameters import batch_norm_names, model_parameters
 from fleetdistill.wire.codec import encode
+from fleetdistill_lab.simulation.spec.device import make_device as make_simulated_device
+from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.feddkd import FedDKDServer, descend
 from fleetdistill_server.methods.traffic import Sizes, round_bytes
-from fleetdistill_server.simulation.links.memory_link import MemoryLink
-from fleetdistill_server.simulation.spec.device import make_device as make_simulated_device
-from fleetdistill_server.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
 
 # --- oracles

@@ -15,9 +15,9 @@ from support.fleets import SMALL, device_files, prepare, record, run_in_memory
 from support.processes import module_path, wait_until
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.simulation import simulate
-from fleetdistill_server.simulation.backends.backend import RunData
-from fleetdistill_server.simulation.links.links import run_over_memory
+from fleetdistill_lab.simulation import simulate
+from fleetdistill_lab.simulation.backends.backend import RunData
+from fleetdistill_lab.simulation.links.links import run_over_memory
 
 LOOPBACK = "127.0.0.1"
 
@@ -59,7 +59,7 @@ def listening() -> set[str]:
 @pytest.mark.slow
 @pytest.mark.cold_start  # Ray's processes
 def test_two_nodes_and_a_worker_that_dies_give_the_same_to_the_bit(tmp_path: Path, due: Path, address: str) -> None:
-    from fleetdistill_server.simulation.backends.ray_backend import RayBackend
+    from fleetdistill_lab.simulation.backends.ray_backend import RayBackend
 
     alone, on_ray = (prepare(DYING, tmp_path / kind) for kind in ("alone", "ray"))
     seen: list[set[str]] = []
@@ -78,7 +78,7 @@ def test_two_nodes_and_a_worker_that_dies_give_the_same_to_the_bit(tmp_path: Pat
 @pytest.mark.cold_start
 def test_a_cluster_of_this_machine_listens_on_the_loopback_only_and_ends_with_the_backend() -> None:
     pytest.importorskip("ray", reason="the extra ray is not installed")
-    from fleetdistill_server.simulation.backends.ray_backend import RayBackend
+    from fleetdistill_lab.simulation.backends.ray_backend import RayBackend
 
     with closing(RayBackend("", 1, RunData(b"", {}))):
         assert listening() == {LOOPBACK}

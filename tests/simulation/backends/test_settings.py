@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from fleetdistill import errors
 from fleetdistill.errors import ConfigurationError
+from fleetdistill_lab.simulation import show
+from fleetdistill_lab.simulation.checks import check_settings
+from fleetdistill_lab.simulation.folder import check_folder, open_folder
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.simulation import show
-from fleetdistill_server.simulation.checks import check_settings
-from fleetdistill_server.simulation.folder import check_folder, open_folder
-from fleetdistill_server.simulation.spec.settings import Simulation
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ from support.processes import children, wait_until
 from support.undisturbed import Undisturbed
 
 from fleetdistill.errors import RunError
-from fleetdistill_server.simulation.backends.worker_processes import WorkerProcesses
-from fleetdistill_server.simulation.links.links import run_over_memory
-from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.timing.behaviour import FleetBehaviour
+from fleetdistill_lab.simulation.backends.worker_processes import WorkerProcesses
+from fleetdistill_lab.simulation.links.links import run_over_memory
+from fleetdistill_lab.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
 from fleetdistill_server.store.store import Store
 
 FLEET = replace(DYING, models=())
-WORKER = "fleetdistill_server.simulation.backends.worker"
+WORKER = "fleetdistill_lab.simulation.backends.worker"
 
 
 def run_with_workers(prepared: Prepared, workers: int, watch: Callable[[Store], None] = lambda store: None, **kw: Any):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.fleets import SMALL
 
-from fleetdistill_server.simulation.fleet import simulate
+from fleetdistill_lab.simulation.fleet import simulate
 
 
 def test_the_control_asks_as_large_a_share_of_the_devices_as_the_method(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from support.fleets import RUNS, SMALL, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class, device_class
+from fleetdistill_lab.simulation import fleet
+from fleetdistill_lab.simulation.controls import local_only as alone
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.engine.contract import build_method
-from fleetdistill_server.simulation import fleet
-from fleetdistill_server.simulation.controls import local_only as alone
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.spec.settings import Simulation
 
 Training = tuple[torch.optim.Optimizer, float, int]
 """Optimiser, learning rate and passes of one call."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fleetdistill.errors import ConfigurationError, DataError
-from fleetdistill_server.simulation.data.datasets import DATASETS, Dataset, load_dataset, stratified_rows
+from fleetdistill_lab.simulation.data.datasets import DATASETS, Dataset, load_dataset, stratified_rows
 
 
 def _write(folder: Path, name: str, **changes: Any) -> Path:

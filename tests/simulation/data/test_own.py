@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.models import path_of
-from fleetdistill_server import Simulation, simulate
+from fleetdistill_lab import Simulation, simulate
+from fleetdistill_lab.simulation.data.datasets import Dataset
+from fleetdistill_lab.simulation.data.own import digest_of, own_dataset, read_dataset
+from fleetdistill_lab.simulation.folder import open_folder, saved_simulation
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.simulation.data.datasets import Dataset
-from fleetdistill_server.simulation.data.own import digest_of, own_dataset, read_dataset
-from fleetdistill_server.simulation.folder import open_folder, saved_simulation
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(60, 6)).astype(np.float32)

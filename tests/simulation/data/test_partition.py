@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetdistill.errors import ConfigurationError, DataError
-from fleetdistill_server.simulation.data.dealing import (
+from fleetdistill_lab.simulation.data.dealing import (
     counts_from_pools,
     cut_sizes,
     largest_remainder,
     mask_full_devices,
 )
-from fleetdistill_server.simulation.data.partition import (
+from fleetdistill_lab.simulation.data.partition import (
     PARTITIONS,
     class_shards,
     classes_random,
@@ -27,7 +27,7 @@ from fleetdistill_server.simulation.data.partition import (
     partition,
     partition_parameters,
 )
-from fleetdistill_server.simulation.data.split import Ints, Partition
+from fleetdistill_lab.simulation.data.split import Ints, Partition
 
 TEN_BY_100 = np.repeat(np.arange(10), 100)
 PARAMETERS: dict[str, dict[str, Any]] = {

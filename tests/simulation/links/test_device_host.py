@@ -12,8 +12,8 @@ from support.fleets import prepare
 from support.forked import forked_host
 from support.processes import PATIENCE_SECONDS, children, free_port, wait_until
 
-from fleetdistill_server.simulation.links.device_host import MOST_RESTARTS
-from fleetdistill_server.simulation.spec.settings import Simulation
+from fleetdistill_lab.simulation.links.device_host import MOST_RESTARTS
+from fleetdistill_lab.simulation.spec.settings import Simulation
 
 
 @pytest.mark.parametrize("during_fork", [True, False])

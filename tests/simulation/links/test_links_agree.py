@@ -24,10 +24,10 @@ from support.live_front import live_front
 from support.undisturbed import Undisturbed
 
 from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.service.wakeups import Ends
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 
 SMALL = Simulation(

@@ -10,8 +10,8 @@ import pytest
 from support.fleets import SMALL, device_files, every_run, prepare, record, run_in_memory
 from support.undisturbed import Undisturbed
 
-from fleetdistill_server.simulation.links.links import run_over_memory
-from fleetdistill_server.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.links.links import run_over_memory
+from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
 
 FLEET = replace(SMALL, method="feddkc", devices=3, train_limit=90)

@@ -15,13 +15,13 @@ from support.processes import free_port
 
 from fleetdistill import Device
 from fleetdistill.link.grpc_link import Connection
+from fleetdistill_lab.simulation.links import multiplexer
+from fleetdistill_lab.simulation.links.multiplexer import THREADS, WaitingDevices, run_devices
+from fleetdistill_lab.simulation.links.parking_link import ParkingLink
+from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_device
+from fleetdistill_lab.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.service.wakeups import Ends
-from fleetdistill_server.simulation.links import multiplexer
-from fleetdistill_server.simulation.links.multiplexer import THREADS, WaitingDevices, run_devices
-from fleetdistill_server.simulation.links.parking_link import ParkingLink
-from fleetdistill_server.simulation.spec.device import DeviceSpec, make_device
-from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.spec.settings import Simulation
 from fleetdistill_server.store.store import Store
 
 

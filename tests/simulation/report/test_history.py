@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from support.fleets import SMALL, prepare, run_in_memory
 
-from fleetdistill_server.simulation.report.history import read_history
-from fleetdistill_server.simulation.spec.device import DeviceSpec
-from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.spec.score_log import START, append_scores
+from fleetdistill_lab.simulation.report.history import read_history
+from fleetdistill_lab.simulation.spec.device import DeviceSpec
+from fleetdistill_lab.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.spec.score_log import START, append_scores
 from fleetdistill_server.store.store import Store
 
 FIRST, SECOND, THIRD = (np.full((2, 2), number) for number in range(3))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.simulation.report.metrics import (
+from fleetdistill_lab.simulation.report.metrics import (
     Ints,
     accuracy,
     c_gen,

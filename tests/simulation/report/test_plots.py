@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 from fleetdistill.errors import DataError
-from fleetdistill_server.simulation.report.comparison import Curve
-from fleetdistill_server.simulation.report.device_plots import (
+from fleetdistill_lab.simulation.report.comparison import Curve
+from fleetdistill_lab.simulation.report.device_plots import (
     SINGLE_LINES,
     DeviceCurves,
     apart,
     plot_gains,
     plot_rounds,
 )
-from fleetdistill_server.simulation.report.plots import plot_comparison, plot_partition, save_report_figure
-from fleetdistill_server.simulation.report.table import MOST_ROWS
+from fleetdistill_lab.simulation.report.plots import plot_comparison, plot_partition, save_report_figure
+from fleetdistill_lab.simulation.report.table import MOST_ROWS
 
 figure_module = pytest.importorskip("matplotlib.figure", reason="matplotlib draws the pictures")
 
@@ -97,7 +97,7 @@ class TestReportFigure:
     def test_neither_import_nor_drawing_starts_pyplot(self, tmp_path: Path) -> None:
         """pyplot would look for a screen and keep every figure."""
         code = (
-            "import sys; import fleetdistill_server.simulation.report.plots as plots;"
+            "import sys; import fleetdistill_lab.simulation.report.plots as plots;"
             "assert 'matplotlib' not in sys.modules;"
             f"plots.save_report_figure({str(tmp_path / 'a.png')!r}, counts_jc=[[1, 2]], partition='iid',"
             "class_names='ab', device_names=['d'], curves=[plots.Curve('a', [1000.0], [0.5])],"

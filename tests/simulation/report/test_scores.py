@@ -16,14 +16,14 @@ from hypothesis.extra import numpy as hnp
 
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.training.local_training import evaluate
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.report.comparison import bytes_by_round
+from fleetdistill_lab.simulation.report.metrics import accuracy, confusion, fleet_scores
+from fleetdistill_lab.simulation.report.scores import SCORES, fleet_figures, in_class_mix, late_figures
+from fleetdistill_lab.simulation.show import fedavg_lines, global_lines
+from fleetdistill_lab.simulation.spec.score_log import START, after_rounds, append_scores, read_scores
+from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.engine import engine
-from fleetdistill_server.simulation.fleet import simulate
-from fleetdistill_server.simulation.report.comparison import bytes_by_round
-from fleetdistill_server.simulation.report.metrics import accuracy, confusion, fleet_scores
-from fleetdistill_server.simulation.report.scores import SCORES, fleet_figures, in_class_mix, late_figures
-from fleetdistill_server.simulation.show import fedavg_lines, global_lines
-from fleetdistill_server.simulation.spec.score_log import START, after_rounds, append_scores, read_scores
-from fleetdistill_server.simulation.spec.settings import Simulation
 
 SURE_OF_0 = np.array([[10, 0], [4, 1]])  # on a test part with 10 rows of class 0 and 5 of class 1
 SURE_OF_1 = np.array([[2, 8], [0, 5]])

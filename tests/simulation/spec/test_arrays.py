@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fleetdistill.data.samples import read_samples
 from fleetdistill.training.tensor_data import TensorData, tensor_data_of
-from fleetdistill_server.simulation.spec.arrays import load_arrays, save_arrays
+from fleetdistill_lab.simulation.spec.arrays import load_arrays, save_arrays
 
 
 @given(shape=st.lists(st.integers(0, 4), min_size=1, max_size=4), dtype=st.sampled_from(["f2", "f4", "f8", "i8"]))

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetdistill.errors import ConfigurationError, DataError
-from fleetdistill_server.simulation.timing.behaviour import DAY_SECONDS, FleetBehaviour, read_behaviour
-from fleetdistill_server.simulation.timing.fleet_traces import FleetTraces, Span
-from fleetdistill_server.simulation.timing.traces import read_traces
+from fleetdistill_lab.simulation.timing.behaviour import DAY_SECONDS, FleetBehaviour, read_behaviour
+from fleetdistill_lab.simulation.timing.fleet_traces import FleetTraces, Span
+from fleetdistill_lab.simulation.timing.traces import read_traces
 
 DEVICES = [f"device-{number:02d}" for number in range(40)]
 seeds = st.integers(0, 2**32)

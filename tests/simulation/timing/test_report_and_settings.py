@@ -12,17 +12,17 @@ from support.fleets import SMALL
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server import FleetBehaviour, Simulation, read_traces, simulate
-from fleetdistill_server.cli.app import app
-from fleetdistill_server.simulation import show
-from fleetdistill_server.simulation.checks import check_settings
-from fleetdistill_server.simulation.folder import saved_simulation
-from fleetdistill_server.simulation.report.simulated_time import (
+from fleetdistill_lab import FleetBehaviour, Simulation, read_traces, simulate
+from fleetdistill_lab.simulation import show
+from fleetdistill_lab.simulation.checks import check_settings
+from fleetdistill_lab.simulation.folder import saved_simulation
+from fleetdistill_lab.simulation.report.simulated_time import (
     SimulatedRound,
     SimulatedTimes,
     readable_seconds,
     time_lines,
 )
+from fleetdistill_server.cli.app import app
 
 ALWAYS, GONE = ((0.0, 1e6, 1.0),), ((0.0, 4.0, 1.0), (1000.0, 1e6, 1.0))
 SLOW, LATER = ((0.0, 1e6, 0.1),), ((5.0, 1e6, 1.0),)

@@ -11,11 +11,11 @@ import pytest
 from support.fleets import RUNS, SMALL, assert_no_upload_lost, every_run, outcome, prepare, record
 
 from fleetdistill.errors import RunError
-from fleetdistill_server.simulation.links.links import run_over_memory
-from fleetdistill_server.simulation.spec.plan import RUN
-from fleetdistill_server.simulation.spec.settings import Simulation
-from fleetdistill_server.simulation.timing.behaviour import FleetBehaviour
-from fleetdistill_server.simulation.timing.clock import START
+from fleetdistill_lab.simulation.links.links import run_over_memory
+from fleetdistill_lab.simulation.spec.plan import RUN
+from fleetdistill_lab.simulation.spec.settings import Simulation
+from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
+from fleetdistill_lab.simulation.timing.clock import START
 from fleetdistill_server.store.store import Store
 
 ALWAYS = ((0.0, 1e6, 1.0),)

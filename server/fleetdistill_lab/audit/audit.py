@@ -1,0 +1,274 @@
+"""Audits a run: its method and models run on a public set, and every part that devices send is attacked.
+
+No private row is needed or read: the devices' data are rows of the public set, and the attacker asks which.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+import torch
+
+from fleetdistill.errors import RunError
+from fleetdistill_lab.audit.attacks import attack, largest_mu, parts_sent, smallest_batch
+from fleetdistill_lab.audit.candidates import Attacker, Part, Rows, Scores
+from fleetdistill_lab.audit.linkage import Linkage, Scored, known_shares, linkage
+from fleetdistill_lab.audit.public_set import PublicSet, split_public
+from fleetdistill_lab.audit.record import Message, Record
+from fleetdistill_lab.audit.shares import class_shares
+from fleetdistill_lab.simulation.checks import check_plan, check_settings
+from fleetdistill_lab.simulation.data.datasets import Dataset
+from fleetdistill_lab.simulation.links.links import run_over_memory
+from fleetdistill_lab.simulation.spec.plan import deal, hold_out_proxy, make_run_config, make_specs
+from fleetdistill_lab.simulation.spec.settings import Simulation
+from fleetdistill_server.config.run_config import RunConfig
+from fleetdistill_server.engine.contract import build_method
+from fleetdistill_server.methods.base import ServerMethod
+
+ATTACKED_ROWS = 60
+"""Rows of each device that are attacked; all rows of a device with fewer."""
+USUAL_ROUNDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """Settings of an audit.
+
+    Attributes:
+        config: The run, whose method, settings and models are audited.
+        data: The public set.
+        rounds: Number of rounds; None for the method's own, at most 5.
+        devices: Number of devices.
+        models: Device models, assigned in turn; by default `[model] device`, or built-in models that fit.
+        rows: Rows that the devices train on together, at most half of the public set.
+        alpha: Concentration of the Dirichlet partition by class, above 0.
+        seed: Seed of the split, the partition and the run.
+    """
+
+    config: RunConfig
+    data: Dataset
+    rounds: int | None = None
+    devices: int = 5
+    models: tuple[str, ...] = ()
+    rows: int = 1500
+    alpha: float = 0.5
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """Result of an audit.
+
+    Attributes:
+        method: Name of the method.
+        public_set: Name of the public set.
+        devices: Number of devices.
+        rounds: Number of rounds.
+        trained_rows: Rows that the devices trained on together.
+        attacked_rows: Rows that were attacked, of all devices.
+        decoys: Fewest decoys of an attacked row.
+        parts: Results by part and attack; empty for a part that cannot be tested for single rows.
+        classes: How well class shares are known, at most 1; None if nothing in the messages depends on them.
+        mu: Gaussian-DP parameter of the devices' answers; None if they are not private.
+        smallest_batch: Fewest rows of a gradient that a device sent; None if no device sent one.
+    """
+
+    method: str
+    public_set: str
+    devices: int
+    rounds: int
+    trained_rows: int
+    attacked_rows: int
+    decoys: int
+    parts: Mapping[str, Mapping[str, Linkage]]
+    classes: float | None
+    smallest_batch: int | None
+    mu: float | None
+
+    @property
+    def worst(self) -> Linkage | None:
+        """Result of the attack with the largest `linked`; None if no part can be tested for single rows."""
+        return max((one for attacks in self.parts.values() for one in attacks.values()), key=_linked, default=None)
+
+    @property
+    def bound(self) -> float | None:
+        """Largest `linked` that any attack can reach; None if the answers are not private."""
+        return None if self.mu is None else bound(self.chance["linked"], self.mu)
+
+    def check_bound(self) -> None:
+        """Raises RunError if an attack links more rows than the answers' privacy allows."""
+        worst, most = self.worst, self.bound
+        if worst is not None and most is not None and worst.interval[0] > most:
+            raise RunError(
+                f"linked is at least {worst.interval[0]:.4f}, but the devices' noise allows at most {most:.4f}; the "
+                "noise is faulty, report it"
+            )
+
+    @property
+    def chance(self) -> dict[str, float]:
+        """Figures of an attack that knows nothing."""
+        return {"linked": 1 / (self.decoys + 1), "auc": 0.5, "tpr1": 0.01}
+
+
+def bound(chance: float, mu: float) -> float:
+    """Returns the largest `linked` that any attack can reach on answers that are mu-Gaussian differentially private.
+
+    Args:
+        chance: `linked` by chance, in (0, 1): the share of false links.
+        mu: Gaussian-DP parameter of one device's answers, at least 0.
+
+    References:
+        Dong, Roth and Su, Gaussian Differential Privacy, 2022: the trade-off function of a Gaussian mechanism.
+    """
+    normal = NormalDist()
+    return normal.cdf(normal.inv_cdf(chance) + mu)
+
+
+def _linked(found: Linkage) -> tuple[float, float]:
+    return found.linked, found.auc
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A finished run of an audit.
+
+    Attributes:
+        record: All messages.
+        rows: Each device's rows, by its id.
+        method: A new server half of the run.
+        config: Configuration of the run.
+    """
+
+    record: Record
+    rows: Mapping[str, Rows]
+    method: ServerMethod
+    config: RunConfig
+
+
+def audit(wanted: Audit) -> AuditReport:
+    """Runs an audit; writes nothing.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or the run's models do not fit.
+        DataError: The public set is too small.
+        RunError: The run failed.
+    """
+    public = split_public(wanted.data, wanted.rows, wanted.seed)
+    recorded = record_run(wanted, public)
+    return report(wanted, public, recorded)
+
+
+def record_run(wanted: Audit, public: PublicSet) -> Recorded:
+    """Runs the method on the public set in memory and returns all messages; temporary files are deleted."""
+    simulation = simulation_of(wanted, public.fleet)
+    check_settings(simulation)
+    check_plan(simulation, public.fleet)
+    with tempfile.TemporaryDirectory(prefix="fleetdistill-audit-") as scratch:
+        work, record = Path(scratch), Record()
+        data = hold_out_proxy(simulation, public.fleet, work)
+        split = deal(simulation, data)
+        config = make_run_config(simulation, data, work).model_copy(update={"privacy": wanted.config.privacy})
+        specs = make_specs(simulation, data, split, work)
+        run_over_memory(config, specs, work, lambda store: None, record.link).close()
+        rows = {
+            spec.name: Rows(data.train_images[of], data.train_labels[of])
+            for spec, of in zip(specs, split.indices, strict=True)
+        }
+        return Recorded(record, rows, build_method(config), config)
+
+
+def simulation_of(wanted: Audit, fleet: Dataset) -> Simulation:
+    """Returns the simulation that runs a run.toml's method and models on a data set."""
+    config = wanted.config
+    models = config.model.model_dump(exclude_unset=True)
+    return Simulation(
+        method=config.run.method,
+        modules=tuple(config.run.modules),
+        settings=config.method,
+        epsilon=None if config.privacy is None else config.privacy.epsilon,
+        dataset=fleet,
+        devices=wanted.devices,
+        models=wanted.models or tuple(filter(None, [config.model.device])),
+        extractor=models.get("extractor", ""),
+        server_model=models.get("server", ""),
+        alpha=wanted.alpha,
+        rounds=_rounds(wanted),
+        seed=wanted.seed,
+        threads=config.run.threads,
+        knowledge_type=config.contract.knowledge_type,
+        torch_device=config.server.torch_device,
+        with_alone=False,
+        with_fedavg=False,
+    )
+
+
+def _rounds(wanted: Audit) -> int:
+    """Returns the number of rounds; by default the method's own, at most 5."""
+    usual = min(int(wanted.config.method_config().usual_rounds), USUAL_ROUNDS)
+    return usual if wanted.rounds is None else wanted.rounds
+
+
+def report(wanted: Audit, public: PublicSet, recorded: Recorded) -> AuditReport:
+    """Attacks all messages of a run and summarizes the results."""
+    attacked = {device: _some(rows, wanted.seed) for device, rows in recorded.rows.items()}
+    everything = Rows(
+        torch.cat([*(rows.inputs for rows in attacked.values()), public.decoys.inputs]),
+        torch.cat([*(rows.labels for rows in attacked.values()), public.decoys.labels]),
+    )
+    attacker, found = Attacker(recorded.method, public.attacker), dict[Part, list[Scored]]()
+    first = 0
+    for device, rows in attacked.items():
+        own = np.arange(first, first + len(rows))
+        first += len(rows)
+        for part, scores in attack(recorded.record.of(device), attacker, everything).items():
+            found.setdefault(part, []).extend(_scored(scores, own, everything, len(public.decoys)))
+    return AuditReport(
+        method=wanted.config.run.method,
+        public_set=wanted.data.name,
+        devices=wanted.devices,
+        rounds=recorded.config.run.rounds,
+        trained_rows=sum(len(rows) for rows in recorded.rows.values()),
+        attacked_rows=first,
+        decoys=int(public.decoys.labels.bincount()[everything.labels[:first]].min()),
+        parts=_by_part(found, recorded.record.messages),
+        classes=_classes(recorded),
+        smallest_batch=smallest_batch(recorded.record.messages),
+        mu=largest_mu(recorded.record.messages),
+    )
+
+
+def _some(rows: Rows, seed: int) -> Rows:
+    """Returns the attacked rows of a device."""
+    taken = np.random.default_rng([seed, 2]).permutation(len(rows))[:ATTACKED_ROWS]
+    return Rows(rows.inputs[taken], rows.labels[taken])
+
+
+def _scored(scores: Scores, own: np.ndarray, rows: Rows, decoys: int) -> Iterator[Scored]:
+    """Yields each own row's score with those of the decoys of its class, which are the last rows."""
+    labels = rows.labels.numpy()
+    for row in own:
+        yield Scored(float(scores[row]), scores[-decoys:][labels[-decoys:] == labels[row]])
+
+
+def _by_part(found: Mapping[Part, Sequence[Scored]], messages: Sequence[Message]) -> dict[str, dict[str, Linkage]]:
+    """Returns the results by part and attack; a part that cannot be tested for single rows has none."""
+    return {
+        name: {attack: linkage(scored) for (part, attack), scored in found.items() if part == name}
+        for name in parts_sent(messages)
+    }
+
+
+def _classes(recorded: Recorded) -> float | None:
+    """Returns how well the devices' class shares are known."""
+    classes = len(recorded.config.contract.class_names())
+    estimates = {device: class_shares(recorded.record.of(device), classes) for device in recorded.rows}
+    known = {device: one for device, one in estimates.items() if one is not None}
+    if not known:
+        return None
+    true = [np.bincount(recorded.rows[device].labels, minlength=classes) for device in known]
+    return known_shares(np.stack([*known.values()]), np.stack([one / one.sum() for one in true]))

@@ -1,0 +1,198 @@
+"""Attacks on parts about samples and classes: features, and class statistics."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fleetdistill.knowledge import Array, ClassSums, SampleKnowledge, SharedStatistics
+from fleetdistill.methods.classstats.private_sums import unit_rows
+from fleetdistill.training.local_training import extract
+from fleetdistill_lab.audit.candidates import Attacker, Part, Rows, Scores
+from fleetdistill_lab.audit.record import Message
+from fleetdistill_lab.audit.shares import class_shares
+
+_SHRINKAGE = 0.05
+"""Weight of the diagonal in the attacker's covariance, as in the default of the class space."""
+_LEAST_DEVIATION = 1e-3
+_TINY = 1e-12
+
+
+def by_features(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> dict[Part, Scores]:
+    """Scores by the largest cosine of a row's features with a sent row, both centred.
+
+    The rows are centred by the mean of public rows with the device's class shares, the sent ones by their own mean. The
+    devices have trained the extractor since the server knew it. The second attack therefore fits it to public rows:
+    batch-norm gets their statistics, and each feature the same deviation as the sent one.
+
+    Returns:
+        Scores for the first and the last message that contains a column.
+    """
+    scores: dict[Part, Scores] = {}
+    weights_m = _weights(messages, attacker)
+    for message, name, column, sent in _first_and_last(messages):
+        known = attacker.method.known_extractor(column, message.received)
+        if known is None:
+            continue
+        what = f"{column}, round {message.round}"
+        for attack, extractor in ((what, known), (f"{what}, fitted", fitted(known, attacker.public.inputs))):
+            own, public = features_of(extractor, rows.inputs), features_of(extractor, attacker.public.inputs)
+            mean = weights_m @ public
+            centred, others = own - mean, sent - sent.mean(axis=0)
+            if extractor is not known:
+                centred = _scaled(centred, np.sqrt(weights_m @ np.square(public - mean)))
+                others = _scaled(others, sent.std(axis=0))
+            scores[name, attack] = np.asarray((_unit(centred) @ _unit(others).T).max(axis=1))
+    return scores
+
+
+def _weights(messages: Sequence[Message], attacker: Attacker) -> Array:
+    """Returns weights of the public rows `[m]` that give them the class shares that the device seems to have."""
+    labels, classes = attacker.public.labels.numpy(), attacker.method.context.classes
+    shares = class_shares(messages, classes)
+    if shares is None:
+        return np.full(len(labels), 1 / len(labels))
+    weights = shares[labels] / np.bincount(labels, minlength=classes)[labels]
+    total = weights.sum()
+    return np.asarray(weights / total if total > 0 else np.full(len(labels), 1 / len(labels)))
+
+
+def features_of(extractor: nn.Module, inputs: Tensor) -> Array:
+    """Returns an extractor's features `[n, F]` float64, in eval mode."""
+    return np.asarray(extract(extractor, inputs).flatten(1).double().numpy())
+
+
+def fitted(extractor: nn.Module, inputs: Tensor) -> nn.Module:
+    """Returns a copy whose batch-norm has the statistics of inputs."""
+    copied = copy.deepcopy(extractor).train()
+    for part in copied.modules():
+        if isinstance(part, _BatchNorm):
+            part.reset_running_stats()
+            part.momentum = None
+    with torch.no_grad():
+        copied(inputs)
+    return copied.eval()
+
+
+def _scaled(rows_nf: Array, deviations: Array) -> Array:
+    return np.asarray(rows_nf / (deviations + _LEAST_DEVIATION * deviations.mean() + _TINY))
+
+
+def _first_and_last(messages: Sequence[Message]) -> Iterator[tuple[Message, str, str, Array]]:
+    """Yields message, part, column and sent rows `[m, F]`."""
+    found = [
+        (message, name, column, sent.reshape(len(sent), -1).astype(np.float64))
+        for message in messages
+        for name, part in message.sent.items()
+        if isinstance(part, SampleKnowledge)
+        for column, sent in part.features.items()
+    ]
+    for column in dict.fromkeys(one[2] for one in found):
+        of_column = [one for one in found if one[2] == column]
+        yield of_column[0]
+        if len(of_column) > 1:
+            yield of_column[-1]
+
+
+def _unit(rows_nf: Array) -> Array:
+    lengths = np.linalg.norm(rows_nf, axis=1, keepdims=True)
+    return np.asarray(rows_nf / np.maximum(lengths, _TINY), dtype=np.float64)
+
+
+def by_statistics(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> dict[Part, Scores]:
+    """Scores by class statistics, separately by their directions and by their means.
+
+    Rows lie in the span of the directions, and lean from the public mean of their class towards the sent one.
+    """
+    scores: dict[Part, Scores] = {}
+    for message in messages:
+        for name, part in message.sent.items():
+            if isinstance(part, SharedStatistics) and part.means is not None:
+                known = attacker.method.known_extractor(name, message.received)
+                scores |= {} if known is None else _statistics_scores(name, part, known, attacker, rows)
+    return scores
+
+
+def _statistics_scores(
+    name: str, part: SharedStatistics, known: nn.Module, attacker: Attacker, rows: Rows
+) -> dict[Part, Scores]:
+    assert part.means is not None
+    own_nf, labels_n = features_of(known, rows.inputs), rows.labels.numpy()
+    public = _Public(features_of(known, attacker.public.inputs), attacker.public.labels.numpy())
+    scores = {"means": np.zeros(len(rows)), "directions": np.zeros(len(rows))}
+    basis = _directions(part)
+    for place, label in enumerate(part.labels):
+        of_class = labels_n == label
+        if of_class.any() and label in public.means:
+            mean = part.means[place].astype(np.float64)
+            scores["means"][of_class] = public.leaning(own_nf[of_class], mean, label)
+            if len(basis):
+                scores["directions"][of_class] = public.nearness(own_nf[of_class], mean, basis, label)
+    return {(name, attack): found for attack, found in scores.items() if found.any()}
+
+
+def by_sums(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> dict[Part, Scores]:
+    """Scores by <u(x) - m, s / n - m>: how far a row leans from the public mean m of its class towards the sent one.
+
+    u(x) has length 1, as the rows of the sums have.
+    """
+    scores: dict[Part, Scores] = {}
+    for message in messages:
+        for name, part in message.sent.items():
+            known = attacker.method.known_extractor(name, message.received) if isinstance(part, ClassSums) else None
+            if isinstance(part, ClassSums) and known is not None:
+                own, public = (unit_rows(features_of(known, one.inputs)) for one in (rows, attacker.public))
+                scores[name, "sums"] = _leaning(part, own, rows.labels.numpy(), public, attacker.public.labels.numpy())
+    return scores
+
+
+def _leaning(part: ClassSums, own_nf: Array, labels_n: Array, public_mf: Array, public_m: Array) -> Scores:
+    scores = np.zeros(len(own_nf))
+    for label in np.unique(public_m):
+        of_class, usual = labels_n == label, public_mf[public_m == label].mean(axis=0)
+        sent = part.sums[label].astype(np.float64) / max(float(part.counts[label]), 1.0)
+        scores[of_class] = (own_nf[of_class] - usual) @ (sent - usual)
+    return scores
+
+
+class _Public:
+    """Moments of the attacker's rows."""
+
+    def __init__(self, features_mf: Array, labels_m: Array) -> None:
+        self.means = {int(one): features_mf[labels_m == one].mean(axis=0) for one in np.unique(labels_m)}
+        within = np.concatenate([features_mf[labels_m == label] - mean for label, mean in self.means.items()])
+        covariance = within.T @ within / max(len(within) - len(self.means), 1)
+        diagonal = np.diag(np.diag(covariance) + _TINY)
+        self.inverse = np.linalg.pinv((1 - _SHRINKAGE) * covariance + _SHRINKAGE * diagonal, hermitian=True)
+        self._axes = np.linalg.svd(within, full_matrices=False)[2]
+
+    def leaning(self, rows_nf: Array, mean_f: Array, label: int) -> Scores:
+        """Returns how far rows lean from the public mean of a class towards a sent one: the optimal linear score."""
+        usual = self.means[label]
+        return np.asarray((rows_nf - usual) @ self.inverse @ (mean_f - usual))
+
+    def nearness(self, rows_nf: Array, mean_f: Array, basis_qf: Array, label: int) -> Scores:
+        """Returns minus the distance to the span of sent directions, relative to that of as many public ones."""
+        axes = self._axes[: len(basis_qf)]
+        outside, usually = _outside(rows_nf - mean_f, basis_qf), _outside(rows_nf - self.means[label], axes)
+        return np.asarray(-outside / np.maximum(usually, _TINY))
+
+
+def _directions(part: SharedStatistics) -> Array:
+    """Returns an orthonormal basis of the sent directions, `[q, F]`."""
+    if part.directions is None:
+        return np.zeros((0, 0))
+    assert part.steps is not None
+    rows = part.directions.astype(np.float64) * part.steps.astype(np.float64)[:, None]
+    rows = rows[np.linalg.norm(rows, axis=1) > 0]
+    return np.linalg.qr(rows.T)[0].T if len(rows) else rows
+
+
+def _outside(rows_nf: Array, basis_qf: Array) -> Array:
+    """Returns the squared length of what lies outside the span of an orthonormal basis."""
+    return np.asarray(np.square(rows_nf).sum(axis=1) - np.square(rows_nf @ basis_qf.T).sum(axis=1))

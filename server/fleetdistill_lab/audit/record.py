@@ -1,0 +1,105 @@
+"""Records what the devices of an in-memory run send and receive."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fleetdistill.knowledge import Kind, Parts
+from fleetdistill.link.base import Link
+from fleetdistill.wire.codec import decode
+from fleetdistill.wire.digests import identity
+from fleetdistill.wire.payload import AnyChunk
+from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import MemoryLink
+from fleetdistill_server.store.store import Store
+
+
+@dataclass(frozen=True)
+class Message:
+    """One answered ask of a device.
+
+    Attributes:
+        device: Id of the device.
+        round: Round of the ask, from 1.
+        step: Step of the ask.
+        seed: Seed of the ask, from which the device draws its batches.
+        received: Parts of the ask, as decoded from the wire.
+        sent: Parts of the answer, as decoded from the wire.
+    """
+
+    device: str
+    round: int
+    step: str
+    seed: int
+    received: Parts
+    sent: Parts
+
+
+@dataclass
+class Record:
+    """All messages of a run, in the order of the receipts."""
+
+    messages: list[Message] = field(default_factory=list)
+    _payloads: dict[bytes, Parts] = field(default_factory=dict)
+
+    def of(self, device: str) -> list[Message]:
+        """Returns the messages of one device."""
+        return [message for message in self.messages if message.device == device]
+
+    def link(self, api: DeviceApi, device: str) -> Link:
+        """Returns an in-memory link that records the device's messages; see `run_over_memory`."""
+        return _RecordingLink(api, device, self)
+
+    def parts(self, store: Store, sha256: bytes) -> Parts:
+        """Returns the parts of a payload that the store still has, copied to memory; equal payloads are kept once."""
+        if sha256 not in self._payloads:
+            decoded = decode(store.blobs.open(sha256))
+            self._payloads[sha256] = {name: _in_memory(part) for name, part in decoded.items()}
+        return self._payloads[sha256]
+
+
+class _RecordingLink(MemoryLink):
+    """An in-memory link that adds every acknowledged answer, and the ask that it answers, to a record.
+
+    Payloads are read from the store while the server still has them, so they are exactly what was on the wire.
+    """
+
+    def __init__(self, api: DeviceApi, device: str, record: Record) -> None:
+        super().__init__(api)
+        self._store, self._device, self._record = api.store, device, record
+        self._ask: service_pb2.Ask | None = None
+        self._received: Parts = {}
+
+    def next_ask(self, identity: service_pb2.Identity, wait_seconds: float) -> service_pb2.NextAskResponse:
+        response = super().next_ask(identity, wait_seconds)
+        if response.HasField("ask"):
+            self._ask = response.ask
+            payload = response.ask.payload
+            self._received = self._record.parts(self._store, payload) if payload else {}
+        return response
+
+    def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
+        receipt = super().upload(header, chunks)
+        assert self._ask is not None
+        sent = self._record.parts(self._store, identity(header.payload))
+        message = Message(self._device, self._ask.round, self._ask.step, self._ask.seed, self._received, sent)
+        self._record.messages.append(message)
+        return receipt
+
+
+def _in_memory(value: Any) -> Any:
+    """Copies a part's arrays, which are mapped from files that the server deletes."""
+    if isinstance(value, np.ndarray):
+        return np.array(value)
+    if isinstance(value, Kind):
+        copied = {one.name: _in_memory(getattr(value, one.name)) for one in dataclasses.fields(value)}  # type: ignore[arg-type]
+        return dataclasses.replace(value, **copied)  # type: ignore[type-var]
+    if isinstance(value, Mapping):
+        return {name: _in_memory(one) for name, one in value.items()}
+    return value

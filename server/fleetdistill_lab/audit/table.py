@@ -1,0 +1,131 @@
+"""Shows an audit's report as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from fleetdistill.errors import StateError
+from fleetdistill.methods.feddkd.config import LEAST_BATCH
+from fleetdistill_lab.audit.audit import AuditReport
+from fleetdistill_lab.audit.pictures import Pictures
+from fleetdistill_server.views.runs import View
+
+NOTHING = "–"
+"""Shown where a part cannot be tested for single rows; not 0, because nothing was measured."""
+
+
+class AuditView(View):
+    """An audit's report."""
+
+    def tables(self) -> list[Table | str]:
+        """Returns the table of parts, and the lines that explain it."""
+        facts, rows = self.facts, self.lists["parts"]
+        table = Table(title=_title(facts), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for name in ("part", "attack", f"linked (of {_among(facts):,})", "95 %", "auc", "tpr1"):
+            table.add_column(name, justify="left" if name in ("part", "attack") else "right")
+        for row in rows:
+            table.add_row(row["part"], *_cells(row))
+        classes = NOTHING if facts["classes"] is None else f"{facts['classes']:.2f}"
+        pictures = [_pictures(self.lists["pictures"])] if "pictures" in self.lists else []
+        return [table, *pictures, f"classes: {classes}", *_bound(facts), *_warnings(facts), _meaning(facts)]
+
+
+def view(report: AuditReport, pictures: Sequence[Pictures] | None = None) -> AuditView:
+    """Returns a report as a view with one row for each part and attack, and one for each kind of pictures."""
+    parts: list[dict[str, Any]] = []
+    for name, attacks in report.parts.items():
+        parts += [{"part": name, "attack": attack, **asdict(one)} for attack, one in attacks.items()]
+        parts += [] if attacks else [{"part": name, "attack": None}]
+    facts = {
+        name: getattr(report, name)
+        for name in ("method", "public_set", "devices", "rounds", "trained_rows", "attacked_rows", "decoys", "classes")
+    }
+    facts["smallest_batch"] = report.smallest_batch
+    worst = report.worst
+    facts |= {"linked": None if worst is None else worst.linked, "bound": report.bound, "chance": report.chance}
+    made = {} if pictures is None else {"pictures": [_picture_row(one) for one in pictures]}
+    return AuditView({"parts": parts, **made}, facts)
+
+
+def _picture_row(found: Pictures) -> dict[str, Any]:
+    return {"part": found.part, "source": found.source, "pictures": len(found.pictures), **found.figures()}
+
+
+def write_json(shown: AuditView, out: Path) -> Path:
+    """Writes audit.json to a directory, which is created, and returns its path.
+
+    Raises:
+        StateError: The directory cannot be written.
+    """
+    file = out / "audit.json"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(json.loads(shown.json()), indent=1) + "\n")
+    except OSError as error:
+        raise StateError(f"cannot write {file}: {error}; choose another --out directory") from error
+    return file
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if row["attack"] is None:
+        return [NOTHING] * 5
+    low, high = row["interval"]
+    numbers = [f"{row['linked']:.3f}", f"{low:.3f} to {high:.3f}", f"{row['auc']:.3f}", f"{row['tpr1']:.3f}"]
+    return [row["attack"], *numbers]
+
+
+def _pictures(rows: Sequence[dict[str, Any]]) -> Table | str:
+    if not rows:
+        return f"pictures: {NOTHING}"
+    table = Table(title="pictures", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("part", "made from", "pictures", "SSIM", "PSNR in dB", "reidentified"):
+        table.add_column(name, justify="left" if name in ("part", "made from") else "right")
+    for row in rows:
+        figures = [f"{row['ssim']:.2f}", f"{row['psnr']:.1f}", f"{row['reidentified']:.2f}"]
+        table.add_row(row["part"], row["source"], str(row["pictures"]), *figures)
+    return table
+
+
+def _bound(facts: dict[str, Any]) -> list[str]:
+    if facts["bound"] is None:
+        return []
+    return [f"The devices' noise bounds linked at {facts['bound']:.4f}, whatever the attack."]
+
+
+def _warnings(facts: dict[str, Any]) -> list[str]:
+    """Returns a line for gradients of few rows, whatever this attack finds in them."""
+    batch = facts["smallest_batch"]
+    if batch is None or batch >= LEAST_BATCH:
+        return []
+    return [
+        f"A device sent a gradient of {batch} {'row' if batch == 1 else 'rows'}: gradients of fewer than {LEAST_BATCH} "
+        "rows can be inverted to the rows by stronger attacks."
+    ]
+
+
+def _title(facts: dict[str, Any]) -> str:
+    return (
+        f"{facts['method']} on {facts['public_set']}: {facts['devices']} devices, {facts['trained_rows']:,} rows, "
+        f"{facts['rounds']} {'round' if facts['rounds'] == 1 else 'rounds'}"
+    )
+
+
+def _among(facts: dict[str, Any]) -> int:
+    return int(facts["decoys"]) + 1
+
+
+def _meaning(facts: dict[str, Any]) -> str:
+    chance = facts["chance"]
+    return (
+        f"linked: share of {facts['attacked_rows']} rows that stand out among {facts['decoys']} other rows of their "
+        f"class (chance {chance['linked']:.3f}); auc: share of those below (chance 0.5); tpr1: above 99 % of them "
+        f"(chance 0.01). {NOTHING}: the part cannot be tested for single rows. classes: how well the class shares of a "
+        "device are known, 1 exactly, 0 as by a uniform guess. See docs/explanation/privacy.md."
+    )

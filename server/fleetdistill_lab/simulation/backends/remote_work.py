@@ -1,0 +1,134 @@
+"""Submits devices' work to a backend, ahead of time where it can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from fleetdistill import COLUMNS
+from fleetdistill.deployment.versions import Version, Versions
+from fleetdistill.device.private import guarantee_of, private_columns
+from fleetdistill.errors import RunError
+from fleetdistill.state.memory import MemoryStorage
+from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_lab.simulation.backends.backend import (
+    Backend,
+    MakeBackend,
+    PackedPayload,
+    Result,
+    RunData,
+    Task,
+)
+from fleetdistill_lab.simulation.spec.device import DeviceSpec
+from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.store.states import OVER
+
+AHEAD = 256
+"""Number of devices whose work is started before they need it, so that no worker waits for a slow device."""
+
+
+class RemoteWork:
+    """Submits devices' tasks to a backend.
+
+    The devices run one after another in the simulation's process, as without a backend. `start` submits the next task
+    of a device before its turn. A result is used only for exactly the task that the device then asks for.
+
+    Args:
+        api: The server's side of the device API.
+        run: Name of the run.
+        make_backend: Makes the backend, at the first task.
+    """
+
+    def __init__(self, api: DeviceApi, run: str, make_backend: MakeBackend) -> None:
+        self._api = api
+        self._store = api.store
+        self._run = run
+        self._make_backend = make_backend
+        self._backend: Backend | None = None
+        self._started: dict[str, tuple[Task, Future[Result]]] = {}
+        self._computed: dict[str, bytes] = {}  # last ask that was computed, by device: its answer may not be sent yet
+        self._packed: tuple[bytes, PackedPayload] | None = None
+
+    def start(self, spec: DeviceSpec, contents: Mapping[str, bytes]) -> None:
+        """Starts the work that a device needs next, if there is any.
+
+        Args:
+            spec: The device.
+            contents: Its saved state; empty for a new device.
+        """
+        if spec.name not in self._started and (task := self._next_task(spec, contents)) is not None:
+            self._started[spec.name] = task, self._submit(task)
+
+    def _next_task(self, spec: DeviceSpec, contents: Mapping[str, bytes]) -> Task | None:
+        state, delivered = contents.get("state.safetensors"), contents.get("delivered.safetensors")
+        row = self._store.asks.next_open(self._run, spec.name)
+        if row is not None:
+            ask = service_pb2.Ask(**{name: row[name] for name in _FIELDS}, payload=row["payload"] or b"")
+            task = self.answer_task(spec, state, delivered, ask, self._allow())
+            return None if self._computed.get(spec.name) == task.ask else task
+        if (self._store.runs.get(self._run) or {"status": ""})["status"] in OVER:
+            version = Versions(MemoryStorage(Path(spec.state_dir), contents), 1).in_use() or Version(0)
+            return Task(spec, state, delivered, export_round=version.round)
+        return None if contents else Task(spec, prepare_only=True)
+
+    def _allow(self) -> tuple[str, ...]:
+        """Returns the columns that answers may contain in this run."""
+        private = guarantee_of(self._api.sessions.contract(self._run)) is not None
+        return private_columns(COLUMNS) if private else COLUMNS
+
+    def answer_task(
+        self, spec: DeviceSpec, state: bytes | None, delivered: bytes | None, ask: service_pb2.Ask, allow: Sequence[str]
+    ) -> Task:
+        """Returns the task to answer an ask. Its deadline and the like do not change the answer and are left out."""
+        same = service_pb2.Ask(**{name: getattr(ask, name) for name in (*_FIELDS, "payload")})
+        payload = self._payload(ask.payload) if ask.payload else None
+        return Task(spec, state, delivered, same.SerializeToString(), tuple(allow), payload=payload)
+
+    def _payload(self, sha256: bytes) -> PackedPayload:
+        if self._packed is None or self._packed[0] != sha256:
+            self._packed = sha256, PackedPayload.of(self._store.blobs.open(sha256))
+        return self._packed[1]
+
+    def started(self, device: str) -> Result | None:
+        """Waits for the work that was started for a device and returns its result; None if there is none."""
+        return _result(self._started[device][1]) if device in self._started else None
+
+    def result(self, task: Task) -> Result:
+        """Returns the result of a task, which may have been started ahead of time.
+
+        Raises:
+            RunError: The task cannot be computed.
+        """
+        started = self._started.pop(task.spec.name, None)
+        if task.ask:
+            self._computed[task.spec.name] = task.ask
+        if started is not None and started[0] == task:
+            return _result(started[1])
+        return _result(self._submit(task))
+
+    def _submit(self, task: Task) -> Future[Result]:
+        if self._backend is None:
+            self._backend = self._make_backend(self._run_data())
+        return self._backend.submit(task)
+
+    def _run_data(self) -> RunData:
+        contract = self._api.sessions.contract(self._run)
+        wanted = {contract.initial_weights, contract.proxy_digest} - {b""}
+        payloads = {sha256: PackedPayload.of(self._store.blobs.open(sha256)) for sha256 in wanted}
+        return RunData(contract.SerializeToString(), payloads)
+
+    def close(self) -> None:
+        """Ends the backend."""
+        if self._backend is not None:
+            self._backend.close()
+
+
+_FIELDS = ("round", "step_number", "step", "seed")
+
+
+def _result(future: Future[Result]) -> Result:
+    found = future.result()
+    if found.fault:
+        raise RunError(f"{found.fault}; the traceback is in the worker's output")
+    return found

@@ -1,0 +1,162 @@
+"""Checks a simulation's settings, data, partition and models before its folder is changed."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from fleetdistill.errors import ConfigurationError, FleetDistillError, ModelError
+from fleetdistill.knowledge import ModelParameters
+from fleetdistill.methods.classstats.private_merge import too_few_rows
+from fleetdistill.methods.outside import import_modules
+from fleetdistill.models import PREDICTORS
+from fleetdistill.names import unknown_name
+from fleetdistill.printable import printable
+from fleetdistill.training.model import check_local_model
+from fleetdistill_lab.simulation.backends.choice import check_backend
+from fleetdistill_lab.simulation.controls.fedavg import check_fedavg
+from fleetdistill_lab.simulation.controls.local_only import start_model
+from fleetdistill_lab.simulation.data.datasets import Dataset
+from fleetdistill_lab.simulation.spec.device import DeviceSpec
+from fleetdistill_lab.simulation.spec.hostile import ATTACKS
+from fleetdistill_lab.simulation.spec.plan import (
+    NO_DEADLINE_SECONDS,
+    RUN,
+    deal,
+    device_models,
+    hold_out_proxy,
+    make_run_config,
+)
+from fleetdistill_lab.simulation.spec.settings import Simulation
+from fleetdistill_server.engine import preflight
+from fleetdistill_server.engine.contract import build_method
+
+
+def check_settings(wanted: Simulation) -> None:
+    """Checks all settings of a simulation, the method's included.
+
+    Raises:
+        ConfigurationError: A setting is unknown or out of range.
+    """
+    import_modules(wanted.modules, "import")
+    wanted.configuration()
+    if wanted.link not in ("memory", "grpc"):
+        raise ConfigurationError(f"link is {wanted.link!r}, must be memory or grpc")
+    for name in ("devices", "rounds", "control_rounds", "threads", "train_limit", "test_limit"):
+        value = getattr(wanted, name)
+        if value is not None and value < 1:
+            why = ", because a simulation ends with its last round" if name == "rounds" else ""
+            raise ConfigurationError(f"{name} is {value}, must be at least 1{why}")
+    if not 0 <= wanted.devices_per_round <= wanted.devices:
+        raise ConfigurationError(
+            f"devices_per_round is {wanted.devices_per_round}, must be 0 for all devices, or at most devices "
+            f"({wanted.devices})"
+        )
+    if not 0 < wanted.quorum <= 1:
+        raise ConfigurationError(f"quorum is {wanted.quorum}, must be above 0 and at most 1")
+    _check_time(wanted)
+    if not 0 <= wanted.validation_share < 1:
+        raise ConfigurationError(f"validation_share is {wanted.validation_share}, must be at least 0 and below 1")
+    if wanted.hostile and (wanted.attack not in ATTACKS or not 0 < wanted.hostile < wanted.devices):
+        raise ConfigurationError(
+            f"hostile is {wanted.hostile} of {wanted.devices} devices and attack is {wanted.attack!r}; hostile must be "
+            f"below devices, and attack one of {', '.join(ATTACKS)}"
+        )
+    if wanted.hostile and wanted.epsilon is not None and wanted.attack != "flips":
+        raise ConfigurationError(
+            f"attack {wanted.attack!r} has no effect in a private simulation, because devices add the noise after it; "
+            "use flips"
+        )
+    check_backend(wanted)
+    if wanted.seed < 0:
+        raise ConfigurationError(f"seed is {wanted.seed}, must be at least 0")
+    for name in wanted.predictors:
+        if name not in PREDICTORS:
+            raise ConfigurationError(unknown_name("predictor", name, PREDICTORS))
+
+
+def _check_time(wanted: Simulation) -> None:
+    """Raises ConfigurationError for settings of simulated time that are out of range or cannot apply."""
+    if wanted.min_devices is not None and not 1 <= wanted.min_devices <= wanted.devices:
+        raise ConfigurationError(f"min_devices is {wanted.min_devices}, must be from 1 to devices ({wanted.devices})")
+    if not 1 <= wanted.over_selection <= 10:
+        raise ConfigurationError(f"over_selection is {wanted.over_selection}, must be from 1 to 10")
+    deadline = wanted.deadline_seconds
+    if deadline is not None and not 0 < deadline < NO_DEADLINE_SECONDS:
+        raise ConfigurationError(f"deadline_seconds is {deadline}, must be above 0 and below {NO_DEADLINE_SECONDS:g}")
+    if wanted.behaviour is None and (deadline is not None or wanted.over_selection != 1):
+        raise ConfigurationError(
+            "deadline_seconds and over_selection need simulated time, in which devices take time to answer; set "
+            "behaviour, such as --compute lognormal:0.5"
+        )
+    if wanted.behaviour is not None and wanted.link != "memory":
+        raise ConfigurationError(
+            f"simulated time does not work over {wanted.link}, whose processes run in real time; use --link memory, or "
+            "leave out availability, compute, churn, late joins and traces"
+        )
+
+
+def check_plan(wanted: Simulation, data: Dataset) -> None:
+    """Partitions the data and builds all models in a temporary folder, as the simulation will.
+
+    Raises:
+        ConfigurationError: A model cannot be built or does not fit the data.
+        DataError: The data cannot be partitioned as requested.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(scratch)
+        _check_shape(wanted, data)
+        left = hold_out_proxy(wanted, data, work)
+        deal(wanted, left)
+        config = make_run_config(wanted, left, work)
+        _check_rows(wanted, left)
+        check_fedavg(wanted, config)
+        preflight.build(config)
+        initial = build_method(config).initial()
+        for model in dict.fromkeys(device_models(wanted, left)):
+            _check_device_model(wanted, left, model, initial)
+
+
+def _check_rows(wanted: Simulation, data: Dataset) -> None:
+    """Raises ConfigurationError if the devices of a private run have too few rows for the noise."""
+    guarantee = wanted.configuration().guarantee
+    rows = len(data.train_labels) / wanted.devices
+    if guarantee is None:
+        return
+    if reason := too_few_rows(rows * (1 - wanted.validation_share), wanted.devices, guarantee.mu, guarantee.epsilon):
+        raise ConfigurationError(reason)
+
+
+def _check_shape(wanted: Simulation, data: Dataset) -> None:
+    """Raises ConfigurationError if only built-in models are configured and they cannot read the data."""
+    shape = list(data.train_images.shape[1:])
+    if len(shape) != 3 and not wanted.models:
+        raise ConfigurationError(
+            f"samples of {data.name} have shape {shape}, but the built-in models read images [channels, height, "
+            "width]; give your own device models (--model), and --extractor and --server-model if the method needs them"
+        )
+
+
+def _check_device_model(wanted: Simulation, data: Dataset, model: str, initial: ModelParameters | None) -> None:
+    """Raises ConfigurationError unless the model takes the run's initial weights and rows of the data."""
+    spec = DeviceSpec(
+        name=f"a device with {model}",
+        model=model,
+        seed=wanted.seed,
+        classes=len(data.classes),
+        data_file="",
+        test_file="",
+        state_dir="",
+        run=RUN,
+    )
+    rows_bx = data.train_images[:2]
+    shape = list(rows_bx.shape[1:])
+    try:
+        check_local_model(start_model(spec, initial, tuple(shape)), rows_bx, len(data.classes))
+    except ModelError as error:
+        raise ConfigurationError(f"device model {model!r} with inputs of shape {shape}: {error}") from error
+    except FleetDistillError:
+        raise
+    except Exception as error:  # a model's own code may fail in any way
+        text = printable(f"{type(error).__name__}: {error}").strip()
+        raise ConfigurationError(f"device model {model!r} does not take inputs of shape {shape} ({text})") from error

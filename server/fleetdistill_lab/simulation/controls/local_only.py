@@ -1,0 +1,198 @@
+"""Runs the local-only control: each device's model, trained on its own data with the method's local training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fleetdistill.errors import ConfigurationError, ModelError
+from fleetdistill.knowledge import ModelParameters
+from fleetdistill.methods.local import make_local_optimizer
+from fleetdistill.seeds import derive_seed
+from fleetdistill.training.figures import Counts
+from fleetdistill.training.local_training import TensorData, as_tensor_data, evaluate, train_epochs
+from fleetdistill.training.model import check_local_model
+from fleetdistill.training.parameters import load_parameters
+from fleetdistill_lab.simulation.report.history import FleetHistory
+from fleetdistill_lab.simulation.report.metrics import Ints
+from fleetdistill_lab.simulation.spec.arrays import load_arrays
+from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
+from fleetdistill_lab.simulation.spec.score_log import START, append_scores
+from fleetdistill_lab.simulation.spec.settings import Simulation
+from fleetdistill_server.config.run_config import RunConfig
+
+
+def start_model(spec: DeviceSpec, initial: ModelParameters | None, input_shape: tuple[int, ...]) -> nn.Module:
+    """Builds a device's model with the device's initial weights, overwritten by those that the method distributes.
+
+    Raises:
+        ConfigurationError: The method's weights do not fit the device's model.
+    """
+    model: nn.Module = build_device_model(spec, input_shape)
+    if initial is None:
+        return model
+    try:
+        load_parameters(check_local_model(model).extractor if initial.scope == "extractor" else model, initial)
+    except ModelError as error:
+        text = f"the initial {initial.scope} of the run does not fit model {spec.model!r}: {error}"
+        raise ConfigurationError(f"{text}; choose device models with the same {initial.scope}") from error
+    return model
+
+
+def score_initial_model(spec: DeviceSpec, initial: ModelParameters | None) -> Counts:
+    """Scores a device's initial model on the test set."""
+    test = _load(spec, spec.test_file)
+    return evaluate(start_model(spec, initial, tuple(test.inputs.shape[1:])), test, spec.classes)
+
+
+def train_local_only(
+    spec: DeviceSpec,
+    config: RunConfig,
+    initial: ModelParameters | None,
+    took_part: Sequence[bool],
+    after_round: Callable[[], None] = lambda: None,
+) -> list[Counts]:
+    """Trains one device without the fleet, starting from the same weights as in the fleet.
+
+    Each round uses the method's passes over the labels, batch size, optimiser and learning rate, and keeps the
+    optimiser across rounds if the method does. The batch order is drawn from the run's seed. It is the
+    fleet's batch order if the method trains in its first step `train` and no round fell short of its quorum.
+
+    Args:
+        spec: The device.
+        config: The run's configuration, which has the method's local training.
+        initial: Initial weights that the method distributes; None if it distributes none.
+        took_part: Whether the fleet's device took part in each completed round; here the device trains in the same
+            rounds.
+        after_round: Called after each round.
+
+    Returns:
+        The model's figures on the test set after each round.
+    """
+    data, test = _load(spec, spec.data_file), _load(spec, spec.test_file)
+    model = start_model(spec, initial, tuple(data.inputs.shape[1:]))
+    plan = config.method_config()
+    optimizer: torch.optim.Optimizer | None = None
+    figures = [evaluate(model, test, spec.classes)]
+    for number, active in enumerate(took_part, start=1):
+        if number > 1:
+            after_round()
+        epochs = plan.cross_entropy_epochs(sum(took_part[:number])) if active else 0
+        if not epochs:  # the device missed the round, or the round makes no pass over the labels
+            figures.append(figures[-1])
+            continue
+        optimizer = _optimizer_in(plan, number, model, optimizer)
+        seed = derive_seed(config.run.seed, number, "train", 1, spec.name)
+        torch.manual_seed(seed)
+        train_epochs(
+            model,
+            data,
+            epochs=epochs,
+            batch_size=plan.batch_size,
+            optimizer=optimizer,
+            loss=lambda logits_bc, labels_b, rows_b: functional.cross_entropy(logits_bc, labels_b),
+            generator=torch.Generator().manual_seed(seed),
+            device="cpu",
+        )
+        figures.append(evaluate(model, test, spec.classes))
+    after_round()
+    return figures[1:]
+
+
+def _optimizer_in(
+    plan: Any, number: int, model: nn.Module, last: torch.optim.Optimizer | None
+) -> torch.optim.Optimizer:
+    """Returns the previous optimiser if the method keeps it, else a new one, with the round's learning rate set."""
+    kept = last if plan.keeps_optimizer else None
+    optimizer = kept or make_local_optimizer(plan, model.parameters())
+    for group in optimizer.param_groups:
+        group["lr"] = plan.local_rate(number)
+    return optimizer
+
+
+def _load(spec: DeviceSpec, file: str) -> TensorData:
+    return as_tensor_data(load_arrays(file), spec.classes)
+
+
+def train_fleet_local_only(
+    wanted: Simulation,
+    config: RunConfig,
+    initial: ModelParameters | None,
+    specs: Sequence[DeviceSpec],
+    history: FleetHistory,
+    after_rounds: Callable[[int], None],
+) -> dict[str, list[Counts]]:
+    """Trains every device without the fleet, in the rounds that it took part in, or for `control_rounds`.
+
+    Results are saved per device, so that a resumed simulation does not train again.
+
+    Args:
+        wanted: The simulation.
+        config: The run's configuration.
+        initial: Initial weights that the method distributes; None if it distributes none.
+        specs: The simulation's devices.
+        history: The fleet's history, which has the rounds that each device took part in.
+        after_rounds: Called with the number of rounds that a device has completed since the last call.
+
+    Returns:
+        For each device id, the model's figures on the test set after each round.
+    """
+    torch.set_num_threads(config.run.threads)
+    rounds = wanted.rounds_of_controls
+
+    def active(name: str) -> list[bool]:
+        part = [] if wanted.one_exchange else history.took_part[name]
+        return [*part, *[True] * (rounds - len(part))][:rounds]
+
+    def counts_of(spec: DeviceSpec) -> list[Counts]:
+        file = Path(f"{spec.state_dir}-alone.npz")
+        if file.exists():
+            after_rounds(rounds)
+            return _load_counts(file)
+        found = train_local_only(spec, config, initial, active(spec.name), lambda: after_rounds(1))
+        _save_counts(file, found)
+        return found
+
+    return {spec.name: counts_of(spec) for spec in specs}
+
+
+def _save_counts(file: Path, counts: Sequence[Counts]) -> None:
+    """Saves figures atomically, so that a killed process does not leave a partial file."""
+    new = file.with_suffix(".new.npz")
+    np.savez(
+        new,
+        correct=[one.correct for one in counts],
+        count=[one.count for one in counts],
+        loss_sum=[one.loss_sum for one in counts],
+        confusion=np.stack([one.confusion for one in counts]),
+    )
+    os.replace(new, file)
+
+
+def _load_counts(file: Path) -> list[Counts]:
+    with np.load(file) as kept:
+        columns = (kept["correct"].tolist(), kept["count"].tolist(), kept["loss_sum"].tolist(), kept["confusion"])
+    return [Counts(*row) for row in zip(*columns, strict=True)]
+
+
+def score_initial_models(initial: ModelParameters | None, specs: list[DeviceSpec]) -> None:
+    """Scores every device's initial model as round `START`, which applies to devices that no round includes.
+
+    Args:
+        initial: Initial weights that the method distributes; None if it distributes none.
+        specs: The devices; the score log gets a line for each.
+    """
+    same = initial is not None and initial.scope == "model"  # then devices with one architecture start equal
+    known: dict[tuple[str, str], Ints] = {}
+    for spec in specs:
+        key = spec.model, "" if same else spec.name
+        if key not in known:
+            known = {key: score_initial_model(spec, initial).confusion} | (known if same else {})
+        append_scores(spec.scores_file, spec.name, START, known[key])

@@ -1,0 +1,207 @@
+"""Simulates a fleet on one machine with the real engine, store, messages and devices.
+
+`simulate` partitions a data set over devices, runs a whole training over one of two links, and compares each device
+with local-only training. The link `memory` runs everything in this process, one step at a time. The link `grpc` runs
+front and engine as processes on the loopback interface, and the devices in a few more. Both give the same figures for
+one seed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from fleetdistill.training.figures import Counts
+from fleetdistill_lab.simulation.backends.choice import backend_of
+from fleetdistill_lab.simulation.checks import check_plan, check_settings
+from fleetdistill_lab.simulation.controls.fedavg import run_fedavg_control
+from fleetdistill_lab.simulation.controls.local_only import score_initial_models, train_fleet_local_only
+from fleetdistill_lab.simulation.data.datasets import Dataset, load_dataset
+from fleetdistill_lab.simulation.data.own import limited
+from fleetdistill_lab.simulation.folder import IfThere, check_folder, open_folder, saved_settings
+from fleetdistill_lab.simulation.links.links import run_over_memory
+from fleetdistill_lab.simulation.links.over_grpc import run_over_grpc
+from fleetdistill_lab.simulation.progress import OnProgress, Progress, watcher
+from fleetdistill_lab.simulation.report.history import read_history
+from fleetdistill_lab.simulation.report.outcome import Controls, Outcome
+from fleetdistill_lab.simulation.report.plots import load_matplotlib
+from fleetdistill_lab.simulation.report.report import make_report
+from fleetdistill_lab.simulation.report.results import FleetReport
+from fleetdistill_lab.simulation.spec.plan import (
+    RUN,
+    Fleet,
+    deal,
+    hold_out_proxy,
+    limit_test_set,
+    make_run_config,
+    make_specs,
+    open_store,
+    proxy_per_class,
+)
+from fleetdistill_lab.simulation.spec.settings import Simulation
+from fleetdistill_server.engine.contract import build_method
+from fleetdistill_server.tracking.follower import Followed
+from fleetdistill_server.tracking.process import tracked
+from fleetdistill_server.tracking.run_figures import settings_of
+from fleetdistill_server.tracking.targets import NOT_TRACKED, Tracking
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised when Ctrl-C interrupts a simulation, which can be resumed.
+
+    Attributes:
+        report: Report of the completed rounds, as written to the folder; None if no round is complete.
+        begun: Whether the folder contains the simulation, so that it can be resumed.
+    """
+
+    def __init__(self, report: FleetReport | None, *, begun: bool = True) -> None:
+        super().__init__("the simulation was interrupted")
+        self.report = report
+        self.begun = begun
+
+
+def simulate(
+    wanted: Simulation,
+    on_progress: OnProgress = lambda progress: None,
+    *,
+    if_there: IfThere = "refuse",
+    tracking: Tracking = NOT_TRACKED,
+) -> FleetReport:
+    """Runs a simulation and writes report.json, fleet.png and the exported models to `out`.
+
+    An interrupted or killed simulation can be resumed with `if_there="resume"`, with the same results. A simulation
+    that fails its checks, or is interrupted before it begins, does not change `out`.
+
+    Args:
+        wanted: Settings of the simulation.
+        on_progress: Called after every round of the fleet and of the controls.
+        if_there: How to handle an earlier simulation in `out`; see `open_folder`.
+        tracking: Trackers that the figures are copied to, of the controls too.
+
+    Returns:
+        The report, as written to report.json.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or `out` contains another simulation.
+        DataError: The data set cannot be loaded or partitioned.
+        RunError: The run failed.
+        Interrupted: Ctrl-C was pressed; the report of the completed rounds has been written.
+    """
+    started = time.monotonic()
+    begun = False
+    try:
+        check_settings(wanted)
+        load_matplotlib()  # without it, the report could not be written
+        check_folder(wanted, if_there)
+        data = _load(wanted)
+        check_plan(wanted, data)
+        with open_folder(wanted, if_there) as work, tracked(_followed(wanted, work, tracking), tracking):
+            begun = True
+            settled = replace(wanted, proxy_per_class=proxy_per_class(wanted, data))
+            return _run(settled, _prepare(settled, data, work), on_progress, started)
+    except Interrupted:
+        raise
+    except KeyboardInterrupt as interrupt:
+        raise Interrupted(None, begun=begun) from interrupt
+
+
+def _followed(wanted: Simulation, work: Path, tracking: Tracking) -> Followed:
+    """Returns what a tracker follows: the run of the simulation, and its report."""
+    saved, began = saved_settings(wanted.out)
+    data = saved["dataset"]["name"] if isinstance(saved["dataset"], dict) else saved["dataset"]
+    return Followed(
+        store=str(work / "store"),
+        run=RUN,
+        title=tracking.title or f"{wanted.method} on {data}, seed {wanted.seed}",
+        began=began,
+        settings=settings_of(saved, "simulation."),
+        results=str(wanted.out.resolve()),
+    )
+
+
+def _load(wanted: Simulation) -> Dataset:
+    limit, size, seed = wanted.train_limit, wanted.image_size, wanted.seed
+    if isinstance(wanted.dataset, Dataset):
+        data = limited(wanted.dataset, limit, size, seed)
+    else:
+        data = load_dataset(str(wanted.dataset), wanted.data_dir, train_limit=limit, image_size=size, seed=seed)
+    return limit_test_set(data, wanted)
+
+
+def _prepare(wanted: Simulation, data: Dataset, work: Path) -> Fleet:
+    """Partitions the data and builds the run and its devices; deterministic, so that a resume rebuilds both."""
+    data = hold_out_proxy(wanted, data, work)
+    split = deal(wanted, data)
+    config = make_run_config(wanted, data, work)
+    specs = make_specs(wanted, data, split, work)
+    initial = build_method(config).initial()
+    score_initial_models(initial, specs)
+    return Fleet(data, split, config, specs, initial, work)
+
+
+def _run(wanted: Simulation, fleet: Fleet, on_progress: OnProgress, started: float) -> FleetReport:
+    """Runs the fleet and its controls and writes the report; Ctrl-C writes a report of the completed rounds."""
+    alone: dict[str, list[Counts]] = {}
+    try:
+        watch = watcher("fleet", fleet.config, on_progress)
+        if wanted.link == "memory":
+            store = run_over_memory(
+                fleet.config,
+                fleet.specs,
+                fleet.work,
+                watch,
+                durable=wanted.durable,
+                behaviour=wanted.behaviour,
+                make_backend=backend_of(wanted),
+            )
+        else:
+            store = run_over_grpc(fleet.config, fleet.specs, fleet.work, watch, workers=wanted.workers)
+        store.close()
+        if wanted.with_alone:
+            alone = _train_local_only(wanted, fleet, on_progress)
+        fedavg = run_fedavg_control(wanted, fleet, on_progress)
+    except KeyboardInterrupt as interrupt:
+        done = Controls(alone, None)
+        raise Interrupted(_report(wanted, fleet, done, started, finished=False)) from interrupt
+    report = _report(wanted, fleet, Controls(alone, fedavg), started, finished=True)
+    assert report is not None  # a finished run has at least one round
+    return report
+
+
+def _report(
+    wanted: Simulation, fleet: Fleet, controls: Controls, started: float, *, finished: bool
+) -> FleetReport | None:
+    """Writes and returns the report of the completed rounds; returns None if there are none."""
+    with open_store(fleet) as store:
+        if not any(row["status"] == "closed" for row in store.runs.rounds(RUN)):
+            return None
+        return make_report(
+            Outcome(
+                wanted=wanted,
+                store=store,
+                config=fleet.config,
+                data=fleet.data,
+                split=fleet.split,
+                specs=fleet.specs,
+                history=read_history(store, RUN, fleet.specs),
+                controls=controls,
+                seconds=time.monotonic() - started,
+                finished=finished,
+            )
+        )
+
+
+def _train_local_only(wanted: Simulation, fleet: Fleet, on_progress: OnProgress) -> dict[str, list[Counts]]:
+    """Runs the local-only control with progress."""
+    completed = 0
+    total = wanted.rounds_of_controls * len(fleet.specs)
+
+    def after_rounds(more: int) -> None:
+        nonlocal completed
+        completed += more
+        on_progress(Progress("alone", completed, total))
+
+    with open_store(fleet) as store:
+        history = read_history(store, RUN, fleet.specs)
+    return train_fleet_local_only(wanted, fleet.config, fleet.initial, fleet.specs, history, after_rounds)

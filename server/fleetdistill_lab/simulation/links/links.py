@@ -1,0 +1,142 @@
+"""Runs a simulated fleet over the in-memory link; `over_grpc` runs one over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from fleetdistill.link.base import Link
+from fleetdistill.training.alone import without_app
+from fleetdistill.wire.compression import compression_of
+from fleetdistill_lab.simulation.backends.backend import MakeBackend
+from fleetdistill_lab.simulation.backends.remote_work import RemoteWork
+from fleetdistill_lab.simulation.links.drive import DriveFleet
+from fleetdistill_lab.simulation.links.simulated_devices import MOST_OPEN, DeviceStates, SimulatedDevices
+from fleetdistill_lab.simulation.spec.device import DeviceSpec
+from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
+from fleetdistill_lab.simulation.timing.timing import Timing
+from fleetdistill_server.config.run_config import RunConfig
+from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.memory_link import SharedLink
+from fleetdistill_server.store.round_store import RoundStore
+from fleetdistill_server.store.store import Store
+
+Watch = Callable[[Store], None]
+MakeLink = Callable[[DeviceApi, str], Link]
+"""Makes the link of one device, from the server's side of the device API and the device's id."""
+MOST_SHORT_ROUNDS = 10
+"""Number of consecutive short rounds after which a simulation fails, since no further devices will join."""
+_MOST_SHORT_ROUNDS_OF_TRACES = 100
+"""The same with a simulated time, in which devices come and go."""
+
+
+def memory_link(api: DeviceApi, device: str) -> Link:
+    """Returns the usual link of a device in this process."""
+    return SharedLink(api)
+
+
+def run_over_memory(
+    config: RunConfig,
+    specs: list[DeviceSpec],
+    work: Path,
+    watch: Watch,
+    make_link: MakeLink = memory_link,
+    *,
+    durable: bool = False,
+    most_open: int = MOST_OPEN,
+    behaviour: FleetBehaviour | None = None,
+    make_backend: MakeBackend | None = None,
+) -> Store:
+    """Runs engine and devices in this process, one step at a time.
+
+    The store is on disk, so that another process can resume an interrupted run: from the last completed round, or with
+    `durable` from the last step.
+
+    Args:
+        config: Configuration of the run.
+        specs: The devices.
+        work: Not used; the store's path is in `config`.
+        watch: Called with the store after every device step.
+        make_link: Makes each device's link.
+        durable: Whether devices and server write and fsync their files as over gRPC.
+        most_open: Largest number of devices in memory, unless `durable`.
+        behaviour: Behaviour of the fleet in simulated time, with its own links; None if all devices are always
+            available and answer immediately.
+        make_backend: Makes what computes the devices' work; None for this process. Not with `durable`.
+
+    Returns:
+        The open store.
+    """
+    from fleetdistill_server.engine.engine import Engine
+
+    directory = Path(config.server.store)
+    store = Store.open(directory) if durable else RoundStore(directory)
+    timing = None if behaviour is None else Timing(behaviour, config, specs)
+    api = _api(store, config, timing)
+    link_of = partial(make_link if timing is None else timing.link, api)
+    with _closed_on_failure(store), without_app(), _rare_collections(), _remote(api, config, make_backend) as remote:
+        states = DeviceStates(store) if isinstance(store, RoundStore) else None
+        clock = None if timing is None else timing.clock
+        with SimulatedDevices(specs, link_of, states, most_open, clock, remote) as devices:
+            after = partial(watch, store)
+            if timing is None:
+                waker = DriveFleet(store, config.run.name, devices, after)
+            else:
+                waker = timing.drive(api, devices, after)
+            most = MOST_SHORT_ROUNDS if timing is None else _MOST_SHORT_ROUNDS_OF_TRACES
+            engine = Engine(store, config, waker, most)
+            engine.pauses = timing is not None
+            # asyncio.run would turn Ctrl-C into a task cancellation, which this code never awaits.
+            with contextlib.closing(asyncio.new_event_loop()) as loop:
+                loop.run_until_complete(engine.run())
+            waker.end()
+            devices.finish()
+            waker.save()
+        watch(store)
+    return store
+
+
+def _api(store: Store, config: RunConfig, timing: Timing | None) -> DeviceApi:
+    compression = compression_of(config.server.compression)
+    if timing is None:
+        api = DeviceApi(store, compression=compression)
+    else:
+        store.use_clock(timing.clock.for_store())
+        api = DeviceApi(
+            store, lease_seconds=config.server.lease_seconds, compression=compression, clock=timing.clock.now
+        )
+    api.uploads.compression = api.compression
+    return api
+
+
+@contextlib.contextmanager
+def _remote(api: DeviceApi, config: RunConfig, make_backend: MakeBackend | None) -> Iterator[RemoteWork | None]:
+    if make_backend is None:
+        yield None
+        return
+    with contextlib.closing(RemoteWork(api, config.run.name, make_backend)) as remote:
+        yield remote
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Makes garbage collections rarer: open devices are many long-lived objects, which each full collection visits."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@contextlib.contextmanager
+def _closed_on_failure(store: Store) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        store.close()
+        raise

@@ -1,0 +1,252 @@
+"""Plots for a simulation's report: the partition of the data, and accuracy by bytes.
+
+matplotlib is imported on use and without pyplot, which would need a window system and keep a list of open figures.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fleetdistill.errors import DataError
+from fleetdistill_lab.simulation.report.comparison import Curve
+from fleetdistill_lab.simulation.report.device_plots import (
+    ALONE,
+    CONTROL_STYLES,
+    FEDAVG,
+    FLEET,
+    FURTHER,
+    GREY,
+    DeviceCurves,
+    plot_gains,
+    plot_rounds,
+)
+from fleetdistill_lab.simulation.report.table import rows_shown
+from fleetdistill_server.views.units import readable_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLOURS = {"FedAvg": FEDAVG, "class statistics": FURTHER}
+_STYLES = ("-", "--", "-.")
+_MARKERS = ("o", "D", "s")
+
+
+def load_matplotlib() -> None:
+    """Imports matplotlib early, so that an interrupted simulation writes its plot without a delay."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
+    import matplotlib.ticker  # noqa: F401
+
+
+def plot_partition(
+    ax: Axes, counts_jc: npt.ArrayLike, class_names: Sequence[str], device_names: Sequence[str], partition: str
+) -> None:
+    """Draws a bubble for each device and class, whose area is the number of samples; totals are on the right.
+
+    Args:
+        ax: Axes to draw on.
+        counts_jc: `[J, C]`, number of device j's samples of each class.
+        class_names: Class names, in label order.
+        device_names: Names of the devices, in the same order as `counts_jc`.
+        partition: Description of the partition, for the title.
+
+    Raises:
+        DataError: The number of names does not fit `counts_jc`.
+    """
+    counts = np.asarray(counts_jc, dtype=np.int64)
+    if counts.shape != (len(device_names), len(class_names)):
+        text = f"{len(device_names)} device names and {len(class_names)} class names"
+        raise DataError(f"{text} for counts of shape {list(counts.shape)}")
+    _draw_bubbles(ax, counts)
+    _name_axes(ax, counts, class_names, device_names)
+    ax.set_title(f"Training data by device\n{partition}", loc="left", fontsize=11)
+
+
+def plot_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None = None) -> None:
+    """Draws accuracy by bytes on a logarithmic axis.
+
+    A run of several rounds is a curve, a single exchange is a point with a dot for each device, and local-only
+    training, which has no traffic, is a horizontal line.
+
+    Args:
+        ax: Axes to draw on.
+        curves: Curves to compare; those of one method must be adjacent and get the same colour.
+        alone: Mean accuracy of local-only training, in [0, 1]; None without this control.
+
+    Raises:
+        DataError: There are no curves, or a curve has no rounds, no bytes, or unequal numbers of bytes and accuracies.
+    """
+    for one in curves:
+        if not one.bytes or len(one.bytes) != len(one.accuracy) or one.bytes[0] <= 0:
+            text = f"{len(one.accuracy)} accuracies for {len(one.bytes)} counts of bytes"
+            raise DataError(f"cannot draw {one.name!r}: {text}; every round needs both, and bytes above 0")
+    if not curves:
+        raise DataError("cannot plot a comparison without curves; give at least one curve")
+    if alone is not None:
+        ax.axhline(alone, color=ALONE, linewidth=2, linestyle=":", label=f"alone: {alone:.1%}")
+    for one, (colour, number) in zip(curves, _looks(curves), strict=True):
+        _draw_curve(ax, one, colour, number)
+    _dress_comparison(ax, curves, alone)
+
+
+def save_report_figure(
+    path: str | os.PathLike[str],
+    *,
+    counts_jc: npt.ArrayLike,
+    class_names: Sequence[str],
+    device_names: Sequence[str],
+    partition: str,
+    curves: Sequence[Curve],
+    by_device: DeviceCurves,
+    alone: float | None = None,
+    title: str = "",
+) -> Path:
+    """Writes all plots of a report into one PNG, 1,800 pixels wide, and returns its path.
+
+    From top to bottom: accuracy by bytes (`plot_comparison`), accuracy by round if there are several (`plot_rounds`),
+    and a row for each of at most 60 devices with its data (`plot_partition`) and its gain (`plot_gains`).
+
+    Args:
+        path: Path of the PNG to write.
+        counts_jc: See `plot_partition`.
+        class_names: See `plot_partition`.
+        device_names: See `plot_partition`.
+        partition: See `plot_partition`.
+        curves: See `plot_comparison`.
+        by_device: See `plot_rounds` and `plot_gains`.
+        alone: See `plot_comparison`.
+        title: Title of the figure; empty for none.
+
+    Raises:
+        DataError: The values do not fit each other, or the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    heights = {"compared": 4.2 + 0.12 * len(curves)}  # the legend has two columns
+    if max(len(rates) for rates in by_device.devices.values()) > 1:
+        heights["rounds"] = 3.9
+    shown = rows_shown(len(device_names))
+    heights["data"] = max(3.2, 1.5 + 0.3 * len(shown))
+    figure = Figure(figsize=(9, sum(heights.values())), dpi=200, layout="constrained")
+    FigureCanvasAgg(figure)  # without pyplot the figure is released when this function returns
+    # Separate subfigures, so that long device names do not narrow the curves.
+    made: Any = figure.subfigures(len(heights), 1, height_ratios=list(heights.values()))
+    parts = dict(zip(heights, made, strict=True))
+    plot_comparison(parts["compared"].subplots(), curves, alone)
+    if "rounds" in parts:
+        plot_rounds(parts["rounds"].subplots(), by_device)
+    data, gains = parts["data"].subplots(1, 2, width_ratios=(2, 1))
+    if len(shown) < len(device_names):
+        partition = f"{partition}; {len(shown)} of {len(device_names)} devices"
+        by_device = by_device.of_rows(shown)
+    names = [device_names[row] for row in shown]
+    plot_partition(data, np.asarray(counts_jc)[shown], class_names, names, partition)
+    plot_gains(gains, by_device)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, format="png")
+    except OSError as error:
+        raise DataError(f"cannot write the figure to {target}: {error}; choose another folder") from error
+    return target
+
+
+def _draw_bubbles(ax: Axes, counts: npt.NDArray[np.int64]) -> None:
+    devices, classes = counts.shape
+    ys, xs = np.nonzero(counts)
+    sizes = counts[ys, xs]
+    points = 72 / ax.figure.dpi
+    cell = min(ax.bbox.width * points / classes, ax.bbox.height * points / devices)
+    largest = min(28.0, max(10.0, 0.9 * cell))  # in points; above 10 no bubble touches its neighbours
+    ax.scatter(xs, ys, s=largest**2 * sizes / sizes.max(initial=1), color=FLEET, alpha=0.75, linewidths=0)
+
+
+def _name_axes(
+    ax: Axes, counts: npt.NDArray[np.int64], class_names: Sequence[str], device_names: Sequence[str]
+) -> None:
+    devices, classes = counts.shape
+    every = -(-classes // 25)  # with 100 classes, label every fourth
+    long_names = max(len(name) for name in class_names) > 6 or classes > 15
+    ax.set_xticks(range(0, classes, every), class_names[::every], rotation=35 if long_names else 0)
+    for tick in ax.get_xticklabels():
+        tick.set_horizontalalignment("right" if long_names else "center")
+    ax.set_yticks(range(devices), device_names)
+    ax.set_xlim(-0.6, classes - 0.4)
+    ax.set_ylim(devices - 0.4, -0.6)  # the first device on top
+    for device, size in enumerate(counts.sum(axis=1)):
+        ax.annotate(f"{size:,}", (1.01, device), xycoords=("axes fraction", "data"), va="center", color=GREY)
+    ax.annotate("samples", (1.01, 0), (0, -12), xycoords="axes fraction", textcoords="offset points", color=GREY)
+    ax.set_xlabel("class")
+    ax.grid(color="#e6e6e6", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    ax.tick_params(length=0)
+
+
+def _looks(curves: Sequence[Curve]) -> list[tuple[str, int]]:
+    """Returns each curve's colour, which its method determines, and its number among the method's curves."""
+    seen = Counter[str]()
+    found = []
+    for one in curves:
+        colour = next((colour for name, colour in _COLOURS.items() if one.name.startswith(name)), FLEET)
+        found.append((colour, seen[colour]))
+        seen[colour] += 1
+    return found
+
+
+def _draw_curve(ax: Axes, curve: Curve, colour: str, number: int) -> None:
+    kilobytes = np.array(curve.bytes) / 1e3
+    rates = np.array(curve.accuracy, dtype=np.float64)  # None becomes NaN, which is a gap
+    last = f": {rates[-1]:.1%}" if np.isfinite(rates[-1]) else ""
+    label = f"{curve.name}{last} after {readable_bytes(round(curve.bytes[-1]))}"
+    marker = _MARKERS[number % len(_MARKERS)]
+    if kilobytes[0] < kilobytes[-1]:
+        look: dict[str, Any] = {"linestyle": _style(curve, number), "linewidth": 2.5, "color": colour}
+        end: dict[str, Any] = {
+            "marker": marker,
+            "markevery": [-1],
+            "markersize": 8,
+            "markerfacecolor": "white",
+        }  # a curve with a single known accuracy is drawn as this marker only
+        ax.plot(kilobytes, rates, label=label, **look, **end)
+        return
+    xs = np.full(len(curve.devices), kilobytes[-1])
+    ax.scatter(xs, curve.devices, s=12, color=colour, alpha=0.6, linewidths=0, zorder=3)
+    point: dict[str, Any] = {"marker": marker, "facecolors": "none", "edgecolors": colour, "linewidths": 1.8}
+    ax.scatter(kilobytes[-1:], rates[-1:], s=70, zorder=4, label=label, **point)
+
+
+def _style(curve: Curve, number: int) -> str:
+    """Returns a curve's line style; a control has the same style as in `plot_rounds`."""
+    return CONTROL_STYLES[curve.name][1] if curve.name in CONTROL_STYLES else _STYLES[number % len(_STYLES)]
+
+
+def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
+
+    ax.set_title("Accuracy on all classes by traffic", loc="left", fontsize=11)
+    ax.set_xlabel("kB sent and received per device since the start")
+    ax.set_xscale("log")
+    reached = [kilobytes / 1e3 for one in curves for kilobytes in one.bytes]
+    ax.set_xlim(min(reached) / 1.6, max(reached) * 1.6)
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.3g}" if x < 1000 else f"{x:,.0f}"))
+    rates = [rate for one in curves for rate in (*one.accuracy, *one.devices, alone) if rate is not None]
+    ax.set_ylim(max(0.0, np.floor(10 * min(rates, default=0.0)) / 10), 1.01)
+    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.grid(color="#e6e6e6", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    below = (0, -0.16)  # below the axes, clear of the curves
+    ax.legend(loc="upper left", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=9)

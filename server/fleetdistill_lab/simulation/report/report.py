@@ -1,0 +1,291 @@
+"""Builds a simulation's report and writes report.json, fleet.png and the exported models."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fleetdistill.methods.classstats.private_merge import much_noise, strength
+from fleetdistill.privacy.guarantee import Guarantee
+from fleetdistill.training.figures import Counts
+from fleetdistill_lab.simulation.report.comparison import (
+    NAMES,
+    Candidate,
+    ComparisonRow,
+    Cost,
+    candidates,
+    cost_of,
+    local_only,
+)
+from fleetdistill_lab.simulation.report.device_plots import DeviceCurves
+from fleetdistill_lab.simulation.report.device_report import accuracy_or_none, device_report
+from fleetdistill_lab.simulation.report.history import FleetHistory
+from fleetdistill_lab.simulation.report.metrics import Ints, accuracy
+from fleetdistill_lab.simulation.report.outcome import Controls, FedAvgControl, Outcome
+from fleetdistill_lab.simulation.report.plots import save_report_figure
+from fleetdistill_lab.simulation.report.results import DeviceReport, FleetReport
+from fleetdistill_lab.simulation.report.scores import FleetFigures, fleet_figures, late_figures
+from fleetdistill_lab.simulation.report.simulated_time import simulated_times
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.guards import count_replacements, guard_events, replacement_rows
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.views.expected import expected, of_the_fleet
+from fleetdistill_server.views.suspects import named
+
+
+def make_report(done: Outcome) -> FleetReport:
+    """Builds the report of the completed rounds and writes it to the simulation's `out`."""
+    shares = done.split.class_counts(done.data.train_labels.numpy(), len(done.data.classes))
+    estimates = expected(done.store, done.run)
+    traffic = defaultdict[str, list[Row]](list)
+    for sent in done.store.history.traffic(done.run):
+        traffic[sent["device"]].append(sent)
+    devices = [
+        device_report(done, spec, shares[[row]], traffic[spec.name], estimates) for row, spec in enumerate(done.specs)
+    ]
+    scores = _scores(done.history, shares, done.controls)
+    cost = cost_of(done.store, done.run, len(devices))
+    by_round = done.history.figures(shares)
+    report = FleetReport(
+        **_settings(done),
+        completed_rounds=len(by_round),
+        finished=done.finished,
+        seconds=round(done.seconds, 2),
+        **_mean_accuracies(devices, scores, done.controls.alone),
+        **_fedavg_figures(done.controls.fedavg),
+        scores=scores,
+        figures_by_round=by_round,
+        late=late_figures(by_round),
+        further=_mean_further(devices),
+        bytes_by_round=cost.bytes_by_round,
+        traffic=[_traffic_row(one) for one in done.store.history.traffic_by_kind(done.run)],
+        **_upload_counts(done.store, done.run),
+        **_protection(done.store, done.run),
+        devices=devices,
+        privacy=_privacy(done.config.method_config().guarantee, devices),
+        **_accuracies_by_round(done.history, done.controls.alone),
+        leave_one_out=of_the_fleet(estimates.values()),
+        **_comparison(done, shares, cost),
+        simulated_time=simulated_times(done),
+    )
+    write_report(report, done.wanted.out)
+    return report
+
+
+def _settings(done: Outcome) -> dict[str, Any]:
+    """Returns the report's fields that follow from the simulation's settings and data."""
+    return {
+        "method": done.wanted.method,
+        "settings": asdict(done.config.method_config()),
+        "link": done.wanted.link,
+        "dataset": done.data.name,
+        "partition": done.split.kind,
+        "partition_parameters": dict(done.split.parameters),
+        "seed": done.wanted.seed,
+        "rounds": done.config.run.rounds,
+        "control_rounds": done.wanted.rounds_of_controls,
+        "hostile": done.wanted.hostile,
+        "attack": done.wanted.attack,
+        "class_names": list(done.data.classes),
+        "proxy_per_class": done.wanted.proxy_per_class or 0,
+    }
+
+
+def _privacy(guarantee: Guarantee | None, devices: Sequence[DeviceReport]) -> dict[str, Any] | None:
+    if guarantee is None:
+        return None
+    found = strength(statistics.mean(one.samples for one in devices), [guarantee.mu] * len(devices))
+    return {**asdict(guarantee), "sentence": guarantee.sentence, "strength": round(found, 1)}
+
+
+def _mean_accuracies(
+    devices: Sequence[DeviceReport], scores: Mapping[str, FleetFigures], alone: Mapping[str, Sequence[Counts]]
+) -> dict[str, Any]:
+    return {
+        "mean_accuracy_alone": statistics.mean(one[-1].accuracy for one in alone.values()) if alone else None,
+        "mean_accuracy_fleet": statistics.mean(one.accuracy_fleet for one in devices),
+        "mean_accuracy_trained": statistics.mean(one.accuracy_trained for one in devices),
+        "mean_own_accuracy_alone": _c_spec(scores, "alone"),
+        "mean_own_accuracy_fleet": _mean_where_known([one.own_accuracy_fleet for one in devices]),
+        "mean_own_accuracy_trained": _c_spec(scores, "fleet"),
+        "mean_own_accuracy_fedavg_device": _c_spec(scores, "fedavg"),
+    }
+
+
+def _accuracies_by_round(history: FleetHistory, alone: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
+    def of(counts: Mapping[str, Sequence[Ints | None]]) -> dict[str, list[float | None]]:
+        return {device: [accuracy_or_none(one) for one in by_round] for device, by_round in counts.items()}
+
+    return {
+        "accuracy_by_round": of(history.devices),
+        "delivered_accuracy_by_round": of(history.products),
+        "further_accuracy_by_round": {variant: of(counts) for variant, counts in history.further.items()},
+        "global_accuracy_by_round": [accuracy_or_none(one) for one in history.server],
+        "alone_accuracy_by_round": {device: [one.accuracy for one in counts] for device, counts in alone.items()},
+    }
+
+
+def _protection(store: Store, run: str) -> dict[str, Any]:
+    """Returns the report's fields about suspicious devices, guards and apps that kept their models."""
+    app_models = count_replacements(replacement_rows(store, run))
+    return {
+        "named": named(store, run),
+        "guards_fired": len(guard_events(store, run)),
+        "models_kept": app_models.kept,
+        "models_replaced": app_models.replaced,
+    }
+
+
+def _comparison(done: Outcome, shares: Ints, cost: Cost) -> dict[str, Any]:
+    compared = _compared(done, shares, cost)
+    return {
+        "comparison": [*_alone_row(done.controls.alone, shares), *(one.row() for one in compared)],
+        "curves": [one.curve() for one in compared],
+    }
+
+
+def write_report(report: FleetReport, out: Path) -> None:
+    """Writes report.json and fleet.png to `out`."""
+    (out / "report.json").write_text(json.dumps(asdict(report), indent=1))
+    save_report_figure(
+        out / "fleet.png",
+        counts_jc=[one.samples_by_class for one in report.devices],
+        class_names=report.class_names,
+        device_names=[f"{one.name} ({one.model})" for one in report.devices],
+        partition=_described(report),
+        curves=report.curves,
+        by_device=_by_device(report),
+        alone=report.mean_accuracy_alone,
+        title=report_title(report),
+    )
+
+
+def report_title(report: FleetReport) -> str:
+    """Returns the title of a report's figure, with the meaning of a private run's epsilon."""
+    text = f"{report.method} on {report.dataset}, seed {report.seed}, over {report.link}"
+    if not report.finished:
+        text = f"{text}: interrupted after {report.completed_rounds} of {report.rounds} rounds"
+    return "\n".join([text, *privacy_lines(report)[:1]])
+
+
+def privacy_lines(report: FleetReport) -> list[str]:
+    """Returns the meaning of a private run's epsilon, and a warning if its noise is large."""
+    if report.privacy is None:
+        return []
+    has_controls = report.mean_accuracy_alone is not None or report.mean_accuracy_fedavg_global is not None
+    controls = "; the controls are not private" if has_controls else ""
+    name = NAMES.get(report.method, report.method)
+    return [f"Privacy of {name}: {report.privacy['sentence']}{controls}", *much_noise(report.privacy["strength"])]
+
+
+def _by_device(report: FleetReport) -> DeviceCurves:
+    rounds = report.completed_rounds
+    alone = list(report.alone_accuracy_by_round.values())
+    fedavg = next((one.accuracy for one in report.curves if one.name == "FedAvg global"), [])
+    controls = {
+        "alone, mean": [statistics.mean(rates) for rates in zip(*alone, strict=True)],
+        "FedAvg global": fedavg,
+        "global model": [] if report.method == "fedavg" else report.global_accuracy_by_round,
+    }
+    return DeviceCurves(
+        devices=report.accuracy_by_round,
+        controls={
+            name: rates[:rounds]
+            for name, rates in controls.items()
+            if len(rates) >= rounds and any(rate is not None for rate in rates)
+        },
+        alone={one.name: one.accuracy_alone for one in report.devices if one.accuracy_alone is not None},
+        further={
+            variant: {one.name: one.further[variant]["accuracy"] for one in report.devices if variant in one.further}
+            for variant in report.further
+        },
+        moment="at the end" if report.finished else f"after round {rounds}",
+    )
+
+
+def _described(report: FleetReport) -> str:
+    given = report.partition_parameters
+    return ", ".join([report.partition, *(f"{name} {given[name]}" for name in ("alpha", "seed") if name in given)])
+
+
+def _compared(done: Outcome, samples_jc: Ints, cost: Cost) -> list[Candidate]:
+    """Returns the models of the method and, unless the method is FedAvg, of the FedAvg control."""
+    own = candidates(done.wanted.method, done.history, samples_jc, cost)
+    fedavg = done.controls.fedavg
+    if fedavg is None or done.wanted.method == "fedavg":
+        return own
+    return [*own, *candidates("fedavg", fedavg.history, samples_jc, fedavg.cost)]
+
+
+def _alone_row(alone: Mapping[str, Sequence[Counts]], samples_jc: Ints) -> list[ComparisonRow]:
+    counts_kr = [[counts.confusion for counts in of] for of in alone.values()]
+    return [local_only(counts_kr, samples_jc).row()] if alone else []
+
+
+def _mean_where_known(rates: Sequence[float]) -> float | None:
+    known = [rate for rate in rates if not math.isnan(rate)]
+    return statistics.mean(known) if known else None
+
+
+def _mean_further(devices: Sequence[DeviceReport]) -> dict[str, dict[str, float]]:
+    names = dict.fromkeys(variant for one in devices for variant in one.further)
+    return {
+        variant: {
+            figure: statistics.mean(one.further[variant][figure] for one in devices if variant in one.further)
+            for figure in ("accuracy", "own_accuracy")
+        }
+        for variant in names
+    }
+
+
+def _fedavg_figures(fedavg: FedAvgControl | None) -> dict[str, Any]:
+    if fedavg is None:
+        names = ("mean_accuracy_fedavg_global", "mean_accuracy_fedavg_device", "fedavg_model", "fedavg_settings")
+        return dict.fromkeys(names)
+    history = fedavg.history
+    return {
+        "mean_accuracy_fedavg_global": accuracy_or_none(history.server[-1]),
+        "mean_accuracy_fedavg_device": statistics.mean(accuracy(counts) for counts in history.last()),
+        "fedavg_model": fedavg.model,
+        "fedavg_settings": fedavg.settings,
+    }
+
+
+def _c_spec(scores: Mapping[str, FleetFigures], control: str) -> float | None:
+    """Returns a control's mean accuracy on own classes; None without the control."""
+    return scores[control]["accuracy"]["c_spec"] if control in scores else None
+
+
+def _scores(history: FleetHistory, samples_jc: Ints, controls: Controls) -> dict[str, FleetFigures]:
+    def last(one: FleetHistory) -> FleetFigures:
+        return fleet_figures(one.last(), samples_jc, one.server[-1])
+
+    found = {"fleet": last(history)}
+    if controls.alone:
+        alone_kcc = [controls.alone[name][-1].confusion for name in history.devices]
+        found["alone"] = fleet_figures(alone_kcc, samples_jc, None)
+    if controls.fedavg is not None:
+        found["fedavg"] = last(controls.fedavg.history)
+    return found
+
+
+def _upload_counts(store: Store, run: str) -> dict[str, Any]:
+    uploads = store.asks.uploads(run)
+    by_status = {status: sum(one["status"] == status for one in uploads) for status in ("used", "reported")}
+    return {
+        "acknowledged_uploads": len(uploads),
+        "used_uploads": by_status["used"],
+        "reported_uploads": by_status["reported"],
+        "refused_uploads": len(store.history.events(run, "refused")),
+    }
+
+
+def _traffic_row(row: Row) -> dict[str, Any]:
+    names = ("round", "device", "direction", "kind", "payloads", "tensor_bytes", "envelope_bytes", "sent_bytes")
+    return {name: row[name] for name in names}

@@ -1,0 +1,180 @@
+"""Results of a simulation as plain data, the contents of report.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fleetdistill_lab.simulation.report.comparison import ComparisonRow, Curve
+from fleetdistill_lab.simulation.report.scores import Figures, FleetFigures
+from fleetdistill_lab.simulation.report.simulated_time import SimulatedTimes
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """Results of one device.
+
+    Accuracies are in [0, 1] on the global test set. Fields with `own` weight each class by the device's share of
+    training samples. If the app gets several variants, all fields without `further` refer to the general one.
+
+    Attributes:
+        name: Id of the device.
+        model: Name of the device model.
+        parameters: Number of the model's parameters.
+        samples: Number of training samples.
+        accuracy_alone, own_accuracy_alone: Accuracy after local-only training; None without this control.
+        accuracy_fleet, own_accuracy_fleet: Accuracy of the model in `onnx_file`, measured with onnxruntime. Without
+            a file, accuracy of the model that the device would receive.
+        accuracy_trained, own_accuracy_trained: Accuracy after the last local training; fedavg, feddkd and dafkd then
+            replace the model by the fleet's. For FedDKD_BN, accuracy of the fleet's layers with the device's
+            batch-norm.
+        bytes_up, bytes_down: Bytes to and from the server, tensors and envelopes, uncompressed.
+        sent_up, sent_down: Bytes to and from the server on the wire.
+        onnx_file: Path of the app's exported model, relative to `out`; None before the run is over, and
+            for all devices but the first 100.
+        onnx_max_difference: Largest absolute difference between onnxruntime's and PyTorch's logits over all exported
+            files; None before the run is over.
+        onnx_answers: For each variant, `general` first, the path of its file; empty for a single model.
+        further: For each further variant, such as classstats' `personal`, its `accuracy` and `own_accuracy`.
+        samples_by_class: Number of training samples of each class, in label order.
+        leave_one_out: For each variant, the estimated accuracy on unseen data with the device's class mix, by
+            leave-one-out on the training samples; None for methods without this estimate.
+        own_statistics_kept: Whether the personal variant uses the device's own statistics only, because they were
+            better; None for methods without this choice.
+    """
+
+    name: str
+    model: str
+    parameters: int
+    samples: int
+    accuracy_alone: float | None
+    accuracy_fleet: float
+    own_accuracy_alone: float | None
+    own_accuracy_fleet: float
+    accuracy_trained: float
+    own_accuracy_trained: float
+    bytes_up: int
+    bytes_down: int
+    sent_up: int
+    sent_down: int
+    onnx_file: str | None
+    onnx_max_difference: float | None
+    onnx_answers: dict[str, str]
+    further: dict[str, dict[str, float]]
+    samples_by_class: list[int]
+    leave_one_out: dict[str, float] | None
+    own_statistics_kept: bool | None
+
+
+@dataclass(frozen=True)
+class FleetReport:
+    """Results of a simulation, the contents of report.json.
+
+    Accuracies are in [0, 1] on the global test set; figures without `by_round` are those after the last completed
+    round.
+
+    Attributes:
+        method, settings: Name and settings of the method.
+        link: `memory` or `grpc`.
+        dataset: Name of the data set.
+        partition, partition_parameters: Partition of the data over devices and its parameters.
+        seed: Seed of the simulation.
+        rounds, completed_rounds: Number of requested and of completed rounds.
+        finished: False if the simulation was interrupted; unfinished controls and exported models are then missing.
+        seconds: Duration since the last start, in seconds, controls included.
+        mean_accuracy_alone, mean_accuracy_fleet, mean_accuracy_trained: Means of the devices' fields of these names.
+        mean_own_accuracy_alone, mean_own_accuracy_fleet, mean_own_accuracy_trained, mean_own_accuracy_fedavg_device:
+            Mean own-class accuracies over the devices with samples of a class of the test set; None if there are none.
+            All but `fleet` are C-Spec in accuracy.
+        mean_accuracy_fedavg_global: Accuracy of FedAvg's global model.
+        mean_accuracy_fedavg_device: Mean accuracy of FedAvg's device models after local training.
+        fedavg_model: Model of every device in the FedAvg control, the largest of the fleet's.
+        fedavg_settings: Settings of the FedAvg control.
+        scores: CDKT-FL's figures of `fleet`, `alone` and `fedavg`; see `scores.fleet_figures`.
+        figures_by_round: CDKT-FL's figures of the fleet after each round, in accuracy, for device models as in
+            `accuracy_trained`.
+        late: Figures over the last rounds that papers report, in accuracy; see `scores.late_figures`.
+        further: For each further variant, the mean `accuracy` and `own_accuracy` over the devices that have it.
+        bytes_by_round: For each completed round, bytes from (`up`) and to (`down`) a device, tensors and envelopes,
+            mean over all devices. Traffic of short rounds, initial weights and the proxy set count in the next
+            completed round, and delivery of the final result in the last round, so that the sum is the total.
+        traffic: Bytes by round, device, direction and kind of part, uncompressed and on the wire (`sent_bytes`);
+            headers have the kind "envelope".
+        acknowledged_uploads, used_uploads, reported_uploads, refused_uploads: Number of answers with a receipt, of
+            those that a round used, of those reported as lost, and of refused uploads.
+        hostile, attack: Number of hostile devices, the first ones, and their attack.
+        named: For each device that the server reported as suspicious, the kinds of the events; see `suspects.named`.
+        guards_fired: Number of times that a guard of the method fired.
+        models_kept, models_replaced: Number of times that apps kept or replaced their model; 0 without
+            `validation_share`.
+        devices: Results of the devices.
+        accuracy_by_round: For each device, the accuracy of its model after local training.
+        delivered_accuracy_by_round: For each device, the accuracy of the model that it would receive after each
+            round; empty for methods whose devices keep the models in `accuracy_by_round`.
+        further_accuracy_by_round: For each further variant and device, its accuracy; None before the device had it.
+        global_accuracy_by_round: Accuracy of the global model; None for rounds without one.
+        alone_accuracy_by_round: For each device, the accuracy of local-only training after each of `control_rounds`.
+        class_names: Class names, in label order.
+        proxy_per_class: Number of training images per class in the proxy set.
+        control_rounds: Number of rounds of the controls.
+        leave_one_out: Like `DeviceReport.leave_one_out`, over the samples of all devices.
+        comparison: Local-only training, the method and FedAvg, by variant; see `comparison.ComparisonRow`.
+        curves: Accuracies of the method and FedAvg by bytes; see `comparison.Curve`.
+        simulated_time: Simulated seconds, rounds and devices in simulated time; None without it. See
+            `simulated_time.SimulatedTimes`.
+        privacy: `epsilon`, `delta` and `exact` of a private run, `sentence`, their meaning, and `strength` R of the
+            fleet's statistics; None for other runs.
+    """
+
+    method: str
+    settings: dict[str, Any]
+    link: str
+    dataset: str
+    partition: str
+    partition_parameters: dict[str, Any]
+    seed: int
+    rounds: int
+    completed_rounds: int
+    finished: bool
+    seconds: float
+    mean_accuracy_alone: float | None
+    mean_accuracy_fleet: float
+    mean_accuracy_trained: float
+    mean_own_accuracy_alone: float | None
+    mean_own_accuracy_fleet: float | None
+    mean_own_accuracy_trained: float | None
+    mean_accuracy_fedavg_global: float | None
+    mean_accuracy_fedavg_device: float | None
+    mean_own_accuracy_fedavg_device: float | None
+    fedavg_model: str | None
+    fedavg_settings: dict[str, Any] | None
+    scores: dict[str, FleetFigures]
+    figures_by_round: list[Figures]
+    late: Figures
+    further: dict[str, dict[str, float]]
+    bytes_by_round: list[dict[str, float]]
+    traffic: list[dict[str, Any]]
+    acknowledged_uploads: int
+    used_uploads: int
+    reported_uploads: int
+    refused_uploads: int
+    hostile: int
+    attack: str
+    named: dict[str, list[str]]
+    guards_fired: int
+    models_kept: int
+    models_replaced: int
+    devices: list[DeviceReport]
+    accuracy_by_round: dict[str, list[float]]
+    delivered_accuracy_by_round: dict[str, list[float]]
+    further_accuracy_by_round: dict[str, dict[str, list[float | None]]]
+    global_accuracy_by_round: list[float | None]
+    alone_accuracy_by_round: dict[str, list[float]]
+    class_names: list[str]
+    proxy_per_class: int
+    control_rounds: int
+    leave_one_out: dict[str, float] | None
+    comparison: list[ComparisonRow]
+    curves: list[Curve]
+    simulated_time: SimulatedTimes | None
+    privacy: dict[str, Any] | None

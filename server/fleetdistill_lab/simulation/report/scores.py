@@ -1,0 +1,149 @@
+"""Computes a simulated fleet's Global, C-Gen, C-Spec and C-Per, in accuracy and F1, from confusion matrices.
+
+A device's own test set is the global test set with each class weighted by the class's share of the device's training
+samples. Its expectation equals that of a separate test set per device, with far less noise than a few held-out
+samples. A device that did not take part in a round is scored with its latest model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import overload
+
+import numpy as np
+
+from fleetdistill_lab.simulation.report.metrics import (
+    Cells,
+    Floats,
+    Ints,
+    Margins,
+    Score,
+    accuracy,
+    f1_macro,
+    f1_weighted,
+    fleet_scores,
+    median_of_rounds,
+)
+
+SCORES: Mapping[str, Score] = {"accuracy": accuracy, "f1_weighted": f1_weighted, "f1_macro": f1_macro}
+_LAST_ROUNDS_OF_UA = 10
+_LAST_ROUNDS_OF_MEDIANS = 20
+
+Figures = dict[str, float | None]
+"""Maps `global`, `c_gen`, `c_spec` (mean over devices), `c_spec_samples` (over samples) and `c_per` to rates in [0, 1];
+None without such a model."""
+FleetFigures = dict[str, Figures]
+"""Maps the name of each score to the figures of one round."""
+
+
+def in_class_mix(counts_cc: Ints, samples_jc: Ints) -> Cells:
+    """Returns one model's confusion matrix on every device's own test set.
+
+    Args:
+        counts_cc: `[C, C]`, the model's confusion matrix on the global test set.
+        samples_jc: `[J, C]`, number of device j's training samples of each class.
+
+    Returns:
+        `[J, C, C]` float64; matrix j sums to the number of device j's samples of classes in the global test set.
+    """
+    return np.asarray(samples_jc[:, :, None] * _rates(counts_cc), dtype=np.float64)
+
+
+def _rates(counts_cc: Ints) -> Floats:
+    """Returns for each true class the fraction of each prediction, `[C, C]`; zeros for a class without rows."""
+    rows_c = counts_cc.sum(axis=1, keepdims=True)
+    rates_cc: Floats = np.divide(counts_cc, rows_c, out=np.zeros(counts_cc.shape), where=rows_c > 0)
+    return rates_cc
+
+
+def fleet_figures(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None) -> FleetFigures:
+    """Returns CDKT-FL's four figures of one round for every score.
+
+    Args:
+        device_kcc: For each device, its model's confusion matrix `[C, C]` on the global test set.
+        samples_jc: `[J, C]`, number of device j's training samples of each class, in the same order.
+        server_cc: Confusion matrix of the global model; None without one.
+    """
+    parts = _on_all_parts(device_kcc, samples_jc, server_cc)
+    return {name: _figures(*parts, score) for name, score in SCORES.items()}
+
+
+def round_figures(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None) -> Figures:
+    """Returns CDKT-FL's four figures of one round, computed from accuracy; arguments as in `fleet_figures`."""
+    return _figures(*_on_all_parts(device_kcc, samples_jc, server_cc), accuracy)
+
+
+def _on_all_parts(
+    device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None
+) -> tuple[Sequence[Margins], Margins | None]:
+    """Returns the device models' and the global model's margins on all own test sets."""
+    return _InMixes(device_kcc, samples_jc), None if server_cc is None else margins_in_mix(server_cc, samples_jc)
+
+
+class _InMixes(Sequence[Margins]):
+    """The margins of each device model on all own test sets, computed when they are needed.
+
+    Those of all models together would have a number for each pair of devices. Equal models are computed once.
+    """
+
+    def __init__(self, device_kcc: Sequence[Ints], samples_jc: Ints) -> None:
+        self._device_kcc, self._samples_jc = device_kcc, samples_jc
+        self._last: tuple[bytes, Margins] | None = None
+
+    def __len__(self) -> int:
+        return len(self._device_kcc)
+
+    @overload
+    def __getitem__(self, number: int) -> Margins: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Margins]: ...
+    def __getitem__(self, number: int | slice) -> Margins | Sequence[Margins]:
+        if isinstance(number, slice):
+            return _InMixes(self._device_kcc[number], self._samples_jc)
+        counts_cc = self._device_kcc[number]
+        known = counts_cc.tobytes()
+        if self._last is None or self._last[0] != known:
+            self._last = known, margins_in_mix(counts_cc, self._samples_jc)
+        return self._last[1]
+
+
+def margins_in_mix(counts_cc: Ints, samples_jc: Ints) -> Margins:
+    """Returns the margins `[J, C]` of the matrices of `in_class_mix`, without the matrices."""
+    rates_cc = _rates(counts_cc)
+    rows_jc = samples_jc * (counts_cc.sum(axis=1) > 0)
+    return Margins(samples_jc * np.diag(rates_cc), samples_jc @ rates_cc, rows_jc.astype(np.float64))
+
+
+def _figures(counts_kjcc: Sequence[Margins], server_jcc: Margins | None, score: Score) -> Figures:
+    found = fleet_scores(counts_kjcc, server_jcc, score)
+    figures = {
+        "global": found.global_,
+        "c_gen": found.c_gen,
+        "c_spec": found.c_spec,
+        "c_spec_samples": found.c_spec_samples,
+        "c_per": found.c_per,
+    }
+    return {name: None if math.isnan(value) else value for name, value in figures.items()}
+
+
+def late_figures(by_round: Sequence[Figures]) -> Figures:
+    """Returns the figures over the last rounds that papers report: FedD2S's average UA and CDKT-FL's medians.
+
+    Args:
+        by_round: Figures of every completed round, computed from accuracy, in order; at least one.
+
+    Returns:
+        `ua_mean`, the mean of C-Spec over the last 10 rounds; `c_gen_median`, `c_spec_median` and `c_per_median` over
+        the last 20 rounds. All rounds count if there are fewer.
+    """
+    rounds = len(by_round)
+    late = {}
+    for name in ("c_gen", "c_spec", "c_per"):
+        curve = [figures[name] for figures in by_round]
+        known = [value for value in curve if value is not None]
+        first = max(1, rounds - _LAST_ROUNDS_OF_MEDIANS + 1)
+        late[f"{name}_median"] = median_of_rounds(known, first, rounds) if len(known) == rounds else None
+    last = [figures["c_spec"] for figures in by_round[-_LAST_ROUNDS_OF_UA:]]
+    late["ua_mean"] = None if None in last else float(np.mean([value for value in last if value is not None]))
+    return late

@@ -1,0 +1,203 @@
+"""Shows a simulation on the terminal: progress bars, then tables. Used by the command and the example scripts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from fleetdistill_lab.simulation.fleet import Interrupted, simulate
+from fleetdistill_lab.simulation.folder import IfThere
+from fleetdistill_lab.simulation.not_begun import not_begun
+from fleetdistill_lab.simulation.progress import Progress as Done
+from fleetdistill_lab.simulation.report.comparison import NAMES, comparison_table
+from fleetdistill_lab.simulation.report.report import privacy_lines
+from fleetdistill_lab.simulation.report.results import FleetReport
+from fleetdistill_lab.simulation.report.simulated_time import time_lines
+from fleetdistill_lab.simulation.report.table import report_table
+from fleetdistill_lab.simulation.spec.settings import Simulation
+from fleetdistill_server.texts import counted
+from fleetdistill_server.tracking.targets import NOT_TRACKED, Tracking
+from fleetdistill_server.views.units import readable_bytes
+
+_PIPED_WIDTH = 118
+_SPEED_SECONDS = 3600.0
+"""Seconds of past rounds from which the remaining time is estimated; one round may take minutes."""
+
+
+def simulate_and_show(
+    wanted: Simulation, *, if_there: IfThere = "refuse", as_json: bool = False, tracking: Tracking = NOT_TRACKED
+) -> FleetReport:
+    """Runs a simulation with progress bars and prints its tables, or its report as JSON.
+
+    Raises:
+        Interrupted: See `simulate`.
+    """
+    report = simulate_with_progress(wanted, if_there, tracking)
+    if as_json:
+        print(json.dumps(asdict(report), indent=1))
+        return report
+    show_run(report)
+    show_comparison(report, wanted.out)
+    return report
+
+
+def show_run(report: FleetReport) -> None:
+    """Prints the table of devices and the summary lines of a run."""
+    console = Console()
+    if console.is_terminal:
+        console.print(report_table(report, console.width))
+    else:
+        Console(width=_PIPED_WIDTH).print(report_table(report))
+    lines = (
+        *privacy_lines(report),
+        summary_line(report),
+        *time_lines(report.simulated_time),
+        *expected_lines(report),
+        *global_lines(report),
+        *fedavg_lines(report),
+    )
+    for line in (*lines, *protection_lines(report)):
+        _print_line(console, line)
+
+
+def show_comparison(report: FleetReport, out: Path) -> None:
+    """Prints the comparison of the method with its controls, if there are any, and the report's files."""
+    console = Console()
+    if len(report.comparison) > 1:
+        console.print()
+        console.print(comparison_table(report.comparison))
+    models = sum(bool(one.onnx_file) + len(one.onnx_answers) for one in report.devices)
+    _print_line(console, f"{out}/: report.json, fleet.png, onnx/ ({models} models)")
+
+
+def _print_line(console: Console, line: str) -> None:
+    """Prints a line, wrapped at words on a terminal and unwrapped elsewhere."""
+    console.print(line, soft_wrap=not console.is_terminal)
+
+
+def simulate_with_progress(
+    wanted: Simulation, if_there: IfThere = "refuse", tracking: Tracking = NOT_TRACKED
+) -> FleetReport:
+    """Runs a simulation with progress bars on stderr."""
+    with _Bars(wanted, Console(stderr=True)) as bars:
+        return simulate(wanted, bars.show, if_there=if_there, tracking=tracking)
+
+
+def interrupted_line(interrupted: Interrupted, out: Path) -> str:
+    """Returns the line that is printed after Ctrl-C, with the command line option that resumes the simulation."""
+    report = interrupted.report
+    if not interrupted.begun:
+        return not_begun(out)
+    if report is None:
+        return f"interrupted before the first round was complete; continue with --resume --out {out}"
+    done = f"{report.completed_rounds} of {counted(report.rounds, 'round')}"
+    return f"interrupted; report.json and fleet.png in {out} cover {done}; continue with --resume --out {out}"
+
+
+def summary_line(report: FleetReport) -> str:
+    """Returns the run's duration, its mean gain over local-only training in percentage points, and its uploads."""
+    uploads = f"{counted(report.acknowledged_uploads, 'upload')} acknowledged, {report.used_uploads} used"
+    if report.mean_accuracy_alone is None:
+        return f"{report.seconds:.0f} s; {uploads}"
+    gain = 100 * (report.mean_accuracy_fleet - report.mean_accuracy_alone)
+    word = "better" if gain > 0 else "worse"
+    more = f" for {counted(report.control_rounds, 'round')}" if report.control_rounds != report.rounds else ""
+    text = f"the fleet is on average {abs(gain):.1f} points {word} than devices that train alone{more}"
+    return f"{report.seconds:.0f} s; {text}; {uploads}"
+
+
+def expected_lines(report: FleetReport) -> list[str]:
+    """Returns the devices' leave-one-out accuracy, for methods that estimate it without held-out data."""
+    if report.leave_one_out is None:
+        return []
+    rates = ", ".join(f"{variant} model {rate:.1%}" for variant, rate in report.leave_one_out.items())
+    kept = sum(bool(one.own_statistics_kept) for one in report.devices)
+    own = f"; {kept} of {len(report.devices)} devices keep a personal model from their own statistics" if kept else ""
+    return [f"Leave-one-out estimate of the accuracy on unseen data like each device's own: {rates}{own}"]
+
+
+def exchange_lines(report: FleetReport, out: Path) -> list[str]:
+    """Returns the summary of a one-exchange run that follows a run of another method."""
+    cost = readable_bytes(round(report.curves[0].bytes[-1]))
+    what = f"The same fleet with one exchange of {NAMES[report.method]}"
+    line = f"{what}: {report.seconds:.0f} s, {cost} per device ({out}/)"
+    return [line, *privacy_lines(report), *expected_lines(report)]
+
+
+def global_lines(report: FleetReport) -> list[str]:
+    """Returns the accuracy of the method's global model, if it has one."""
+    accuracy = report.global_accuracy_by_round[-1]
+    return [] if accuracy is None else [f"{report.method}'s global model: {accuracy:.1%}"]
+
+
+def fedavg_lines(report: FleetReport) -> list[str]:
+    """Returns the figures of the FedAvg control, if it was run."""
+    if report.fedavg_model is None or report.fedavg_settings is None or report.method == "fedavg":
+        return []
+    how = "{optimizer} {learning_rate}, {local_epochs} local epochs".format_map(report.fedavg_settings)
+    return [
+        f"FedAvg with {report.fedavg_model} on every device ({how}): global model "
+        f"{_percent(report.mean_accuracy_fedavg_global)}, device models after local training "
+        f"{_percent(report.mean_accuracy_fedavg_device)}, on own classes "
+        f"{_percent(report.mean_own_accuracy_fedavg_device)}"
+    ]
+
+
+def protection_lines(report: FleetReport) -> list[str]:
+    """Returns how often guards fired and apps kept their models, if either happened."""
+    guards = f"guards fired {report.guards_fired} times" if report.guards_fired else ""
+    validated = report.models_kept + report.models_replaced
+    kept = f"apps kept their model {report.models_kept} of {validated} times" if validated else ""
+    text = "; ".join(one for one in (guards, kept) if one)
+    return [text] if text else []
+
+
+def _percent(rate: float | None) -> str:
+    return "not scored" if rate is None else f"{rate:.1%}"
+
+
+class _Bars:
+    """Progress bars for the fleet and each control, with the remaining or the elapsed time."""
+
+    def __init__(self, wanted: Simulation, console: Console) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            TextColumn("{task.fields[accuracy]}"),
+        )
+        self._names = {
+            "fleet": f"{wanted.method} over {wanted.link}",
+            "alone": "control: local only",
+            "fedavg": "control: FedAvg",
+        }
+        self._progress = Progress(*columns, console=console, speed_estimate_period=_SPEED_SECONDS)
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> _Bars:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._tasks:  # stopping a progress display that was never started prints an empty line
+            self._progress.stop()
+
+    def show(self, done: Done) -> None:
+        """Updates the bar of a phase."""
+        text = "" if done.accuracy is None else f"mean test accuracy {done.accuracy:.1%}"
+        if done.phase not in self._tasks:
+            self._progress.start()  # only now, after the settings and the data have passed their checks
+            task = self._progress.add_task(self._names[done.phase], total=done.total, accuracy=text)
+            self._tasks[done.phase] = task
+        self._progress.update(self._tasks[done.phase], completed=done.completed, accuracy=text)

@@ -1,0 +1,174 @@
+"""Describes simulated devices, which are SDK `Device` objects with data from files, and makes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleetdistill import COLUMNS, Device, Event
+from fleetdistill.clock import Clock
+from fleetdistill.deployment.settings import Deployment
+from fleetdistill.knowledge import RECEIVED, RESULT
+from fleetdistill.link.base import Link
+from fleetdistill.models import USUAL_PREDICTOR
+from fleetdistill.seeds import derive_seed
+from fleetdistill.state.directory import Storage
+from fleetdistill_lab.simulation.spec.arrays import load_arrays
+from fleetdistill_lab.simulation.spec.score_log import PRODUCT, append_scores
+
+if TYPE_CHECKING:
+    from fleetdistill.device.compute import MakeCompute
+    from fleetdistill.device.torch_compute import TorchCompute
+    from fleetdistill.wire.v1 import contract_pb2
+    from fleetdistill_lab.simulation.spec.compute import Shared
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """Description of a simulated device.
+
+    Attributes:
+        name: Id of the device.
+        model: Name of a built-in model, or package.module:factory.
+        seed: The simulation's seed; the model's initial weights are derived from it and `name`.
+        classes: Number of classes of the contract.
+        data_file: Path of the training data, an `.npz` with `inputs` and `labels`.
+        test_file: Path of the test set, in the same format.
+        state_dir: Path of the device's state directory.
+        run: Name of the run.
+        validation_file: Path of the validation data that decide whether the model is replaced; empty for none.
+        predictor: Name in `fleetdistill.models.PREDICTORS`, for methods that train a predictor on fixed features.
+        attack: Attack of a hostile device, a name in `hostile.ATTACKS`; empty for an honest device.
+        modules: Modules that the device's process imports to register methods.
+        exports: Whether the device exports its model at the end of the run.
+    """
+
+    name: str
+    model: str
+    seed: int
+    classes: int
+    data_file: str
+    test_file: str
+    state_dir: str
+    run: str
+    validation_file: str = ""
+    predictor: str = USUAL_PREDICTOR
+    attack: str = ""
+    modules: tuple[str, ...] = ()
+    exports: bool = True
+
+    @property
+    def rows(self) -> int:
+        """Number of training rows in the data file; a private or hostile device declares another number."""
+        return len(load_arrays(self.data_file)[1])
+
+    @property
+    def scores_file(self) -> Path:
+        """Path of the simulation's score log, which its devices share."""
+        return Path(self.state_dir).parent / "scores.jsonl"
+
+    @property
+    def exported_file(self) -> Path:
+        """Path of the JSON file that describes the exported ONNX model."""
+        return Path(self.state_dir) / "exported.json"
+
+
+def build_device_model(spec: DeviceSpec, input_shape: tuple[int, ...]):  # type: ignore[no-untyped-def]  # a torch module
+    """Builds the device's model with its initial weights, which are the same in every process."""
+    from fleetdistill.models import build_model
+    from fleetdistill.training.randomness import own_randomness
+
+    with own_randomness(derive_seed(spec.seed, 0, "device model", spec.name)):  # several threads may build models
+        return build_model(spec.model, input_shape=input_shape, classes=spec.classes)
+
+
+def make_device(
+    spec: DeviceSpec,
+    server: str | Link,
+    state: Storage | None = None,
+    compute: MakeCompute | None = None,
+    clock: Clock | None = None,
+) -> Device:
+    """Builds the SDK device of a spec, which logs its scores and its exported model.
+
+    Args:
+        spec: The device.
+        server: Address of the server, or the link to it.
+        state: The device's state; by default its state directory.
+        compute: Makes the compute backend; None for one that shares nothing with other devices.
+        clock: Clock of a device in simulated time; by default the machine's.
+    """
+
+    def note(event: Event) -> None:
+        if event.kind == "exported":
+            new = spec.exported_file.with_suffix(".new")
+            new.write_text(json.dumps(event.values))
+            new.replace(spec.exported_file)
+        elif event.kind == "scored":
+            split, _, variant = event.values["split"].partition("/")
+            if split == "test" and variant in (RECEIVED, RESULT):
+                completed = event.round - (variant == RECEIVED)  # a received model is the previous round's result
+                append_scores(spec.scores_file, spec.name, completed, event.values["confusion"], PRODUCT)
+            elif split == "test":
+                append_scores(spec.scores_file, spec.name, event.round, event.values["confusion"], variant)
+
+    return Device(
+        server=server,
+        **_backend(spec, compute),
+        state_dir=spec.state_dir if state is None else state,
+        run=spec.run,
+        device_id=spec.name,
+        allow=COLUMNS,
+        export_onnx="finish" if spec.exports else "never",
+        on_event=note,
+        clock=clock,
+        deployment=Deployment(keep_versions=1),  # nothing rolls a simulated device back
+    )
+
+
+def _backend(spec: DeviceSpec, compute: MakeCompute | None) -> Mapping[str, Any]:
+    """Returns the arguments of `Device` for what computes: the model and data, or a worker."""
+    if compute is not None:
+        return {"worker": compute}
+    if spec.attack:
+        return {"worker": lambda contract: _hostile(spec, contract, _computes(spec, load_arrays(spec.test_file)))}
+    return _computes(spec, load_arrays(spec.test_file))
+
+
+def _computes(spec: DeviceSpec, test_data: Any) -> dict[str, Any]:
+    data = load_arrays(spec.data_file)
+    return {
+        "model": lambda: build_device_model(spec, data[0].shape[1:]),
+        "model_name": spec.model,
+        "data": data,
+        "test_data": test_data,
+        "validation_data": load_arrays(spec.validation_file) if spec.validation_file else None,
+        "predictor": spec.predictor,
+    }
+
+
+def make_compute(spec: DeviceSpec, contract: contract_pb2.Contract, shared: Shared) -> TorchCompute:
+    """Builds the compute backend of a device that shares its process with others.
+
+    Args:
+        spec: The device.
+        contract: The run's contract.
+        shared: What the devices of the process share.
+    """
+    from fleetdistill_lab.simulation.spec.compute import SimulatedCompute
+
+    computes = _computes(spec, shared.samples(spec.test_file))
+    if spec.attack:
+        return _hostile(spec, contract, computes)
+    return SimulatedCompute(contract, shared, **computes, torch_device="cpu")
+
+
+def _hostile(spec: DeviceSpec, contract: contract_pb2.Contract, computes: Mapping[str, Any]) -> TorchCompute:
+    from fleetdistill_lab.simulation.spec.hostile import HostileCompute, flipped
+
+    inputs, labels = computes["data"]
+    given = {**computes, "data": (inputs, flipped(spec.attack, labels, spec.classes)), "torch_device": "cpu"}
+    return HostileCompute(contract, spec.attack, **given)

@@ -1,0 +1,248 @@
+"""Plans a simulation: its run configuration, its devices with their data files, and the proxy set."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleetdistill.knowledge import ModelParameters
+from fleetdistill.models import PREDICTORS, build_model, path_of
+from fleetdistill.training.model import parameter_count
+from fleetdistill_lab.simulation.data.datasets import Dataset, stratified_rows
+from fleetdistill_lab.simulation.data.hold_out import hold_out_validation, proxy_rows
+from fleetdistill_lab.simulation.data.partition import partition, partition_parameters
+from fleetdistill_lab.simulation.data.split import Ints, Partition
+from fleetdistill_lab.simulation.spec.arrays import save_arrays
+from fleetdistill_lab.simulation.spec.device import DeviceSpec
+from fleetdistill_lab.simulation.spec.settings import Simulation
+from fleetdistill_server.config.limits import Limits
+from fleetdistill_server.config.run_config import RunConfig, run_config
+from fleetdistill_server.methods import modules_of, server_class
+from fleetdistill_server.methods.base import Needs
+from fleetdistill_server.store.store import Store
+
+RUN = "simulation"
+NO_DEADLINE_SECONDS = 1e7
+"""Deadline and lease without simulated time, in seconds; long enough that neither expires before a resume."""
+PROXY_PER_CLASS = 8
+MOST_EXPORTS = 100
+"""Number of devices that export their model; the report scores the others by the model that they have."""
+DIGITS_MODELS = ("digits_linear", "digits_mlp_small", "digits_mlp_large", "digits_cnn_small", "digits_cnn_large")
+RESNET_MODELS = ("resnet2", "resnet4", "resnet6", "resnet10", "resnet12")
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A simulation that is ready to run.
+
+    Attributes:
+        data: The data set, without the proxy set's rows.
+        split: Partition of the training data over the devices.
+        config: Configuration of the run.
+        specs: The devices.
+        initial: Initial weights that the method distributes; None if it distributes none.
+        work: The simulation's work folder.
+    """
+
+    data: Dataset
+    split: Partition
+    config: RunConfig
+    specs: list[DeviceSpec]
+    initial: ModelParameters | None
+    work: Path
+
+
+def hold_out_proxy(wanted: Simulation, data: Dataset, work: Path) -> Dataset:
+    """Writes the proxy set, if the simulation has one, and returns the data set without its rows."""
+    per_class = proxy_per_class(wanted, data)
+    if not per_class:
+        return data
+    taken, left = proxy_rows(data.train_labels.numpy(), per_class)
+    inputs, labels = data.train_images.numpy()[taken], data.train_labels.numpy()[taken]
+    np.savez(_proxy_file(work), inputs=inputs, labels=labels)
+    return data.with_training_rows(left)
+
+
+def proxy_per_class(wanted: Simulation, data: Dataset) -> int:
+    """Returns the number of images per class in the proxy set; see `Simulation.proxy_per_class`."""
+    if wanted.proxy_per_class is not None:
+        return wanted.proxy_per_class
+    smallest = int(data.train_labels.bincount().min())
+    return min(PROXY_PER_CLASS, smallest // 2) if _needs(wanted).proxy_set else 0
+
+
+def _needs(wanted: Simulation) -> Needs:
+    """Returns the method's requirements under the simulation's settings."""
+    config = wanted.configuration()
+    return server_class(wanted.method, config).needs(config)
+
+
+def _proxy_file(work: Path) -> Path:
+    return work / "proxy.npz"
+
+
+def _proxy_section(wanted: Simulation, data: Dataset, work: Path) -> dict[str, str]:
+    if not _needs(wanted).proxy_set:
+        return {}
+    licence = "that of the data set it is taken from"
+    return {"data": str(_proxy_file(work)), "name": f"{data.name}-proxy", "licence": licence}
+
+
+def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path | None = None) -> RunConfig:
+    """Builds the run configuration of a simulation; `store` defaults to `work/store`."""
+    extractor, server = ("digits_extractor", "digits_server") if _is_small(data) else ("resnet_extractor", "resnet20")
+    if _needs(wanted).server_reads_inputs:
+        server = largest_model(wanted, data)
+    extractor, server = path_of(wanted.extractor) or extractor, path_of(wanted.server_model) or server
+    return run_config(
+        {
+            "run": {
+                "name": RUN,
+                "method": wanted.method,
+                "import": _modules(wanted),
+                "rounds": wanted.rounds_to_complete,
+                "seed": wanted.seed,
+                "min_devices": wanted.devices_to_begin,
+                "devices_per_round": wanted.devices_per_round,
+                "over_selection": wanted.over_selection,
+                "quorum": wanted.quorum,
+                **_deadline(wanted),
+                "threads": wanted.threads,
+            },
+            "contract": {
+                "classes": list(data.classes),
+                "input_shape": list(data.train_images.shape[1:]),
+                "knowledge_type": wanted.knowledge_type,
+            },
+            "model": {"extractor": extractor, "server": server, "device": _device_model(wanted, data)},
+            "method": dict(wanted.settings),
+            **({} if wanted.privacy is None else {"privacy": wanted.privacy}),
+            "proxy": _proxy_section(wanted, data, work),
+            "evaluation": {"data": str(work / "test.npz"), "trusted_rows": 0},  # the test set must not filter answers
+            "server": {
+                "listen": "127.0.0.1:0",
+                "store": str(store or work / "store"),
+                **({} if wanted.behaviour else {"lease_seconds": NO_DEADLINE_SECONDS}),
+                "torch_device": wanted.torch_device,
+            },
+            "limits": _limits(wanted.devices),
+        }
+    )
+
+
+def _deadline(wanted: Simulation) -> dict[str, float]:
+    """Returns the deadline as a setting of [run]; without simulated time, none expires."""
+    if wanted.behaviour is None:
+        return {"deadline_seconds": NO_DEADLINE_SECONDS}
+    return {} if wanted.deadline_seconds is None else {"deadline_seconds": wanted.deadline_seconds}
+
+
+def _limits(devices: int) -> dict[str, int]:
+    """Returns the limits that would slow down a fleet on one machine: all devices check in within seconds."""
+    usual = Limits()
+    names = ("devices", "open_calls", "new_devices_per_minute", "new_devices_per_minute_per_address")
+    return {name: max(getattr(usual, name), 2 * devices) for name in names}
+
+
+def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) -> list[DeviceSpec]:
+    """Assigns each device its model and its part of the data, and writes the data files."""
+    models = device_models(wanted, data)
+    predictors = wanted.predictors or tuple(PREDICTORS)
+    modules = modules_of(wanted.method) if wanted.has_workers and not wanted.modules else _modules(wanted)
+    test_file = save_arrays(work / "test.npz", data.test_images.numpy(), data.test_labels.numpy())
+    specs = []
+    for number, rows in enumerate(split.indices):
+        name = f"device-{number:0{len(str(wanted.devices - 1))}d}"
+        own, held_out = hold_out_validation(data.train_labels.numpy(), rows, wanted.validation_share, wanted.seed)
+        specs.append(
+            DeviceSpec(
+                name=name,
+                model=models[number % len(models)],
+                predictor=predictors[number % len(predictors)],
+                attack=wanted.attack if number < wanted.hostile else "",
+                seed=wanted.seed,
+                classes=len(data.classes),
+                data_file=_save_rows(data, own, work / f"{name}.npz"),
+                validation_file=_save_rows(data, held_out, work / f"{name}-validation.npz") if len(held_out) else "",
+                test_file=test_file,
+                state_dir=str(work / name),
+                run=RUN,
+                modules=tuple(modules),
+                exports=number < MOST_EXPORTS,
+            )
+        )
+    return specs
+
+
+def _modules(wanted: Simulation) -> list[str]:
+    """Returns the modules that other processes must import to register the method."""
+    if wanted.modules or wanted.link == "memory":
+        return list(wanted.modules)
+    return modules_of(wanted.method)
+
+
+def _save_rows(data: Dataset, rows: Ints, file: Path) -> str:
+    return save_arrays(file, data.train_images[rows].numpy(), data.train_labels[rows].numpy())
+
+
+def _models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
+    return wanted.model_paths or (DIGITS_MODELS if _is_small(data) else RESNET_MODELS)
+
+
+def _device_model(wanted: Simulation, data: Dataset) -> str:
+    """Returns the value of `[model] device`: the largest model if the method requires one, else an empty string."""
+    needs = _needs(wanted)
+    return largest_model(wanted, data) if needs.same_architecture or needs.server_has_device_model else ""
+
+
+def largest_model(wanted: Simulation, data: Dataset) -> str:
+    """Returns the device model with the most parameters."""
+    shape = tuple(data.train_images.shape[1:])
+    classes = len(data.classes)
+    return max(_models(wanted, data), key=lambda name: _parameters(name, shape, classes))
+
+
+@functools.cache
+def _parameters(model: str, input_shape: tuple[int, ...], classes: int) -> int:
+    """Builds a model and returns its number of parameters; cached."""
+    return parameter_count(build_model(model, input_shape=input_shape, classes=classes))
+
+
+def device_models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
+    """Returns the models to assign in rotation; only the largest if all devices must run the same model."""
+    return (largest_model(wanted, data),) if _needs(wanted).same_architecture else _models(wanted, data)
+
+
+def deal(wanted: Simulation, data: Dataset) -> Partition:
+    """Partitions the training data over the devices."""
+    labels = data.train_labels.numpy()
+    settings = partition_settings(wanted, data)
+    return partition(wanted.partition, labels, wanted.devices, wanted.seed, **settings)
+
+
+def limit_test_set(data: Dataset, wanted: Simulation) -> Dataset:
+    """Returns the data set with at most `test_limit` test images, a stratified subset."""
+    if wanted.test_limit is None or wanted.test_limit >= len(data.test_labels):
+        return data
+    rows = stratified_rows(data.test_labels.numpy(), wanted.test_limit, wanted.seed)
+    return replace(data, test_images=data.test_images[rows], test_labels=data.test_labels[rows])
+
+
+def partition_settings(wanted: Simulation, data: Dataset) -> dict[str, Any]:
+    """Returns the partition's required parameters, from the simulation's settings of the same names."""
+    needed = partition_parameters(wanted.partition)
+    return {name: data.train_clients if name == "clients" else getattr(wanted, name) for name in needed}
+
+
+def _is_small(data: Dataset) -> bool:
+    return tuple(data.train_images.shape[1:]) == (1, 8, 8)
+
+
+def open_store(fleet: Fleet) -> contextlib.closing[Store]:
+    """Context manager that opens and closes the store of a simulation's run."""
+    return contextlib.closing(Store.open(Path(fleet.config.server.store)))

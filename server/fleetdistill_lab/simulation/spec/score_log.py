@@ -1,0 +1,66 @@
+"""Reads and writes a simulation's score log: its devices' models on the test set, a line per device and round."""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fleetdistill_lab.simulation.report.metrics import Ints
+
+START = 0
+"""Round number of the initial models' scores."""
+PRODUCT = "/product"
+"""Variant of the fleet's models that devices receive, logged under the last round that changed them."""
+Scores = Mapping[str, Mapping[str, Mapping[int, Ints]]]
+"""Confusion matrices `[C, C]` by variant, device and round. The general variant has an empty name."""
+
+
+def append_scores(file: Path, device: str, number: int, confusion: npt.ArrayLike, variant: str = "") -> None:
+    """Appends a model's confusion matrix `[C, C]` on the test set after round `number`.
+
+    The line has only the cells that are not zero, at most one for each row of the test set. Several processes may
+    append to a file, because each line is one write.
+    """
+    counts = np.asarray(confusion, np.int64)
+    cells = [(int(true), int(predicted), int(counts[true, predicted])) for true, predicted in np.argwhere(counts)]
+    line = {"device": device, "variant": variant, "round": number, "classes": len(counts), "cells": cells}
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, json.dumps(line).encode() + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def read_scores(file: Path) -> Scores:
+    """Returns the matrices of a score log; the last one for a repeated round."""
+    found: dict[str, dict[str, dict[int, Ints]]] = defaultdict(lambda: defaultdict(dict))
+    if file.exists():
+        with file.open() as lines:
+            for row in map(json.loads, lines):
+                found[row["variant"]][row["device"]][row["round"]] = _matrix(row["classes"], row["cells"])
+    return found
+
+
+def _matrix(classes: int, cells: Sequence[Sequence[int]]) -> Ints:
+    found = np.zeros((classes, classes), np.int64)
+    for true, predicted, count in cells:
+        found[true, predicted] = count
+    return found
+
+
+def after_rounds(noted: Mapping[int, Ints], rounds: Sequence[int]) -> list[Ints]:
+    """Returns the confusion matrix of the model that a device has after each of these rounds.
+
+    Args:
+        noted: Scores of a device by round, with the round `START`.
+        rounds: Numbers of the rounds, ascending.
+    """
+    numbers = sorted(noted)
+    return [noted[numbers[bisect(numbers, last) - 1]] for last in rounds]

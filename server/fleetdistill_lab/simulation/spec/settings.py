@@ -1,0 +1,189 @@
+"""Settings of a simulated fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy.typing as npt
+
+from fleetdistill.models import path_of
+from fleetdistill.privacy.guarantee import Guarantee
+from fleetdistill_lab.simulation.data.datasets import Dataset
+from fleetdistill_lab.simulation.data.own import Arrays, own_dataset
+from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
+from fleetdistill_server.config.run_config import checked_settings
+
+Factory = Callable[..., Any]
+"""Function that builds a torch module."""
+CONTROL_ROUNDS = 30
+"""Number of rounds of the controls for a method with one exchange."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """Settings of a simulation.
+
+    Raises:
+        ConfigurationError: A model function is not at the top level of a module.
+        DataError: The arrays in `dataset` do not form a data set.
+
+    Attributes:
+        method: Name of the method.
+        modules: Modules to import, which register your own methods. Over gRPC, the server's and the devices' processes
+            import them too, and so do workers. Not needed for methods that this process has registered.
+        settings: The method's settings, as under [method] in run.toml.
+        epsilon: Epsilon of private class statistics, as under [privacy] in run.toml; None for a run without privacy.
+        dataset: A name in `datasets.DATASETS`, a `Dataset`, or arrays for `own_dataset`. A simulation keeps a copy of
+            your own data in its folder.
+        data_dir: Folder of the data sets; see `load_dataset`.
+        image_size: Height and width that images are reduced to by averaging; None keeps their size.
+        train_limit: Largest number of training images in the whole fleet; None for all.
+        test_limit: Largest number of test images, a stratified subset; None for all.
+        devices: Number of devices.
+        models: Device models, assigned in turn; by default five different ones that fit the data set. Each is a name,
+            `package.module:factory`, or a top-level function of (input_shape, classes).
+        extractor: First layers of all device models, for methods that use features: a name,
+            `package.module:factory`, or a top-level function of (input_shape). By default the extractor of the built-in
+            models.
+        server_model: Server model, for methods that train one: a name, `package.module:factory`, or a top-level
+            function of (feature_shape, classes), or of (input_shape, classes) if the model reads inputs.
+        partition: Partition of the data over devices, a name in `partition.PARTITIONS`.
+        alpha: Concentration of the Dirichlet partitions, above 0.
+        classes_per_device: Number of classes per device, for the partitions by classes.
+        proxy_per_class: Number of training images per class, the last ones, to hold out as the proxy set. None means
+            0 for methods without a proxy set, and else 8, or half the smallest class if it has fewer than 16. Set it
+            for all methods of a comparison, so that they train on the same data.
+        validation_share: Fraction of each device's samples to hold out as validation data, in [0, 1), stratified. A
+            device's model is replaced only if its validation accuracy does not fall; with 0, it is always replaced.
+        predictors: Names in `fleetdistill.models.PREDICTORS`, assigned in turn, for class statistics with
+            `predictor = "trained"`; by default all of them.
+        hostile: Number of hostile devices; the first ones are hostile.
+        attack: The hostile devices' attack, a name in `hostile.ATTACKS`.
+        rounds: Number of rounds; None for the default, 30, or 1 for a method with one exchange.
+        devices_per_round: Number of devices that each round draws at random and waits for; 0 for all present devices.
+        over_selection: Number of devices to ask for each of `devices_per_round`, from 1 to 10. Needs `behaviour`.
+        quorum: Fraction of a round's devices that must answer, in (0, 1].
+        deadline_seconds: Simulated seconds from an ask to its deadline; None for run.toml's default. Needs `behaviour`.
+        min_devices: Number of devices that must be present for a round to begin; None for all devices, or with
+            `behaviour` for `devices_per_round`, but at least 2.
+        behaviour: When the devices are available and how fast they are, in simulated time; None if they are always
+            available and answer immediately. Needs the link `memory`.
+        control_rounds: Number of rounds of the controls; None for the method's number, but at least 30 for a method
+            with one exchange, since training without exchanges has no communication cost.
+        seed: Seed of the partition, the models, the batches and all other random choices.
+        link: `memory` or `grpc`.
+        durable: Whether server and devices write and fsync all their files over the memory link too; see
+            `docs/how-to/simulate-large-fleets.md`. Over gRPC they always do.
+        workers: Number of processes that compute the devices' work; 0 for the simulation's own process, or over gRPC
+            for one per processor. With any number the results are the same to the bit. Not with `durable`.
+        backend: What computes the devices' work: `local` for `workers`, or `ray` for a Ray cluster.
+        ray_address: Address of a Ray cluster, as in `ray.init`; empty for `workers` Ray workers on this machine.
+        threads: Number of torch threads of the engine and of each device.
+        knowledge_type: Element type of knowledge on the wire: float16, float32 or uint8.
+        torch_device: Torch device of the server half: auto, cpu or cuda.
+        out: Folder for report.json, fleet.png and the models; its subfolder `work` has the simulation's state.
+        with_alone: Whether to train every device without the fleet as a control.
+        with_fedavg: Whether to run FedAvg on the same data as a control, over the in-memory link. Every device has the
+            largest of the device models and makes as many passes over the labels as in the method. All other settings
+            are FedAvg's defaults.
+    """
+
+    method: str = "feddkc"
+    modules: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    epsilon: float | None = None
+    dataset: str | Dataset | Arrays | tuple[npt.ArrayLike, npt.ArrayLike] = "digits"
+    data_dir: Path | None = None
+    image_size: int | None = None
+    train_limit: int | None = None
+    test_limit: int | None = None
+    devices: int = 5
+    models: Sequence[str | Factory] = ()
+    extractor: str | Factory = ""
+    server_model: str | Factory = ""
+    predictors: tuple[str, ...] = ()
+    partition: str = "dirichlet_by_class"
+    alpha: float = 0.5
+    classes_per_device: int = 2
+    proxy_per_class: int | None = None
+    validation_share: float = 0.0
+    hostile: int = 0
+    attack: str = ""
+    rounds: int | None = None
+    devices_per_round: int = 0
+    over_selection: float = 1.0
+    quorum: float = 2 / 3
+    deadline_seconds: float | None = None
+    min_devices: int | None = None
+    behaviour: FleetBehaviour | None = None
+    control_rounds: int | None = None
+    seed: int = 0
+    link: Literal["memory", "grpc"] = "memory"
+    durable: bool = False
+    workers: int = 0
+    backend: Literal["local", "ray"] = "local"
+    ray_address: str = ""
+    threads: int = 1
+    knowledge_type: Literal["float16", "float32", "uint8"] = "float16"
+    torch_device: str = "auto"
+    out: Path = Path("out/simulation")
+    with_alone: bool = True
+    with_fedavg: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dataset, str | Dataset):
+            object.__setattr__(self, "dataset", own_dataset(self.dataset))
+        object.__setattr__(self, "out", Path(self.out))
+        object.__setattr__(self, "models", tuple(path_of(one) for one in self.models))
+        object.__setattr__(self, "extractor", path_of(self.extractor))
+        object.__setattr__(self, "server_model", path_of(self.server_model))
+
+    @property
+    def model_paths(self) -> tuple[str, ...]:
+        """Device models, each as a name or `package.module:factory`."""
+        return tuple(path_of(one) for one in self.models)
+
+    def configuration(self) -> Any:
+        """Returns the method's configuration, without checks that need the number of classes.
+
+        Raises:
+            ConfigurationError: The method or a setting is unknown, or a setting is out of range.
+        """
+        return checked_settings(self.method, self.settings, self.privacy)
+
+    @property
+    def privacy(self) -> dict[str, Any] | None:
+        """The section [privacy] of the run's configuration, with all settings; None for a run without privacy."""
+        return None if self.epsilon is None else asdict(Guarantee(epsilon=float(self.epsilon)))
+
+    @property
+    def devices_to_begin(self) -> int:
+        """Number of present devices with which a round begins: `min_devices`, or its default."""
+        if self.min_devices is not None:
+            return self.min_devices
+        return self.devices if self.behaviour is None else min(max(self.devices_per_round, 2), self.devices)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether the settings ask for other processes to compute the devices' work."""
+        return self.workers > 0 or self.backend != "local"
+
+    @property
+    def one_exchange(self) -> bool:
+        """Whether the method finishes after one round."""
+        return bool(self.configuration().usual_rounds == 1)
+
+    @property
+    def rounds_to_complete(self) -> int:
+        """Number of rounds: `rounds`, or its default."""
+        return int(self.configuration().usual_rounds) if self.rounds is None else self.rounds
+
+    @property
+    def rounds_of_controls(self) -> int:
+        """Number of rounds of the controls: `control_rounds`, or its default."""
+        if self.control_rounds is not None:
+            return self.control_rounds
+        return max(self.rounds_to_complete, CONTROL_ROUNDS) if self.one_exchange else self.rounds_to_complete
