@@ -31,10 +31,10 @@ from urllib.request import urlopen
 from calls import CALL_SECONDS, RUN, Device, Server, connect, make_request, prepare_store, server
 
 from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_console.metrics.endpoint import Endpoint
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
-from fleetdistill_server.metrics.endpoint import Endpoint
 from fleetdistill_server.service.processes import allow_open_files
 
 CLIENTS = 2

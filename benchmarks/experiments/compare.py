@@ -24,10 +24,10 @@ from typing import Any
 from compare_tables import Headline, print_tables
 
 from fleetdistill.methods import config_class
+from fleetdistill_console.tracking.targets import Tracking, read_targets
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.report.results import FleetReport
 from fleetdistill_lab.simulation.spec.settings import Simulation
-from fleetdistill_server.tracking.targets import Tracking, read_targets
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.dashboards import dashboard, picture
 
-from fleetdistill_server.dashboard.pages import compare, device
+from fleetdistill_console.dashboard.pages import compare, device
 from fleetdistill_server.store.store import Store
 
 NOON = 1_795_435_200.0  # 2026-11-23T12:00:00Z

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetdistill_server.dashboard import units
-from fleetdistill_server.dashboard.chart import MOST_POINTS, thinned
-from fleetdistill_server.dashboard.pages.run import last_accuracy, time_left
-from fleetdistill_server.dashboard.pages.runs import accuracy
-from fleetdistill_server.dashboard.panels.classes import bubbles, note, spread
-from fleetdistill_server.dashboard.panels.curves import axis
-from fleetdistill_server.dashboard.panels.devices import presence
-from fleetdistill_server.dashboard.panels.embed import address, embedding
-from fleetdistill_server.dashboard.panels.round import (
+from fleetdistill_console.dashboard import units
+from fleetdistill_console.dashboard.chart import MOST_POINTS, thinned
+from fleetdistill_console.dashboard.pages.run import last_accuracy, time_left
+from fleetdistill_console.dashboard.pages.runs import accuracy
+from fleetdistill_console.dashboard.panels.classes import bubbles, note, spread
+from fleetdistill_console.dashboard.panels.curves import axis
+from fleetdistill_console.dashboard.panels.devices import presence
+from fleetdistill_console.dashboard.panels.embed import address, embedding
+from fleetdistill_console.dashboard.panels.round import (
     MOST_DEVICES,
     bars,
     furthest_behind,
@@ -26,7 +26,7 @@ from fleetdistill_server.dashboard.panels.round import (
     phases,
     sentence,
 )
-from fleetdistill_server.dashboard.panels.traffic import by_kind
+from fleetdistill_console.dashboard.panels.traffic import by_kind
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5000))

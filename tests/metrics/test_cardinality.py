@@ -16,7 +16,7 @@ from support.processes import PATIENCE_SECONDS, wait_until
 from support.wire_samples import make_payload
 
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
-from fleetdistill_server.metrics.files import FilesCollector
+from fleetdistill_console.metrics.files import FilesCollector
 
 MANY = 2000
 MOST_SERIES = 60

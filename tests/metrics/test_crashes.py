@@ -21,8 +21,8 @@ from support.wire_samples import make_payload
 
 from fleetdistill.errors import RunError
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
+from fleetdistill_console.metrics.endpoint import Endpoint
 from fleetdistill_server.config.server_config import ServerSection
-from fleetdistill_server.metrics.endpoint import Endpoint
 from fleetdistill_server.store.store import Store
 
 FRONT, ENGINE = "fleetdistill_server.front", "fleetdistill_server.engine"

@@ -12,8 +12,8 @@ from urllib.request import urlopen
 import pytest
 from support.processes import PATIENCE_SECONDS, wait_until
 
+from fleetdistill_console.metrics.endpoint import Endpoint
 from fleetdistill_server.config.server_config import ServerSection
-from fleetdistill_server.metrics.endpoint import Endpoint
 from fleetdistill_server.store.store import Store
 
 HOSTILE = {

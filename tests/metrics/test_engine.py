@@ -10,8 +10,8 @@ CODE = """
 import itertools
 from pathlib import Path
 from fleetdistill.progress import report_progress, reported_to
-from fleetdistill_server.metrics.engine import EngineMeter
-from fleetdistill_server.metrics.files import FilesCollector, clear, keep_only_engines
+from fleetdistill_console.metrics.engine import EngineMeter
+from fleetdistill_console.metrics.files import FilesCollector, clear, keep_only_engines
 from fleetdistill_server.phases import phase
 
 store, texts, seconds = Path("{store}"), [], itertools.count(0, 10)

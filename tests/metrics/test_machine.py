@@ -12,9 +12,9 @@ from cryptography import x509
 from support.secured import make_pki
 
 from fleetdistill.link.credentials import AUTHORITIES
+from fleetdistill_console.metrics.files import clear
+from fleetdistill_console.metrics.machine import MachineCollector
 from fleetdistill_server.config.server_config import ServerSection
-from fleetdistill_server.metrics.files import clear
-from fleetdistill_server.metrics.machine import MachineCollector
 from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessState
 

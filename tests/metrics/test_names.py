@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetdistill_server.metrics.catalogue import CATALOGUE
+from fleetdistill_console.metrics.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parents[2]
 ALERTS, DASHBOARD = ROOT / "deploy/prometheus/alerts.yml", ROOT / "deploy/grafana/fleetdistill.json"

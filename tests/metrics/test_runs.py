@@ -7,7 +7,7 @@ from pathlib import Path
 from prometheus_client.metrics_core import Metric
 
 from fleetdistill import knowledge
-from fleetdistill_server.metrics.runs import MOST_RUNS, STATES, RunsCollector
+from fleetdistill_console.metrics.runs import MOST_RUNS, STATES, RunsCollector
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.store import Store
 

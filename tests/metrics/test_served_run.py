@@ -20,8 +20,8 @@ from torch import nn
 
 from fleetdistill import COLUMNS, Device
 from fleetdistill.models import build_model
-from fleetdistill_server.metrics.catalogue import CATALOGUE
-from fleetdistill_server.metrics.engine import PHASES
+from fleetdistill_console.metrics.catalogue import CATALOGUE
+from fleetdistill_console.metrics.engine import PHASES
 from fleetdistill_server.security.tokens import create_tokens
 from fleetdistill_server.service.enrol_port import load_enrol_port
 from fleetdistill_server.store.store import Store

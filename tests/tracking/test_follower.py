@@ -19,14 +19,14 @@ from support.mlflow_server import MlflowServer, mlflow_server
 
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_console.tracking.follower import Followed, Follower
+from fleetdistill_console.tracking.mlflow_tracker import ENVIRONMENT, MlflowTracker
+from fleetdistill_console.tracking.results import ACCURACY, ALONE, BYTES, results_in
+from fleetdistill_console.tracking.run_figures import points_since, settings_of
+from fleetdistill_console.tracking.tensorboard_tracker import TensorBoardTracker
+from fleetdistill_console.tracking.tracker import Description, Tracker
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
-from fleetdistill_server.tracking.follower import Followed, Follower
-from fleetdistill_server.tracking.mlflow_tracker import ENVIRONMENT, MlflowTracker
-from fleetdistill_server.tracking.results import ACCURACY, ALONE, BYTES, results_in
-from fleetdistill_server.tracking.run_figures import points_since, settings_of
-from fleetdistill_server.tracking.tensorboard_tracker import TensorBoardTracker
-from fleetdistill_server.tracking.tracker import Description, Tracker
 
 RUN = "digits"
 CONFIG = {"run": {"name": RUN, "method": "feddkc", "rounds": 9}, "method": {"server_beta": 1.5, "layers": [1, 2]}}

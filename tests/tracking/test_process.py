@@ -14,18 +14,18 @@ from support.answering import AnsweringFleet
 from support.event_files import events_in, steps_in
 from support.processes import COMMAND, PATIENCE_SECONDS, children, free_port, is_alive, wait_until
 
+from fleetdistill_console.tracking.run_figures import points_since
+from fleetdistill_console.tracking.targets import Tracking, read_targets
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.tracking.run_figures import points_since
-from fleetdistill_server.tracking.targets import Tracking, read_targets
 
 pytestmark = pytest.mark.slow
 
 RUN, ROUNDS = "tracked", 6
-TRACKER = "fleetdistill_server.tracking"
+TRACKER = "fleetdistill_console.tracking"
 NEW_RUN = """
 [run]
 name = "first"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.tracking.targets import Target, read_targets
+from fleetdistill_console.tracking.targets import Target, read_targets
 
 
 def test_targets_are_read_once_each_and_in_order(tmp_path: Path) -> None:

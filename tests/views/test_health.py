@@ -9,8 +9,8 @@ import pytest
 from support.live_front import prepare_store
 from typer.testing import CliRunner
 
+from fleetdistill_console.dashboard.panels.server import sentence, tiles
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.dashboard.panels.server import sentence, tiles
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.service import leading, serve_lock
 from fleetdistill_server.service.engine_health import EngineHealth

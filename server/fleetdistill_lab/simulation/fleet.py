@@ -13,6 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from fleetdistill.training.figures import Counts
+from fleetdistill_console.tracking.follower import Followed
+from fleetdistill_console.tracking.process import tracked
+from fleetdistill_console.tracking.run_figures import settings_of
+from fleetdistill_console.tracking.targets import NOT_TRACKED, Tracking
 from fleetdistill_lab.simulation.backends.choice import backend_of
 from fleetdistill_lab.simulation.checks import check_plan, check_settings
 from fleetdistill_lab.simulation.controls.fedavg import run_fedavg_control
@@ -41,10 +45,6 @@ from fleetdistill_lab.simulation.spec.plan import (
 )
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.engine.contract import build_method
-from fleetdistill_server.tracking.follower import Followed
-from fleetdistill_server.tracking.process import tracked
-from fleetdistill_server.tracking.run_figures import settings_of
-from fleetdistill_server.tracking.targets import NOT_TRACKED, Tracking
 
 
 class Interrupted(KeyboardInterrupt):

@@ -16,6 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fleetdistill_console.tracking.targets import NOT_TRACKED, Tracking
 from fleetdistill_lab.simulation.fleet import Interrupted, simulate
 from fleetdistill_lab.simulation.folder import IfThere
 from fleetdistill_lab.simulation.not_begun import not_begun
@@ -27,7 +28,6 @@ from fleetdistill_lab.simulation.report.simulated_time import time_lines
 from fleetdistill_lab.simulation.report.table import report_table
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.texts import counted
-from fleetdistill_server.tracking.targets import NOT_TRACKED, Tracking
 from fleetdistill_server.views.units import readable_bytes
 
 _PIPED_WIDTH = 118

@@ -16,9 +16,9 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Weights
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.version import VERSION
+from fleetdistill_console.dashboard.command import check_installed, dashboard, open_simulation
 from fleetdistill_lab.audit.command import audit
 from fleetdistill_lab.simulation import options as fleet_options
-from fleetdistill_server.cli.dashboard import check_installed, dashboard, open_simulation
 from fleetdistill_server.cli.device import conformance, device_app
 from fleetdistill_server.cli.devices import devices_app
 from fleetdistill_server.cli.doctor import doctor, health
@@ -266,10 +266,10 @@ def _simulate(
     as_json: bool,
     track: list[str] | None,
 ) -> None:
+    from fleetdistill_console.tracking.targets import Tracking, read_targets
     from fleetdistill_lab.simulation.fleet import Interrupted
     from fleetdistill_lab.simulation.folder import saved_simulation
     from fleetdistill_lab.simulation.show import interrupted_line, simulate_and_show
-    from fleetdistill_server.tracking.targets import Tracking, read_targets
 
     tracking = Tracking(read_targets(track or ()))
     if if_there == "resume":

@@ -64,13 +64,13 @@ def serve(
     if not check:
         for number in (signal.SIGINT, signal.SIGTERM):  # before the slow imports
             signal.signal(number, lambda signum, frame: stopped.set())
+    from fleetdistill_console.tracking.follower import Followed
+    from fleetdistill_console.tracking.process import tracked
+    from fleetdistill_console.tracking.targets import Tracking, read_targets
     from fleetdistill_server.cli.serve_checks import check_extras, check_new_run, check_security, problems_of_file
     from fleetdistill_server.config.run_config import load_run_config
     from fleetdistill_server.config.section import read_toml
     from fleetdistill_server.config.server_config import load_service_config
-    from fleetdistill_server.tracking.follower import Followed
-    from fleetdistill_server.tracking.process import tracked
-    from fleetdistill_server.tracking.targets import Tracking, read_targets
 
     try:
         loaded = load_run_config(config) if "run" in read_toml(config) else load_service_config(config)
@@ -131,7 +131,7 @@ def _metrics(config: ServerSection, supervisor: Supervisor, *, with_runs: bool) 
     if not config.metrics:
         yield
         return
-    from fleetdistill_server.metrics.endpoint import Endpoint
+    from fleetdistill_console.metrics.endpoint import Endpoint
 
     endpoint = Endpoint(config, supervisor.processes, with_runs)
     typer.echo(f"metrics on http://{config.metrics.rpartition(':')[0]}:{endpoint.port}/metrics")

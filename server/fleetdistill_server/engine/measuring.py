@@ -19,7 +19,7 @@ from fleetdistill_server.logs import about
 from fleetdistill_server.service.wakeups import POLL_SECONDS
 
 if TYPE_CHECKING:
-    from fleetdistill_server.metrics.engine import EngineMeter
+    from fleetdistill_console.metrics.engine import EngineMeter
 
 logger = logging.getLogger("fleetdistill.server.engine")
 
@@ -28,7 +28,7 @@ def open_meter(config: RunConfig) -> EngineMeter | None:
     """Returns the metrics of a run's engine, or None without `[server] metrics` or without space for them."""
     if not config.server.metrics:
         return None
-    from fleetdistill_server.metrics.engine import EngineMeter
+    from fleetdistill_console.metrics.engine import EngineMeter
 
     try:
         return EngineMeter(Path(config.server.store), config.run.name)

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from fleetdistill.wire.status import DETAILS
 
 if TYPE_CHECKING:
-    from fleetdistill_server.metrics.front import FrontMeter
+    from fleetdistill_console.metrics.front import FrontMeter
 
 _OK, _BROKEN = "ok", "broken"
 _UPLOAD = "/fleetdistill.wire.v1.DeviceService/Upload"

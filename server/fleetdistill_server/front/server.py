@@ -50,7 +50,7 @@ from fleetdistill_server.texts import HEALTH_PROBLEM, shortened
 from fleetdistill_server.tracing.spans import open_spans
 
 if TYPE_CHECKING:
-    from fleetdistill_server.metrics.front import FrontMeter
+    from fleetdistill_console.metrics.front import FrontMeter
 
 logger = logging.getLogger("fleetdistill.server.front")
 
@@ -165,7 +165,7 @@ def _open_meter(config: ServerSection) -> FrontMeter | None:
     """Returns the front's metrics, or None without `[server] metrics` or without space for them."""
     if not config.metrics:
         return None
-    from fleetdistill_server.metrics.front import FrontMeter
+    from fleetdistill_console.metrics.front import FrontMeter
 
     try:
         return FrontMeter(Path(config.store))

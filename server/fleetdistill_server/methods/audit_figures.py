@@ -1,4 +1,4 @@
-"""Measured figures of the methods' audits, in audit_figures.json; benchmarks/experiments/audit_methods.py writes them."""
+"""Measured figures of the methods' audits; benchmarks/experiments/audit_methods.py writes the JSON file."""
 
 from __future__ import annotations
 

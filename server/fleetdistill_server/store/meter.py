@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class Meter:
-    """Ignores what it is told; `fleetdistill_server.metrics.front` counts it."""
+    """Ignores what it is told; `fleetdistill_console.metrics.front` counts it."""
 
     def sent(self, direction: str, kinds: Mapping[str, int]) -> None:
         """Takes the bytes of a payload on the link by kind of part, once they are committed to the store."""

@@ -1,0 +1,136 @@
+"""Tabs of a run that are tables: all figures of its rounds, its events, and its settings by section."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nicegui import ui
+
+from fleetdistill_console.dashboard import table
+from fleetdistill_console.dashboard.board import Board
+from fleetdistill_console.dashboard.layout import panel
+from fleetdistill_console.dashboard.readers import events, rounds, settings
+from fleetdistill_console.dashboard.table import LiveTable
+from fleetdistill_console.dashboard.units import setting
+
+_ROUND_COLUMNS = [
+    table.number("round", "Round", width=85, sort="desc", flex=0, pinned="left"),
+    table.text("status", "Status", flex=2, minWidth=110),
+    table.number("cohort", "Devices asked", minWidth=85),
+    table.number("used", "Answers used", minWidth=95),
+    table.number("reported", "Answers not used", minWidth=95),
+    table.number("guards", "Guards fired", minWidth=80),
+    table.number("seconds", "Duration (s)", minWidth=90),
+    table.number("train_loss", "Training loss (nats)", minWidth=90),
+    table.rate("test_accuracy", "Fleet accuracy", minWidth=95),
+    table.rate("server_accuracy", "Server's model", minWidth=85),
+    table.rate("global_accuracy", "Global model", minWidth=80),
+    table.size("bytes_up", "Received", minWidth=100),
+    table.size("bytes_down", "Sent", minWidth=90),
+]
+
+
+class RoundsPanel:
+    """A table of all rounds, newest first."""
+
+    def __init__(self, board: Board, run: str) -> None:
+        self._board, self._run = board, run
+        with panel("Rounds"):
+            self._table = LiveTable("Rounds of the run", _ROUND_COLUMNS, "No round has begun.", "34rem")
+
+    def update(self) -> None:
+        """Shows the newest rounds."""
+        rows = self._board.feed.look(rounds(self._run)).value
+        if rows is not None:
+            self._table.show([{**row, "id": row["round"]} for row in rows])
+
+
+ALL = "all kinds"
+PAGE, MOST = 200, 1000
+"""Number of events shown at first, and after More."""
+_EVENT_COLUMNS = [
+    table.time("at", "When (UTC)", minWidth=165, to="second"),
+    table.number("round", "Round", minWidth=75),
+    table.text("device", "Device", minWidth=120),
+    table.text("kind", "Kind", minWidth=130),
+    table.text("code", "Code", minWidth=110),
+    table.text("text", "What happened", flex=5, minWidth=300, wrapText=True, autoHeight=True),
+]
+
+
+class EventsPanel:
+    """A table of the newest events, newest first."""
+
+    def __init__(self, board: Board, run: str) -> None:
+        self._board = board
+        self._run = run
+        self._most = PAGE
+        with panel("Events"):
+            with ui.element("div").classes("fd-row"):
+                self._kind = ui.select([ALL], value=ALL, label="Kind").props("dense outlined options-dense")
+                self._text = ui.input("Text, device or code").props("dense outlined clearable debounce=300")
+                self._text.classes("fd-filter")
+                self._count = ui.label("Loading …").props("role=status")
+                self._more = ui.button(f"Show up to {MOST:,}", on_click=self._show_more).props("flat dense no-caps")
+                self._more.set_visibility(False)
+            empty = "No event fits the filter. Events are recorded when something is refused, late or unusual."
+            self._table = LiveTable("Events of the run", _EVENT_COLUMNS, empty, "34rem", first=("text", "at"))
+
+    def update(self) -> None:
+        """Shows the newest events that fit the filter."""
+        kind = "" if self._kind.value == ALL else str(self._kind.value)
+        snapshot = self._board.feed.look(events(self._run, kind, self._text.value or "", self._most))
+        if snapshot.value is None:
+            return
+        rows = snapshot.value.lists["events"]
+        facts = snapshot.value.facts
+        kinds = [ALL, *facts["kinds"]]
+        if self._kind.options != kinds:
+            self._kind.set_options(kinds, value=self._kind.value if self._kind.value in kinds else ALL)
+        self._count.text = f"{len(rows):,} of {sum(facts['kinds'].values()):,} events shown"
+        self._more.set_visibility(facts["more"] and self._most < MOST)
+        self._table.show(rows)
+
+    def _show_more(self) -> None:
+        self._most = MOST
+        self.update()
+
+
+class SettingsPanel:
+    """A list of settings for each section of run.toml."""
+
+    def __init__(self, board: Board, run: str) -> None:
+        self._board, self._run = board, run
+        self._shown: object = None
+        with panel("Settings"):
+            ui.label("As in run.toml, with the defaults of settings that it does not contain.").classes("fd-muted")
+            self._box = ui.element("div").classes("fd-columns")
+
+    def update(self) -> None:
+        """Shows the settings if they have changed."""
+        view = self._board.feed.look(settings(self._run)).value
+        if view is None or view == self._shown:
+            return
+        self._shown = view
+        self._box.clear()
+        with self._box:
+            for section, values in sections(view.facts["settings"]).items():
+                _draw_section(section, values)
+
+
+def sections(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the settings by section; those outside of a section are under an empty name."""
+    single = {name: value for name, value in values.items() if not isinstance(value, dict)}
+    return {**({"": single} if single else {}), **{name: one for name, one in values.items() if isinstance(one, dict)}}
+
+
+def _draw_section(section: str, values: dict[str, Any]) -> None:
+    with ui.element("table").classes("fd-settings"):
+        with ui.element("caption"):
+            ui.label(f"[{section}]" if section else "top level")
+        for name, value in values.items():
+            with ui.element("tr"):
+                with ui.element("th").props("scope=row"):
+                    ui.label(name)
+                with ui.element("td"):
+                    ui.label(setting(value))

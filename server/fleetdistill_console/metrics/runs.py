@@ -1,0 +1,121 @@
+"""Figures of runs, read from the store at a scrape.
+
+Only the newest runs have figures of their own, so that a store with years of runs makes no more time series than a
+graph can show: the runs that have not ended, and the newest that have.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+
+from fleetdistill.errors import FleetDistillError
+from fleetdistill_console.metrics import catalogue
+from fleetdistill_console.metrics.samples import Samples
+from fleetdistill_server.logs import Interruption
+from fleetdistill_server.service.served import placed, state_of
+from fleetdistill_server.store.run_figures import RunFigures, run_counts, run_figures
+from fleetdistill_server.store.states import IDLE, QUEUED, WAITING
+from fleetdistill_server.store.store import Store
+
+logger = logging.getLogger("fleetdistill.server.metrics")
+MOST_RUNS = 50
+"""Runs with figures of their own."""
+KEPT_SECONDS = 2.0
+"""Time for which a reading answers further scrapes."""
+_PATIENCE_SECONDS = 3.0
+STATES = ("created", QUEUED, "preparing", "running", WAITING, IDLE, "paused", "stopped", "finished", "cancelled")
+"""States of a run, which the label `status` has."""
+
+
+class RunsCollector:
+    """Reads the figures of runs from the store in a directory.
+
+    Args:
+        store: The store's directory.
+        clock: A monotonic clock in seconds.
+    """
+
+    def __init__(self, store: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory = store
+        self._clock = clock
+        self._store: Store | None = None
+        self._lock = threading.Lock()
+        self._read: tuple[float, list[Metric]] | None = None
+        self._away = Interruption(logger, "the metrics lack the runs: %s", "the metrics have the runs again")
+
+    def collect(self) -> Iterable[Metric]:
+        """Returns the metrics; only `fleetdistill_store_up` while the store cannot be read."""
+        with self._lock:
+            if self._read is None or self._clock() - self._read[0] >= KEPT_SECONDS:
+                self._read = self._clock(), self._look()
+            return self._read[1]
+
+    def close(self) -> None:
+        """Closes the connection to the store."""
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
+                self._store = None
+
+    def _look(self) -> list[Metric]:
+        samples = Samples()
+        try:
+            found, counts, states = self._figures()
+        except FleetDistillError as error:
+            self._away.fail(error)
+            return Samples().add(catalogue.STORE_UP, 0).metrics()
+        self._away.work()
+        samples.add(catalogue.STORE_UP, 1)
+        for state in sorted({*STATES, *counts}):
+            samples.add(catalogue.RUNS, counts.get(state, 0), state)
+        for one in found:
+            _add(samples, one, states.get(one.name, one.status))
+        return samples.metrics()
+
+    def _figures(self) -> tuple[list[RunFigures], dict[str, int], dict[str, str]]:
+        """Returns the figures of the newest runs, the number of runs by state, and the states of active runs."""
+        if self._store is None:
+            self._store = Store.open(self._directory, patience_seconds=_PATIENCE_SECONDS)
+        store = self._store
+        now = placed(self._directory, self._store)
+        counts = Counter(run_counts(store.database))
+        states = {}
+        for row in store.runs.active():
+            states[row["name"]] = state_of(row, now)
+            counts[row["status"]] -= 1
+            counts[states[row["name"]]] += 1
+        return run_figures(store.database, MOST_RUNS), counts, states
+
+
+def _add(samples: Samples, run: RunFigures, state: str) -> None:
+    name = run.name
+    settings = json.loads(run.config).get("run", {})
+    samples.add(catalogue.RUN_INFO, 1, name, str(settings.get("method", "")), state)
+    samples.add(catalogue.PRESENT, run.present, name)
+    for state, count in run.asks.items():
+        samples.add(catalogue.ASKS, count, name, state)
+    samples.add(catalogue.COMPLETED, run.completed_rounds, name)
+    samples.add(catalogue.SHORT, run.short_rounds, name)
+    for metric, value in _optional(run, settings):
+        if value is not None:
+            samples.add(metric, value, name)
+    for (figure, split), value in run.reported.items():
+        samples.add(catalogue.ACCURACY if figure == "accuracy" else catalogue.LOSS, value, name, split)
+
+
+def _optional(run: RunFigures, settings: dict[str, Any]) -> Iterator[tuple[catalogue.Description, float | None]]:
+    yield catalogue.WANTED, settings.get("rounds")
+    yield catalogue.DEADLINE, settings.get("deadline_seconds")
+    yield catalogue.UNFINISHED, run.unfinished_since
+    yield catalogue.LAST_COMPLETED, run.last_ended_at
+    yield catalogue.ROUND_SECONDS, run.last_seconds
+    yield catalogue.SERVER_ACCURACY, run.server_accuracy

@@ -1,0 +1,127 @@
+"""The process that copies figures: started beside a server or a simulation, and started again if it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from fleetdistill_console.tracking.follower import Followed, Follower
+from fleetdistill_console.tracking.mlflow_tracker import ENVIRONMENT, MlflowTracker
+from fleetdistill_console.tracking.targets import MLFLOW, Target, Tracking
+from fleetdistill_console.tracking.tensorboard_tracker import TensorBoardTracker
+from fleetdistill_console.tracking.tracker import Tracker
+from fleetdistill_server.logs import configure
+from fleetdistill_server.service.processes import child_environment, end_with_parent
+
+logger = logging.getLogger("fleetdistill.server.tracking")
+_VARIABLE = "FLEETDISTILL_TRACKING"
+"""Variable that hands over what is followed, and where to: an argument would show a password to other users."""
+_LOOK_SECONDS = 1.0
+_RESTART_SECONDS = 10.0
+LAST_SECONDS = 60.0
+"""How long the end of a server or a simulation waits for the last figures."""
+
+
+@contextlib.contextmanager
+def tracked(followed: Followed, tracking: Tracking, log_options: Sequence[str] = ()) -> Iterator[None]:
+    """Copies figures while the block runs, and the last ones after it.
+
+    Args:
+        followed: The runs.
+        tracking: Where to; without targets this does nothing.
+        log_options: `--log-format` and `--log-level` of the process.
+    """
+    if not tracking.targets:
+        yield
+        return
+    over = threading.Event()
+    keeper = threading.Thread(target=_keep_running, args=(followed, tracking, log_options, over), daemon=True)
+    keeper.start()
+    try:
+        yield
+    finally:
+        over.set()
+        keeper.join()
+
+
+def _keep_running(followed: Followed, tracking: Tracking, log_options: Sequence[str], over: threading.Event) -> None:
+    process = _start(followed, tracking, log_options)
+    while not over.wait(_LOOK_SECONDS):
+        if process.poll() is not None and not over.wait(_RESTART_SECONDS):
+            logger.warning("the tracking process exited with status %s; restarting it", process.returncode)
+            process = _start(followed, tracking, log_options)
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(LAST_SECONDS)
+    except subprocess.TimeoutExpired:
+        logger.warning("the last figures were not written within %g s; the next start writes them", LAST_SECONDS)
+        process.kill()
+        process.wait()
+
+
+def _start(followed: Followed, tracking: Tracking, log_options: Sequence[str]) -> subprocess.Popen[bytes]:
+    handed = {"followed": asdict(followed), "tracking": asdict(tracking)}
+    environment = {**ENVIRONMENT, **child_environment(), _VARIABLE: json.dumps(handed)}
+    command = [sys.executable, "-m", "fleetdistill_console.tracking", str(os.getpid()), *log_options]
+    # In a new session, so that Ctrl-C reaches only the parent; MLflow prints the URI to standard output.
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+def main(words: Sequence[str]) -> int:
+    """Follows what the environment names until SIGTERM; `words` are the parent's id and the log options."""
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stopped.set())
+    end_with_parent(int(words[0]))
+    options = dict(zip(words[1::2], words[2::2], strict=True))
+    configure("tracking", options.get("--log-format", "text"), options.get("--log-level", "INFO"))
+    handed = json.loads(os.environ.pop(_VARIABLE))
+    targets = [Target(**one) for one in handed["tracking"].pop("targets")]
+    _hide([secret for target in targets for secret in target.secrets])
+    followers = [
+        Follower(Followed(**handed["followed"]), str(one), partial(_connect, one, handed["tracking"]["experiment"]))
+        for one in targets
+    ]
+    threads = [threading.Thread(target=one.follow, args=(stopped,), daemon=True) for one in followers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return 0
+
+
+def _connect(target: Target, experiment: str) -> Tracker:
+    if target.kind == MLFLOW:
+        return MlflowTracker(target.where, experiment)
+    return TensorBoardTracker(Path(target.where), experiment)
+
+
+class _Hidden(logging.Filter):
+    """Removes users and passwords of URIs from all lines, also from those of libraries."""
+
+    def __init__(self, secrets: Sequence[str]) -> None:
+        super().__init__()
+        self._secrets = secrets
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        for secret in self._secrets:
+            text = text.replace(secret, "")
+        record.msg, record.args = text, ()
+        return True
+
+
+def _hide(secrets: Sequence[str]) -> None:
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_Hidden(secrets))
+    for library in ("mlflow", "urllib3"):  # the follower logs each failure itself, and seldom
+        logging.getLogger(library).setLevel(logging.CRITICAL)

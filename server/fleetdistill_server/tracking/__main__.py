@@ -1,8 +1,0 @@
-"""Runs the tracking process; `serve` and `simulate` start it as `python -m fleetdistill_server.tracking`."""
-
-import sys
-
-from fleetdistill_server.tracking.process import main
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
