@@ -32,7 +32,7 @@ REAL_POPEN = subprocess.Popen
 def popen(command: Any, **given: Any) -> Any:
     """Replaces `subprocess.Popen`: forks the command and the processes of the server, and starts any other program."""
     forks = isinstance(command, list) and command[0] == sys.executable
-    forks = forks and (command[:3] == COMMAND or (command[1] == "-m" and command[2].startswith("fleetdistill_server")))
+    forks = forks and (command[:3] == COMMAND or (command[1] == "-m" and command[2].startswith("fleetdistill_")))
     return ForkedPopen(command, **given) if forks else REAL_POPEN(command, **given)
 
 

@@ -12,6 +12,7 @@ import errno
 import importlib.abc
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -43,7 +44,7 @@ SIGNAL_NAMES = (
 def forget_product() -> None:
     """Removes the product's modules, so that they are imported again; the generated protocol stays registered."""
     for name in list(sys.modules):
-        if name.partition(".")[0] in ("fleetdistill", "fleetdistill_server") and ".wire.v1" not in name:
+        if re.match(r"fleetdistill(_\w+)?\.", name) and ".wire.v1" not in name:
             del sys.modules[name]
 
 

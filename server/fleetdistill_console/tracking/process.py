@@ -21,7 +21,7 @@ from fleetdistill_console.tracking.targets import MLFLOW, Target, Tracking
 from fleetdistill_console.tracking.tensorboard_tracker import TensorBoardTracker
 from fleetdistill_console.tracking.tracker import Tracker
 from fleetdistill_server.logs import configure
-from fleetdistill_server.service.processes import child_environment, end_with_parent
+from fleetdistill_server.service.processes import child_environment
 
 logger = logging.getLogger("fleetdistill.server.tracking")
 _VARIABLE = "FLEETDISTILL_TRACKING"
@@ -59,8 +59,9 @@ def _keep_running(followed: Followed, tracking: Tracking, log_options: Sequence[
     while not over.wait(_LOOK_SECONDS):
         if process.poll() is not None and not over.wait(_RESTART_SECONDS):
             logger.warning("the tracking process exited with status %s; restarting it", process.returncode)
+            _end(process)
             process = _start(followed, tracking, log_options)
-    process.send_signal(signal.SIGTERM)
+    _end(process)
     try:
         process.wait(LAST_SECONDS)
     except subprocess.TimeoutExpired:
@@ -69,20 +70,27 @@ def _keep_running(followed: Followed, tracking: Tracking, log_options: Sequence[
         process.wait()
 
 
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the process's input, on which it exits. Unlike a signal, this also reaches a process that still starts."""
+    assert process.stdin is not None
+    process.stdin.close()
+
+
 def _start(followed: Followed, tracking: Tracking, log_options: Sequence[str]) -> subprocess.Popen[bytes]:
     handed = {"followed": asdict(followed), "tracking": asdict(tracking)}
     environment = {**ENVIRONMENT, **child_environment(), _VARIABLE: json.dumps(handed)}
-    command = [sys.executable, "-m", "fleetdistill_console.tracking", str(os.getpid()), *log_options]
+    command = [sys.executable, "-m", "fleetdistill_console.tracking", *log_options]
     # In a new session, so that Ctrl-C reaches only the parent; MLflow prints the URI to standard output.
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
 
 
 def main(words: Sequence[str]) -> int:
-    """Follows what the environment names until SIGTERM; `words` are the parent's id and the log options."""
+    """Follows what the environment names until standard input ends; `words` are the log options."""
     stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: stopped.set())
-    end_with_parent(int(words[0]))
-    options = dict(zip(words[1::2], words[2::2], strict=True))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends it to every process of a service, too early for this
+    options = dict(zip(words[::2], words[1::2], strict=True))
     configure("tracking", options.get("--log-format", "text"), options.get("--log-level", "INFO"))
     handed = json.loads(os.environ.pop(_VARIABLE))
     targets = [Target(**one) for one in handed["tracking"].pop("targets")]
@@ -94,6 +102,8 @@ def main(words: Sequence[str]) -> int:
     threads = [threading.Thread(target=one.follow, args=(stopped,), daemon=True) for one in followers]
     for thread in threads:
         thread.start()
+    sys.stdin.buffer.read()
+    stopped.set()
     for thread in threads:
         thread.join()
     return 0
