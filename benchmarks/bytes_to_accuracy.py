@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from fleetdistill_console.commands.method_table import method_row
 from fleetdistill_lab.simulation import FleetReport, Simulation, simulate
-from fleetdistill_server.cli.method_table import method_row
 from fleetdistill_server.methods.traffic import KnowledgeType, Sizes
 
 LOCAL: dict[str, Any] = {

@@ -30,10 +30,10 @@ from fleetdistill.methods.feddkc.config import FedDKCConfig
 from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import model_parameters
+from fleetdistill_console.commands.method_table import method_row, methods
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.cli.method_table import method_row, methods
 from fleetdistill_server.config.run_config import ContractSection, load_run_config
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.methods import server_class

@@ -47,7 +47,7 @@ from fleetdistill.wire.v1 import (
     service_pb2_grpc,
     tensor_pb2,
 )
-from fleetdistill_server.cli.method_table import methods as methods_view
+from fleetdistill_console.commands.method_table import methods as methods_view
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.front.guard import Guard

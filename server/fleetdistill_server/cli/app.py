@@ -16,11 +16,12 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Weights
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.version import VERSION
+from fleetdistill_console.commands.devices import devices_app
+from fleetdistill_console.commands.runs import runs_app
 from fleetdistill_console.dashboard.command import check_installed, dashboard, open_simulation
 from fleetdistill_lab.audit.command import audit
 from fleetdistill_lab.simulation import options as fleet_options
 from fleetdistill_server.cli.device import conformance, device_app
-from fleetdistill_server.cli.devices import devices_app
 from fleetdistill_server.cli.doctor import doctor, health
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
@@ -35,7 +36,6 @@ from fleetdistill_server.cli.options import (
     show,
 )
 from fleetdistill_server.cli.pki import enrol, pki_app
-from fleetdistill_server.cli.runs import runs_app
 from fleetdistill_server.cli.serve import serve
 from fleetdistill_server.cli.store import backup, operators, restore
 from fleetdistill_server.methods.traffic import Sizes
@@ -371,7 +371,7 @@ def methods(
     as_json: JsonOption = False,
 ) -> None:
     """Compares the methods by needs, data sent and bytes. Example: fleetdistill methods run.toml --samples 500"""
-    from fleetdistill_server.cli.method_table import methods as methods_view
+    from fleetdistill_console.commands.method_table import methods as methods_view
 
     import_modules(import_ or (), "--import")
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.printable import printable
-from fleetdistill_server.cli.leading import COMMANDS
+from fleetdistill_console.commands.leading import COMMANDS
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,

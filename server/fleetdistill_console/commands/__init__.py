@@ -1,0 +1,1 @@
+"""Commands that show runs, devices, methods and operators as tables, and control runs."""
