@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fleetdistill_console.commands.method_table import method_row
+from fleetdistill_console.commands.methods import method_row
 from fleetdistill_lab.simulation import FleetReport, Simulation, simulate
 from fleetdistill_server.methods.traffic import KnowledgeType, Sizes
 

@@ -6,9 +6,13 @@ What a file may import, import-linter holds (pyproject.toml, `make check`).
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from support.processes import python
+from support.processes import free_port, python
 
 HEAVY = (
     *("torch", "torchvision", "onnx", "onnxruntime", "pydantic", "typer", "rich"),
@@ -62,3 +66,39 @@ def test_the_front_knows_neither_torch_nor_methods() -> None:
 @pytest.mark.parametrize("module", ["fleetdistill_server.cli.app", "fleetdistill_server.service.supervisor"])
 def test_commands_start_without_torch(module: str) -> None:
     assert of_packages(loaded_by(f"import {module}"), "torch", "torchvision", "onnx", "onnxruntime") == set()
+
+
+ANNEXES = ("fleetdistill_console", "fleetdistill_lab")
+SERVE = """
+import json, sys
+from fleetdistill_server.start import main
+sys.argv = ["fleetdistill", "serve", "server.toml"]
+try:
+    main()
+except SystemExit:
+    print(json.dumps([name for name in sys.modules if name.startswith("fleetdistill_")]))
+"""
+
+
+@pytest.mark.parametrize("module", ["front.process", "engine.process"])
+def test_front_and_engine_load_no_annex(module: str) -> None:
+    assert of_packages(loaded_by(f"import fleetdistill_server.{module}"), *ANNEXES) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.cold_start
+@pytest.mark.parametrize("metrics", [False, True])
+def test_serve_loads_no_annex_but_metrics(tmp_path: Path, metrics: bool) -> None:
+    lines = ["[server]", "store = 'store'", "listen = '127.0.0.1:0'", "torch_device = 'cpu'"]
+    lines += [f"metrics = '127.0.0.1:{free_port()}'"] if metrics else []
+    (tmp_path / "server.toml").write_text("\n".join(lines))
+    process = subprocess.Popen([sys.executable, "-c", SERVE], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "press Ctrl-C" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    loaded = of_packages(set(json.loads(process.communicate()[0].splitlines()[-1])), *ANNEXES)
+    assert loaded - of_packages(loaded, "fleetdistill_console.metrics") == (
+        {"fleetdistill_console"} if metrics else set()
+    )

@@ -16,6 +16,7 @@ from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT
 from fleetdistill.printable import PrintableRecords, printable
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_console.tables import tables
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
@@ -57,7 +58,7 @@ def test_a_run_is_shown_with_whatever_its_devices_call_things(tmp_path: Path, te
     store = hostile_store(tmp_path)
     for view in (views.run(store, "r"), views.runs(store), views.devices(store, None)):
         console = Console(width=4000, force_terminal=terminal, file=io.StringIO(), no_color=True)
-        console.print(*view.tables())
+        console.print(*tables(view))
         assert isinstance(console.file, io.StringIO)
         text = console.file.getvalue()
         assert SHOWN in text

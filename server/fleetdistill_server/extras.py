@@ -1,8 +1,10 @@
-"""Optional packages, and the error about one that is not installed."""
+"""What a server may have or not: optional packages, and parts that the annexes add to it."""
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from importlib.util import find_spec
+from typing import Any
 
 from fleetdistill.errors import ConfigurationError
 
@@ -29,6 +31,14 @@ PACKAGES = frozenset(
 """Modules of the extras `server` and `sim` that commands import."""
 _EXTRAS_OF_COMMANDS = {"simulate": "sim", "audit": "sim", "dashboard": "dashboard"}
 """Extras of the commands that need more than `server`."""
+
+
+def load_part(name: str) -> Any:
+    """Imports a part of the server that an annex provides, by the name of its entry point in `fleetdistill.parts`.
+
+    The server imports no annex by itself, and one that does not use a part does not load it.
+    """
+    return entry_points(group="fleetdistill.parts")[name].load()
 
 
 def require(what: str, module: str, extra: str) -> None:

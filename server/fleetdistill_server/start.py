@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import entry_points
 
 from fleetdistill.version import VERSION
 
@@ -19,9 +20,10 @@ DEVICE_COMMANDS = {
     "device": ("fleetdistill.device.command", "Inspects or erases the state directory of a device."),
     "doctor": ("fleetdistill.device.doctor", "Finds out what is wrong with a device."),
     "health": ("fleetdistill_server.operations.health", "Exits with 0 if a server replies."),
-    "conformance": ("fleetdistill_lab.conformance.__main__", "Checks a server or a device against the wire format."),
 }
-"""Module with `main`, and description, of each command that needs only the SDK."""
+"""Module with `main`, and description, of each command that needs only the SDK; see also `_ENTRY_POINTS`."""
+_ENTRY_POINTS = "fleetdistill.device_commands"
+"""Group of the entry points with further ones, which are a `main`; the docstring of its module is the description."""
 
 
 def main() -> None:
@@ -31,8 +33,8 @@ def main() -> None:
     discards what is raised in a callback of a weak reference, of which imports have many.
     """
     command, *words = sys.argv[1:] or [""]
-    if command in ("device", "conformance") or (command == "doctor" and _names_state(words)):
-        sys.exit(_run_device_command(command, words))
+    if command == "device" or (command == "doctor" and _names_state(words)):
+        sys.exit(import_module(DEVICE_COMMANDS[command][0]).main(words))
     if command == "serve" and "--check" not in words:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda signum, frame: os._exit(0))
@@ -41,6 +43,8 @@ def main() -> None:
     sys.path.append(os.getcwd())  # appended, so that local files do not shadow installed modules
     try:
         from fleetdistill_server.cli.app import app
+
+        app()
     except KeyboardInterrupt:
         print("interrupted before anything was done; run the command again", file=sys.stderr)
         sys.exit(INTERRUPTED)
@@ -48,36 +52,35 @@ def main() -> None:
         if (error.name or "").startswith("fleetdistill"):
             raise
         sys.exit(_run_without_server(command, words, error.name or str(error)))
-    app()
 
 
 def _names_state(words: Sequence[str]) -> bool:
     return any(word.partition("=")[0] == "--state" for word in words)
 
 
-def _run_device_command(command: str, words: Sequence[str]) -> int:
-    status: int = import_module(DEVICE_COMMANDS[command][0]).main(words)
-    return status
-
-
 def _run_without_server(command: str, words: Sequence[str], package: str) -> int:
     """Runs a command where the extra `server` is not installed; returns the exit status."""
+    commands = DEVICE_COMMANDS | {
+        one.name: (one.module, (import_module(one.module).__doc__ or "").partition("\n")[0])
+        for one in entry_points(group=_ENTRY_POINTS)
+    }
     examines_server = command == "doctor" and any(not word.startswith("-") for word in words)
-    if command in DEVICE_COMMANDS and not examines_server:
-        return _run_device_command(command, words)
+    if command in commands and not examines_server:
+        status: int = import_module(commands[command][0]).main(words)
+        return status
     if command == "--version":
         print(VERSION)
         return 0
     if command in ("", "--help"):
         print("Usage: fleetdistill COMMAND ...\n\nCommands of a device:")
-        print("\n".join(f"  {name:<12} {text}" for name, (_, text) in DEVICE_COMMANDS.items()))
+        print("\n".join(f"  {name:<12} {text}" for name, (_, text) in commands.items()))
         print("\nThe commands of a server need the extra server, and simulate the extra sim:")
         print("  pip install 'fleetdistill[server]'   pip install 'fleetdistill[sim]'")
         return 0
     from fleetdistill_server.extras import missing_of_command
 
     print(f"error: {missing_of_command(command, package)}", file=sys.stderr)
-    print(f"Commands that work without it: {', '.join(DEVICE_COMMANDS)}", file=sys.stderr)
+    print(f"Commands that work without it: {', '.join(commands)}", file=sys.stderr)
     return 1
 
 

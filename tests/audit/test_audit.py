@@ -16,7 +16,7 @@ from fleetdistill.privacy.accountant import discrete_mu_for, mu_for
 from fleetdistill.training.model import SplitModel
 from fleetdistill_lab.audit.audit import Audit, audit, bound, record_run, simulation_of
 from fleetdistill_lab.audit.public_set import split_public
-from fleetdistill_lab.audit.table import view
+from fleetdistill_lab.audit.table import tables, view
 from fleetdistill_lab.simulation.data.datasets import load_dataset
 from fleetdistill_server.cli.app import app
 
@@ -61,9 +61,9 @@ def test_predictions_cannot_be_asked_about_a_row() -> None:
 def test_gradients_of_few_rows_are_called_invertible() -> None:
     found = audit(small("feddkd", "digits_linear", dkd_batch_size=4, dkd_steps=1))
     assert found.smallest_batch == 4
-    assert "gradient of 4 rows: gradients of fewer than 32 rows can be inverted" in str(view(found).tables()[2])
+    assert "gradient of 4 rows: gradients of fewer than 32 rows can be inverted" in str(tables(view(found))[2])
     usual = dataclasses.replace(found, smallest_batch=32)
-    assert len(view(usual).tables()) == len(view(found).tables()) - 1
+    assert len(tables(view(usual))) == len(tables(view(found))) - 1
 
 
 # --- private answers
@@ -85,7 +85,7 @@ def test_attacks_on_private_sums_stay_below_the_bound() -> None:
     assert found.bound == pytest.approx(bound(1 / (found.decoys + 1), found.mu))
     assert list(found.parts) == ["statistics"], "nothing else leaves"
     found.check_bound()
-    assert "The devices' noise bounds linked at" in str(view(found).tables()[2])
+    assert "The devices' noise bounds linked at" in str(tables(view(found))[2])
 
 
 def test_an_attack_above_the_bound_is_an_error() -> None:

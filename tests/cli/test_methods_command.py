@@ -30,7 +30,7 @@ from fleetdistill.methods.feddkc.config import FedDKCConfig
 from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import model_parameters
-from fleetdistill_console.commands.method_table import method_row, methods
+from fleetdistill_console.commands.methods import compare_methods, method_row, method_tables
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.cli.app import app
@@ -386,7 +386,7 @@ def test_a_run_toml_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
 def test_each_method_has_one_line_in_each_table_of_a_terminal() -> None:
     console = Console(width=WIDTH, file=io.StringIO())
     largest = Sizes(samples=10**6, features=10**6, model=Weights(10**9), layer_features=512)
-    console.print(*methods(largest, "float32").tables()[:2])
+    console.print(*method_tables(compare_methods(largest, "float32"))[:2])
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert all(len(line) <= WIDTH for line in lines)
     for name in METHODS:

@@ -47,7 +47,7 @@ from fleetdistill.wire.v1 import (
     service_pb2_grpc,
     tensor_pb2,
 )
-from fleetdistill_console.commands.method_table import methods as methods_view
+from fleetdistill_console.commands.methods import compare_methods
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.front.guard import Guard
@@ -465,5 +465,5 @@ def test_what_leaves_a_device_is_what_the_methods_say() -> None:
     section = page.split("## What leaves a device, by method\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:2] == "| "]
     said = {row[0]: (row[1], row[2]) for row in rows[1:]}
-    known = [row for row in methods_view(Sizes(), "float16").lists["methods"] if row["method"] in BUILT_IN]
+    known = [row for row in compare_methods(Sizes(), "float16").lists["methods"] if row["method"] in BUILT_IN]
     assert said == {row["method"]: (", ".join(row["columns"]), row["leaves_the_device"]) for row in known}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fleetdistill_console.commands.operators import table
 from fleetdistill_server.security.calls_in_words import in_words
 from fleetdistill_server.security.roles import ALLOWED_CALLERS
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.views.operators import table
 
 REFUSED = "refused: not-allowed: viewer 'vera' may not stop a run; an operator may"
 

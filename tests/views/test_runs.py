@@ -22,6 +22,7 @@ from fleetdistill.methods.classstats.class_variants import (
 )
 from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_console.tables import heading, tables
 from fleetdistill_server.service.served import Served
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
@@ -72,7 +73,7 @@ def test_a_run_without_an_end_wants_no_number_of_rounds(rounds: int, wanted: int
         row = view.facts or view.lists["runs"][0]
         assert row["wanted_rounds"] == wanted
         console = Console(width=200, record=True)
-        for table in view.tables():
+        for table in tables(view):
             console.print(table)
         assert told in console.export_text()
 
@@ -99,7 +100,7 @@ def test_a_waiting_run_says_how_many_devices_it_needs(devices: int, reason: str)
 def test_names_of_facts_and_lists_from_a_server_are_escaped() -> None:
     name = "\x1b[2J\x9b\u202e\nrun"
     console = Console(record=True, width=200, file=io.StringIO())
-    for table in views.View(facts={name: "a"}, lists={f"{name}1": [{"b": "c"}], f"{name}2": []}).tables():
+    for table in tables(views.View(facts={name: "a"}, lists={f"{name}1": [{"b": "c"}], f"{name}2": []})):
         console.print(table)
     text = console.export_text()
     together = "".join(text.split())  # a title is as narrow as its table
@@ -241,7 +242,7 @@ def test_the_operators_page_explains_every_column_of_a_round() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/runs.md").read_text(encoding="utf-8")
     table = page.split("with these columns:")[1].split("\n\n")[1]
     explained = {name for cell in re.findall(r"^\| ([a-z, ]+) \|", table, re.MULTILINE) for name in cell.split(", ")}
-    columns = {views.heading(name) for name in views.run(filled(1), "r").lists["rounds"][0]}
+    columns = {heading(name) for name in views.run(filled(1), "r").lists["rounds"][0]}
     assert columns - {"round"} == explained - {"column"}
 
 
@@ -275,7 +276,7 @@ def test_columns_of_rounds_are_headed_for_people_and_named_for_scripts() -> None
     store.runs.start_round("r", ["a", "b"])
     view = views.run(store, "r")
     console = Console(width=200, record=True)
-    console.print(*view.tables())
+    console.print(*tables(view))
     printed = console.export_text()
     assert "devices asked" in printed
     assert "answers not used" in printed

@@ -22,12 +22,13 @@ from typer.testing import CliRunner
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_console.watch import LiveTable, sentence, show_changes
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 from fleetdistill_server.views import runs
-from fleetdistill_server.views.watch import LiveTable, changes, follow, sentence, show_changes
+from fleetdistill_server.views.watch import changes, follow
 
 RUN = "r"
 DEVICES = ("a", "b", "c")

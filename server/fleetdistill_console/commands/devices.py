@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from fleetdistill_console.tables import show
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,
@@ -14,7 +15,6 @@ from fleetdistill_server.cli.options import (
     ServerOption,
     StoreOption,
     report_errors,
-    show,
 )
 from fleetdistill_server.cli.pki import warn_without_server
 from fleetdistill_server.operations.client import connect

@@ -11,6 +11,8 @@ from rich.console import Console
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.printable import printable
 from fleetdistill_console.commands.leading import COMMANDS
+from fleetdistill_console.commands.operators import cells
+from fleetdistill_console.tables import show
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,
@@ -20,14 +22,12 @@ from fleetdistill_server.cli.options import (
     StoreOption,
     parse_duration,
     report_errors,
-    show,
 )
 from fleetdistill_server.operations.interface import Source
 from fleetdistill_server.operations.local_calls import noted_around
 from fleetdistill_server.operations.source import open_source, open_store
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.views.deleted import NOTHING, left_for_later, pruned
-from fleetdistill_server.views.operators import cells
 from fleetdistill_server.views.units import counted
 
 _MOST_ROUNDS = 20
@@ -189,7 +189,7 @@ def runs_watch(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """Follows a run until it ends; Ctrl-C stops following. Example: fleetdistill runs watch digits"""
-    from fleetdistill_server.views.watch import show_changes
+    from fleetdistill_console.watch import show_changes
 
     with open_source(store, server, identity) as source:
         show_changes(source.follow(run), as_json=as_json, console=Console())

@@ -66,11 +66,11 @@ def show_simulation(out: Path, on_listening: Callable[[str], object]) -> None:
     Raises:
         ConfigurationError: The directory does not contain a simulation with a report.
     """
-    from fleetdistill_lab.simulation.spec.plan import RUN  # imports torch, which a simulation has loaded
-
-    with bind("127.0.0.1", 0) as bound, _running(SimulatedRun(out)) as feed:
+    simulated = SimulatedRun(out)
+    (run,) = simulated.runs().lists["runs"]
+    with bind("127.0.0.1", 0) as bound, _running(simulated) as feed:
         board = Board(feed, "fleetdistill simulate", str(out.resolve()))
-        _serve(board, bound, None, (), on_listening, f"runs/{RUN}")
+        _serve(board, bound, None, (), on_listening, f"runs/{run['run']}")
 
 
 @contextlib.contextmanager

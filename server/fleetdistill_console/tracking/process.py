@@ -10,14 +10,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from fleetdistill_console.tracking.follower import Followed, Follower
 from fleetdistill_console.tracking.mlflow_tracker import ENVIRONMENT, MlflowTracker
-from fleetdistill_console.tracking.targets import MLFLOW, Target, Tracking
+from fleetdistill_console.tracking.targets import MLFLOW, Target, Tracking, read_targets
 from fleetdistill_console.tracking.tensorboard_tracker import TensorBoardTracker
 from fleetdistill_console.tracking.tracker import Tracker
 from fleetdistill_server.logs import configure
@@ -30,6 +30,23 @@ _LOOK_SECONDS = 1.0
 _RESTART_SECONDS = 10.0
 LAST_SECONDS = 60.0
 """How long the end of a server or a simulation waits for the last figures."""
+
+
+def track_store(
+    targets: Iterable[str], store: Path, run: str, log_options: Sequence[str]
+) -> contextlib.AbstractContextManager[None]:
+    """Returns what copies the figures of a store while its block runs; the targets are checked at once.
+
+    Args:
+        targets: Values of `--track`.
+        store: Directory of the store.
+        run: Name of the run; empty for all runs.
+        log_options: As for `tracked`.
+
+    Raises:
+        ConfigurationError: As `read_targets`.
+    """
+    return tracked(Followed(str(store.resolve()), run), Tracking(read_targets(targets)), log_options)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.cli.options import JsonOption, report_errors, show
+from fleetdistill_console.tables import show
+from fleetdistill_server.cli.options import JsonOption, report_errors
 
 
 @report_errors
@@ -47,7 +48,7 @@ def audit(
     from fleetdistill_lab.audit.pictures import reconstruct
     from fleetdistill_lab.audit.plot import draw
     from fleetdistill_lab.audit.public_set import kinds_of_images, read_public, split_public
-    from fleetdistill_lab.audit.table import view, write_json
+    from fleetdistill_lab.audit.table import tables, view, write_json
     from fleetdistill_server.config.run_config import load_run_config
 
     if other and not pictures:
@@ -70,7 +71,7 @@ def audit(
     found = report(wanted, public, recorded)
     shown = view(found, made)
     files = [write_json(shown, out), *([draw(made, out / "pictures.png")] if made else [])]
-    show(shown, as_json)
+    show(shown, as_json, tables)
     if not as_json:
         typer.echo(", ".join(map(str, files)))
     found.check_bound()

@@ -21,23 +21,20 @@ NOTHING = "–"
 """Shown where a part cannot be tested for single rows; not 0, because nothing was measured."""
 
 
-class AuditView(View):
-    """An audit's report."""
-
-    def tables(self) -> list[Table | str]:
-        """Returns the table of parts, and the lines that explain it."""
-        facts, rows = self.facts, self.lists["parts"]
-        table = Table(title=_title(facts), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        for name in ("part", "attack", f"linked (of {_among(facts):,})", "95 %", "auc", "tpr1"):
-            table.add_column(name, justify="left" if name in ("part", "attack") else "right")
-        for row in rows:
-            table.add_row(row["part"], *_cells(row))
-        classes = NOTHING if facts["classes"] is None else f"{facts['classes']:.2f}"
-        pictures = [_pictures(self.lists["pictures"])] if "pictures" in self.lists else []
-        return [table, *pictures, f"classes: {classes}", *_bound(facts), *_warnings(facts), _meaning(facts)]
+def tables(shown: View) -> list[Table | str]:
+    """Returns the table of an audit's parts, and the lines that explain it."""
+    facts, rows = shown.facts, shown.lists["parts"]
+    table = Table(title=_title(facts), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("part", "attack", f"linked (of {_among(facts):,})", "95 %", "auc", "tpr1"):
+        table.add_column(name, justify="left" if name in ("part", "attack") else "right")
+    for row in rows:
+        table.add_row(row["part"], *_cells(row))
+    classes = NOTHING if facts["classes"] is None else f"{facts['classes']:.2f}"
+    pictures = [_pictures(shown.lists["pictures"])] if "pictures" in shown.lists else []
+    return [table, *pictures, f"classes: {classes}", *_bound(facts), *_warnings(facts), _meaning(facts)]
 
 
-def view(report: AuditReport, pictures: Sequence[Pictures] | None = None) -> AuditView:
+def view(report: AuditReport, pictures: Sequence[Pictures] | None = None) -> View:
     """Returns a report as a view with one row for each part and attack, and one for each kind of pictures."""
     parts: list[dict[str, Any]] = []
     for name, attacks in report.parts.items():
@@ -51,14 +48,14 @@ def view(report: AuditReport, pictures: Sequence[Pictures] | None = None) -> Aud
     worst = report.worst
     facts |= {"linked": None if worst is None else worst.linked, "bound": report.bound, "chance": report.chance}
     made = {} if pictures is None else {"pictures": [_picture_row(one) for one in pictures]}
-    return AuditView({"parts": parts, **made}, facts)
+    return View({"parts": parts, **made}, facts)
 
 
 def _picture_row(found: Pictures) -> dict[str, Any]:
     return {"part": found.part, "source": found.source, "pictures": len(found.pictures), **found.figures()}
 
 
-def write_json(shown: AuditView, out: Path) -> Path:
+def write_json(shown: View, out: Path) -> Path:
     """Writes audit.json to a directory, which is created, and returns its path.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Command line of the conformance tests: `fleetdistill conformance --help`."""
+"""Checks a server or a device against the wire format."""
 
 from __future__ import annotations
 

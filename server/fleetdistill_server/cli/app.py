@@ -1,4 +1,4 @@
-"""Command line `fleetdistill`: the application and the commands `simulate`, `methods` and `export`.
+"""Command line `fleetdistill`: the application and the command `export`.
 
 Commands are thin: they parse options, call one function, and print a table or JSON. Exit statuses: 0 for success, 1 for
 an error, which is printed as one sentence, and 2 for invalid usage.
@@ -6,73 +6,65 @@ an error, which is printed as one sentence, and 2 for invalid usage.
 
 from __future__ import annotations
 
-import dataclasses
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from fleetdistill.errors import ConfigurationError
-from fleetdistill.knowledge import Weights
-from fleetdistill.methods.outside import import_modules
 from fleetdistill.version import VERSION
-from fleetdistill_console.commands.devices import devices_app
-from fleetdistill_console.commands.runs import runs_app
-from fleetdistill_console.dashboard.command import check_installed, dashboard, open_simulation
-from fleetdistill_lab.audit.command import audit
-from fleetdistill_lab.simulation import options as fleet_options
-from fleetdistill_server.cli.device import conformance, device_app
+from fleetdistill_server.cli.device import device_app
 from fleetdistill_server.cli.doctor import doctor, health
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,
-    ImportOption,
-    JsonOption,
     RunArgument,
     ServerOption,
     StoreOption,
-    TrackOption,
     report_errors,
-    show,
 )
-from fleetdistill_server.cli.pki import enrol, pki_app
+from fleetdistill_server.cli.pki import pki_app
 from fleetdistill_server.cli.serve import serve
-from fleetdistill_server.cli.store import backup, operators, restore
-from fleetdistill_server.methods.traffic import Sizes
+from fleetdistill_server.cli.store import backup, restore
 from fleetdistill_server.operations.source import open_source
-from fleetdistill_server.start import INTERRUPTED, ctrl_c_interrupts
 
-if TYPE_CHECKING:
-    from fleetdistill_lab.simulation.data.datasets import Dataset
-    from fleetdistill_lab.simulation.spec.settings import Simulation
+_ENTRY_POINTS = "fleetdistill.commands"
+"""Group of the entry points with the commands of the annexes: a function, or a `typer.Typer` with subcommands."""
+_STYLE: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,  # Rich would parse [server] as markup and drop it
+}
+
+
+class Commands(TyperGroup):
+    """The commands of the core and of the annexes. An annex is imported when its command is used."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Returns the names of all commands, sorted."""
+        return sorted({*super().list_commands(ctx), *entry_points(group=_ENTRY_POINTS).names})
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Returns a command, or None if there is none of this name."""
+        if cmd_name in self.commands or cmd_name not in entry_points(group=_ENTRY_POINTS).names:
+            return super().get_command(ctx, cmd_name)
+        loaded = entry_points(group=_ENTRY_POINTS)[cmd_name].load()
+        annex = typer.Typer(**_STYLE)
+        if isinstance(loaded, typer.Typer):
+            annex.add_typer(loaded, name=cmd_name)
+        else:
+            annex.command(cmd_name)(loaded)
+        return typer.main.get_group(annex).commands[cmd_name]
+
 
 app = typer.Typer(
-    help="Federated knowledge distillation for fleets of edge devices.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # applies to every command: Rich would parse [server] as markup and drop it
+    cls=Commands, help="Federated knowledge distillation for fleets of edge devices.", no_args_is_help=True, **_STYLE
 )
-app.add_typer(runs_app, name="runs")
-
 app.add_typer(pki_app, name="pki")
-app.command("enrol")(enrol)
-app.add_typer(devices_app, name="devices")
 app.add_typer(device_app, name="device")
-app.command("conformance")(conformance)
-
-_SIZES = Sizes()
-_FIELDS = {
-    "model": ("models",),
-    "set_": ("settings",),
-    "import_": ("modules",),
-    "data": ("dataset",),
-    "controls": ("with_alone", "with_fedavg"),
-    "per_round": ("devices_per_round",),
-    "deadline": ("deadline_seconds",),
-    **dict.fromkeys(fleet_options.BEHAVIOUR, ("behaviour",)),
-}
-"""Maps options of `simulate` to fields of `Simulation` with other names."""
+for _command in (serve, health, doctor, backup, restore):
+    app.command()(_command)
 
 
 @app.callback(invoke_without_command=True)
@@ -80,322 +72,6 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
     if version:
         typer.echo(VERSION)
         raise typer.Exit
-
-
-app.command("serve")(serve)
-app.command("health")(health)
-app.command("dashboard")(dashboard)
-
-
-@app.command()
-@report_errors
-def simulate(
-    context: typer.Context,
-    method: Annotated[str, typer.Option(help="Name of the method.")] = "feddkc",
-    import_: ImportOption = None,
-    link: Annotated[str, typer.Option(help="Link to the devices: memory (one process) or grpc.")] = "memory",
-    durable: Annotated[
-        bool, typer.Option("--durable", help="With --link memory, write and fsync all files as over gRPC.")
-    ] = False,
-    workers: Annotated[
-        int, typer.Option(help="Processes that compute the devices' work; 0: with grpc one per core, otherwise none.")
-    ] = 0,
-    backend: Annotated[
-        str, typer.Option(help="What computes the devices' work: local (--workers) or ray (a Ray cluster).")
-    ] = "local",
-    ray_address: Annotated[
-        str, typer.Option(help="Address of a Ray cluster; by default --workers Ray workers on this machine.")
-    ] = "",
-    dataset: Annotated[
-        str,
-        typer.Option(
-            help="Data set: digits, fashion-mnist, mnist, cifar10, cifar100, emnist-letters or femnist-digits."
-        ),
-    ] = "digits",
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Your own .npz file with inputs and labels, or train_inputs, train_labels, test_inputs, test_labels."
-        ),
-    ] = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(envvar="FLEETDISTILL_DATA", help="Directory of data sets; missing ones are downloaded."),
-    ] = None,
-    devices: Annotated[int, typer.Option(help="Number of devices.")] = 5,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(help="Device model: a name, or package.module:factory. Repeat to assign several in turn."),
-    ] = None,
-    extractor: Annotated[
-        str, typer.Option(help="Extractor of the device models: a name, or package.module:factory.")
-    ] = "",
-    server_model: Annotated[str, typer.Option(help="Server model: a name, or package.module:factory.")] = "",
-    predictor: Annotated[
-        list[str] | None,
-        typer.Option(help="Device predictor for classstats with predictor=trained. Repeat to assign several in turn."),
-    ] = None,
-    partition: Annotated[
-        str, typer.Option(help="How the training data are split over the devices.")
-    ] = "dirichlet_by_class",
-    alpha: Annotated[float, typer.Option(help="Concentration of the Dirichlet partitions.")] = 0.5,
-    classes_per_device: Annotated[
-        int, typer.Option(help="Classes per device, for partitions classes_* and class_shards.")
-    ] = 2,
-    validation_share: Annotated[
-        float, typer.Option(help="Share of each device's samples held out to decide whether its model is replaced.")
-    ] = 0.0,
-    rounds: Annotated[
-        int | None, typer.Option(help="Rounds to complete; default: 30, or 1 for a method with a single exchange.")
-    ] = None,
-    control_rounds: Annotated[
-        int | None,
-        typer.Option(help="Rounds of the control runs; default: --rounds, or 30 for a method with a single exchange."),
-    ] = None,
-    per_round: Annotated[
-        int, typer.Option(help="Devices that each round draws at random; 0 takes all present devices.")
-    ] = 0,
-    over_selection: fleet_options.OverSelectionOption = 1.0,
-    quorum: Annotated[float, typer.Option(help="Fraction of a round's devices that must answer.")] = 2 / 3,
-    deadline: fleet_options.DeadlineOption = None,
-    min_devices: fleet_options.MinDevicesOption = None,
-    fleet: fleet_options.FleetOption = None,
-    availability: fleet_options.AvailabilityOption = None,
-    compute: fleet_options.ComputeOption = None,
-    churn: fleet_options.ChurnOption = None,
-    join_late: fleet_options.JoinLateOption = None,
-    traces: fleet_options.TracesOption = None,
-    seed: Annotated[int, typer.Option(help="Seed for the partition, the models and the batches.")] = 0,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Setting of the method, such as refinement=kkr; repeatable.")
-    ] = None,
-    epsilon: Annotated[
-        float | None,
-        typer.Option(
-            help="Epsilon of private class statistics, 0.1 to 20, as under [privacy]; needs --method classstats."
-        ),
-    ] = None,
-    image_size: Annotated[
-        int | None, typer.Option(help="Width and height in pixels to which images are reduced by averaging.")
-    ] = None,
-    train_limit: Annotated[int | None, typer.Option(help="Largest number of training images.")] = None,
-    test_limit: Annotated[int | None, typer.Option(help="Largest number of test images.")] = None,
-    torch_device: Annotated[str, typer.Option(help="PyTorch device of the server half: auto, cpu or cuda.")] = "auto",
-    controls: Annotated[
-        bool, typer.Option("--controls/--no-controls", help="Also run the controls: local training only, and FedAvg.")
-    ] = True,
-    out: Annotated[Path, typer.Option(help="Output directory for report.json, fleet.png and the models.")] = Path(
-        "out/simulation"
-    ),
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the simulation in --out with its settings.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the simulation in --out.")] = False,
-    track: TrackOption = None,
-    open_: Annotated[
-        bool, typer.Option("--open", help="Show the run in a browser once it is finished; Ctrl-C ends this.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Simulates a fleet. Example: fleetdistill simulate --link grpc --rounds 10 --set refinement=kkr
-
-    Ctrl-C stops the simulation and writes a report of the completed rounds; --resume continues it.
-    """
-    from fleetdistill_lab.simulation.not_begun import not_begun
-
-    if resume and overwrite:
-        raise ConfigurationError("--resume and --overwrite cannot be combined; use one of them")
-    if open_:
-        check_installed()
-    try:
-        ctrl_c_interrupts()
-        from fleetdistill_lab.simulation.spec.settings import Simulation
-
-        wanted = Simulation(
-            method=method,
-            modules=tuple(import_ or ()),
-            settings=dict(_setting(one) for one in set_ or []),
-            epsilon=epsilon,
-            dataset=_dataset(context, dataset, data),
-            data_dir=data_dir,
-            devices=devices,
-            models=tuple(model or ()),
-            extractor=extractor,
-            server_model=server_model,
-            predictors=tuple(predictor or ()),
-            partition=partition,
-            alpha=alpha,
-            classes_per_device=classes_per_device,
-            validation_share=validation_share,
-            rounds=rounds,
-            control_rounds=control_rounds,
-            devices_per_round=per_round,
-            over_selection=over_selection,
-            quorum=quorum,
-            deadline_seconds=deadline,
-            min_devices=min_devices,
-            behaviour=fleet_options.behaviour_of(
-                fleet, traces, availability=availability, compute=compute, churn=churn, join_late=join_late
-            ),
-            seed=seed,
-            link=link,  # type: ignore[arg-type]  # checked by simulate
-            durable=durable,
-            workers=workers,
-            backend=backend,  # type: ignore[arg-type]  # checked by simulate
-            ray_address=ray_address,
-            image_size=image_size,
-            train_limit=train_limit,
-            test_limit=test_limit,
-            torch_device=torch_device,
-            with_alone=controls,
-            with_fedavg=controls,
-            out=out,
-        )
-        _simulate(context, wanted, "resume" if resume else "overwrite" if overwrite else "refuse", as_json, track)
-    except KeyboardInterrupt:  # while torch is being imported
-        typer.echo(not_begun(out), err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    if open_:
-        open_simulation(out)
-
-
-def _simulate(
-    context: typer.Context,
-    wanted: Simulation,
-    if_there: Literal["refuse", "overwrite", "resume"],
-    as_json: bool,
-    track: list[str] | None,
-) -> None:
-    from fleetdistill_console.tracking.targets import Tracking, read_targets
-    from fleetdistill_lab.simulation.fleet import Interrupted
-    from fleetdistill_lab.simulation.folder import saved_simulation
-    from fleetdistill_lab.simulation.show import interrupted_line, simulate_and_show
-
-    tracking = Tracking(read_targets(track or ()))
-    if if_there == "resume":
-        wanted = _with_given(context, saved_simulation(wanted.out), wanted)
-    try:
-        simulate_and_show(wanted, if_there=if_there, as_json=as_json, tracking=tracking)
-    except Interrupted as interrupted:
-        typer.echo(interrupted_line(interrupted, wanted.out), err=True)
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def _dataset(context: typer.Context, name: str, file: Path | None) -> str | Dataset:
-    from fleetdistill_lab.simulation.data.own import read_dataset
-
-    if file is None:
-        return name
-    source = context.get_parameter_source("dataset")
-    if source is not None and source.name == "COMMANDLINE":
-        raise ConfigurationError("--data and --dataset cannot be combined; use one of them")
-    return read_dataset(file)
-
-
-def _with_given(context: typer.Context, saved: Simulation, wanted: Simulation) -> Simulation:
-    """Returns the saved simulation with the options given on the command line.
-
-    `simulate` later rejects options that differ from the saved simulation.
-    """
-    given = {
-        name
-        for option in context.params
-        if (source := context.get_parameter_source(option)) is not None and source.name == "COMMANDLINE"
-        for name in _FIELDS.get(option, (option,))
-    }
-    changes = {one.name: getattr(wanted, one.name) for one in dataclasses.fields(wanted) if one.name in given}
-    return dataclasses.replace(saved, **changes)
-
-
-@report_errors
-def _sizes_of_run(context: typer.Context, config: Path | None) -> Path | None:
-    """Sets the default sizes of `methods` from a run.toml."""
-    if config is None:
-        return None
-    from fleetdistill_server.config.run_config import load_run_config
-    from fleetdistill_server.engine.run_sizes import measure_run
-
-    loaded = load_run_config(config)
-    context.obj = measure_run(loaded)
-    sizes = context.obj.fleet
-    context.default_map = {
-        **{name: getattr(sizes, name) for name in ("features", "channels", "classes", "proxy_samples", "embedding")},
-        "parameters": sizes.model.parameters,
-        "buffer_bytes": sizes.model.buffer_bytes,
-        "rounds": loaded.run.rounds or None,
-        "knowledge_type": loaded.contract.knowledge_type,
-    }
-    return config
-
-
-@app.command()
-@report_errors
-def methods(
-    context: typer.Context,
-    config: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Path of a run.toml. Its models and data set the default sizes; its settings apply to its method.",
-            is_eager=True,
-            callback=_sizes_of_run,
-        ),
-    ] = None,
-    samples: Annotated[int, typer.Option(help="Samples per device.")] = _SIZES.samples,
-    features: Annotated[
-        int, typer.Option(help="Features per sample: at the extractor's output, or FedD2S's first layer.")
-    ] = _SIZES.features,
-    classes: Annotated[int, typer.Option(help="Number of classes.")] = _SIZES.classes,
-    parameters: Annotated[int, typer.Option(help="Trainable parameters of the model.")] = _SIZES.model.parameters,
-    buffer_bytes: Annotated[int, typer.Option(help="Size of the model's batch-norm statistics in bytes.")] = 0,
-    proxy_samples: Annotated[int, typer.Option(help="Samples in the proxy set.")] = _SIZES.proxy_samples,
-    embedding: Annotated[int, typer.Option(help="Inputs of the model's last layer.")] = _SIZES.embedding,
-    rounds: Annotated[int, typer.Option(help="Rounds of the run, for methods whose rounds differ.")] = 30,
-    generator_parameters: Annotated[
-        int, typer.Option(help="Trainable parameters of DaFKD's generator.")
-    ] = _SIZES.generator.parameters,
-    channels: Annotated[
-        int | None,
-        typer.Option(help="Channels of the features, each with its own uint8 scale; default: one per feature."),
-    ] = None,
-    layer_features: Annotated[
-        int | None, typer.Option(help="Features per sample at FedD2S's distillation layer; default: the last layer.")
-    ] = None,
-    layer_channels: Annotated[
-        int | None, typer.Option(help="Channels at FedD2S's distillation layer; default: one per feature.")
-    ] = None,
-    head_parameters: Annotated[int, typer.Option(help="Trainable parameters above FedD2S's distillation layer.")] = 0,
-    knowledge_type: Annotated[
-        str, typer.Option(help="Type of features and logits: float16, float32 or uint8.")
-    ] = "float16",
-    import_: ImportOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Compares the methods by needs, data sent and bytes. Example: fleetdistill methods run.toml --samples 500"""
-    from fleetdistill_console.commands.method_table import methods as methods_view
-
-    import_modules(import_ or (), "--import")
-
-    sizes = Sizes(
-        samples=samples,
-        features=features,
-        classes=classes,
-        model=Weights(parameters, buffer_bytes),
-        proxy_samples=proxy_samples,
-        embedding=embedding,
-        generator=Weights(generator_parameters),
-        channels=channels,
-        layer_features=layer_features,
-        layer_channels=layer_channels,
-        head=Weights(head_parameters),
-    )
-    show(methods_view(sizes, knowledge_type, rounds, context.obj), as_json)
-
-
-app.command("audit")(audit)
-app.command("operators")(operators)
-app.command("doctor")(doctor)
-app.command("backup")(backup)
-app.command("restore")(restore)
 
 
 @app.command()
@@ -412,16 +88,3 @@ def export(
     with open_source(store, server, identity) as source:
         report = source.export(run, path)
     typer.echo(f"{path}: {report.bytes:,} bytes, agrees with PyTorch to {report.max_difference:.1e}")
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    """Parses `name=value` with a TOML value; an unquoted word is a string."""
-    import tomllib
-
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigurationError(f"--set is {text!r}, expected name=value, such as refinement=kkr")
-    try:
-        return name.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name.strip(), value

@@ -1,6 +1,6 @@
-"""`fleetdistill device` and `conformance`: commands of the SDK, listed among the commands of the server.
+"""`fleetdistill device`: a command of the SDK, listed among the commands of the server.
 
-`start.main` calls them directly, so that a device does not need this package's dependencies.
+`start.main` calls it directly, so that a device does not need this package's dependencies.
 """
 
 from __future__ import annotations
@@ -40,18 +40,3 @@ def device_forget(
     """Erases a device, and asks the server to delete its data. Example: fleetdistill device forget fleet-state"""
     flags = [flag for flag, given in (("--local", local), ("--insecure", insecure), ("--yes", yes)) if given]
     raise typer.Exit(main(["forget", str(state_dir), *(["--server", server] if server else []), *flags]))
-
-
-def conformance(
-    server: Annotated[str | None, typer.Argument(metavar="HOST:PORT", help="Play devices against this server.")] = None,
-    listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Play a server against a device; 127.0.0.1:0 for any port.")
-    ] = None,
-    run_toml: Annotated[bool, typer.Option("--run-toml", help="Print the run that a server must serve.")] = False,
-    seconds: Annotated[float, typer.Option(help="Maximum duration.")] = 300.0,
-) -> None:
-    """Checks a server or a device against the wire format. Example: fleetdistill conformance 127.0.0.1:50051"""
-    from fleetdistill_lab.conformance.__main__ import main as check
-
-    words = [*([server] if server else []), *(["--listen", listen] if listen else []), *(["--run-toml"] * run_toml)]
-    raise typer.Exit(check([*words, "--seconds", str(seconds)]))

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: options, error handling, opening a store and printing a view."""
+"""Shared parts of the commands: options and error handling."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Annotated, ParamSpec, TypeVar
 
 import typer
-from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
 from fleetdistill.printable import printable
 from fleetdistill_server.extras import PACKAGES, missing_of_command
 from fleetdistill_server.operations.interface import UNREADABLE
-from fleetdistill_server.views import runs as views
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,7 +40,6 @@ TrackOption = Annotated[
     ),
 ]
 DEFAULT_STORE = Path("fleetdistill-store")
-_PIPED_WIDTH = 240
 _UNITS = {"d": 86_400.0, "h": 3600.0, "m": 60.0}
 
 
@@ -83,19 +80,3 @@ def parse_duration(option: str, span: str) -> float:
     if unit not in _UNITS or not (number.isascii() and number.isdecimal()):
         raise ConfigurationError(f"{option} is {span!r}, expected a number followed by d, h or m, such as 30d")
     return int(number) * _UNITS[unit]
-
-
-def show(view: views.View, as_json: bool) -> None:
-    """Prints a view as tables, or as JSON."""
-    if as_json:
-        typer.echo(view.json())
-    else:
-        open_console().print(*view.tables(), sep="\n\n")
-
-
-def open_console() -> Console:
-    """Returns the console for tables, as wide as the terminal, or wide enough for most tables without one."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
-    return console

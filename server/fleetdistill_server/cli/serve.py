@@ -16,6 +16,7 @@ import typer
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.printable import printable
 from fleetdistill_server.cli.options import TrackOption, report_errors
+from fleetdistill_server.extras import load_part
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
 
 if TYPE_CHECKING:
@@ -64,9 +65,6 @@ def serve(
     if not check:
         for number in (signal.SIGINT, signal.SIGTERM):  # before the slow imports
             signal.signal(number, lambda signum, frame: stopped.set())
-    from fleetdistill_console.tracking.follower import Followed
-    from fleetdistill_console.tracking.process import tracked
-    from fleetdistill_console.tracking.targets import Tracking, read_targets
     from fleetdistill_server.cli.serve_checks import check_extras, check_new_run, check_security, problems_of_file
     from fleetdistill_server.config.run_config import load_run_config
     from fleetdistill_server.config.section import read_toml
@@ -79,8 +77,10 @@ def serve(
             raise
         _print_problems(problems_of_file(config, error, insecure))
         return
-    targets = read_targets(track or ())
-    _check_until_finished(_run_of(loaded), until_finished)
+    run, log_options = _run_of(loaded), ["--log-format", log_format, "--log-level", log_level]
+    where = Path(loaded.server.store), "" if run is None else run.run.name
+    tracking = load_part("tracking")(track, *where, log_options) if track else contextlib.nullcontext()
+    _check_until_finished(run, until_finished)
     _check_only(loaded, only)
     if check:
         _print_check(loaded, config, insecure)
@@ -90,12 +90,9 @@ def serve(
     warning = check_security(loaded.server, insecure)
     if warning:
         logger.warning("%s", warning)
-    run = _run_of(loaded)
     if only != Part.FRONT and run is not None:
         check_new_run(config, run, stopped)
-    log_options = ["--log-format", log_format, "--log-level", log_level]
-    followed = Followed(str(Path(loaded.server.store).resolve()), run.run.name if run is not None else "")
-    with tracked(followed, Tracking(targets), log_options):
+    with tracking:
         _serve(config, loaded, stopped, until_finished, log_options, only or "")
 
 
@@ -131,9 +128,7 @@ def _metrics(config: ServerSection, supervisor: Supervisor, *, with_runs: bool) 
     if not config.metrics:
         yield
         return
-    from fleetdistill_console.metrics.endpoint import Endpoint
-
-    endpoint = Endpoint(config, supervisor.processes, with_runs)
+    endpoint = load_part("metrics-endpoint")(config, supervisor.processes, with_runs)
     typer.echo(f"metrics on http://{config.metrics.rpartition(':')[0]}:{endpoint.port}/metrics")
     try:
         yield

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -15,23 +15,33 @@ from fleetdistill.errors import in_words
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.cohort import Waker
 from fleetdistill_server.engine.engine import Engine
+from fleetdistill_server.extras import load_part
 from fleetdistill_server.logs import about
 from fleetdistill_server.service.wakeups import POLL_SECONDS
 
-if TYPE_CHECKING:
-    from fleetdistill_console.metrics.engine import EngineMeter
-
 logger = logging.getLogger("fleetdistill.server.engine")
+
+
+class EngineMeter(Protocol):
+    """What measures an engine; the class is a part of an annex."""
+
+    def waits(self) -> None:
+        """Notes that the engine waits."""
+
+    def of_round(self) -> AbstractContextManager[None]:
+        """Notes that the block is a round."""
+
+    def watch_memory(self, measure: Callable[[], Mapping[str, int]]) -> None:
+        """Notes the GPU memory in bytes by state from time to time."""
 
 
 def open_meter(config: RunConfig) -> EngineMeter | None:
     """Returns the metrics of a run's engine, or None without `[server] metrics` or without space for them."""
     if not config.server.metrics:
         return None
-    from fleetdistill_console.metrics.engine import EngineMeter
-
     try:
-        return EngineMeter(Path(config.server.store), config.run.name)
+        meter: EngineMeter = load_part("engine-metrics")(Path(config.server.store), config.run.name)
+        return meter
     except OSError as error:
         text = "this engine measures nothing until it is restarted: %s"
         logger.warning(text, in_words(error), extra=about(run=config.run.name))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 from fleetdistill.wire.status import DETAILS
-
-if TYPE_CHECKING:
-    from fleetdistill_console.metrics.front import FrontMeter
+from fleetdistill_server.store.meter import Meter
 
 _OK, _BROKEN = "ok", "broken"
 _UPLOAD = "/fleetdistill.wire.v1.DeviceService/Upload"
@@ -25,7 +23,7 @@ class MeasuredCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc h
         meter: Counts calls and uploads.
     """
 
-    def __init__(self, meter: FrontMeter) -> None:
+    def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._forms: dict[str, tuple[str, bool]] = {}  # of each method: attribute with its function, a generator or not
 

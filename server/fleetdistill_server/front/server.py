@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -27,6 +27,7 @@ from fleetdistill.wire.compression import compression_of
 from fleetdistill.wire.v1 import enrolment_pb2, operations_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.server_config import ServerSection
+from fleetdistill_server.extras import load_part
 from fleetdistill_server.front.device_service import DeviceService
 from fleetdistill_server.front.grpc_options import channel_options, enrolment_options
 from fleetdistill_server.front.guard import Guard, holder_in, open_guard
@@ -48,9 +49,6 @@ from fleetdistill_server.store.retention import SWEEP_SECONDS, sweep_directory
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import HEALTH_PROBLEM, shortened
 from fleetdistill_server.tracing.spans import open_spans
-
-if TYPE_CHECKING:
-    from fleetdistill_console.metrics.front import FrontMeter
 
 logger = logging.getLogger("fleetdistill.server.front")
 
@@ -161,20 +159,19 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
     return 0
 
 
-def _open_meter(config: ServerSection) -> FrontMeter | None:
+def _open_meter(config: ServerSection) -> Meter | None:
     """Returns the front's metrics, or None without `[server] metrics` or without space for them."""
     if not config.metrics:
         return None
-    from fleetdistill_console.metrics.front import FrontMeter
-
     try:
-        return FrontMeter(Path(config.store))
+        meter: Meter = load_part("front-metrics")(Path(config.store))
+        return meter
     except OSError as error:
         logger.warning("this front measures nothing until it is restarted: %s", in_words(error))
         return None
 
 
-def _measured(meter: FrontMeter | None) -> list[Any]:
+def _measured(meter: Meter | None) -> list[Any]:
     """Returns the interceptors that measure calls, which must come first; none without metrics."""
     if meter is None:
         return []
@@ -184,7 +181,7 @@ def _measured(meter: FrontMeter | None) -> list[Any]:
 
 
 async def _make_server(
-    service: DeviceService, guard: Guard, limits: Limits, status: health.aio.HealthServicer, meter: FrontMeter | None
+    service: DeviceService, guard: Guard, limits: Limits, status: health.aio.HealthServicer, meter: Meter | None
 ) -> Any:
     """Returns a server with the services that are also offered in plain text."""
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), *OPTIONS, *channel_options(limits)]
@@ -203,7 +200,7 @@ async def _make_server(
     return server
 
 
-def _limited_enrolment_server(guard: Guard, limits: Limits, meter: FrontMeter | None) -> Any:
+def _limited_enrolment_server(guard: Guard, limits: Limits, meter: Meter | None) -> Any:
     """Returns a server for the enrolment port.
 
     Callers are unauthenticated, so the size and number of messages are limited.

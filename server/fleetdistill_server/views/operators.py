@@ -1,89 +1,10 @@
-"""The table of `fleetdistill operators`: when, who, from where, what on which run, and the result; that of a backup."""
+"""The content of a backup in words, as the result of an operator's call."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from typing import Any
-from urllib.parse import unquote
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
-
-from fleetdistill.printable import printable
-from fleetdistill_server.security.calls_in_words import in_words
-from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.operator_calls import BEGUN, LOCAL, caller_in_words
 from fleetdistill_server.texts import counted, readable_bytes
 
-_WIDE = 110
-"""Columns of a terminal from which the time and the caller have one line each."""
-_WIDTHS = {"when (UTC)": (10, 19), "who": (15, 30), "operation": (12, 17), "run": (12, 16)}
-"""Largest widths of the columns on a narrow and on a wide terminal; the result has the rest."""
 _WITH = ", with "
-
-
-def table(calls: Sequence[Row], width: int) -> Table | Text:
-    """Returns calls as a table for a terminal of `width` columns."""
-    if not calls:
-        return Text("operators (0)")
-    rows = [list(cells(call).values()) for call in calls]
-    made = Table(title=Text(f"operators ({len(rows)})"), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, (heading, widths) in enumerate(_WIDTHS.items()):
-        longest = max(len(heading), *(len(row[number]) for row in rows))
-        made.add_column(heading, width=min(longest, widths[width >= _WIDE]), overflow="fold")
-    made.add_column("result", overflow="fold")
-    for row in rows:
-        made.add_row(*(Text(one) for one in row))
-    return made
-
-
-def cells(call: Row) -> dict[str, str]:
-    """Returns a call in words: at, who, what, run and result; without control characters."""
-    arguments = _parsed(call["arguments"])
-    run = str(arguments.pop("run", ""))
-    when = call["at"].replace("T", " ").removesuffix("Z")
-    texts = {"at": when, "who": _who(call), "what": in_words(call["call"]), "run": run}
-    texts["result"] = _result(call["result"], arguments)
-    return {name: printable(text) for name, text in texts.items()}
-
-
-def _who(call: Row) -> str:
-    caller = caller_in_words(call["role"], call["name"])
-    if call["role"] == LOCAL:
-        return caller
-    host = unquote(call["address"]).partition(":")[2].rpartition(":")[0]  # such as ipv4:127.0.0.1:40412
-    return f"{caller} from {host or call['address']}"
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(text))
-    except ValueError:  # it was too long to be stored
-        return {"arguments": text}
-
-
-def _result(result: str, arguments: dict[str, Any]) -> str:
-    """Returns the result in words, with what else was given: texts, numbers and lists that are not empty."""
-    given = ", ".join(_phrase(name, value) for name, value in arguments.items() if value)
-    kind, _, text = result.partition(": ")
-    if kind == "refused":
-        code, colon, why = text.partition(": ")
-        text = why if colon and " " not in code else text
-        return f"refused: {text}"
-    if kind == "done":
-        return f"{text} ({given})" if text and given else text or given or kind
-    shown = "begun, or interrupted" if result == BEGUN else result
-    return f"{shown} ({given})" if given else shown
-
-
-def _phrase(name: str, value: Any) -> str:
-    words = name.replace("_", " ")
-    if value is True:
-        return words
-    listed = ", ".join(map(str, value)) if isinstance(value, list) else value
-    return f"{words} {listed:g}" if isinstance(listed, float) else f"{words} {listed}"
 
 
 def backed_up(payloads: int, size: int, missing: int) -> str:

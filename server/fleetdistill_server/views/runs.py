@@ -1,20 +1,15 @@
-"""Views of runs and devices: plain data, and tables made from them."""
+"""Views of runs and devices."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
-
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import GENERAL
-from fleetdistill.printable import printable
 from fleetdistill.privacy.guarantee import Guarantee
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.certificates import Role
@@ -59,16 +54,6 @@ class View:
         if not self.facts and len(self.lists) == 1:
             value = next(iter(self.lists.values()))
         return to_json(value, indent=1)
-
-    def tables(self) -> Sequence[Table | Text | str]:
-        """Returns the view as tables. Markup is disabled, because devices choose some of the texts."""
-        shown = {name: value for name, value in _display_row(self.facts).items() if value != ""}
-        facts = [Text("\n".join(printable(f"{name}: {value}") for name, value in shown.items()))] if shown else []
-        lists = {title: [_display_row(row) for row in rows] for title, rows in self.lists.items()}
-        return [
-            *facts,
-            *(_table(title, rows) if rows else Text(printable(f"{title} (0)")) for title, rows in lists.items()),
-        ]
 
 
 def runs(store: Store, served: Served = NOT_SERVED) -> View:
@@ -284,33 +269,6 @@ def _forgotten(row: Row) -> str | None:
     if row["forgotten_at"] is not None:
         return when(row["forgotten_at"])
     return "asked" if row["forget_asked_at"] is not None else None
-
-
-def _display_row(row: Row) -> Row:
-    """Replaces values of None with text for display in a table."""
-    return {**row, "wanted_rounds": UNTIL_STOPPED} if row.get("wanted_rounds", 0) is None else row
-
-
-_HEADINGS = {"cohort": "devices asked", "used": "answers used", "reported": "answers not used"}
-"""Table headings for columns whose names, which scripts read, are too terse."""
-
-
-def heading(name: str) -> str:
-    """Returns the table heading of a column."""
-    return _HEADINGS.get(name, name.replace("_", " "))
-
-
-def _table(title: str, rows: Sequence[Row]) -> Table:
-    """Builds a table from rows with equal keys; columns that are empty in all rows are omitted."""
-    names = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
-    table = Table(
-        title=Text(printable(f"{title} ({len(rows)})")), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    for name in names:
-        table.add_column(Text(printable(heading(name))), overflow="fold")
-    for row in rows:
-        table.add_row(*(Text("" if row[name] is None else printable(str(row[name]))) for name in names))
-    return table
 
 
 def _needs(devices: int) -> str:

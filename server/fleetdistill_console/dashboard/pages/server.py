@@ -6,6 +6,7 @@ from typing import Any
 
 from nicegui import ui
 
+from fleetdistill_console.commands.operators import cells
 from fleetdistill_console.dashboard import table
 from fleetdistill_console.dashboard.actions import may_act
 from fleetdistill_console.dashboard.board import Board
@@ -14,7 +15,6 @@ from fleetdistill_console.dashboard.panels.server import Glance
 from fleetdistill_console.dashboard.readers import CALLS, SERVER
 from fleetdistill_console.dashboard.table import LiveTable
 from fleetdistill_console.dashboard.units import size
-from fleetdistill_server.views import operators
 
 _LISTS: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "processes": (
@@ -87,7 +87,7 @@ def show(board: Board) -> None:
             glance.update()
             calls_box.set_visibility(may_act(board))
             if may_act(board) and (made := board.feed.look(CALLS).value) is not None:
-                calls.show([{"id": row["id"], **operators.cells(row)} for row in made.lists["operators"]])
+                calls.show([{"id": row["id"], **cells(row)} for row in made.lists["operators"]])
             if snapshot.value is None:
                 return
             facts, lists = snapshot.value.facts, snapshot.value.lists

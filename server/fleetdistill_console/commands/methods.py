@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import Weights
 from fleetdistill.methods import config_class, known_methods
+from fleetdistill.methods.outside import import_modules
+from fleetdistill_console.tables import show
+from fleetdistill_server.cli.options import ImportOption, JsonOption, report_errors
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.audit_figures import NOT_MEASURED, linked
 from fleetdistill_server.methods.traffic import (
@@ -40,22 +45,100 @@ ROUNDS = 30
 """Default number of rounds for the byte counts; the default of run.toml."""
 
 _ABOUT_SAMPLES = ("features", "logits", LABELS)
+_SIZES = Sizes()
 
 
-@dataclass(frozen=True)
-class MethodsView(View):
-    """The rows of `methods` with the sizes that the byte counts assume."""
+@report_errors
+def _sizes_of_run(context: typer.Context, config: Path | None) -> Path | None:
+    """Sets the default sizes of `methods` from a run.toml."""
+    if config is None:
+        return None
+    from fleetdistill_server.config.run_config import load_run_config
+    from fleetdistill_server.engine.run_sizes import measure_run
 
-    def tables(self) -> list[Table | str]:
-        """Returns two tables, one on needs and one on costs, and the assumptions behind the figures."""
-        rows = self.lists["methods"]
-        what = _table("methods and their needs", [_what(row) for row in rows], right=())
-        costs = _table("cost of a round for one device", [_costs(row) for row in rows], right=("linked", "up", "down"))
-        chosen = [f"Recommended: {row['method']}, {row['recommended']}." for row in rows if row["recommended"]]
-        return [what, costs, _assumed(self.facts), *chosen]
+    loaded = load_run_config(config)
+    context.obj = measure_run(loaded)
+    sizes = context.obj.fleet
+    context.default_map = {
+        **{name: getattr(sizes, name) for name in ("features", "channels", "classes", "proxy_samples", "embedding")},
+        "parameters": sizes.model.parameters,
+        "buffer_bytes": sizes.model.buffer_bytes,
+        "rounds": loaded.run.rounds or None,
+        "knowledge_type": loaded.contract.knowledge_type,
+    }
+    return config
 
 
-def methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS, run: RunSizes | None = None) -> MethodsView:
+@report_errors
+def methods(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Path of a run.toml. Its models and data set the default sizes; its settings apply to its method.",
+            is_eager=True,
+            callback=_sizes_of_run,
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Samples per device.")] = _SIZES.samples,
+    features: Annotated[
+        int, typer.Option(help="Features per sample: at the extractor's output, or FedD2S's first layer.")
+    ] = _SIZES.features,
+    classes: Annotated[int, typer.Option(help="Number of classes.")] = _SIZES.classes,
+    parameters: Annotated[int, typer.Option(help="Trainable parameters of the model.")] = _SIZES.model.parameters,
+    buffer_bytes: Annotated[int, typer.Option(help="Size of the model's batch-norm statistics in bytes.")] = 0,
+    proxy_samples: Annotated[int, typer.Option(help="Samples in the proxy set.")] = _SIZES.proxy_samples,
+    embedding: Annotated[int, typer.Option(help="Inputs of the model's last layer.")] = _SIZES.embedding,
+    rounds: Annotated[int, typer.Option(help="Rounds of the run, for methods whose rounds differ.")] = 30,
+    generator_parameters: Annotated[
+        int, typer.Option(help="Trainable parameters of DaFKD's generator.")
+    ] = _SIZES.generator.parameters,
+    channels: Annotated[
+        int | None,
+        typer.Option(help="Channels of the features, each with its own uint8 scale; default: one per feature."),
+    ] = None,
+    layer_features: Annotated[
+        int | None, typer.Option(help="Features per sample at FedD2S's distillation layer; default: the last layer.")
+    ] = None,
+    layer_channels: Annotated[
+        int | None, typer.Option(help="Channels at FedD2S's distillation layer; default: one per feature.")
+    ] = None,
+    head_parameters: Annotated[int, typer.Option(help="Trainable parameters above FedD2S's distillation layer.")] = 0,
+    knowledge_type: Annotated[
+        str, typer.Option(help="Type of features and logits: float16, float32 or uint8.")
+    ] = "float16",
+    import_: ImportOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compares the methods by needs, data sent and bytes. Example: fleetdistill methods run.toml --samples 500"""
+    import_modules(import_ or (), "--import")
+
+    sizes = Sizes(
+        samples=samples,
+        features=features,
+        classes=classes,
+        model=Weights(parameters, buffer_bytes),
+        proxy_samples=proxy_samples,
+        embedding=embedding,
+        generator=Weights(generator_parameters),
+        channels=channels,
+        layer_features=layer_features,
+        layer_channels=layer_channels,
+        head=Weights(head_parameters),
+    )
+    show(compare_methods(sizes, knowledge_type, rounds, context.obj), as_json, method_tables)
+
+
+def method_tables(view: View) -> list[Table | str]:
+    """Returns two tables, one on needs and one on costs, and the assumptions behind the figures."""
+    rows = view.lists["methods"]
+    what = _table("methods and their needs", [_what(row) for row in rows], right=())
+    costs = _table("cost of a round for one device", [_costs(row) for row in rows], right=("linked", "up", "down"))
+    chosen = [f"Recommended: {row['method']}, {row['recommended']}." for row in rows if row["recommended"]]
+    return [what, costs, _assumed(view.facts), *chosen]
+
+
+def compare_methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS, run: RunSizes | None = None) -> View:
     """Returns a table of all methods with their default settings and the bytes of their rounds.
 
     Args:
@@ -79,7 +162,7 @@ def methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS, run: RunSiz
     facts: dict[str, Any] = {"knowledge_type": knowledge_type, "rounds": rounds, "sizes": sizes.numbers()}
     if run is not None:
         facts["settings_of"] = run.method
-    return MethodsView({"methods": rows}, facts)
+    return View({"methods": rows}, facts)
 
 
 def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType, rounds: int = ROUNDS, config: Any = None) -> Row:

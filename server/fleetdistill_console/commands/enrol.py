@@ -1,0 +1,142 @@
+"""`fleetdistill enrol`: one-time tokens with which devices get their certificates."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fleetdistill.errors import ConfigurationError, in_words
+from fleetdistill.link.credentials import write_private
+from fleetdistill_console.tables import show
+from fleetdistill_server.cli.options import (
+    DEFAULT_STORE,
+    IdentityOption,
+    JsonOption,
+    ServerOption,
+    StoreOption,
+    parse_duration,
+    report_errors,
+)
+from fleetdistill_server.cli.pki import DEFAULT_PKI, PkiOption
+from fleetdistill_server.operations.client import connect
+from fleetdistill_server.operations.local_calls import noted
+from fleetdistill_server.operations.source import create_noted_tokens, open_store
+from fleetdistill_server.security.pki import (
+    Authority,
+)
+from fleetdistill_server.security.tokens import state_of
+from fleetdistill_server.service.enrol_port import enrol_port_for_tokens
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import when
+from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.units import counted
+
+
+@report_errors
+def enrol(
+    count: Annotated[int, typer.Option(help="Number of tokens, one per device; at most 10,000.")] = 1,
+    expires: Annotated[str, typer.Option(help="Validity of the tokens, such as 24h, 30m or 7d.")] = "24h",
+    run: Annotated[str, typer.Option(help="Restrict the devices to this run, which must exist in the store.")] = "",
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="Create a token that only the device with this id can use; repeatable; excludes --count."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Output file, one token per line, readable only by you; default: print the tokens."),
+    ] = None,
+    list_: Annotated[
+        bool, typer.Option("--list", help="List the existing tokens, with the beginning of their hash.")
+    ] = False,
+    revoke: Annotated[
+        list[str] | None, typer.Option(help="Revoke the unused tokens whose hash begins with this; repeatable.")
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    pki: PkiOption = DEFAULT_PKI,
+    enrol_port: Annotated[
+        int | None,
+        typer.Option(help="Enrolment port that devices connect to; default: the port of the store's server."),
+    ] = None,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Creates one-time enrolment tokens, shown only once. Example: fleetdistill enrol --count 100 --out tokens.txt"""
+    if list_ or revoke:
+        if server is not None:
+            text = "--list and --revoke cannot be combined with --server; run them on the server's machine"
+            raise ConfigurationError(text)
+        _list_or_revoke(open_store(store), revoke or [], as_json)
+        return
+    _check_output(out)
+    if device and count != 1:
+        raise ConfigurationError("--device and --count cannot be combined; --device creates one token per device")
+    seconds = parse_duration("--expires", expires)
+    if server is not None:
+        with connect(server, identity) as remote:
+            made = remote.tokens(count, seconds, run, device or ())
+    else:
+        # Tokens can be created before the server's first start.
+        given = (_port(enrol_port, store), count, seconds, run, device or ())
+        made = create_noted_tokens(Store.open(store), Authority(pki), *given)
+    _write_tokens(made, out)
+
+
+def _list_or_revoke(store: Store, revoke: Sequence[str], as_json: bool) -> None:
+    if not revoke:
+        now = time.time()
+        show(View({"tokens": [_token_row(row, now) for row in store.credentials.tokens()]}), as_json)
+        return
+    for prefix in revoke:
+        if not re.fullmatch(r"[0-9a-f]{8,64}", prefix):
+            text = "must be 8 to 64 lowercase hex digits; `fleetdistill enrol --list` shows the hashes"
+            raise ConfigurationError(f"--revoke is {prefix!r}, {text}")
+    with noted(store, "RevokeTokens", {"hashes": list(revoke)}) as result:
+        result.text = f"{counted(sum(store.credentials.revoke_tokens(prefix) for prefix in revoke), 'token')} revoked"
+    typer.echo(result.text)
+
+
+def _token_row(row: Row, now: float) -> Row:
+    return {
+        "token": row["hash"].hex()[:16],
+        "state": state_of(row, now),
+        "run": row["run"],
+        "for_device": row["for_device"],
+        "device": row["device"] or "",
+        "created": when(row["created_at"]),
+        "expires": when(row["expires_at"]),
+    }
+
+
+def _check_output(out: Path | None) -> None:
+    """Checks the output file before tokens are created, because tokens that cannot be written would be lost."""
+    if out is not None and out.exists():
+        raise ConfigurationError(
+            f"{out} already exists and may contain unused tokens; choose another file with --out, or delete this one"
+        )
+
+
+def _write_tokens(tokens: list[str], out: Path | None) -> None:
+    if out is None:
+        typer.echo("\n".join(tokens))
+        return
+    try:
+        write_private(out, "".join(f"{one}\n" for one in tokens).encode())
+    except OSError as error:
+        raise ConfigurationError(f"cannot write the tokens to {out}: {in_words(error)}; create new tokens") from error
+    typer.echo(f"{out}: {counted(len(tokens), 'token')}, one per device")
+
+
+def _port(given: int | None, store: Path) -> int:
+    """Returns the enrolment port to be written into tokens."""
+    if given is not None:
+        if not 1 <= given <= 65535:
+            raise ConfigurationError(f"--enrol-port is {given}, must be 1 to 65535")
+        return given
+    return enrol_port_for_tokens(store)

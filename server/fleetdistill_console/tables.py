@@ -1,0 +1,73 @@
+"""Tables of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fleetdistill.printable import printable
+from fleetdistill_server.store.database import Row
+from fleetdistill_server.views.runs import UNTIL_STOPPED, View
+
+Tables = Sequence[Table | Text | str]
+"""What is printed of a view."""
+_PIPED_WIDTH = 240
+
+
+def show(view: View, as_json: bool, make_tables: Callable[[View], Tables] | None = None) -> None:
+    """Prints a view as JSON, or as tables; `make_tables` is `tables` by default."""
+    if as_json:
+        typer.echo(view.json())
+    else:
+        open_console().print(*(make_tables or tables)(view), sep="\n\n")
+
+
+def open_console() -> Console:
+    """Returns the console for tables, as wide as the terminal, or wide enough for most tables without one."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
+    return console
+
+
+def tables(view: View) -> Tables:
+    """Returns a view as tables. Markup is disabled, because devices choose some of the texts."""
+    shown = {name: value for name, value in _display_row(view.facts).items() if value != ""}
+    facts = [Text("\n".join(printable(f"{name}: {value}") for name, value in shown.items()))] if shown else []
+    lists = {title: [_display_row(row) for row in rows] for title, rows in view.lists.items()}
+    return [
+        *facts,
+        *(_table(title, rows) if rows else Text(printable(f"{title} (0)")) for title, rows in lists.items()),
+    ]
+
+
+def _display_row(row: Row) -> Row:
+    """Replaces values of None with text for display in a table."""
+    return {**row, "wanted_rounds": UNTIL_STOPPED} if row.get("wanted_rounds", 0) is None else row
+
+
+_HEADINGS = {"cohort": "devices asked", "used": "answers used", "reported": "answers not used"}
+"""Table headings for columns whose names, which scripts read, are too terse."""
+
+
+def heading(name: str) -> str:
+    """Returns the table heading of a column."""
+    return _HEADINGS.get(name, name.replace("_", " "))
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    """Builds a table from rows with equal keys; columns that are empty in all rows are omitted."""
+    names = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
+    table = Table(
+        title=Text(printable(f"{title} ({len(rows)})")), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for name in names:
+        table.add_column(Text(printable(heading(name))), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text("" if row[name] is None else printable(str(row[name]))) for name in names))
+    return table
