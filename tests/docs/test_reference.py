@@ -75,9 +75,9 @@ def _blocks(page: str, language: str) -> list[str]:
 
 def _commands(command: Any, path: tuple[str, ...] = ("fleetdistill",)) -> dict[str, Any]:
     """Every command that can be called, by its words."""
-    inner = getattr(command, "commands", None)
-    if inner is None:
+    if not hasattr(command, "list_commands"):
         return {" ".join(path): command}
+    inner = {name: command.get_command(None, name) for name in command.list_commands(None)}
     # A group may do something by itself, as `fleetdistill devices` does.
     own = {" ".join(path): command} if len(path) > 1 and command.invoke_without_command else {}
     return own | {name: leaf for word, one in inner.items() for name, leaf in _commands(one, (*path, word)).items()}
