@@ -2,7 +2,7 @@
 
     python examples/fedprox.py                    # in this process
     python examples/fedprox.py --link grpc        # server and devices in separate processes
-    cd examples && fleetdistill simulate --import fedprox --method fedprox --set mu=0.1
+    cd examples && fleetdistill simulate --import fedprox --method fedprox --set method.mu=0.1
 
 In run.toml: `[run] import = ["fedprox"]`, `method = "fedprox"`. The app imports this module, or installs a package that
 declares it as an entry point (docs/explanation/architecture.md, "A method of your own").

@@ -1,8 +1,8 @@
 """A fleet on custom data: arrays in memory, or an .npz file on the command line.
 
     python examples/own_data.py
-    cd examples && fleetdistill simulate --data ../out/own-data/wine.npz --method fedavg --model own_model:wide \\
-        --devices 3 --partition classes_random
+    cd examples && fleetdistill simulate --dataset ../out/own-data/wine.npz --method fedavg --model own_model:wide \\
+        --devices 3 --set simulation.partition=classes_random
 
 The data are scikit-learn's wines: 178 rows of 13 measurements from 3 growers. The built-in models expect images, so the
 model is one of own_model.py. Each device has wines from two growers and learns about the third from other devices.

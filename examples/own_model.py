@@ -1,8 +1,9 @@
 """Custom models in a fleet: a common extractor of all device models, two device models, and a server model.
 
     python examples/own_model.py
-    cd examples && fleetdistill simulate --extractor own_model:extractor --server-model own_model:server_model \\
-        --model own_model:narrow --model own_model:wide --set learning_rate=0.05
+    cd examples && fleetdistill simulate --set simulation.extractor=own_model:extractor \\
+        --set simulation.server_model=own_model:server_model \\
+        --model own_model:narrow --model own_model:wide --set method.learning_rate=0.05
 
 A model is made by a function at the top level of a module, which server and device processes import by its path.
 """

@@ -32,7 +32,10 @@ from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.store.store import Store
 
 DEVICES, ROUNDS = 2, 2
-SMALL = ("--devices", "2", "--train-limit", "200", "--test-limit", "100", "--rounds", "1")
+SMALL = (
+    *("--devices", "2", "--rounds", "1"),
+    *("--set", "simulation.train_limit=200", "--set", "simulation.test_limit=100"),
+)
 
 
 def call(*words: str | Path) -> Result:
@@ -277,7 +280,7 @@ DEVICE_KEYS = {
 
 @pytest.mark.pictures
 def test_simulate_prints_the_report_that_it_writes(tmp_path: Path) -> None:
-    report = printed("simulate", "--link", "memory", *SMALL, "--set", "refinement=kkr", "--out", tmp_path)
+    report = printed("simulate", "--link", "memory", *SMALL, "--set", "method.refinement=kkr", "--out", tmp_path)
     assert report == json.loads((tmp_path / "report.json").read_text())
     assert report.keys() >= REPORT_KEYS
     assert report["settings"]["refinement"] == "kkr"
@@ -294,15 +297,22 @@ def test_simulate_prints_the_report_that_it_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("refinement", "--set is 'refinement', expected name=value"),
-        ("refinement=best", "'best'"),
-        ("speed=1", "speed: unknown setting"),
-        ("beta=-1", "beta must be >= 0"),
-        ("beta=nan", "beta"),
-        ("local_epochs=1.5", "local_epochs"),
-        ("teacher_guard=1", "teacher_guard"),
-        ("target_peak=0.1", "(1/C, 1) = (0.1, 1)"),
-        ("epsilon=9", "epsilon=9"),
+        ("refinement", "--set is 'refinement', expected section.key=value"),
+        ("refinement=kkr", "--set is 'refinement=kkr', expected section.key=value"),
+        ("method.refinement=best", "'best'"),
+        ("method.speed=1", "speed: unknown setting"),
+        ("method.beta=-1", "beta must be >= 0"),
+        ("method.beta=nan", "beta"),
+        ("method.local_epochs=1.5", "local_epochs"),
+        ("method.teacher_guard=1", "teacher_guard"),
+        ("method.target_peak=0.1", "(1/C, 1) = (0.1, 1)"),
+        ("method.epsilon=9", "epsilon=9"),
+        ("fleets.churn=1", "--set unknown section 'fleets'; did you mean 'fleet'?"),
+        ("simulation.quorm=1", "--set [simulation] unknown setting 'quorm'; did you mean 'quorum'?"),
+        ("simulation.settings={}", "--set [simulation] unknown setting 'settings'"),
+        ("simulation.rounds=many", "--set [simulation] rounds is 'many': Input should be a valid integer"),
+        ("simulation.quorum=0", "quorum is 0.0, must be above 0"),
+        ("fleet.churn=often", "--set [fleet] churn is 'often': Input should be a valid number"),
     ],
 )
 def test_a_bad_setting_is_named(given: str, expected: str, tmp_path: Path) -> None:
@@ -312,17 +322,18 @@ def test_a_bad_setting_is_named(given: str, expected: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("--predictor", "space_mpl_64"),
+        ("--set", 'simulation.predictors=["space_mpl_64"]'),
         ("--method", "fedx"),
         ("--link", "pigeon"),
         ("--dataset", "cats"),
-        ("--partition", "odd"),
+        ("--set", "simulation.partition=odd"),
         ("--model", "huge"),
     ],
 )
 def test_an_unknown_name_is_a_sentence_with_the_known_ones(option: str, value: str, tmp_path: Path) -> None:
     said = sentence("simulate", *SMALL, option, value, "--out", tmp_path)
-    assert repr(value) in said or f" {value}" in said
+    name = value.partition("=")[2].strip('[]"') or value
+    assert repr(name) in said or f" {name}" in said
     assert any(word in said for word in ("xpected one of", "must be"))
 
 
@@ -336,7 +347,7 @@ def test_simulate_leaves_a_folder_alone_that_is_not_its_own(tmp_path: Path) -> N
 def test_predictors_are_dealt_out_as_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: list[Simulation] = []
     monkeypatch.setattr(show, "simulate_and_show", lambda one, **options: wanted.append(one))
-    given = ["--predictor", "space_linear", "--predictor", "space_mlp_64"]
+    given = ["--set", 'simulation.predictors=["space_linear", "space_mlp_64"]']
     done = CliRunner().invoke(app, ["simulate", "--method", "classstats", *given])
     assert done.exit_code == 0, done.output
     assert [one.predictors for one in wanted] == [("space_linear", "space_mlp_64")]

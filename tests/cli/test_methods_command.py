@@ -380,7 +380,8 @@ def test_options_go_before_the_run_toml(tmp_path: Path) -> None:
 def test_a_run_toml_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     result = call(str(tmp_path / "none.toml"))
     assert result.exit_code == 1
-    assert result.stderr == f"error: there is no file {tmp_path / 'none.toml'}; enter the path of the run's run.toml\n"
+    text = f"there is no file {tmp_path / 'none.toml'}; enter the path of a TOML file, such as run.toml"
+    assert result.stderr == f"error: {text}\n"
 
 
 def test_each_method_has_one_line_in_each_table_of_a_terminal() -> None:

@@ -205,7 +205,7 @@ def test_a_lossy_backup_warns_and_fails(directory: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("serve", "none.toml"), "there is no file none.toml; enter the path of the run's run.toml"),
+        (("serve", "none.toml"), "there is no file none.toml; enter the path of a TOML file, such as run.toml"),
         (("serve", "."), "cannot read .: Is a directory"),
         (("restore", "none"), "directory none does not exist; choose a directory made by `fleetdistill backup`"),
         (("restore", "."), "is not a complete backup: its manifest.json cannot be read: No such"),

@@ -405,7 +405,7 @@ def test_a_mistake_in_a_file_names_file_section_and_key(tmp_path: Path, change: 
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    sentence = f"there is no file {tmp_path / 'none.toml'}; enter the path of the run's run.toml"
+    sentence = f"there is no file {tmp_path / 'none.toml'}; enter the path of a TOML file, such as run.toml"
     with pytest.raises(ConfigurationError, match=sentence):
         load_run_config(tmp_path / "none.toml")
 

@@ -18,7 +18,10 @@ from support.processes import COMMAND, PATIENCE_SECONDS, wait_until
 from fleetdistill_console.dashboard.simulated import SimulatedRun, training_classes, with_alone
 from fleetdistill_server.store.store import Store
 
-OPTIONS = ("--devices", "3", "--rounds", "2", "--method", "fedavg", "--train-limit", "120", "--test-limit", "40")
+OPTIONS = (
+    *("--devices", "3", "--rounds", "2", "--method", "fedavg"),
+    *("--set", "simulation.train_limit=120", "--set", "simulation.test_limit=40"),
+)
 
 
 def test_each_round_has_the_accuracy_of_devices_that_trained_alone_for_as_many() -> None:

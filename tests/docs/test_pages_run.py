@@ -121,7 +121,7 @@ class Reader:
     def command(self, words: list[str]) -> None:
         """A command in this process."""
         if words[0] == "simulate":
-            words = [*words, *(PRIVATE_TINY if "--epsilon" in words else TINY).split()]
+            words = [*words, *(PRIVATE_TINY if any("epsilon" in word for word in words) else TINY).split()]
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, (words, result.output)
 

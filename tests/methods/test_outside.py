@@ -20,7 +20,9 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config, run_config
 from fleetdistill_server.methods import modules_of, server_class
 
-OPTIONS = ["--devices", "2", "--rounds", "2", "--train-limit", "60", "--test-limit", "20", "--torch-device", "cpu"]
+SETTINGS = ("train_limit=60", "test_limit=20", "torch_device=cpu")
+OPTIONS = [word for setting in SETTINGS for word in ("--set", f"simulation.{setting}")]
+OPTIONS += ["--devices", "2", "--rounds", "2"]
 OPTIONS += ["--model", "digits_linear", "--no-controls"]
 NOTES_ITSELF = "from pathlib import Path\nPath(__file__).with_suffix('.imported').touch()\n"
 
@@ -66,7 +68,7 @@ def small(method: str, out: Path | str, *modules: str) -> Simulation:
 
 @pytest.mark.slow
 def test_an_imported_method_gives_the_same_over_both_links(with_fedprox: None, tmp_path: Path) -> None:
-    options = ["--import", "fedprox", "--method", "fedprox", "--set", "mu=0.1"]
+    options = ["--import", "fedprox", "--method", "fedprox", "--set", "method.mu=0.1"]
     memory, grpc = (simulated(tmp_path / link, "--link", link, *options) for link in ("memory", "grpc"))
     assert memory["method"] == "fedprox"
     assert memory["accuracy_by_round"] == grpc["accuracy_by_round"]
@@ -216,7 +218,7 @@ def test_a_faulty_device_half_over_grpc_leaves_its_traceback(tmp_path: Path, pro
 def test_an_installed_method_runs_over_both_links_without_being_named(with_fedprox: None, tmp_path: Path) -> None:
     install(tmp_path, "own-methods", {"fedprox": "fedprox"})
     memory, grpc = (
-        simulated(tmp_path / link, "--link", link, "--method", "fedprox", "--set", "mu=0.1")
+        simulated(tmp_path / link, "--link", link, "--method", "fedprox", "--set", "method.mu=0.1")
         for link in ("memory", "grpc")
     )
     assert memory["accuracy_by_round"] == grpc["accuracy_by_round"]

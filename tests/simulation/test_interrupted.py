@@ -32,7 +32,9 @@ from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.store import Store
 
 FLEET = Simulation(devices=2, rounds=3, train_limit=60, test_limit=20, torch_device="cpu")
-OPTIONS = ["--devices", "2", "--rounds", "3", "--train-limit", "60", "--test-limit", "20", "--torch-device", "cpu"]
+SETTINGS = ("train_limit=60", "test_limit=20", "torch_device=cpu")
+OPTIONS = [word for setting in SETTINGS for word in ("--set", f"simulation.{setting}")]
+OPTIONS += ["--devices", "2", "--rounds", "3"]
 
 
 def results(out: Path) -> tuple[dict[str, Any], Mapping[str, bytes]]:
@@ -181,7 +183,7 @@ def test_a_process_that_is_interrupted_or_killed_goes_on_to_the_same_end(
 def test_ctrl_c_does_not_wait_for_the_work_that_goes_on(tmp_path: Path, link: str) -> None:
     """A device trains for hours on end: whoever waits for it ends long after this test's patience."""
     out = tmp_path / "out"
-    program = start(out, "--link", link, *OPTIONS, "--set", "local_epochs=1000000")
+    program = start(out, "--link", link, *OPTIONS, "--set", "method.local_epochs=1000000")
     assert interrupt(program, out, 0, signal.SIGINT) == 130, program.said
     assert "interrupted before the first round was complete" in program.said
 
@@ -264,11 +266,11 @@ def files(folder: Path) -> dict[str, bytes]:
 
 WRONG = {
     "method": (["--method", "fedavgg"], "unknown method 'fedavgg'"),
-    "setting": (["--set", "batch_size=0"], "batch_size must be >= 1"),
-    "unknown setting": (["--set", "batchsize=3"], "unknown setting"),
+    "setting": (["--set", "method.batch_size=0"], "batch_size must be >= 1"),
+    "unknown setting": (["--set", "method.batchsize=3"], "unknown setting"),
     "model": (["--model", "digits_linaer"], "unknown device model 'digits_linaer'"),
     "dataset": (["--dataset", "digitss"], "unknown data set 'digitss'"),
-    "partition": (["--partition", "dirichlet"], "unknown partition 'dirichlet'"),
+    "partition": (["--set", "simulation.partition=dirichlet"], "unknown partition 'dirichlet'"),
     "alpha": (["--alpha", "-1"], "alpha"),
     "devices": (["--devices", "5000"], "5000 devices"),
     "model of other inputs": (["--model", "feddkd_vgg9"], "feddkd_vgg9"),

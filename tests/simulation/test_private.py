@@ -65,8 +65,9 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
 
 
 def test_the_command_has_epsilon(tmp_path):
-    words = "simulate --method classstats --epsilon 8 --devices 2 --model digits_linear --no-controls --test-limit 60"
-    done = CliRunner().invoke(app, [*words.split(), "--out", str(tmp_path)])
+    words = "simulate --method classstats --devices 2 --model digits_linear --no-controls"
+    settings = ["--set", "simulation.epsilon=8", "--set", "simulation.test_limit=60"]
+    done = CliRunner().invoke(app, [*words.split(), *settings, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert f"Privacy of class statistics: {SENTENCE}" in done.output
 

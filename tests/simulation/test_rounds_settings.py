@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from support.fleets import SMALL, prepare, run_in_memory
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_lab.simulation import show
 from fleetdistill_lab.simulation.checks import check_settings
+from fleetdistill_lab.simulation.options import read_settings
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation
+from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
 from fleetdistill_server.cli.app import app
 
 FLEET = replace(SMALL, method="fedavg", devices=5, rounds=3, train_limit=150, models=("digits_linear",))
@@ -49,11 +52,27 @@ def test_a_value_out_of_range_is_refused(name: str, value: Any, expected: str) -
     assert expected in str(refused.value)
 
 
+def test_simulate_has_few_options_and_sets_everything() -> None:
+    """Every field of `Simulation` and of the fleet can be set on the command line, under its own name."""
+    simulate = typer.main.get_group(app).get_command(None, "simulate")  # type: ignore[arg-type]
+    assert simulate is not None
+    assert sum(one.param_type_name == "option" for one in simulate.params) <= 20
+    given = dict.fromkeys(("models", "modules", "predictors"), '["a"]') | dict.fromkeys(("data_dir", "out"), "a")
+    defaults = {one.name: one.default for one in fields(Simulation) if one.name not in ("settings", "behaviour")}
+    for name, default in defaults.items():
+        text = given.get(name) or json.dumps(1 if default is None else default)
+        value = read_settings(None, [f"simulation.{name}={text}"])["simulation"][name]
+        assert replace(Simulation(), **{name: value}) is not None
+    for name in (one.name for one in fields(FleetBehaviour) if one.name != "traces"):
+        text = json.dumps(getattr(FleetBehaviour(), name))
+        assert read_settings(None, [f"fleet.{name}={text}"])["fleet"] == {name: getattr(FleetBehaviour(), name)}
+
+
 def test_the_command_line_sets_the_rounds_and_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: list[Simulation] = []
     monkeypatch.setattr(show, "simulate_and_show", lambda one, **options: wanted.append(one))
-    given = ["--devices", "10000", "--per-round", "200", "--quorum", "0.8"]
-    models = ["--extractor", "resnet_extractor", "--server-model", "resnet20"]
+    given = ["--devices", "10000", "--set", "simulation.devices_per_round=200", "--set", "simulation.quorum=0.8"]
+    models = ["--set", "simulation.extractor=resnet_extractor", "--set", "simulation.server_model=resnet20"]
     done = CliRunner().invoke(app, ["simulate", *given, *models])
     assert done.exit_code == 0, done.output
     (one,) = wanted

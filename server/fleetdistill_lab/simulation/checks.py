@@ -87,7 +87,7 @@ def _check_time(wanted: Simulation) -> None:
     if wanted.behaviour is None and (deadline is not None or wanted.over_selection != 1):
         raise ConfigurationError(
             "deadline_seconds and over_selection need simulated time, in which devices take time to answer; set "
-            "behaviour, such as --compute lognormal:0.5"
+            "behaviour, such as --set fleet.compute=lognormal:0.5"
         )
     if wanted.behaviour is not None and wanted.link != "memory":
         raise ConfigurationError(
@@ -133,7 +133,7 @@ def _check_shape(wanted: Simulation, data: Dataset) -> None:
     if len(shape) != 3 and not wanted.models:
         raise ConfigurationError(
             f"samples of {data.name} have shape {shape}, but the built-in models read images [channels, height, "
-            "width]; give your own device models (--model), and --extractor and --server-model if the method needs them"
+            "width]; give your own device models (--model), and extractor and server_model if the method needs them"
         )
 
 

@@ -1,69 +1,158 @@
-"""Options of `simulate` for simulated time: when devices are available, and how fast they are."""
+"""Options of `simulate`, and its settings in a file and with `--set`, made from the fields of `Simulation`.
+
+A setting is defined once, in `Simulation` or `FleetBehaviour`: name, type, default and description. The usual ones have
+an option; the file and `--set` take all.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 
-if TYPE_CHECKING:
-    from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.names import unknown_name
+from fleetdistill_lab.simulation.spec.settings import Simulation
+from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
+from fleetdistill_lab.simulation.timing.traces import read_traces
+from fleetdistill_server.config.section import read_toml
 
-FleetOption = Annotated[
-    Path | None, typer.Option("--fleet", help="TOML file whose section [fleet] describes the fleet in simulated time.")
-]
-AvailabilityOption = Annotated[
-    str | None,
-    typer.Option(help="When devices are available: always, or diurnal:SHARE, once per day for that share of it."),
-]
-ComputeOption = Annotated[
-    str | None,
-    typer.Option(help="Devices' speeds: constant, or lognormal:SIGMA, the spread of the logarithm."),
-]
-ChurnOption = Annotated[
-    float | None, typer.Option(help="Mean number of times per available day that a device loses contact.")
-]
-JoinLateOption = Annotated[float | None, typer.Option(help="Share of the devices that join during the first day.")]
-TracesOption = Annotated[
-    Path | None, typer.Option(help="CSV or JSON file of your own traces: device, start, end, and optionally speed.")
-]
-DeadlineOption = Annotated[
-    float | None, typer.Option("--deadline", help="Simulated seconds until an ask's deadline; default: 600.")
-]
-OverSelectionOption = Annotated[
-    float, typer.Option(help="Devices to ask for each of --per-round; the round ends with the fastest.")
-]
-MinDevicesOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Devices that must be present for a round to begin; default: all, in simulated time --per-round."
-    ),
-]
-BEHAVIOUR = ("fleet", "availability", "compute", "churn", "join_late", "traces")
-"""Names of the options that describe the fleet's behaviour."""
+OPTIONS: dict[str, tuple[str, Any]] = {
+    "method": ("--method", str),
+    "modules": ("--import", list[str]),
+    "dataset": ("--dataset", str),
+    "data_dir": ("--data-dir", Path),
+    "devices": ("--devices", int),
+    "models": ("--model", list[str]),
+    "alpha": ("--alpha", float),
+    "rounds": ("--rounds", int),
+    "seed": ("--seed", int),
+    "link": ("--link", str),
+    "workers": ("--workers", int),
+    "out": ("--out", Path),
+}
+"""Fields of `Simulation` that have an option, with its name and type; an option with a list can be repeated."""
+_VARIABLES = {"data_dir": "FLEETDISTILL_DATA"}
+_SECTIONS = {"simulation": Simulation, "fleet": FleetBehaviour}
+"""Sections with the fields of a class; [method] has the settings of the method."""
+_OTHER_SECTIONS = ("settings", "behaviour")
+"""Fields of `Simulation` that have a section of their own."""
 
 
-def behaviour_of(fleet: Path | None, traces: Path | None, **given: Any) -> FleetBehaviour | None:
-    """Returns the behaviour that a file and options describe; an option replaces the file's setting.
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorates a command: it takes an option for each entry of OPTIONS, by the field's name."""
+    described = dict(_descriptions(Simulation))
+    defaults = {one.name: one.default or None for one in dataclasses.fields(Simulation) if one.name in OPTIONS}
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    made = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=defaults[name],
+            annotation=Annotated[kind | None, typer.Option(flag, envvar=_VARIABLES.get(name), help=described[name])],
+        )
+        for name, (flag, kind) in OPTIONS.items()
+    ]
+    parameters = [one for one in own if one.kind != inspect.Parameter.VAR_KEYWORD]
+    first = [one for one in parameters if one.kind != inspect.Parameter.KEYWORD_ONLY]
+    command.__signature__ = inspect.Signature([*first, *made, *parameters[len(first) :]])  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in (*parameters, *made)}
+    return command
+
+
+def _descriptions(described: type) -> Iterator[tuple[str, str]]:
+    """Yields the name and the first sentence of each entry under `Attributes:` in a class's docstring."""
+    text = (inspect.getdoc(described) or "").partition("Attributes:\n")[2]
+    for name, entry in re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", text, re.MULTILINE | re.DOTALL):
+        sentence = re.split(r"(?<=[.;])\s", " ".join(entry.split()))[0]
+        yield name, f"{sentence.rstrip('.;')}.".replace("`", "")
+
+
+def read_settings(file: Path | None, texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Reads the settings of a file and of `--set`, which precede those of the file.
 
     Args:
-        fleet: TOML file with the section [fleet], or None.
-        traces: File of traces, or None.
-        given: Further options by name; None if not given.
+        file: TOML file with the sections [simulation], [method] and [fleet], or some of them; None for none.
+        texts: Settings as `section.key=value` with a TOML value; an unquoted word is a string.
 
     Returns:
-        The behaviour; None if there is neither a file nor an option.
+        Settings by section. A path of `dataset` or `traces` in the file is relative to the file.
 
     Raises:
-        ConfigurationError: A setting is unknown or out of range.
-        DataError: The file of traces cannot be read.
+        ConfigurationError: The file cannot be read, or a section or a setting is unknown or has another type.
+        DataError: A file of traces cannot be read.
     """
-    from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour, read_behaviour
-    from fleetdistill_lab.simulation.timing.traces import read_traces
+    sections: dict[str, dict[str, Any]] = {}
+    if file is not None:
+        for section, values in read_toml(file).items():
+            if not isinstance(values, dict):
+                raise ConfigurationError(f"{file}: {section} is outside a section; put it below [simulation]")
+            sections[section] = _checked(f"{file}: ", section, values, file.parent)
+    for text in texts:
+        section, key, value = _parse(text)
+        sections.setdefault(section, {}).update(_checked("--set ", section, {key: value}, Path()))
+    return sections
 
-    settings = {} if fleet is None else read_behaviour(fleet)
-    settings |= {name: value for name, value in given.items() if value is not None}
-    if traces is not None:
-        settings["traces"] = read_traces(traces)
-    return FleetBehaviour(**settings) if settings or fleet is not None else None
+
+def _parse(text: str) -> tuple[str, str, Any]:
+    where, equals, value = text.partition("=")
+    section, dot, key = where.strip().partition(".")
+    if not equals or not dot:
+        raise ConfigurationError(
+            f"--set is {text!r}, expected section.key=value, such as method.refinement=kkr or simulation.quorum=0.5"
+        )
+    try:
+        return section, key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return section, key, value
+
+
+def _checked(where: str, section: str, values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the settings of a section with the types of its class; those of a method are checked later."""
+    if section == "method":
+        return dict(values)
+    if section not in _SECTIONS:
+        raise ConfigurationError(f"{where}{unknown_name('section', section, (*_SECTIONS, 'method'))}")
+    types = {one.name: one.type for one in dataclasses.fields(_SECTIONS[section]) if one.name not in _OTHER_SECTIONS}
+    module = vars(sys.modules[_SECTIONS[section].__module__])
+    checked: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in types:
+            raise ConfigurationError(f"{where}[{section}] {unknown_name('setting', key, types)}")
+        if key == "traces":
+            checked[key] = read_traces(folder / str(value))
+        elif key == "dataset":
+            checked[key] = str(folder / value) if str(value).endswith(".npz") else str(value)
+        else:
+            kind = get_type_hints(type("Field", (), {"__annotations__": {key: types[key]}}), module)[key]
+            checked[key] = _typed(f"{where}[{section}] {key}", value, kind)
+    return checked
+
+
+def _typed(name: str, value: Any, kind: Any) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise ConfigurationError(f"{name} is {value!r}: {error.errors()[0]['msg']}") from error
+
+
+def merge_settings(base: Simulation, sections: Mapping[str, Mapping[str, Any]]) -> Simulation:
+    """Returns a simulation with the settings of sections; all others are those of `base`.
+
+    Raises:
+        ConfigurationError: A setting is out of range.
+    """
+    fields = dict(sections.get("simulation", {}))
+    if "method" in sections:
+        fields["settings"] = {**base.settings, **sections["method"]}
+    if "fleet" in sections:
+        fields["behaviour"] = dataclasses.replace(base.behaviour or FleetBehaviour(), **sections["fleet"])
+    return dataclasses.replace(base, **fields)

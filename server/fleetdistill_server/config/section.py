@@ -33,7 +33,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigurationError(f"there is no file {path}; enter the path of the run's run.toml") from error
+        raise ConfigurationError(f"there is no file {path}; enter the path of a TOML file, such as run.toml") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{path}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:

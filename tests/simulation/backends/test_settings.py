@@ -58,7 +58,7 @@ def test_a_resumed_simulation_may_have_other_workers(tmp_path: Path) -> None:
 def test_the_command_line_chooses_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: list[Simulation] = []
     monkeypatch.setattr(show, "simulate_and_show", lambda one, **options: wanted.append(one))
-    for given in (["--workers", "8"], ["--backend", "ray", "--ray-address", "auto"]):
+    for given in (["--workers", "8"], ["--set", "simulation.backend=ray", "--set", "simulation.ray_address=auto"]):
         done = CliRunner().invoke(app, ["simulate", *given])
         assert done.exit_code == 0, done.output
     assert [(one.workers, one.backend, one.ray_address) for one in wanted] == [(8, "local", ""), (0, "ray", "auto")]

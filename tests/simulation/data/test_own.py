@@ -139,7 +139,7 @@ def test_a_file_that_is_no_data_set_is_refused_and_named(
 ) -> None:
     file = tmp_path / "data.npz"
     write(file)
-    told = CliRunner().invoke(app, ["simulate", "--data", str(file), "--out", str(tmp_path / "out")])
+    told = CliRunner().invoke(app, ["simulate", "--dataset", str(file), "--out", str(tmp_path / "out")])
     assert (told.exit_code, told.stdout) == (1, "")
     assert str(file) in told.stderr
     assert sentence in told.stderr
@@ -196,7 +196,7 @@ def test_own_data_are_kept_and_resumed_without_the_file(tmp_path: Path) -> None:
     report = json.loads((out / "report.json").read_text())
     assert (report["dataset"], report["class_names"]) == ("blobs", ["red", "green", "blue"])
     np.savez(file, **{**SPLIT, "train_inputs": INPUTS[:45] + 1}, classes=["red", "green", "blue"])  # type: ignore[arg-type]
-    told = CliRunner().invoke(app, ["simulate", "--resume", "--out", str(out), "--data", str(file)])
+    told = CliRunner().invoke(app, ["simulate", "--resume", "--out", str(out), "--dataset", str(file)])
     assert told.exit_code == 1
     assert "began with other settings: dataset was" in told.stderr
 

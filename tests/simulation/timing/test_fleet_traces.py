@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetdistill.errors import ConfigurationError, DataError
-from fleetdistill_lab.simulation.timing.behaviour import DAY_SECONDS, FleetBehaviour, read_behaviour
+from fleetdistill_lab.simulation.options import read_settings
+from fleetdistill_lab.simulation.timing.behaviour import DAY_SECONDS, FleetBehaviour
 from fleetdistill_lab.simulation.timing.fleet_traces import FleetTraces, Span
 from fleetdistill_lab.simulation.timing.traces import read_traces
 
@@ -147,7 +148,7 @@ def test_traces_are_read_from_csv_and_json(tmp_path: Path) -> None:
     assert read_traces(csv_file) == read_traces(json_file) == expected
     fleet = tmp_path / "fleet.toml"
     fleet.write_text('[fleet]\ntraces = "phones.csv"\nrepeat_seconds = 100\nchurn = 2\n')
-    assert FleetBehaviour(**read_behaviour(fleet)) == FleetBehaviour(traces=expected, repeat_seconds=100, churn=2)
+    assert read_settings(fleet, [])["fleet"] == {"traces": expected, "repeat_seconds": 100, "churn": 2}
 
 
 @pytest.mark.parametrize(
@@ -207,9 +208,10 @@ def test_a_faulty_behaviour_is_refused(given: dict[str, object], expected: str) 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[fleet]\nspeed = 1\n", "speed: unknown setting; known: availability"),
-        ("[run]\nname = 'a'\n", "must have one section, [fleet], but has ['run']"),
-        ("", "but has none"),
+        ("[fleet]\nspeed = 1\n", "[fleet] unknown setting 'speed'"),
+        ("[run]\nname = 'a'\n", "unknown section 'run'"),
+        ("devices = 2\n", "devices is outside a section; put it below [simulation]"),
+        ("[simulation]\ndevices = 'two'\n", "[simulation] devices is 'two': Input should be a valid integer"),
         ("[fleet\n", "fleet.toml"),
     ],
 )
@@ -217,7 +219,7 @@ def test_a_faulty_file_is_refused(text: str, expected: str, tmp_path: Path) -> N
     file = tmp_path / "fleet.toml"
     file.write_text(text)
     with pytest.raises(ConfigurationError) as refused:
-        read_behaviour(file)
+        read_settings(file, [])
     assert expected in str(refused.value)
-    with pytest.raises(ConfigurationError, match="enter the path of a TOML file with the section"):
-        read_behaviour(tmp_path / "none.toml")
+    with pytest.raises(ConfigurationError, match=r"there is no file .*none\.toml"):
+        read_settings(tmp_path / "none.toml", [])

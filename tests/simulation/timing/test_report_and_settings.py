@@ -146,16 +146,17 @@ def test_options_describe_a_fleet_and_replace_the_settings_of_a_file(
 ) -> None:
     file = tmp_path / "fleet.toml"
     file.write_text('[fleet]\navailability = "diurnal:0.2"\nchurn = 3.0\naway_seconds = 60\n')
-    options = ["--availability", "diurnal:0.4", "--compute", "lognormal:0.8", "--join-late", "0.1"]
-    rounds = ["--per-round", "4", "--over-selection", "1.25", "--deadline", "90", "--min-devices", "3"]
-    one = wanted_by(monkeypatch, "--fleet", str(file), *options, *rounds)
+    fleet = ("availability=diurnal:0.4", "compute=lognormal:0.8", "join_late=0.1")
+    rounds = ("devices_per_round=4", "over_selection=1.25", "deadline_seconds=90", "min_devices=3")
+    settings = [*(f"fleet.{one}" for one in fleet), *(f"simulation.{one}" for one in rounds)]
+    one = wanted_by(monkeypatch, str(file), *(word for setting in settings for word in ("--set", setting)))
     assert one.behaviour == FleetBehaviour(
         availability="diurnal:0.4", compute="lognormal:0.8", churn=3.0, away_seconds=60, join_late=0.1
     )
     assert (one.over_selection, one.deadline_seconds, one.min_devices) == (1.25, 90.0, 3)
     csv_file = tmp_path / "phones.csv"
     csv_file.write_text("device,start,end\na,0,40\n")
-    traced = wanted_by(monkeypatch, "--traces", str(csv_file))
+    traced = wanted_by(monkeypatch, "--set", f"fleet.traces={csv_file}")
     assert traced.behaviour == FleetBehaviour(traces=read_traces(csv_file))
     assert wanted_by(monkeypatch).behaviour is None
 

@@ -101,9 +101,7 @@ def _connect(ray: Any, address: str, workers: int) -> None:
         ray.init(logging_level=logging.WARNING, **given)
     except (ConnectionError, ValueError, RuntimeError) as error:
         text = str(error).strip().split("\n")[0].rstrip(".")
-        raise ConfigurationError(
-            f"no Ray cluster at {address or 'this machine'}: {text}; check --ray-address"
-        ) from error
+        raise ConfigurationError(f"no Ray cluster at {address or 'this machine'}: {text}; check ray_address") from error
 
 
 def _settle(result: Future[Result], done: Future[Any], task: Task) -> None:

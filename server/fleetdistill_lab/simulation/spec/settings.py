@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Literal
 
 from fleetdistill.models import path_of
 from fleetdistill.privacy.guarantee import Guarantee
-from fleetdistill_lab.simulation.data.datasets import Dataset
-from fleetdistill_lab.simulation.data.own import Arrays, own_dataset
 from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
 from fleetdistill_server.config.run_config import checked_settings
+
+if TYPE_CHECKING:  # torch: the command line shows its options without it
+    import numpy.typing as npt
+
+    from fleetdistill_lab.simulation.data.datasets import Dataset
+    from fleetdistill_lab.simulation.data.own import Arrays
 
 Factory = Callable[..., Any]
 """Function that builds a torch module."""
@@ -32,26 +34,28 @@ class Simulation:
 
     Attributes:
         method: Name of the method.
-        modules: Modules to import, which register your own methods. Over gRPC, the server's and the devices' processes
-            import them too, and so do workers. Not needed for methods that this process has registered.
+        modules: Module that registers your own methods, such as package.module. Over gRPC, the server's and the
+            devices' processes import them too, and so do workers. Not needed for methods that this process has
+            registered.
         settings: The method's settings, as under [method] in run.toml.
         epsilon: Epsilon of private class statistics, as under [privacy] in run.toml; None for a run without privacy.
-        dataset: A name in `datasets.DATASETS`, a `Dataset`, or arrays for `own_dataset`. A simulation keeps a copy of
-            your own data in its folder.
-        data_dir: Folder of the data sets; see `load_dataset`.
+        dataset: Name of a data set, such as digits, mnist or cifar10, or the path of an .npz file. The file is
+            for `read_dataset`; from Python also a `Dataset`, or arrays for `own_dataset`. A simulation keeps a copy of
+            your own data.
+        data_dir: Folder of the data sets, to which missing ones are downloaded. See `load_dataset`.
         image_size: Height and width that images are reduced to by averaging; None keeps their size.
         train_limit: Largest number of training images in the whole fleet; None for all.
         test_limit: Largest number of test images, a stratified subset; None for all.
         devices: Number of devices.
-        models: Device models, assigned in turn; by default five different ones that fit the data set. Each is a name,
-            `package.module:factory`, or a top-level function of (input_shape, classes).
+        models: Device model, several of which are assigned in turn: a name, or package.module:factory. By default
+            five different ones that fit the data set. From Python also a top-level function of (input_shape, classes).
         extractor: First layers of all device models, for methods that use features: a name,
             `package.module:factory`, or a top-level function of (input_shape). By default the extractor of the built-in
             models.
         server_model: Server model, for methods that train one: a name, `package.module:factory`, or a top-level
             function of (feature_shape, classes), or of (input_shape, classes) if the model reads inputs.
         partition: Partition of the data over devices, a name in `partition.PARTITIONS`.
-        alpha: Concentration of the Dirichlet partitions, above 0.
+        alpha: Concentration of the Dirichlet partition over devices, above 0.
         classes_per_device: Number of classes per device, for the partitions by classes.
         proxy_per_class: Number of training images per class, the last ones, to hold out as the proxy set. None means
             0 for methods without a proxy set, and else 8, or half the smallest class if it has fewer than 16. Set it
@@ -62,7 +66,7 @@ class Simulation:
             `predictor = "trained"`; by default all of them.
         hostile: Number of hostile devices; the first ones are hostile.
         attack: The hostile devices' attack, a name in `hostile.ATTACKS`.
-        rounds: Number of rounds; None for the default, 30, or 1 for a method with one exchange.
+        rounds: Number of rounds, by default 30, or 1 for a method with one exchange.
         devices_per_round: Number of devices that each round draws at random and waits for; 0 for all present devices.
         over_selection: Number of devices to ask for each of `devices_per_round`, from 1 to 10. Needs `behaviour`.
         quorum: Fraction of a round's devices that must answer, in (0, 1].
@@ -74,17 +78,17 @@ class Simulation:
         control_rounds: Number of rounds of the controls; None for the method's number, but at least 30 for a method
             with one exchange, since training without exchanges has no communication cost.
         seed: Seed of the partition, the models, the batches and all other random choices.
-        link: `memory` or `grpc`.
+        link: Link to the devices, memory (one process) or grpc.
         durable: Whether server and devices write and fsync all their files over the memory link too; see
             `docs/how-to/simulate-large-fleets.md`. Over gRPC they always do.
-        workers: Number of processes that compute the devices' work; 0 for the simulation's own process, or over gRPC
+        workers: Number of processes that compute the devices' work, 0 for the simulation's own process, or over gRPC
             for one per processor. With any number the results are the same to the bit. Not with `durable`.
         backend: What computes the devices' work: `local` for `workers`, or `ray` for a Ray cluster.
         ray_address: Address of a Ray cluster, as in `ray.init`; empty for `workers` Ray workers on this machine.
         threads: Number of torch threads of the engine and of each device.
         knowledge_type: Element type of knowledge on the wire: float16, float32 or uint8.
         torch_device: Torch device of the server half: auto, cpu or cuda.
-        out: Folder for report.json, fleet.png and the models; its subfolder `work` has the simulation's state.
+        out: Folder for report.json, fleet.png and the models. Its subfolder `work` has the simulation's state.
         with_alone: Whether to train every device without the fleet as a control.
         with_fedavg: Whether to run FedAvg on the same data as a control, over the in-memory link. Every device has the
             largest of the device models and makes as many passes over the labels as in the method. All other settings
@@ -134,8 +138,8 @@ class Simulation:
     with_fedavg: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dataset, str | Dataset):
-            object.__setattr__(self, "dataset", own_dataset(self.dataset))
+        if not isinstance(self.dataset, str) or self.dataset.endswith(".npz"):
+            object.__setattr__(self, "dataset", _as_dataset(self.dataset))
         object.__setattr__(self, "out", Path(self.out))
         object.__setattr__(self, "models", tuple(path_of(one) for one in self.models))
         object.__setattr__(self, "extractor", path_of(self.extractor))
@@ -187,3 +191,12 @@ class Simulation:
         if self.control_rounds is not None:
             return self.control_rounds
         return max(self.rounds_to_complete, CONTROL_ROUNDS) if self.one_exchange else self.rounds_to_complete
+
+
+def _as_dataset(given: str | Dataset | Arrays | tuple[npt.ArrayLike, npt.ArrayLike]) -> Dataset:
+    from fleetdistill_lab.simulation.data.datasets import Dataset
+    from fleetdistill_lab.simulation.data.own import own_dataset, read_dataset
+
+    if isinstance(given, str):
+        return read_dataset(Path(given))
+    return given if isinstance(given, Dataset) else own_dataset(given)

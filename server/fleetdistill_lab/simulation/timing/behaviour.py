@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_lab.simulation.timing.traces import Traces, check_traces, read_traces
-from fleetdistill_server.config.section import read_toml
+from fleetdistill_lab.simulation.timing.traces import Traces, check_traces
 
 DAY_SECONDS = 86_400.0
 USUAL_SHARE = 1 / 3
@@ -114,29 +112,6 @@ def _parsed(setting: str, given: object, names: Sequence[str], usual: float | No
     except ValueError:
         expected = f"{scaled}:NUMBER"
         raise ConfigurationError(f"[fleet] {setting} is {given!r}, expected {fixed} or {expected}") from None
-
-
-def read_behaviour(path: Path) -> dict[str, Any]:
-    """Returns the settings of the section [fleet] of a TOML file, as arguments of `FleetBehaviour`.
-
-    `traces` is a path relative to the file.
-
-    Raises:
-        ConfigurationError: The file cannot be read, has no section [fleet], or has an unknown setting.
-        DataError: The file of the traces cannot be read.
-    """
-    if not path.is_file():
-        raise ConfigurationError(f"there is no file {path}; enter the path of a TOML file with the section [fleet]")
-    sections = read_toml(path)
-    settings = sections.get("fleet")
-    known = {one.name for one in fields(FleetBehaviour)}
-    if set(sections) != {"fleet"} or not isinstance(settings, dict):
-        raise ConfigurationError(f"{path} must have one section, [fleet], but has {sorted(sections) or 'none'}")
-    if unknown := sorted(settings.keys() - known):
-        raise ConfigurationError(f"{path}: [fleet] {unknown[0]}: unknown setting; known: {', '.join(sorted(known))}")
-    if "traces" in settings:
-        settings = {**settings, "traces": read_traces(path.parent / str(settings["traces"]))}
-    return settings
 
 
 def saved_behaviour(values: Mapping[str, Any]) -> FleetBehaviour:
