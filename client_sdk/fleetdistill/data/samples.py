@@ -139,6 +139,13 @@ def check_data(data: Any, name: str) -> None:
             _check_first(rows)
 
 
+def check_all_data(**given: object) -> None:
+    """Checks the data arguments of `Device` as far as that is quick. Raises DataError with the argument's name."""
+    for name, data in given.items():
+        if data is not None:
+            check_data(data, name)
+
+
 def digest_of_arrays(data: Any) -> bytes | None:
     """Returns the digest of data that are a pair of arrays in memory, as in `Samples.digest`; None for other data.
 

@@ -18,7 +18,6 @@ from fleetdistill.checked import (
     check_type,
     shown,
 )
-from fleetdistill.data.samples import check_data
 from fleetdistill.deployment.settings import Deployment, is_installed
 from fleetdistill.device.abilities import Abilities
 from fleetdistill.eligibility import Budgets, Eligibility
@@ -83,13 +82,6 @@ def checked_state_dir(given: object) -> Path:
         raise ConfigurationError(f"state_dir is {given!r}, expected the path of a directory for this device alone")
     check_can_be_state(Path(given))
     return Path(given)
-
-
-def check_all_data(**given: object) -> None:
-    """Checks the data arguments of `Device` as far as that is quick. Raises DataError with the argument's name."""
-    for name, data in given.items():
-        if data is not None:
-            check_data(data, name)
 
 
 def _same(value: object, default: object) -> bool:

@@ -21,11 +21,11 @@ import numpy as np
 from fleetdistill.checked import check_function
 from fleetdistill.clock import Clock, SystemClock
 from fleetdistill.control_flow import control_flow_as_errors
+from fleetdistill.data.samples import check_all_data
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.abilities import Abilities
 from fleetdistill.device.app_models import AppModels, OwnModel, Predictions
 from fleetdistill.device.arguments import (
-    check_all_data,
     check_backend,
     check_columns,
     check_connection,

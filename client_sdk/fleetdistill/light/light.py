@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from fleetdistill.data import Augmented
-from fleetdistill.data.samples import Samples, named, read_samples
+from fleetdistill.data.samples import Samples, check_all_data, named, read_samples
 from fleetdistill.deployment.quantization import CheckData, check_data_of
 from fleetdistill.deployment.settings import Deployment
-from fleetdistill.device.arguments import check_all_data
 from fleetdistill.device.compute import Computed, MakeCompute, faults_decline
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
 from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, Kind, Metrics
