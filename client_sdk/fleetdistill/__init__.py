@@ -13,12 +13,12 @@ from fleetdistill.lazy import lazy_exports
 if TYPE_CHECKING:
     from fleetdistill.deployment.predictor import Predictor
     from fleetdistill.deployment.settings import Deployment
-    from fleetdistill.device.abilities import Abilities
     from fleetdistill.device.async_device import AsyncDevice
     from fleetdistill.device.device import Device
     from fleetdistill.device.events import Event, Step
     from fleetdistill.eligibility import Budgets, Eligibility
     from fleetdistill.errors import FleetDistillError
+    from fleetdistill.link.abilities import Abilities
     from fleetdistill.version import VERSION as __version__
     from fleetdistill.wire.kind import COLUMNS
 
@@ -39,7 +39,7 @@ __all__ = [
 
 _WHERE = {
     "COLUMNS": "fleetdistill.wire.kind",
-    "Abilities": "fleetdistill.device.abilities",
+    "Abilities": "fleetdistill.link.abilities",
     "AsyncDevice": "fleetdistill.device.async_device",
     "Budgets": "fleetdistill.eligibility.budgets",
     "Deployment": "fleetdistill.deployment.settings",

@@ -19,9 +19,9 @@ from fleetdistill.checked import (
     shown,
 )
 from fleetdistill.deployment.settings import Deployment, is_installed
-from fleetdistill.device.abilities import Abilities
 from fleetdistill.eligibility import Budgets, Eligibility
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.link.abilities import Abilities
 from fleetdistill.models import USUAL_PREDICTOR, check_predictor
 from fleetdistill.names import unknown_name
 from fleetdistill.state.own_files import check_can_be_state

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill.data.samples import digest_of_arrays, named
-from fleetdistill.device.abilities import check_fits
 from fleetdistill.device.events import Events
 from fleetdistill.device.identity import data_key, save_identity
 from fleetdistill.device.live_data import RereadsData, is_empty
@@ -22,6 +21,7 @@ from fleetdistill.errors import (
     RefusedError,
     StateError,
 )
+from fleetdistill.link.abilities import check_fits
 from fleetdistill.link.base import Link
 from fleetdistill.link.credentials import is_enrolled
 from fleetdistill.link.downloads import Downloads

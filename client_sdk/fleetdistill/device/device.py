@@ -23,7 +23,6 @@ from fleetdistill.clock import Clock, SystemClock
 from fleetdistill.control_flow import control_flow_as_errors
 from fleetdistill.data.samples import check_all_data
 from fleetdistill.deployment.settings import Deployment
-from fleetdistill.device.abilities import Abilities
 from fleetdistill.device.app_models import AppModels, OwnModel, Predictions
 from fleetdistill.device.arguments import (
     check_backend,
@@ -54,6 +53,7 @@ from fleetdistill.device.temporary_refusals import as_link_errors
 from fleetdistill.eligibility import Budgets, Eligibility
 from fleetdistill.eligibility.permission import Permission
 from fleetdistill.errors import ConfigurationError, DeviceClosedError, ModelError
+from fleetdistill.link.abilities import Abilities
 from fleetdistill.link.base import HandsOver, Link
 from fleetdistill.link.downloads import DOWNLOADS, Downloads, MemoryDownloads
 from fleetdistill.link.metered import MeteredLink

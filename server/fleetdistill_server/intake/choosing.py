@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from fleetdistill.device.abilities import differences
 from fleetdistill.errors import RefusedError
+from fleetdistill.link.abilities import differences
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.store.database import Row
