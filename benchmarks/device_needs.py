@@ -71,7 +71,7 @@ STATEMENTS = {
     "import grpc, numpy": "import grpc, numpy",
     "import fleetdistill": "import fleetdistill",
     "from fleetdistill import Device": "from fleetdistill import Device",
-    "Device and light_worker": "from fleetdistill import Device; from fleetdistill.light import light_worker",
+    "Device and light_worker": "from fleetdistill import Device; from fleetdistill.compute import light_worker",
 }
 
 
@@ -223,7 +223,7 @@ def _step_until_waiting(device: Any) -> None:
 def _computing(kind: str, method: str, data: tuple[np.ndarray, np.ndarray]) -> dict[str, Any]:
     """What computes for the device; the models are the demo's, built by name."""
     if kind == "light":
-        from fleetdistill.light import light_worker
+        from fleetdistill.compute import light_worker
 
         return {"worker": light_worker(data)}
 
@@ -306,7 +306,7 @@ class _CountingProxy:
 def measure_polls() -> None:
     """Prints what a waiting device sends and receives over TCP, without TCP's and IP's headers."""
     from fleetdistill import Device
-    from fleetdistill.light import light_worker
+    from fleetdistill.compute import light_worker
 
     data = data_sets()["360 digits, 8x8"]
     with tempfile.TemporaryDirectory() as name, _server(Path(name), data, "classstats", min_devices=2) as server:

@@ -69,7 +69,7 @@ def peak_memory() -> int:
 def computing(kind: str, data: tuple[np.ndarray, np.ndarray]) -> dict[str, Any]:
     """What computes for the device; the app's own network is as small as one can be."""
     if kind == "light":
-        from fleetdistill.light import light_worker
+        from fleetdistill.compute import light_worker
 
         return {"worker": light_worker(data)}
     from torch import nn

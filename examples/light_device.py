@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from fleetdistill import Device, Event, FleetDistillError
-from fleetdistill.light import light_worker
+from fleetdistill.compute import light_worker
 
 
 def main() -> int:

@@ -37,7 +37,7 @@ def test_a_device_is_light_to_import() -> None:
 
 def test_importing_device_loads_only_what_an_idle_device_needs() -> None:
     loaded = loaded_by("from fleetdistill import Device")
-    unneeded = ("fleetdistill.knowledge", "fleetdistill.methods", "fleetdistill.training", "fleetdistill.light")
+    unneeded = ("fleetdistill.knowledge", "fleetdistill.methods", "fleetdistill.training", "fleetdistill.compute")
     slow = ("importlib.metadata", "numpy.typing", "zipfile", "difflib", "email", "tempfile")
     assert of_packages(loaded, *unneeded, *slow) == set()
 

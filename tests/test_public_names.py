@@ -47,7 +47,7 @@ USES = sorted(set(uses()))
 
 
 def test_the_folders_of_the_sdk_have_public_names() -> None:
-    folders = {"", ".device", ".knowledge", ".light", ".link", ".methods", ".models", ".testing", ".training"}
+    folders = {"", ".device", ".knowledge", ".compute", ".link", ".methods", ".models", ".testing", ".training"}
     assert {f"fleetdistill{one}" for one in folders} <= set(PUBLIC)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from fleetdistill import methods as device_methods
-from fleetdistill.device.compute import Computed
+from fleetdistill.compute.base import Computed
 from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Kind, Plan, SampleKnowledge
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers
@@ -82,7 +82,7 @@ class CountingDevice(DeviceMethod):
 
 
 class CountingWorker:
-    """Computes for a device without torch: a `fleetdistill.device.compute.Compute`."""
+    """Computes for a device without torch: a `fleetdistill.compute.base.Compute`."""
 
     def __init__(self, contract: contract_pb2.Contract) -> None:
         self.contract = contract

@@ -20,9 +20,9 @@ from support.hostile_server import CLASSES
 from support.processes import PATIENCE_SECONDS, python
 
 from fleetdistill import Device, Predictor
+from fleetdistill.compute import light_worker
 from fleetdistill.deployment.stamp import check_stamp, stamped
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError
-from fleetdistill.light import light_worker
 from fleetdistill_server.testing import MemoryServer
 
 

@@ -15,7 +15,7 @@ from support.hostile_server import CLASSES, LyingLink, ask
 from torch import nn
 
 from fleetdistill import Deployment, Device, Predictor
-from fleetdistill.light import light_worker
+from fleetdistill.compute import light_worker
 from fleetdistill.training.model import split_sequential
 from fleetdistill_server.testing import MemoryServer
 

@@ -13,8 +13,8 @@ from support.hostile_server import LyingLink
 from support.processes import python
 
 from fleetdistill import Deployment
+from fleetdistill.compute import light_worker
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.light import light_worker
 
 
 @pytest.mark.parametrize(

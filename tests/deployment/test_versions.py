@@ -18,8 +18,8 @@ from support.hostile_server import CLASSES
 from support.small_device import SmallWorker
 
 from fleetdistill import Deployment, Device, Event, Predictor
+from fleetdistill.compute import light_worker
 from fleetdistill.errors import ConfigurationError, LinkError, NoRoomError, StateError
-from fleetdistill.light import light_worker
 from fleetdistill.replacement import judge
 from fleetdistill.state import failpoints
 from fleetdistill_server.testing import MemoryServer

@@ -15,8 +15,8 @@ import pytest
 from support.processes import PATIENCE_SECONDS
 
 from fleetdistill import COLUMNS, Device
+from fleetdistill.compute import light_worker
 from fleetdistill.errors import ConfigurationError, DeviceBusyError, ModelError, StateError
-from fleetdistill.light import light_worker
 from fleetdistill.models import build_model
 from fleetdistill.testing import EventLog
 from fleetdistill_server.testing import MemoryServer

@@ -14,9 +14,9 @@ from support.devices import answer_waits, compute_of, state_of
 from support.sdk_fleet import RUN, Crash, Fleet, crashing_link, make_device, tiny_data
 
 from fleetdistill import Device, Event, Step
+from fleetdistill.compute.torch_compute import TorchCompute
 from fleetdistill.device.deployer import Deployer
 from fleetdistill.device.events import Events as DeviceEvents
-from fleetdistill.device.torch_compute import TorchCompute
 from fleetdistill.errors import (
     ExportError,
     KnowledgeError,

@@ -84,7 +84,7 @@ def test_a_fault_that_recurs_is_one_traceback_and_then_lines(
             fleet.ask("d")
             assert device.step(0) is Step.DECLINED
     logged = [one for one in caplog.records if "failed with ValueError: a fault of the app's model" in one.getMessage()]
-    noted = [one.exc_info is not None for one in logged if one.name == "fleetdistill.device.compute"]
+    noted = [one.exc_info is not None for one in logged if one.name == "fleetdistill.compute.base"]
     assert noted == [True, False, False]
     assert events.kinds().count("dropped") == 3
 

@@ -26,10 +26,10 @@ from support.hostile_server import LyingLink, ask, terms
 from support.sdk_fleet import RUN, Fleet, make_device
 
 from fleetdistill import Device, Eligibility, Event, Step
+from fleetdistill.compute import light_worker
 from fleetdistill.eligibility.policy import Conditions, seconds_until
 from fleetdistill.eligibility.probes import OtherLoad
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.light import light_worker
 from fleetdistill.testing import EventLog, FaultyLink, ManualClock
 from fleetdistill_lab.simulation.spec import device as spec_device
 from fleetdistill_server.testing import MemoryServer

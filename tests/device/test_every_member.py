@@ -23,6 +23,7 @@ from support.fleets import RUN, RUNS, prepare
 from support.hostile_server import LyingLink
 
 from fleetdistill import COLUMNS, AsyncDevice, Device, Event, Predictor, Step
+from fleetdistill.compute import light_worker
 from fleetdistill.errors import (
     ConfigurationError,
     DeviceBusyError,
@@ -31,7 +32,6 @@ from fleetdistill.errors import (
     ModelError,
     StateError,
 )
-from fleetdistill.light import light_worker
 from fleetdistill.methods import config_class
 from fleetdistill.methods.classstats.private_config import Settings
 from fleetdistill_lab.simulation.spec.arrays import load_arrays

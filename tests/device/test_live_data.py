@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
 
 from fleetdistill import Step
+from fleetdistill.compute.torch_compute import TorchCompute
 from fleetdistill.data import Augmented
 from fleetdistill.data.samples import read_samples
-from fleetdistill.device.torch_compute import TorchCompute
 from fleetdistill.errors import ConfigurationError, DataError, NoSamplesError
 from fleetdistill.testing import EventLog, ManualClock
 from fleetdistill.training.local_training import evaluate, train_epochs

@@ -19,10 +19,10 @@ from support.small_device import SmallWorker
 from torch import Tensor, nn
 
 from fleetdistill import Device, Event, Predictor
-from fleetdistill.device.delivered_models import FrozenModel
-from fleetdistill.device.torch_compute import TorchCompute
+from fleetdistill.compute import light_worker
+from fleetdistill.compute.torch_compute import TorchCompute
+from fleetdistill.compute.torch_models import FrozenModel
 from fleetdistill.errors import DataError, LinkError, ModelError
-from fleetdistill.light import light_worker
 from fleetdistill.models import build_model
 from fleetdistill.testing import FaultyLink, lost_reply
 from fleetdistill.training.model import output_shape, place_of_inputs, split_sequential

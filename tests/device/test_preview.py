@@ -15,10 +15,10 @@ from support.sdk_fleet import RUN, Fleet, make_device, tiny_data
 from torch import nn
 
 from fleetdistill import COLUMNS, Device, Step
+from fleetdistill.compute import light_worker
 from fleetdistill.device.preview import Histogram
 from fleetdistill.errors import ConfigurationError, DeviceBusyError
 from fleetdistill.knowledge import ProxySet
-from fleetdistill.light import light_worker
 from fleetdistill.methods import METHODS
 from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codec import decode, encode

@@ -25,10 +25,10 @@ from support.sdk_fleet import Fleet as OpenFleet
 from support.sdk_fleet import tiny_data, tiny_model
 
 from fleetdistill import Step
+from fleetdistill.compute import light_worker
 from fleetdistill.device import private
 from fleetdistill.errors import CannotAnswer, ConfigurationError, KnowledgeError
 from fleetdistill.knowledge import ClassSpace, ClassSums, Metric, Metrics, ModelParameters, Plan
-from fleetdistill.light import light_worker
 from fleetdistill.methods.base import Answer
 from fleetdistill.models import build_model
 from fleetdistill.privacy.accountant import discrete_mu_for, mu_for

@@ -11,7 +11,7 @@ from link.test_hostile_server import device_at
 from support.hostile_server import LyingLink, ask, terms
 
 from fleetdistill import Device, Event
-from fleetdistill.light import light_worker
+from fleetdistill.compute import light_worker
 from fleetdistill.progress import report_progress, reported_to
 from fleetdistill.testing import EventLog, ManualClock
 from fleetdistill_server.testing import MemoryServer

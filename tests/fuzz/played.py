@@ -13,7 +13,7 @@ from support.fleets import RUNS, prepare
 
 from fleetdistill import COLUMNS, Device
 from fleetdistill.clock import Clock
-from fleetdistill.light import light_worker
+from fleetdistill.compute import light_worker
 from fleetdistill.link.base import Link
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2

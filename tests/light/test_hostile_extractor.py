@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from onnx import TensorProto, helper
 
+from fleetdistill.compute.onnx_extractor import OnnxExtractor
 from fleetdistill.errors import WireError
-from fleetdistill.light.onnx_extractor import OnnxExtractor
 
 IN = helper.make_tensor_value_info("input", TensorProto.FLOAT, ["N", 4])
 OUT = helper.make_tensor_value_info("features", TensorProto.FLOAT, ["N", None])

@@ -29,10 +29,10 @@ from support.devices import compute_of
 from support.processes import PATIENCE_SECONDS, wait_until
 
 from fleetdistill import COLUMNS, Device
+from fleetdistill.compute.light_compute import LightCompute, light_worker
+from fleetdistill.compute.light_models import unpack_variants
 from fleetdistill.errors import ConfigurationError, DataError, ExportError, FleetDistillError, ModelError, WireError
 from fleetdistill.knowledge import GENERAL, PERSONAL, Array, ClassSpace, Metrics, NetworkFile, Plan, SharedStatistics
-from fleetdistill.light.light import LightCompute, light_worker
-from fleetdistill.light.variants import unpack_variants
 from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.classstats.class_space import make_space
 from fleetdistill.methods.classstats.config import ClassStatsConfig

@@ -10,9 +10,9 @@ import pytest
 from support.private_fleet import CLASSES, PrivateFleet, RecordingLink, received
 
 from fleetdistill import Device, Step
+from fleetdistill.compute import light_worker
 from fleetdistill.data import Augmented
 from fleetdistill.errors import DataError
-from fleetdistill.light import light_worker
 from fleetdistill.testing import EventLog, ManualClock
 from fleetdistill_server.testing import MemoryServer
 

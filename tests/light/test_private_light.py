@@ -13,8 +13,8 @@ import pytest
 import torch
 from support.private_fleet import CLASSES, SIZE, PrivateFleet
 
+from fleetdistill.compute import light_worker
 from fleetdistill.knowledge import NetworkFile, PrivateRows
-from fleetdistill.light import light_worker
 from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.classstats.device import ClassStatsDevice

@@ -14,7 +14,7 @@ import sys
 import numpy as np
 from fleetdistill import Device
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.light import light_worker
+from fleetdistill.compute import light_worker
 
 worker = light_worker((np.zeros((10, 1, 8, 8), np.float32), np.arange(10)))
 try:

@@ -11,7 +11,7 @@ from support.processes import wait_until
 from support.served import RUN, supervised
 
 from fleetdistill import Device
-from fleetdistill.light import light_worker
+from fleetdistill.compute import light_worker
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store.store import Store
 

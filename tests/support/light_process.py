@@ -23,8 +23,8 @@ block(*TORCH, "sklearn", "scipy")
 import numpy as np  # noqa: E402
 
 from fleetdistill import Device, Event  # noqa: E402
+from fleetdistill.compute.light_compute import LightCompute, light_worker  # noqa: E402
 from fleetdistill.knowledge import ClassSpace, NetworkFile, SharedStatistics  # noqa: E402
-from fleetdistill.light.light import LightCompute, light_worker  # noqa: E402
 from fleetdistill.wire.v1 import contract_pb2, service_pb2  # noqa: E402
 
 Pair = tuple[np.ndarray, np.ndarray]

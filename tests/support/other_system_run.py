@@ -72,7 +72,7 @@ def _computing(kind: str) -> dict[str, Any]:
     digits = load_digits()
     data = (digits.images[:200, None] / 16).astype(np.float32), digits.target[:200]
     if kind == "light":
-        from fleetdistill.light import light_worker
+        from fleetdistill.compute import light_worker
 
         return {"worker": light_worker(data, validation_data=data)}
     from fleetdistill.models import build_model

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fleetdistill import Device
-from fleetdistill.device.compute import Computed
+from fleetdistill.compute.base import Computed
 from fleetdistill.knowledge import ClassSums, Kind, PrivateRows
 from fleetdistill.link.base import Link
 from fleetdistill.methods.base import Answer

@@ -11,7 +11,7 @@ from support.live_front import RUN
 from support.wire_samples import make_knowledge, make_profile
 
 from fleetdistill import COLUMNS, Device
-from fleetdistill.device.compute import Computed
+from fleetdistill.compute.base import Computed
 from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Kind
 from fleetdistill.methods.base import Answer

@@ -22,8 +22,8 @@ from support.processes import PATIENCE_SECONDS
 from support.stores import object_store_environment
 
 from fleetdistill import COLUMNS, Device, Event
+from fleetdistill.compute.base import Computed
 from fleetdistill.device import contact
-from fleetdistill.device.compute import Computed
 from fleetdistill.errors import CannotAnswer
 from fleetdistill.knowledge import Kind, ModelParameters
 from fleetdistill.methods.base import Answer

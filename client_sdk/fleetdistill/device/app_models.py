@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fleetdistill.errors import ModelError
 
 if TYPE_CHECKING:
-    from fleetdistill.device.compute import Compute
+    from fleetdistill.compute.base import Compute
     from fleetdistill.device.session import Session
 
 
@@ -102,7 +102,7 @@ class Predictions:
             return self._model
 
     def _frozen(self) -> Predict:
-        from fleetdistill.device.compute import FreezesModel
+        from fleetdistill.compute.base import FreezesModel
 
         compute = self._session.compute
         if compute is None or not compute.has_state:
@@ -112,6 +112,6 @@ class Predictions:
         if not isinstance(compute, FreezesModel):
             raise ModelError(
                 f"the worker {type(compute).__name__} does not support predict; add the method frozen_model "
-                "(fleetdistill.device.compute.FreezesModel)"
+                "(fleetdistill.compute.base.FreezesModel)"
             )
         return compute.frozen_model()

@@ -36,7 +36,7 @@ from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
-    from fleetdistill.device.compute import Compute, Computed
+    from fleetdistill.compute.base import Compute, Computed
     from fleetdistill.device.preview import Preview
     from fleetdistill.knowledge import Kind
     from fleetdistill.methods.base import Answer, Ask
@@ -153,14 +153,14 @@ class AskHandler:
             ConfigurationError: The method or the worker does not support a preview, or a column is not allowed.
             FleetDistillError: The answer cannot be computed.
         """
-        from fleetdistill.device.compute import MakesFirstAsk  # the front imports this package, without methods
+        from fleetdistill.compute.base import MakesFirstAsk  # the front imports this package, without methods
 
         with self._sender.heartbeats():
             compute = self._check_in.ready_compute()
             if not isinstance(compute, MakesFirstAsk):
                 raise ConfigurationError(
                     f"{type(compute).__name__} has no preview; define first_ask, as in "
-                    "fleetdistill.device.compute.MakesFirstAsk"
+                    "fleetdistill.compute.base.MakesFirstAsk"
                 )
             try:
                 return self._preview(compute, compute.first_ask())

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleetdistill.compute.live_data import RereadsData, is_empty
 from fleetdistill.data.samples import digest_of_arrays, named
 from fleetdistill.device.events import Events
 from fleetdistill.device.identity import data_key, save_identity
-from fleetdistill.device.live_data import RereadsData, is_empty
 from fleetdistill.device.private import check_is_private, guarantee_of, hide_rows
 from fleetdistill.device.session import Session
 from fleetdistill.errors import (
@@ -44,7 +44,7 @@ from fleetdistill.wire.compression import offered
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 if TYPE_CHECKING:
-    from fleetdistill.device.compute import Compute
+    from fleetdistill.compute.base import Compute
 
 MakeForData = Callable[[contract_pb2.Contract, Any], "Compute"]
 """Function that makes a compute backend from the run's contract and the app's data."""
@@ -160,7 +160,7 @@ class CheckIn:
 
     def _profile_of(self, compute: Compute) -> contract_pb2.DeviceProfile:
         # Imported here because it loads methods: the front imports this package and must not load them.
-        from fleetdistill.device.compute import NamesRows
+        from fleetdistill.compute.base import NamesRows
 
         profile = compute.profile(self._session.consent.columns)
         _set_compressions(profile)

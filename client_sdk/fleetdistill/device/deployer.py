@@ -29,8 +29,8 @@ from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import rename_durably
 
 if TYPE_CHECKING:
+    from fleetdistill.compute.base import Compute
     from fleetdistill.device.app_models import Predictions
-    from fleetdistill.device.compute import Compute
     from fleetdistill.device.session import Session
     from fleetdistill.training.onnx_file import OnnxReport
 
@@ -250,7 +250,7 @@ class Deployer:
 
     def _accuracy_of(self, version: Version) -> float:
         """Returns the accuracy of a kept version on the validation data; -1 if it cannot be measured."""
-        from fleetdistill.device.compute import Deployable
+        from fleetdistill.compute.base import Deployable
 
         if version.number not in self._measured:
             compute = self._ready_compute()
@@ -301,13 +301,13 @@ def configured(compute: Compute, deployment: Deployment) -> Compute:
     Raises:
         ConfigurationError: The app's worker does not support them.
     """
-    from fleetdistill.device.compute import Deployable
+    from fleetdistill.compute.base import Deployable
 
     if isinstance(compute, Deployable):
         compute.use_deployment(deployment)
     elif replace(deployment, keep_versions=1) != Deployment(keep_versions=1):
         raise ConfigurationError(
             f"the worker {type(compute).__name__} supports only keep_versions of Deployment; add the methods of "
-            "fleetdistill.device.compute.Deployable"
+            "fleetdistill.compute.base.Deployable"
         )
     return compute

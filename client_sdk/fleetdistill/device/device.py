@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
     from torch import nn
 
-    from fleetdistill.device.compute import Compute, MakeCompute
+    from fleetdistill.compute.base import Compute, MakeCompute
     from fleetdistill.methods.classstats.space_model import MakePredictor
 
 MAX_THREADS = 64
@@ -93,7 +93,7 @@ class Device(Disclosure):
             `fleetdistill.data.Augmented`, or a function that returns one of these. Inputs are float
             `[samples, *input_shape]`; labels are integers `[samples]` in `[0, classes)`.
         worker: Compute backend, instead of `model` and `data`, for an app that does not use PyTorch: a function that
-            takes the run's contract and returns a `fleetdistill.device.compute.Compute`.
+            takes the run's contract and returns a `fleetdistill.compute.Compute`.
         state_dir: Directory used only by this device. Stores its identity, its model and unfinished work. A new one
             must be empty. A simulation passes an open `Storage`, which the device closes.
         run: Name of the run, or `Abilities`, from which the server chooses the run. Optional if the server has a single
@@ -439,7 +439,7 @@ class _Backend:
                 "this device has no model yet: its worker gets one from the run. Run the device until its event "
                 "'delivered', or check `device.version`. A run that has finished delivers none any more"
             )
-        from fleetdistill.device.torch_compute import own_frozen_model
+        from fleetdistill.compute.torch_compute import own_frozen_model
 
         return own_frozen_model(self._own.look, self._options["torch_device"])
 
@@ -451,6 +451,6 @@ def _downloads(storage: Storage, server: str | Link, max_bytes: int) -> Download
 
 
 def _torch_compute(contract: contract_pb2.Contract, data: Any, **options: Any) -> Compute:
-    from fleetdistill.device.torch_compute import TorchCompute
+    from fleetdistill.compute.torch_compute import TorchCompute
 
     return TorchCompute(contract, data=data, **options)

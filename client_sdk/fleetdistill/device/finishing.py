@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from fleetdistill.compute.base import Compute, Deployable
 from fleetdistill.deployment.quantization import QuantizationCheck, quantize
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.deployment.stamp import stamped
 from fleetdistill.deployment.versions import Version
-from fleetdistill.device.compute import Compute, Deployable
 from fleetdistill.device.events import Events
 from fleetdistill.errors import ExportError
 from fleetdistill.training.onnx_file import doing

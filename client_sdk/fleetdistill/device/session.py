@@ -16,7 +16,7 @@ from fleetdistill.state.outbox import Pending
 from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
-    from fleetdistill.device.compute import Compute
+    from fleetdistill.compute.base import Compute
 
 
 @dataclass

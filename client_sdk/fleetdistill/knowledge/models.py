@@ -169,7 +169,7 @@ class DistillationGradient(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkFile(Kind):
-    """Network as an ONNX file, `[bytes]` uint8, for devices without PyTorch; see `fleetdistill.light`."""
+    """Network as an ONNX file, `[bytes]` uint8, for devices without PyTorch; see `light_worker`."""
 
     wire_name = "network_file"
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fleetdistill.device.compute import Computed
+from fleetdistill.compute.base import Computed
 from fleetdistill.errors import FleetDistillError
 from fleetdistill.link.downloads import checked
 from fleetdistill.training.onnx_file import OnnxReport

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fleetdistill.device.compute import Compute, Computed
+from fleetdistill.compute.base import Compute, Computed
 from fleetdistill.knowledge import Kind
 from fleetdistill.replacement import Replacement
 from fleetdistill.training.onnx_file import OnnxReport

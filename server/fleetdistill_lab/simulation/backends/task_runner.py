@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fleetdistill import COLUMNS
-from fleetdistill.device.compute import Compute, Computed, NamesRows
+from fleetdistill.compute.base import Compute, Computed, NamesRows
 from fleetdistill.device.device import MAX_SECONDS_PER_ASK
 from fleetdistill.errors import FleetDistillError
 from fleetdistill.interruption import time_limit

@@ -12,7 +12,7 @@ from typing import Self
 
 from fleetdistill import Device, Step
 from fleetdistill.clock import Clock
-from fleetdistill.device.compute import MakeCompute
+from fleetdistill.compute.base import MakeCompute
 from fleetdistill.link.base import Link
 from fleetdistill.state.memory import MemoryStorage
 from fleetdistill_lab.simulation.backends.remote_compute import RemoteCompute

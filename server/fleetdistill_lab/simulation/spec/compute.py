@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from fleetdistill.compute.base import Computed
+from fleetdistill.compute.torch_compute import TorchCompute
 from fleetdistill.data.samples import Samples, read_samples
-from fleetdistill.device.compute import Computed
-from fleetdistill.device.torch_compute import TorchCompute
 from fleetdistill.knowledge import Kind
 from fleetdistill.methods.base import Ask
 from fleetdistill.training.figures import Counts

@@ -20,8 +20,8 @@ from fleetdistill_lab.simulation.spec.arrays import load_arrays
 from fleetdistill_lab.simulation.spec.score_log import PRODUCT, append_scores
 
 if TYPE_CHECKING:
-    from fleetdistill.device.compute import MakeCompute
-    from fleetdistill.device.torch_compute import TorchCompute
+    from fleetdistill.compute.base import MakeCompute
+    from fleetdistill.compute.torch_compute import TorchCompute
     from fleetdistill.wire.v1 import contract_pb2
     from fleetdistill_lab.simulation.spec.compute import Shared
 

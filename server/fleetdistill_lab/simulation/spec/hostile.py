@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fleetdistill.device.compute import Computed
-from fleetdistill.device.torch_compute import TorchCompute
+from fleetdistill.compute.base import Computed
+from fleetdistill.compute.torch_compute import TorchCompute
 from fleetdistill.knowledge import (
     Array,
     Discriminator,

@@ -11,10 +11,10 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from fleetdistill.compute.onnx_extractor import OnnxExtractor
 from fleetdistill.deployment.batch import check_batch, shape_message
 from fleetdistill.errors import DataError
 from fleetdistill.knowledge import Array, ClassSpace
-from fleetdistill.light.onnx_extractor import OnnxExtractor
 from fleetdistill.methods.classstats.class_space import coordinates, logits
 from fleetdistill.methods.classstats.projection import projection
 

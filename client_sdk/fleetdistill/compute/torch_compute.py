@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from fleetdistill.compute.base import Computed, faults_decline
+from fleetdistill.compute.torch_models import FrozenModel, export_variants
 from fleetdistill.control_flow import CONTROL_FLOW
 from fleetdistill.data.samples import Samples, named, read_samples
 from fleetdistill.deployment.batch import free_size
 from fleetdistill.deployment.quantization import CheckData, check_data_of
 from fleetdistill.deployment.settings import Deployment
-from fleetdistill.device.compute import Computed, faults_decline
-from fleetdistill.device.delivered_models import FrozenModel, export_variants
 from fleetdistill.errors import (
     CannotAnswer,
     ConfigurationError,

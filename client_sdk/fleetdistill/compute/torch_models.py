@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fleetdistill.compute.base import FAULTS
 from fleetdistill.deployment.batch import check_batch
 from fleetdistill.deployment.settings import Deployment
-from fleetdistill.device.compute import FAULTS
 from fleetdistill.errors import ModelError
 from fleetdistill.training.model import place_of_inputs
 from fleetdistill.training.onnx_export import export_onnx

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from fleetdistill.compute.light_models import LightModel
 from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Array
-from fleetdistill.light.variants import LightModel
 from fleetdistill.methods.classstats.class_space import BELOW_ALL
 from fleetdistill.state.durable import rename_durably
 from fleetdistill.training.onnx_file import (

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fleetdistill.data import Augmented
-from fleetdistill.data.samples import Samples, check_all_data, named, read_samples
-from fleetdistill.deployment.quantization import CheckData, check_data_of
-from fleetdistill.deployment.settings import Deployment
-from fleetdistill.device.compute import Computed, MakeCompute, faults_decline
-from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
-from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, Kind, Metrics
-from fleetdistill.light.onnx_extractor import OnnxExtractor, extractor_of
-from fleetdistill.light.variants import (
+from fleetdistill.compute.base import Computed, MakeCompute, faults_decline
+from fleetdistill.compute.light_models import (
     FrozenLightModel,
     LightModel,
     SpaceClassifier,
     pack_variants,
     unpack_variants,
 )
+from fleetdistill.compute.onnx_extractor import OnnxExtractor, extractor_of
+from fleetdistill.data import Augmented
+from fleetdistill.data.samples import Samples, check_all_data, named, read_samples
+from fleetdistill.deployment.quantization import CheckData, check_data_of
+from fleetdistill.deployment.settings import Deployment
+from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
+from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, Kind, Metrics
 from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import Ask
 from fleetdistill.methods.classstats.config import SCATTERING
@@ -114,7 +114,7 @@ class LabelledArrays:
 
 
 class LightCompute:
-    """`fleetdistill.device.compute.Compute` with NumPy; made by `light_worker`.
+    """`fleetdistill.compute.base.Compute` with NumPy; made by `light_worker`.
 
     Attributes:
         contract: Contract of the run.
@@ -384,7 +384,7 @@ class LightCompute:
         Raises:
             ExportError: The package `onnx` is not installed, or a file does not give the same outputs as the device.
         """
-        from fleetdistill.light.export import export_variants
+        from fleetdistill.compute.light_export import export_variants
 
         metadata = {
             "run": self.contract.run,

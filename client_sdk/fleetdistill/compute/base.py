@@ -1,6 +1,6 @@
 """`Compute`, the protocol of a device's compute backend.
 
-`fleetdistill.device.torch_compute` implements it with PyTorch. An app that uses another framework passes
+`fleetdistill.compute.torch_compute` implements it with PyTorch. An app that uses another framework passes
 `Device(worker=...)`, a function that takes the run's contract and returns an object with this protocol.
 """
 
