@@ -24,7 +24,7 @@ import numpy as np
 from torch import nn
 
 from fleetdistill import COLUMNS, Device, Eligibility, Event
-from fleetdistill.eligibility import permission
+from fleetdistill.device import permission
 from fleetdistill.models import build_model
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.service.supervisor import Supervisor

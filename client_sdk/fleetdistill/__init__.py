@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from fleetdistill.deployment.predictor import Predictor
     from fleetdistill.deployment.settings import Deployment
     from fleetdistill.device.async_device import AsyncDevice
+    from fleetdistill.device.budgets import Budgets
     from fleetdistill.device.device import Device
+    from fleetdistill.device.eligibility import Eligibility
     from fleetdistill.device.events import Event, Step
-    from fleetdistill.eligibility import Budgets, Eligibility
     from fleetdistill.errors import FleetDistillError
     from fleetdistill.link.abilities import Abilities
     from fleetdistill.version import VERSION as __version__
@@ -41,10 +42,10 @@ _WHERE = {
     "COLUMNS": "fleetdistill.wire.kind",
     "Abilities": "fleetdistill.link.abilities",
     "AsyncDevice": "fleetdistill.device.async_device",
-    "Budgets": "fleetdistill.eligibility.budgets",
+    "Budgets": "fleetdistill.device.budgets",
     "Deployment": "fleetdistill.deployment.settings",
     "Device": "fleetdistill.device.device",
-    "Eligibility": "fleetdistill.eligibility.policy",
+    "Eligibility": "fleetdistill.device.eligibility",
     "Event": "fleetdistill.device.events",
     "FleetDistillError": "fleetdistill.errors",
     "Predictor": "fleetdistill.deployment.predictor",

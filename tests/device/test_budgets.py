@@ -22,10 +22,10 @@ from support.processes import python
 
 from fleetdistill import Budgets, Eligibility, Event, Step
 from fleetdistill.clock import SystemClock
-from fleetdistill.eligibility.pace import PACE, Pace
-from fleetdistill.eligibility.permission import Permission
-from fleetdistill.eligibility.probes import resident_bytes
-from fleetdistill.eligibility.usage import USAGE, Usage
+from fleetdistill.device.pace import PACE, Pace
+from fleetdistill.device.permission import Permission
+from fleetdistill.device.probes import resident_bytes
+from fleetdistill.device.usage import USAGE, Usage
 from fleetdistill.errors import ConfigurationError, LinkError
 from fleetdistill.state.files import Files
 from fleetdistill.testing import FaultyLink, ManualClock, refused
@@ -41,7 +41,7 @@ LARGEST_MESSAGE = 1000
 
 @pytest.fixture(autouse=True)
 def every_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetdistill.eligibility.permission.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("fleetdistill.device.permission.CHECK_SECONDS", 0.0)
 
 
 def ticking(clock: ManualClock, seconds: float = 1.0) -> Eligibility:
@@ -159,7 +159,7 @@ def test_computing_after_the_last_check_counts(tmp_path: Path) -> None:
 def test_a_kill_while_a_counter_is_written_gives_no_budget_back(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from fleetdistill.eligibility.usage import Usage
+from fleetdistill.device.usage import Usage
 from fleetdistill.clock import SystemClock
 from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files

@@ -27,8 +27,8 @@ from support.sdk_fleet import RUN, Fleet, make_device
 
 from fleetdistill import Device, Eligibility, Event, Step
 from fleetdistill.compute import light_worker
-from fleetdistill.eligibility.policy import Conditions, seconds_until
-from fleetdistill.eligibility.probes import OtherLoad
+from fleetdistill.device.eligibility import Conditions, seconds_until
+from fleetdistill.device.probes import OtherLoad
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.testing import EventLog, FaultyLink, ManualClock
 from fleetdistill_lab.simulation.spec import device as spec_device
@@ -40,7 +40,7 @@ NOON = datetime(2026, 1, 1, 12)
 @pytest.fixture
 def every_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conditions are probed at every check, not only every quarter of a second."""
-    monkeypatch.setattr("fleetdistill.eligibility.permission.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("fleetdistill.device.permission.CHECK_SECONDS", 0.0)
 
 
 def reason(eligibility: Eligibility, now: datetime = NOON) -> str:
@@ -159,7 +159,7 @@ def test_a_condition_that_this_machine_cannot_measure_needs_a_probe(
 
 
 def test_a_machine_is_idle_by_the_load_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetdistill.eligibility.probes.WINDOW_SECONDS", 0.0)
+    monkeypatch.setattr("fleetdistill.device.probes.WINDOW_SECONDS", 0.0)
     machine = SimpleNamespace(user=0.0, system=0.0, idle=0.0, iowait=0.0)
     own = SimpleNamespace(user=0.0, system=0.0)
 

@@ -19,7 +19,8 @@ from fleetdistill.checked import (
     shown,
 )
 from fleetdistill.deployment.settings import Deployment, is_installed
-from fleetdistill.eligibility import Budgets, Eligibility
+from fleetdistill.device.budgets import Budgets
+from fleetdistill.device.eligibility import Eligibility
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.link.abilities import Abilities
 from fleetdistill.models import USUAL_PREDICTOR, check_predictor

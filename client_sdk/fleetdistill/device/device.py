@@ -37,21 +37,22 @@ from fleetdistill.device.arguments import (
     most_threads,
 )
 from fleetdistill.device.ask_handler import AskHandler
+from fleetdistill.device.budgets import Budgets
 from fleetdistill.device.check_in import CheckIn, open_link
 from fleetdistill.device.consent import Consent
 from fleetdistill.device.deployer import Deployer, configured
 from fleetdistill.device.disclosure import Disclosure
+from fleetdistill.device.eligibility import Eligibility
 from fleetdistill.device.engine import Engine
 from fleetdistill.device.events import Event, Events
 from fleetdistill.device.guard import Guard
 from fleetdistill.device.identity import load_identity, save_server
 from fleetdistill.device.interrupts import StopRequest, delays_ctrl_c
+from fleetdistill.device.permission import Permission
 from fleetdistill.device.private import PrivateAnswers
 from fleetdistill.device.sender import Sender
 from fleetdistill.device.session import Session
 from fleetdistill.device.temporary_refusals import as_link_errors
-from fleetdistill.eligibility import Budgets, Eligibility
-from fleetdistill.eligibility.permission import Permission
 from fleetdistill.errors import ConfigurationError, DeviceClosedError, ModelError
 from fleetdistill.link.abilities import Abilities
 from fleetdistill.link.base import HandsOver, Link

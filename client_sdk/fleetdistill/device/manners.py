@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator
 
 from fleetdistill.device.events import Events
+from fleetdistill.device.permission import seconds_to_wait
 from fleetdistill.device.session import Session
-from fleetdistill.eligibility.permission import seconds_to_wait
 from fleetdistill.errors import FleetDistillError, LinkError, WorkInterrupted
 
 _SHORTEST_REPORTED_SECONDS = 1.0

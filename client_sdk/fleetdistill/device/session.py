@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fleetdistill.clock import Clock
 from fleetdistill.device.consent import Consent
 from fleetdistill.device.guard import Guard
-from fleetdistill.eligibility.permission import Permission
+from fleetdistill.device.permission import Permission
 from fleetdistill.link.base import HandsOver, Link
 from fleetdistill.spans import NO_SPANS, Spans
 from fleetdistill.state.directory import Storage

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from fleetdistill.checked import check_flag, check_type
-from fleetdistill.eligibility.probes import Probe, system_probe
+from fleetdistill.device.probes import Probe, system_probe
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.interruption import Hold
 from fleetdistill.names import is_name

@@ -14,11 +14,11 @@ from datetime import datetime, timedelta
 from typing import TypeVar
 
 from fleetdistill.clock import Clock
-from fleetdistill.eligibility.budgets import Budgets
-from fleetdistill.eligibility.pace import Pace
-from fleetdistill.eligibility.policy import Conditions, Eligibility
-from fleetdistill.eligibility.probes import resident_bytes
-from fleetdistill.eligibility.usage import Usage
+from fleetdistill.device.budgets import Budgets
+from fleetdistill.device.eligibility import Conditions, Eligibility
+from fleetdistill.device.pace import Pace
+from fleetdistill.device.probes import resident_bytes
+from fleetdistill.device.usage import Usage
 from fleetdistill.errors import FleetDistillError
 from fleetdistill.interruption import Hold, checked_by
 from fleetdistill.link.base import Link

@@ -6,7 +6,7 @@ import math
 import sys
 from dataclasses import dataclass
 
-from fleetdistill.eligibility.probes import resident_bytes
+from fleetdistill.device.probes import resident_bytes
 from fleetdistill.errors import ConfigurationError
 
 _LEAST_NICE, _MOST_NICE = 1, 19
