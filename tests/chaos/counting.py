@@ -11,14 +11,12 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from fleetdistill import methods as device_methods
-from fleetdistill.compute.base import Computed
-from fleetdistill.errors import ExportError
+from fleetdistill.compute import Compute, Computed
 from fleetdistill.knowledge import Kind, Plan, SampleKnowledge
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers
 from fleetdistill.methods.local import LocalTraining
@@ -81,12 +79,11 @@ class CountingDevice(DeviceMethod):
         return Answer(parts={"count": SampleKnowledge(sample_ids=ids, features={BALLAST: ballast})}, samples=self.count)
 
 
-class CountingWorker:
-    """Computes for a device without torch: a `fleetdistill.compute.base.Compute`."""
+class CountingWorker(Compute):
+    """Computes for a device without torch."""
 
     def __init__(self, contract: contract_pb2.Contract) -> None:
-        self.contract = contract
-        self.has_state = False
+        super().__init__(contract)
         config = device_methods.config_from_plan(contract.method, Plan.read(contract.config))
         self._method: Any = device_methods.device_class(contract.method)(config, None)  # type: ignore[arg-type]
 
@@ -102,18 +99,6 @@ class CountingWorker:
             sdk_version="chaos",
         )
 
-    def wanted_payloads(self) -> Sequence[bytes]:
-        return []
-
-    def has_payload(self, sha256: bytes) -> bool:
-        return False
-
-    def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:
-        """A counting run has none."""
-
-    def load_initial(self, parts: Mapping[str, Kind]) -> None:
-        """A counting run has no initial weights."""
-
     def state(self) -> bytes:
         return json.dumps({"count": self._method.count}).encode()
 
@@ -121,24 +106,12 @@ class CountingWorker:
         self._method.count = json.loads(saved)["count"]
         self.has_state = True
 
-    def forget_state(self) -> None:
-        self.has_state = False
-
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         answer = self._method.handle(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
         return Computed(answer, self.state(), Replacement(replaced=True), self.state())
 
-    def deliver(self, replacement: Replacement) -> None:
-        """There is no model."""
-
-    def delivered_model(self) -> Any:
-        raise NotImplementedError("a counting device has no model")
-
     def delivered_state(self) -> bytes:
         return self.state()
-
-    def export(self, path: Path, number: int) -> Any:
-        raise ExportError("a counting device has no model")
 
 
 def register() -> None:

@@ -176,7 +176,7 @@ def _make_device(place: Place, terms: DeviceTerms, link: LoggedLink) -> Device:
         counting.register()
         return Device(
             server=link,  # type: ignore[arg-type]
-            worker=counting.CountingWorker,  # type: ignore[arg-type]
+            worker=counting.CountingWorker,
             state_dir=state_dir,
             run=terms.run,
             device_id=terms.name,

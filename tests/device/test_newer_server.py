@@ -72,7 +72,7 @@ def test_fields_of_the_future_are_no_obstacle_to_the_sdk(tmp_path: Path) -> None
     events, server = EventLog(), NewerServer()
     with Device(
         server=server,  # type: ignore[arg-type]
-        worker=SmallWorker,  # type: ignore[arg-type]
+        worker=SmallWorker,
         state_dir=tmp_path,
         device_id="d1",
         allow=COLUMNS,

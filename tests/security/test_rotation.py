@@ -117,7 +117,7 @@ def test_an_expired_device_comes_back_with_a_fresh_token_and_not_without(
     assert found.value.code == "expired"
     link = GrpcLink(f"127.0.0.1:{brief_front.port}", enrolment_of(brief_front, state, None))
     with (
-        Device(server=link, worker=SmallWorker, state_dir=tmp_path / "of-the-app", device_id="turning") as device,  # type: ignore[arg-type]
+        Device(server=link, worker=SmallWorker, state_dir=tmp_path / "of-the-app", device_id="turning") as device,
         pytest.raises(RefusedError, match="the certificate has expired") as found,
     ):
         device.run()  # the app is told, instead of waiting for ever

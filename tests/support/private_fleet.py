@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fleetdistill import Device
-from fleetdistill.compute.base import Computed
+from fleetdistill.compute import Compute, Computed
 from fleetdistill.knowledge import ClassSums, Kind, PrivateRows
 from fleetdistill.link.base import Link
 from fleetdistill.methods.base import Answer
@@ -100,11 +100,11 @@ class RecordingLink(MemoryLink):
             yield chunk
 
 
-class RowsWorker:
+class RowsWorker(Compute):
     """Computes for a device without torch: its rows are its data, and it keeps no state."""
 
     def __init__(self, contract: contract_pb2.Contract, rows: int = 30) -> None:
-        self.contract, self.has_state = contract, False
+        super().__init__(contract)
         random = np.random.default_rng(rows)
         self._rows, self._labels = random.normal(size=(rows, SIZE)), np.arange(rows) % CLASSES
 
@@ -117,9 +117,6 @@ class RowsWorker:
             allowed_columns=sorted(allow),
         )
 
-    def wanted_payloads(self) -> Sequence[bytes]:
-        return []
-
     def state(self) -> bytes:
         return b"state"
 
@@ -127,9 +124,6 @@ class RowsWorker:
 
     def restore(self, saved: bytes, delivered: bytes | None) -> None:
         self.has_state = True
-
-    def forget_state(self) -> None:
-        self.has_state = False
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         rows = PrivateRows(self._rows, self._labels, CLASSES)

@@ -11,8 +11,7 @@ from support.live_front import RUN
 from support.wire_samples import make_knowledge, make_profile
 
 from fleetdistill import COLUMNS, Device
-from fleetdistill.compute.base import Computed
-from fleetdistill.errors import ExportError
+from fleetdistill.compute import Compute, Computed
 from fleetdistill.knowledge import Kind
 from fleetdistill.methods.base import Answer
 from fleetdistill.replacement import Replacement
@@ -20,12 +19,11 @@ from fleetdistill.testing import EventLog
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 
-class SmallWorker:
+class SmallWorker(Compute):
     """Its state is how many answers it has given; each says so in its logits. `rows` is the size of an answer."""
 
     def __init__(self, contract: contract_pb2.Contract, rows: int = 4) -> None:
-        self.contract = contract
-        self.has_state = False
+        super().__init__(contract)
         self.taken: list[bytes] = []
         self.rows = rows
         self.count = 0
@@ -43,18 +41,12 @@ class SmallWorker:
     def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:
         self.taken.append(sha256)
 
-    def load_initial(self, parts: Mapping[str, Kind]) -> None:
-        """Starts from nothing."""
-
     def state(self) -> bytes:
         return json.dumps(self.count).encode()
 
     def restore(self, saved: bytes, delivered: bytes | None) -> None:
         self.count = json.loads(saved)
         self.has_state = True
-
-    def forget_state(self) -> None:
-        self.has_state = False
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         self.asked.append(ask)
@@ -65,17 +57,8 @@ class SmallWorker:
             Answer(parts={"knowledge": knowledge}, samples=self.rows), self.state(), Replacement(True), self.state()
         )
 
-    def deliver(self, replacement: Replacement) -> None:
-        """There is no model."""
-
-    def delivered_model(self) -> Any:
-        raise NotImplementedError("a small device has no model")
-
     def delivered_state(self) -> bytes:
         return self.state()
-
-    def export(self, path: Path, number: int) -> Any:
-        raise ExportError("a small device has no model")
 
 
 def small_device(

@@ -22,7 +22,7 @@ from support.processes import PATIENCE_SECONDS
 from support.stores import object_store_environment
 
 from fleetdistill import COLUMNS, Device, Event
-from fleetdistill.compute.base import Computed
+from fleetdistill.compute import Compute, Computed
 from fleetdistill.device import contact
 from fleetdistill.errors import CannotAnswer
 from fleetdistill.knowledge import Kind, ModelParameters
@@ -59,15 +59,14 @@ compression = "none"
 """
 
 
-class ParrotWorker:
+class ParrotWorker(Compute):
     """Computes for a device without torch: says what it was sent, moved by how often it has answered.
 
     So an answer whose state is lost, or counts twice, makes another end of the run.
     """
 
     def __init__(self, name: str, contract: contract_pb2.Contract) -> None:
-        self.contract = contract
-        self.has_state = False
+        super().__init__(contract)
         self._name = name
         self._count = 0
 
@@ -84,9 +83,6 @@ class ParrotWorker:
     def wanted_payloads(self) -> Sequence[bytes]:
         return [self.contract.initial_weights]
 
-    def has_payload(self, sha256: bytes) -> bool:
-        return False
-
     def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:
         raise AssertionError("this worker wants the initial weights alone")
 
@@ -101,9 +97,6 @@ class ParrotWorker:
     def restore(self, saved: bytes, delivered: bytes | None) -> None:
         self._count = json.loads(saved)
         self.has_state = True
-
-    def forget_state(self) -> None:
-        self.has_state = False
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         if ask.round == 1 and self._name == FRAGILE:
@@ -189,7 +182,7 @@ def _device(points: str, place: Place, name: str) -> None:
     provider = app_provider(dict(place.environment))
     device = Device(
         server=f"127.0.0.1:{place.port}",
-        worker=lambda contract: ParrotWorker(name, contract),  # type: ignore[arg-type, return-value]
+        worker=lambda contract: ParrotWorker(name, contract),
         state_dir=place.work / name,
         run=RUN,
         device_id=name,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fleetdistill.compute.base import Computed, MakeCompute, faults_decline
+from fleetdistill.compute.base import Compute, Computed, MakeCompute, faults_decline
 from fleetdistill.compute.light_models import (
     FrozenLightModel,
     LightModel,
@@ -113,7 +113,7 @@ class LabelledArrays:
             yield self.samples.rows.read(range(start, min(start + _ROWS_AT_ONCE, len(self.samples))))[0]
 
 
-class LightCompute:
+class LightCompute(Compute):
     """`fleetdistill.compute.base.Compute` with NumPy; made by `light_worker`.
 
     Attributes:
@@ -122,8 +122,7 @@ class LightCompute:
     """
 
     def __init__(self, contract: contract_pb2.Contract, data: Any, test_data: Any, validation_data: Any) -> None:
-        self.contract = contract
-        self.has_state = False
+        super().__init__(contract)
         self._config = _config_of(contract)
         self._classes = len(contract.classes)
         given = {"train": data, "test": test_data, SPLIT: validation_data}

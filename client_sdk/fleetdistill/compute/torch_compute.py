@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fleetdistill.compute.base import Computed, faults_decline
+from fleetdistill.compute.base import Compute, Computed, faults_decline
 from fleetdistill.compute.torch_models import FrozenModel, export_variants
 from fleetdistill.control_flow import CONTROL_FLOW
 from fleetdistill.data.samples import Samples, named, read_samples
@@ -59,7 +59,7 @@ from fleetdistill.wire.codec import KNOWLEDGE_TYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 
-class TorchCompute:
+class TorchCompute(Compute):
     """`Compute` with PyTorch, used by every device without a `worker`. The arguments are those of `Device`.
 
     Attributes:
@@ -85,8 +85,7 @@ class TorchCompute:
         predictor: str | MakePredictor = USUAL_PREDICTOR,
         ids: SampleIds | None = None,
     ) -> None:
-        self.contract = contract
-        self.has_state = False
+        super().__init__(contract)
         self._classes = len(contract.classes)
         self._ids = ids
         self._input_shape = tuple(contract.input_shape)

@@ -102,16 +102,9 @@ class Predictions:
             return self._model
 
     def _frozen(self) -> Predict:
-        from fleetdistill.compute.base import FreezesModel
-
         compute = self._session.compute
         if compute is None or not compute.has_state:
             compute = self._stored_compute()
         if compute is None:
             return self._own_model()
-        if not isinstance(compute, FreezesModel):
-            raise ModelError(
-                f"the worker {type(compute).__name__} does not support predict; add the method frozen_model "
-                "(fleetdistill.compute.base.FreezesModel)"
-            )
         return compute.frozen_model()

@@ -153,15 +153,8 @@ class AskHandler:
             ConfigurationError: The method or the worker does not support a preview, or a column is not allowed.
             FleetDistillError: The answer cannot be computed.
         """
-        from fleetdistill.compute.base import MakesFirstAsk  # the front imports this package, without methods
-
         with self._sender.heartbeats():
             compute = self._check_in.ready_compute()
-            if not isinstance(compute, MakesFirstAsk):
-                raise ConfigurationError(
-                    f"{type(compute).__name__} has no preview; define first_ask, as in "
-                    "fleetdistill.compute.base.MakesFirstAsk"
-                )
             try:
                 return self._preview(compute, compute.first_ask())
             finally:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill.compute.live_data import RereadsData, is_empty
 from fleetdistill.data.samples import digest_of_arrays, named
 from fleetdistill.device.events import Events
 from fleetdistill.device.identity import data_key, save_identity
@@ -159,15 +158,12 @@ class CheckIn:
             self._storage.ledger.end_check_in(run)
 
     def _profile_of(self, compute: Compute) -> contract_pb2.DeviceProfile:
-        # Imported here because it loads methods: the front imports this package and must not load them.
-        from fleetdistill.compute.base import NamesRows
-
         profile = compute.profile(self._session.consent.columns)
         _set_compressions(profile)
         if guarantee_of(compute.contract) is not None:
             hide_rows(profile)
-        elif isinstance(compute, NamesRows):
-            profile.data_version = data_version(data_key(self._storage), compute.data_digest())
+        elif digest := compute.data_digest():
+            profile.data_version = data_version(data_key(self._storage), digest)
         return profile
 
     def _save(self, profile: contract_pb2.DeviceProfile, contract: contract_pb2.Contract) -> None:
@@ -209,7 +205,8 @@ class CheckIn:
             self._data, self._replaced = given[-1] if given else self._data, True
             self._profile_sent = self._data_version_sent = False
             self._replacements.clear()
-            if not isinstance(self._session.compute, RereadsData):
+            compute = self._session.compute
+            if compute is not None and compute.sample_count is None:
                 self._session.compute = self._session.computed = None
 
     def check_in_changed_data(self) -> None:
@@ -234,22 +231,22 @@ class CheckIn:
         """Returns whether the app has training samples; reads the data again if it had none."""
         with self._session.guard.held():
             compute, terms = self._session.compute, self._session.terms
-            if terms is None or not is_empty(compute):
+            if terms is None or compute is None or compute.sample_count != 0:
                 return True
             self._update_profile(self._current_compute(terms.contract))
-            return not is_empty(compute)
+            return compute.sample_count != 0
 
     def _current_compute(self, contract: contract_pb2.Contract) -> Compute:
         """Returns the compute backend with the app's current data, which are read again unless it is new."""
         known = self._session.compute
         compute = self.make_compute(contract)
-        if compute is known and isinstance(compute, RereadsData) and compute.reread_data(self._data):
+        if compute is known and compute.sample_count is not None and compute.reread_data(self._data):
             self._profile_sent = False
         self._replaced = False
         return compute
 
     def _with_samples(self, compute: Compute) -> Compute:
-        if is_empty(compute):
+        if compute.sample_count == 0:
             raise NoSamplesError()
         return compute
 
@@ -285,7 +282,12 @@ class CheckIn:
         Does nothing while an answer is in the outbox, which may declare more samples than the new data have, nor
         without samples.
         """
-        if self._profile_sent or self._replaced or is_empty(compute) or self._storage.outbox.pending() is not None:
+        if (
+            self._profile_sent
+            or self._replaced
+            or compute.sample_count == 0
+            or self._storage.outbox.pending() is not None
+        ):
             return
         profile = self._profile_of(compute)
         if profile != self._saved_profile():

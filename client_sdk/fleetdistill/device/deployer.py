@@ -15,7 +15,6 @@ from fleetdistill.deployment.settings import Deployment
 from fleetdistill.deployment.versions import Version, Versions
 from fleetdistill.device.events import Events
 from fleetdistill.errors import (
-    ConfigurationError,
     LinkError,
     ModelError,
     NoRoomError,
@@ -250,14 +249,10 @@ class Deployer:
 
     def _accuracy_of(self, version: Version) -> float:
         """Returns the accuracy of a kept version on the validation data; -1 if it cannot be measured."""
-        from fleetdistill.compute.base import Deployable
-
         if version.number not in self._measured:
             compute = self._ready_compute()
             try:
-                found = (
-                    compute.accuracy_of(self.versions.model_of(version)) if isinstance(compute, Deployable) else None
-                )
+                found = compute.accuracy_of(self.versions.model_of(version))
             except (ModelError, StateError) as error:
                 logger.warning("version %d of the model cannot be measured: %s", version.number, error)
                 found = None
@@ -293,21 +288,3 @@ class Deployer:
         self._events.emit("delivered", version.round, text, {"version": version.number})
         self.versions.end_holding(version)
         self._settle_due()
-
-
-def configured(compute: Compute, deployment: Deployment) -> Compute:
-    """Applies the app's settings to a new compute backend.
-
-    Raises:
-        ConfigurationError: The app's worker does not support them.
-    """
-    from fleetdistill.compute.base import Deployable
-
-    if isinstance(compute, Deployable):
-        compute.use_deployment(deployment)
-    elif replace(deployment, keep_versions=1) != Deployment(keep_versions=1):
-        raise ConfigurationError(
-            f"the worker {type(compute).__name__} supports only keep_versions of Deployment; add the methods of "
-            "fleetdistill.compute.base.Deployable"
-        )
-    return compute

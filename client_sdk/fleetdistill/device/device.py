@@ -40,7 +40,7 @@ from fleetdistill.device.ask_handler import AskHandler
 from fleetdistill.device.budgets import Budgets
 from fleetdistill.device.check_in import CheckIn, open_link
 from fleetdistill.device.consent import Consent
-from fleetdistill.device.deployer import Deployer, configured
+from fleetdistill.device.deployer import Deployer
 from fleetdistill.device.disclosure import Disclosure
 from fleetdistill.device.eligibility import Eligibility
 from fleetdistill.device.engine import Engine
@@ -422,8 +422,8 @@ class _Backend:
     def make(self, contract: contract_pb2.Contract, data: Any) -> Compute:
         """Makes the compute backend that takes part in a run."""
         if self._worker is not None:
-            return configured(self._worker(contract), self._deployment)
-        return configured(_torch_compute(contract, data, model=self._own.make, **self._options), self._deployment)
+            return self._configured(_checked(self._worker(contract)))
+        return self._configured(_torch_compute(contract, data, model=self._own.make, **self._options))
 
     def make_predicting(self, contract: contract_pb2.Contract) -> Compute:
         """Makes a compute backend from which predictions copy a stored model; only a worker reads data for it."""
@@ -431,7 +431,11 @@ class _Backend:
             return self.make(contract, None)
         options = {**self._options, "test_data": None, "validation_data": None, "ids": None}
         no_data = np.zeros((0, *contract.input_shape), np.float32), np.zeros(0, np.int64)
-        return configured(_torch_compute(contract, no_data, model=self._own.another, **options), self._deployment)
+        return self._configured(_torch_compute(contract, no_data, model=self._own.another, **options))
+
+    def _configured(self, compute: Compute) -> Compute:
+        compute.use_deployment(self._deployment)
+        return compute
 
     def own_model(self) -> Callable[[Any], Any]:
         """Returns a copy of the app's own model. Raises ModelError if the device has a worker."""
@@ -455,3 +459,15 @@ def _torch_compute(contract: contract_pb2.Contract, data: Any, **options: Any) -
     from fleetdistill.compute.torch_compute import TorchCompute
 
     return TorchCompute(contract, data=data, **options)
+
+
+def _checked(made: object) -> Compute:
+    """Returns what the app's worker has made. Raises ConfigurationError if it is not a `Compute`."""
+    from fleetdistill.compute.base import Compute
+
+    if not isinstance(made, Compute):
+        raise ConfigurationError(
+            f"the function worker returned {type(made).__name__}, expected an object of a class derived from "
+            "fleetdistill.compute.Compute"
+        )
+    return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from fleetdistill.compute.base import Compute, Deployable
+from fleetdistill.compute.base import Compute
 from fleetdistill.deployment.quantization import QuantizationCheck, quantize
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.deployment.stamp import stamped
@@ -62,7 +62,6 @@ class Finishing:
 
     def _quantize(self, path: Path, how: str) -> bool:
         """Replaces a float file by its int8 file if that is good enough; returns whether it did."""
-        assert isinstance(self._compute, Deployable)  # checked by `configured`
         quantized = path.with_suffix(".int8")
         try:
             check = quantize(path, quantized, how, self._compute.check_data())

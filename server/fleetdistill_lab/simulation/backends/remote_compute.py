@@ -17,8 +17,8 @@ from fleetdistill_lab.simulation.spec.compute import Shared
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_compute
 
 
-class RemoteCompute:
-    """Implements `Compute` for a device whose asks a backend answers; it holds no model, only packed states.
+class RemoteCompute(Compute):
+    """`Compute` for a device whose asks a backend answers; it holds no model, only packed states.
 
     Args:
         spec: The device.
@@ -27,8 +27,7 @@ class RemoteCompute:
     """
 
     def __init__(self, spec: DeviceSpec, work: RemoteWork, contract: contract_pb2.Contract) -> None:
-        self.contract = contract
-        self.has_state = False
+        super().__init__(contract)
         self._spec, self._work = spec, work
         self._description: Description | None = None
         self._state: bytes | None = None
@@ -87,9 +86,6 @@ class RemoteCompute:
     def restore(self, saved: bytes, delivered: bytes | None) -> None:
         self._state, self._delivered = saved, delivered
         self.has_state = True
-
-    def forget_state(self) -> None:
-        self.has_state = False
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         found = _checked(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fleetdistill import COLUMNS
-from fleetdistill.compute.base import Compute, Computed, NamesRows
+from fleetdistill.compute.base import Compute, Computed
 from fleetdistill.device.device import MAX_SECONDS_PER_ASK
 from fleetdistill.errors import FleetDistillError
 from fleetdistill.interruption import time_limit
@@ -85,7 +85,7 @@ class TaskRunner:
         for sha256 in wanted:
             if sha256 != self._contract.initial_weights:
                 compute.take_payload(sha256, decode(self._payloads[sha256].unpacked()))
-        digest = compute.data_digest() if isinstance(compute, NamesRows) else b""
+        digest = compute.data_digest()
         return _Prepared(compute, Description(compute.profile(COLUMNS).SerializeToString(), digest, wanted))
 
     def _load(self, prepared: _Prepared, task: Task) -> tuple[bytes, bytes] | None:
