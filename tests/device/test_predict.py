@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from fleetdistill import Device, Event, Predictor
 from fleetdistill.compute import light_worker
-from fleetdistill.compute.torch_compute import TorchCompute
-from fleetdistill.compute.torch_models import FrozenModel
+from fleetdistill.compute.torch_compute import FrozenModel, TorchCompute
 from fleetdistill.errors import DataError, LinkError, ModelError
 from fleetdistill.models import build_model
 from fleetdistill.testing import FaultyLink, lost_reply

@@ -6,7 +6,6 @@ Appends the classifier's operators to the graph of the run's extractor. Requires
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from fleetdistill.training.onnx_file import (
     OnnxReport,
     Reference,
     compare,
-    copy_onnx,
     doing,
     facts,
     finish,
@@ -38,44 +36,19 @@ _REFERENCE = Reference(
 )
 
 
-def export_variants(
-    models: Mapping[str, LightModel], in_use: str, path: Path, samples: Array, metadata: Mapping[str, str]
-) -> OnnxReport:
-    """Writes each variant as `VARIANT.onnx` in the directory of `path`, and the one in use at `path`.
+def export_model(model: LightModel, path: Path, samples: Array, metadata: Mapping[str, str]) -> OnnxReport:
+    """Writes a variant as ONNX and compares the file with it.
 
     Args:
-        models: Variants by name.
-        in_use: Name of the variant in use.
+        model: The variant.
         path: File to write; its directory must exist.
-        samples: Inputs `[n, *input_shape]`, n >= 1, on which each file is compared with its variant.
+        samples: Inputs `[n, *input_shape]`, n >= 1, on which the file is compared with the variant.
         metadata: Metadata of the file, as in `fleetdistill.training.onnx_export.export_onnx`.
 
-    Returns:
-        Report on the file at `path`, with the largest difference over all variants.
-
     Raises:
-        ExportError: `onnx` is not installed, or a file does not give the same outputs as the device.
+        ExportError: `onnx` is not installed, or the file does not give the same outputs as the device.
     """
     _check_onnx()
-    reports = {
-        name: _export(model, path.with_name(f"{name}.onnx"), samples, {**metadata, "answer": name})
-        for name, model in models.items()
-    }
-    copy_onnx(reports[in_use].path, path)
-    return replace(reports[in_use], path=path, max_difference=max(one.max_difference for one in reports.values()))
-
-
-def _check_onnx() -> None:
-    try:
-        import onnx  # noqa: F401
-    except ImportError as error:
-        raise ExportError(
-            "ONNX export requires the package onnx: pip install 'fleetdistill[onnx]', or use "
-            'Device(export_onnx="never"); device.model works without a file'
-        ) from error
-
-
-def _export(model: LightModel, path: Path, samples: Array, metadata: Mapping[str, str]) -> OnnxReport:
     batches = [samples[:1], samples if len(samples) > 1 else np.concatenate([samples, samples])]
     expected = [model(batch) for batch in batches]
     with temporary_beside(path) as temporary:
@@ -86,6 +59,16 @@ def _export(model: LightModel, path: Path, samples: Array, metadata: Mapping[str
         with doing(f"writing {path}"):
             rename_durably(temporary, path)
     return OnnxReport(path=path, max_difference=difference, samples=len(samples), bytes=size)
+
+
+def _check_onnx() -> None:
+    try:
+        import onnx  # noqa: F401
+    except ImportError as error:
+        raise ExportError(
+            "ONNX export requires the package onnx: pip install 'fleetdistill[onnx]', or use "
+            'Device(export_onnx="never"); device.model works without a file'
+        ) from error
 
 
 def _graph_of(model: LightModel) -> Any:

@@ -13,31 +13,28 @@ import numpy as np
 import torch
 from torch import nn
 
-from fleetdistill.compute.base import Compute, Computed, faults_decline
-from fleetdistill.compute.torch_models import FrozenModel, export_variants
+from fleetdistill.compute.base import FAULTS, Computed, faults_decline
+from fleetdistill.compute.delivery import DeliveringCompute
 from fleetdistill.control_flow import CONTROL_FLOW
-from fleetdistill.data.samples import Samples, named, read_samples
-from fleetdistill.deployment.batch import free_size
-from fleetdistill.deployment.quantization import CheckData, check_data_of
-from fleetdistill.deployment.settings import Deployment
+from fleetdistill.data.samples import Samples
+from fleetdistill.deployment.batch import check_batch, free_size
 from fleetdistill.errors import (
     CannotAnswer,
     ConfigurationError,
-    DataError,
     FleetDistillError,
     KnowledgeError,
     ModelError,
     WireError,
 )
-from fleetdistill.knowledge import CUT, DELIVER, EMBEDDING, RECEIVED, RESULT, Kind, Metric, Metrics, ModelParameters
+from fleetdistill.knowledge import CUT, DELIVER, EMBEDDING, RECEIVED, RESULT, Kind, Metric, ModelParameters
 from fleetdistill.methods import config_of_contract, device_class
 from fleetdistill.methods.base import Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats.space_model import MakePredictor, SpaceModel
 from fleetdistill.models import USUAL_PREDICTOR
-from fleetdistill.replacement import REPLACED, REPLACED_BY_RESULT, SPLIT, Replacement, judge, picked
+from fleetdistill.replacement import REPLACED, REPLACED_BY_RESULT, SPLIT, Replacement
 from fleetdistill.state.sample_ids import SampleIds
 from fleetdistill.state.state_file import pack_state, unpack_state
-from fleetdistill.training.figures import Counts, allowed, metrics_of, place_of
+from fleetdistill.training.figures import Counts, allowed, place_of
 from fleetdistill.training.local_training import TrainingReport, evaluate
 from fleetdistill.training.model import (
     SplitModel,
@@ -48,23 +45,51 @@ from fleetdistill.training.model import (
     parameter_count,
     place_of_inputs,
 )
+from fleetdistill.training.onnx_export import export_onnx
 from fleetdistill.training.onnx_file import OnnxReport
 from fleetdistill.training.own_thread import in_own_thread
 from fleetdistill.training.parameters import state_tensors, take_weights
 from fleetdistill.training.proxy_set import proxy_data, proxy_of
 from fleetdistill.training.randomness import own_randomness
 from fleetdistill.training.tensor_data import LazyData, TensorData, tensor_data_of
-from fleetdistill.version import VERSION
-from fleetdistill.wire.codec import KNOWLEDGE_TYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 
-class TorchCompute(Compute):
+class FrozenModel:
+    """Copies a torch model; call it with a batch of inputs. Thread-safe if the module's `forward` is.
+
+    Args:
+        model: Maps inputs `[batch, *input_shape]` to logits `[batch, classes]`.
+        input_shape: Shape of one input, with None where any size is accepted, as with `Deployment(dynamic_size=True)`;
+            None before the device knows its run.
+    """
+
+    def __init__(self, model: nn.Module, input_shape: Sequence[int | None] | None) -> None:
+        self._model = copy.deepcopy(model).eval().requires_grad_(False)
+        self._device, self._dtype = place_of_inputs(self._model)
+        self._input_shape = None if input_shape is None else tuple(input_shape)
+
+    def __call__(self, inputs: Any) -> Any:
+        """Returns logits `[batch, classes]` float32, of the type of the inputs: NumPy array or torch tensor."""
+        check_batch(inputs, self._input_shape)
+        given = torch.as_tensor(inputs)
+        with torch.no_grad():
+            try:
+                logits = self._model(given.to(self._device, self._dtype))
+            except FAULTS as error:
+                shape = list(given.shape)
+                reason = str(error).strip().split("\n")[0]
+                raise ModelError(f"the model cannot process a batch of shape {shape}: {reason}") from error
+        made = logits.to(given.device, torch.float32)
+        return made if isinstance(inputs, torch.Tensor) else made.numpy()
+
+
+class TorchCompute(DeliveringCompute[nn.Module]):
     """`Compute` with PyTorch, used by every device without a `worker`. The arguments are those of `Device`.
 
     Attributes:
-        contract: Contract of the run.
-        has_state: Whether model and method hold the device's committed state.
+        module: The model that trains.
+        method: The device half of the run's method.
 
     Raises:
         ModelError: The model is invalid or does not fit the run.
@@ -85,24 +110,12 @@ class TorchCompute(Compute):
         predictor: str | MakePredictor = USUAL_PREDICTOR,
         ids: SampleIds | None = None,
     ) -> None:
-        super().__init__(contract)
-        self._classes = len(contract.classes)
+        super().__init__(contract, model_name, data, test_data, validation_data)
         self._ids = ids
-        self._input_shape = tuple(contract.input_shape)
-        self._given = data
-        self._samples = _samples_of(data, contract, "data")
         self._data = self._tensors_of(self._samples)
-        scored = {
-            split: None if given is None else _samples_of(given, contract, f"{split}_data")
-            for split, given in (("test", test_data), (SPLIT, validation_data))
+        self._scored_tensors = {
+            split: tensor_data_of(samples, self._input_shape) for split, samples in self._scored.items()
         }
-        self._validation = scored[SPLIT]
-        self._scored = {
-            split: None if read is None else tensor_data_of(read, self._input_shape) for split, read in scored.items()
-        }
-        judging = self._scored[SPLIT]
-        if judging is not None and not len(judging):
-            raise DataError("validation_data has no samples; pass at least one, or None to accept every round's model")
         self.module = _module_of(model, torch_device)
         probe = self._data.inputs[:2] if len(self._data) else self._data.first
         self._taps = check_local_model(self.module, probe.to(torch_device), self._classes)
@@ -117,61 +130,26 @@ class TorchCompute(Compute):
             predictor=predictor,
         )
         self.method = _method_of(contract, self._config, local)
-        self._own = self.method.own_variant
-        self._delivered: dict[str, nn.Module] = {self._own: copy.deepcopy(self.module)}
-        self._in_use = self._own
-        self._best = self._own  # best variant of the last ask
+        self._own = self._in_use = self.method.own_variant
+        self._delivered = {self._own: copy.deepcopy(self.module)}
         self._received: nn.Module | None = None  # the fleet's model of this round, before the decision
-        self._decided: Mapping[str, nn.Module] = {}  # the variants of the last decision
-        self._delivered_accuracy: float | None = None
-        self._deployment = Deployment()
 
-    def use_deployment(self, deployment: Deployment) -> None:
-        """Applies the app's settings for replacement and export."""
-        self._deployment = deployment
-
-    def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
-        """Returns the device's profile for the check-in."""
-        return contract_pb2.DeviceProfile(
-            model_name=self._model_name[:128],
-            parameters=parameter_count(self.module),
-            model_fingerprint=fingerprint(self.module),
-            extractor_fingerprint=fingerprint(self._taps.extractor),
-            samples=len(self._data),
-            classes=self._classes,
-            input_shape=list(self._data.inputs.shape[1:]),
-            features=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in self._shapes().items()],
-            knowledge_types=KNOWLEDGE_TYPES,
-            allowed_columns=sorted(allow),
-            sdk_version=VERSION,
-            proxy_digest=self.contract.proxy_digest,
+    def _describe_model(self, profile: contract_pb2.DeviceProfile) -> None:
+        profile.parameters = parameter_count(self.module)
+        profile.model_fingerprint = fingerprint(self.module)
+        profile.extractor_fingerprint = fingerprint(self._taps.extractor)
+        profile.features.extend(
+            contract_pb2.NamedShape(name=name, shape=shape) for name, shape in self._shapes().items()
         )
+        profile.proxy_digest = self.contract.proxy_digest
 
-    def data_digest(self) -> bytes:
-        """Returns the SHA-256 of the training data."""
-        return self._samples.digest
-
-    @property
-    def sample_count(self) -> int:
-        """Number of training samples; 0 if the app has none yet."""
-        return len(self._samples)
-
-    def reread_data(self, data: Any) -> bool:
-        """Reads the training data again; returns whether a sample was added, removed or changed.
-
-        The method is made again for new samples and takes over its state; the model stays the same object.
-        """
-        given = self._given if data is None else data  # None if an app's worker is derived from this class
-        read = _samples_of(given, self.contract, "data", self._samples)
-        self._given = given
-        if read is self._samples:
-            return False
-        self._samples, self._data = read, self._tensors_of(read)
+    def _use_samples(self) -> None:
+        """Makes the method again, which takes over its state; the model stays the same object."""
+        self._data = self._tensors_of(self._samples)
         state = self.method.state_dict()
         local = replace(self.method.local, data=self._data)
         self.method = _method_of(self.contract, self._config, local)
         self.method.load_state_dict(state)
-        return True
 
     def _tensors_of(self, samples: Samples) -> TensorData | LazyData:
         ids = self._ids
@@ -221,8 +199,7 @@ class TorchCompute(Compute):
         received = {} if self._received is None else {"received": self._received.state_dict()}
         return pack_state({"model": self.module.state_dict(), "method": self.method.state_dict(), **received})
 
-    def restore(self, saved: bytes, delivered: bytes | None) -> None:
-        """Restores the committed state and the delivered model, whose accuracy is measured again when needed."""
+    def _restore(self, saved: bytes, delivered: bytes | None) -> None:
         state = unpack_state(saved)
         try:
             self.module.load_state_dict(state["model"])
@@ -234,8 +211,6 @@ class TorchCompute(Compute):
             self._restore_delivered(state["model"], {} if delivered is None else unpack_state(delivered))
         except (RuntimeError, ValueError, KeyError) as error:
             raise ModelError(f"the saved state does not fit the app's model: {error}; use a fresh state_dir") from error
-        self._delivered_accuracy = None
-        self.has_state = True
 
     def _restore_delivered(self, first: Any, saved: Mapping[str, Any]) -> None:
         """Restores the delivered variants; before the first delivery the app has the model of the state."""
@@ -254,10 +229,6 @@ class TorchCompute(Compute):
             memo[id(model)] = delivered
             memo |= {id(old): new for old, new in zip(state_tensors(model), state_tensors(delivered), strict=True)}
         return copy.deepcopy(dict(models), memo)
-
-    def forget_state(self) -> None:
-        """Discards training since the last receipt; the device restores the committed state before the next use."""
-        self.has_state = False
 
     # --- answers
 
@@ -279,33 +250,22 @@ class TorchCompute(Compute):
         asked = Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts)
         with own_randomness(ask.seed):
             received, fleet_model = self._score_received(asked)
-            if fleet_model is not None and self._scored[SPLIT] is not None:
+            if fleet_model is not None and SPLIT in self._scored:
                 self._received = fleet_model
         with own_randomness(ask.seed):  # independent of what scoring has drawn
             answer = self.method.handle(asked)
-            measured, allowed_metrics = ask.step in self.method.metrics_steps(self.method.config), "metrics" in allow
+            measured = ask.step in self.method.metrics_steps(self.method.config)
             models = self.method.variants()
             scores = received | (self._score(models) if measured else {})
-            replacement = self._judge(models, scores) if measured or ask.step == DELIVER else None
-        figures: list[Metric] = [
-            metric for place, counts in scores.items() for metric in metrics_of(place, counts, allow)
-        ]
-        figures += allowed(self.method.figures, allow)
+            replacement = self._decide(models, scores) if measured or ask.step == DELIVER else None
+        figures = allowed(self.method.figures, allow)
         if (trained := self.method.trained) is not None and trained.samples_seen:
             figures.append(_training_loss(trained))
-        if replacement is not None and replacement.accuracy is not None:
-            figures.append(replacement.metric(REPLACED if measured else REPLACED_BY_RESULT))
-            figures += picked(models, replacement)
-        if figures and allowed_metrics:
-            answer = replace(answer, parts={**answer.parts, "metrics": Metrics(metrics=figures)})
-        replaced = replacement is not None and replacement.replaced
-        delivered = self._delivery(self._decided, self._best) if replaced else None
-        return Computed(answer, self.state(), replacement, delivered, scores)
+        return self._complete(answer, allow, scores, figures, replacement, REPLACED if measured else REPLACED_BY_RESULT)
 
     def _score_received(self, ask: Ask) -> tuple[dict[str, Counts], nn.Module | None]:
         """Returns the scores of the fleet model in the ask, and the model; empty and None if it cannot be scored."""
-        wanted = any(data is not None for data in self._scored.values())
-        model = self.method.fleet_model(ask) if wanted else None
+        model = self.method.fleet_model(ask) if self._scored else None
         if model is None:
             return {}, None
         try:
@@ -313,56 +273,30 @@ class TorchCompute(Compute):
         except KnowledgeError:  # the model has diverged; the device can answer anyway
             return {}, None
 
-    def _score(self, models: Mapping[str, nn.Module]) -> dict[str, Counts]:
-        return {place: counts for name, model in models.items() for place, counts in self._score_model(name, model)}
-
-    def _score_model(self, name: str, model: nn.Module) -> list[tuple[str, Counts]]:
-        """Returns the scores of a model on the app's test and validation data, by place."""
-        splits = {split: data for split, data in self._scored.items() if data is not None}
-        return [(place_of(split, name), _counts(model, data, self._classes)) for split, data in splits.items()]
+    def _counts(self, model: nn.Module, split: str) -> Counts:
+        """Returns the scores of a model; uses cached features if its extractor is fixed."""
+        data = self._scored_tensors[split]
+        if isinstance(model, SpaceModel):
+            rows = torch.from_numpy(np.array(model.fixed.of(data.inputs)))
+            return evaluate(model.above, TensorData(rows, data.labels), self._classes)
+        return evaluate(model, data, self._classes)
 
     # --- delivery
 
-    def _judge(self, models: Mapping[str, nn.Module], scores: Mapping[str, Counts]) -> Replacement:
-        """Returns the decision about the best variant: it replaces the app's model unless its accuracy is lower.
+    def _decide(self, models: Mapping[str, nn.Module], scores: Mapping[str, Counts]) -> Replacement:
+        """Decides about the best variant; a single one is compared with the model that the device received, too."""
+        model, self._received = self._received if len(models) == 1 else None, None
+        if model is None or SPLIT not in self._scored:
+            return self._judge(models, scores)
+        counts = scores.get(place_of(SPLIT, RECEIVED)) or scores.get(place_of(SPLIT, RESULT))
+        counts = counts or self._counts(model, SPLIT)  # received in an earlier step
+        return self._judge(models, scores, (model, counts.accuracy))
 
-        With a single variant, the model that the device received in this round takes part.
-        """
-        received, self._received = self._received if len(models) == 1 else None, None
-        data, self._best, self._decided = self._scored[SPLIT], next(iter(models)), models
-        if data is None:
-            return Replacement(replaced=True, variant=self._best if len(models) > 1 else "")
-        accuracies = {
-            name: (scores.get(place_of(SPLIT, name)) or _counts(model, data, self._classes)).accuracy
-            for name, model in models.items()
-        }
-        if self._delivered_accuracy is None:  # the app's own model, or one delivered before a restart
-            self._delivered_accuracy = _counts(self.delivered_model(), data, self._classes).accuracy
-        of_received = None
-        if received is not None:
-            scored = scores.get(place_of(SPLIT, RECEIVED)) or scores.get(place_of(SPLIT, RESULT))
-            of_received = (scored or _counts(received, data, self._classes)).accuracy  # received in an earlier step
-        drop = self._deployment.max_accuracy_drop
-        self._best, replacement = judge(accuracies, self._delivered_accuracy, drop, of_received)
-        if received is not None and replacement.received:
-            self._decided = {self._best: received}
-        return replacement
-
-    def deliver(self, replacement: Replacement) -> None:
-        """Replaces or keeps the app's model."""
-        if replacement.replaced:
-            self._take_delivery(self._best)
-            self._delivered_accuracy = replacement.accuracy
-        self._decided = {}
-
-    def _take_delivery(self, in_use: str) -> None:
-        """Copies the decided variants to the app's models, in place where the app may already have a reference."""
-        models = self._decided
+    def _update_delivered(self, models: Mapping[str, nn.Module]) -> None:
         if not models.keys() <= self._delivered.keys():
             self._delivered |= self._copies(models)
         for name, model in models.items():
             self._delivered[name].load_state_dict(model.state_dict())
-        self._in_use = in_use
 
     def delivered_model(self) -> nn.Module:
         """Returns the app's model, in eval mode."""
@@ -373,54 +307,28 @@ class TorchCompute(Compute):
         shape = self.contract.input_shape
         return FrozenModel(self.delivered_model(), free_size(shape) if self._deployment.dynamic_size else shape)
 
-    def accuracy_of(self, delivered: bytes) -> float | None:
-        """Returns the accuracy of an earlier delivered model on the validation data; None without such data."""
-        data = self._scored[SPLIT]
+    def _unpack_in_use(self, delivered: bytes) -> nn.Module:
         saved = unpack_state(delivered)
-        if data is None:
-            return None
         in_use = saved["in_use"]
         model = copy.deepcopy(self._delivered[in_use])
         model.load_state_dict(saved["model"] if in_use == self._own else saved["further"][in_use])
-        return _counts(model, data, self._classes).accuracy
-
-    def check_data(self) -> CheckData:
-        """Returns the samples that check and calibrate a quantised file."""
-        return check_data_of(self._samples, self._validation)
+        return model
 
     def delivered_models(self) -> Mapping[str, nn.Module]:
         """Returns all variants of the app's model by name, in eval mode."""
         return {name: model.eval() for name, model in self._delivered.items()}
 
-    def delivered_state(self) -> bytes:
-        """Returns the packed models of the app, for `restore`."""
-        return self._delivery({}, self._in_use)
-
-    def _delivery(self, models: Mapping[str, nn.Module], in_use: str) -> bytes:
-        """Returns the packed models of the app, with `models` replacing those of equal names."""
-        states = {name: model.state_dict() for name, model in {**self._delivered, **models}.items()}
+    def _pack(self, models: Mapping[str, nn.Module], in_use: str) -> bytes:
+        states = {name: model.state_dict() for name, model in models.items()}
         own = states.pop(self._own)
         return pack_state({"model": own, "further": states, "in_use": in_use})
 
-    def export(self, path: Path, number: int) -> OnnxReport:
-        """Writes the delivered models as ONNX and compares each with PyTorch on the device's own samples.
-
-        If there are several variants, each is `VARIANT.onnx`, and `path` is a copy of the one in use.
-
-        Returns:
-            Report on the file at `path`, with the largest difference over all variants.
-
-        Raises:
-            ExportError: A file does not give the same outputs as its model.
-        """
-        metadata = {
-            "run": self.contract.run,
-            "round": str(number),
-            "method": self.contract.method,
-            "class_names": ",".join(self.contract.classes),
-        }
-        samples = torch.from_numpy(self._samples.first) if len(self._samples) else self._data.first
-        return export_variants(self._delivered, self._in_use, path, samples, metadata, self._deployment)
+    def _export(self, model: nn.Module, path: Path, metadata: Mapping[str, str]) -> OnnxReport:
+        settings = self._deployment
+        samples = torch.from_numpy(self._first_inputs)
+        return export_onnx(
+            model.eval(), path, samples, metadata, opset=settings.opset, dynamic_size=settings.dynamic_size
+        )
 
 
 def own_frozen_model(model: Callable[[], nn.Module], torch_device: str) -> FrozenModel:
@@ -467,22 +375,6 @@ def _method_of(contract: contract_pb2.Contract, config: Any, local: Local) -> De
             return device_class(contract.method)(config, local)
     except CannotAnswer as error:
         raise ConfigurationError(f"this device cannot take part in run {contract.run!r}: {error}") from error
-
-
-def _counts(model: nn.Module, data: TensorData | LazyData, classes: int) -> Counts:
-    """Returns the scores of a model; uses cached features if its extractor is fixed."""
-    if isinstance(model, SpaceModel):
-        rows = torch.from_numpy(np.array(model.fixed.of(data.inputs)))
-        return evaluate(model.above, TensorData(rows, data.labels), classes)
-    return evaluate(model, data, classes)
-
-
-def _samples_of(data: Any, contract: contract_pb2.Contract, name: str, known: Samples | None = None) -> Samples:
-    """Reads and checks data for a run; returns `known` if they have not changed."""
-    with named(name):
-        read = read_samples(data, known)
-        read.check_run(contract.run, tuple(contract.input_shape), len(contract.classes))
-    return read
 
 
 def _training_loss(trained: TrainingReport) -> Metric:

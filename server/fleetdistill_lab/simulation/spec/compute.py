@@ -15,6 +15,7 @@ from fleetdistill.compute.torch_compute import TorchCompute
 from fleetdistill.data.samples import Samples, read_samples
 from fleetdistill.knowledge import Kind
 from fleetdistill.methods.base import Ask
+from fleetdistill.replacement import SPLIT
 from fleetdistill.training.figures import Counts
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_lab.simulation.spec.arrays import load_arrays
@@ -61,7 +62,7 @@ class SimulatedCompute(TorchCompute):
         return super().answer(ask, parts, allow)
 
     def _score_received(self, ask: Ask) -> tuple[dict[str, Counts], nn.Module | None]:
-        if not self.method.shares_fleet_model or self._validation is not None:
+        if not self.method.shares_fleet_model or SPLIT in self._scored:
             return super()._score_received(ask)
         key = self._model_name, ask.step, self._payload
         found = self._shared.received  # another thread may replace it
@@ -72,7 +73,7 @@ class SimulatedCompute(TorchCompute):
     def _score_model(self, name: str, model: nn.Module) -> list[tuple[str, Counts]]:
         key = f"{self._model_name}/{name}", _digest(model)
         scores = self._shared.scores
-        if self._validation is not None:  # the device's own data, so no other device has these scores
+        if SPLIT in self._scored:  # the device's own data, so no other device has these scores
             return super()._score_model(name, model)
         found = scores.get(key)
         if found is None:
