@@ -115,7 +115,7 @@ def test_a_question_over_the_devices_bound_is_declined_before_it_is_fetched(flee
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
         assert device.model is not None
-        device._check_in._downloads._max_bytes = 100
+        device._backend._downloads._max_bytes = 100
         fleet.ask("d", RefinedKnowledge(valid=True, sample_ids=np.arange(24), values=np.zeros((24, 3), np.float32)))
         assert device.step(0) is Step.DECLINED
         assert device.step(0) is Step.WAITED

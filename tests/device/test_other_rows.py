@@ -13,7 +13,7 @@ from support.sdk_fleet import RUN, Fleet, equal, make_device, tiny_data, weights
 
 from fleetdistill import Event, Step
 from fleetdistill.data.samples import digest_of_arrays
-from fleetdistill.device.check_in import CheckIn
+from fleetdistill.device.backend import Backend
 from fleetdistill.errors import (
     ConfigurationError,
     DataError,
@@ -153,7 +153,7 @@ def test_a_restarted_device_with_the_rows_of_before_makes_no_worker(
 ) -> None:
     with make_device(fleet, tmp_path) as device:
         device.step(0)
-    monkeypatch.setattr(CheckIn, "make_compute", lambda device, contract: pytest.fail("nobody has asked for work"))
+    monkeypatch.setattr(Backend, "make", lambda device, contract: pytest.fail("nobody has asked for work"))
     with make_device(fleet, tmp_path) as device:
         assert device.step(0) is Step.WAITED
 

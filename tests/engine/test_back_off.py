@@ -76,7 +76,7 @@ def test_a_device_that_never_answers_is_asked_ever_less_often(
     api = DeviceApi(store)
     with ExitStack() as stack:
         *honest, silent = (stack.enter_context(make_device(spec, MemoryLink(api))) for spec in specs)
-        monkeypatch.setattr(silent._handler, "handle", lambda ask: (Step.DECLINED, 0.0))
+        monkeypatch.setattr(silent._handler, "handle", lambda ask, terms: (Step.DECLINED, 0.0))
         asyncio.run(Engine(store, config, Turns(store, honest, silent, clock)).run())
     rounds = store.runs.rounds(RUN)
     assert [row["status"] for row in rounds] == ["closed"] * ROUNDS, "two of three are the quorum"

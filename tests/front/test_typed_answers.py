@@ -68,8 +68,10 @@ class Case:
         self.events = EventLog()
         self.round = 0
 
-    def device(self, moment: str = "", act: Callable[[], None] = lambda: None, **changes: Any) -> Device:
-        link = Meddling(self.front.port, moment, act)
+    def device(
+        self, moment: str = "", act: Callable[[], None] = lambda: None, link: GrpcLink | None = None, **changes: Any
+    ) -> Device:
+        link = link or Meddling(self.front.port, moment, act)
         return small_device(self.front.port, self.directory, self.events, link, device_id=self.name, **changes)
 
     def open(self) -> None:
@@ -246,7 +248,7 @@ def test_a_device_that_vanishes_and_comes_back_in_the_round_answers_once(case: C
     with pytest.raises(Death):
         dying.step(0)
     dying.close(leave=False)
-    dying._session.link.close()
+    dying._parts.link.close()
     with case.device() as device:
         assert device.step(0) is Step.ANSWERED
         assert device.step(0) is Step.WAITED
@@ -281,9 +283,8 @@ def test_an_upload_that_breaks_off_again_and_again_and_grows_each_time_is_not_gi
             self.left -= 1
             return super().upload(header, islice(chunks, 1) if self.left >= 0 else chunks, *more, **named)
 
-    with case.device(rows=180_000) as device:
+    with case.device(link=Short(case.front.port, "", lambda: None), rows=180_000) as device:
         device.step(0)
-        device._session.link = Short(case.front.port, "", lambda: None)
         case.open()
         with pytest.raises(LinkError, match="the stream ended after"):
             device.step(0)
@@ -312,12 +313,11 @@ def test_an_answer_to_a_question_of_before_a_restore_is_not_taken_for_the_new_on
             self._at("between status and upload")
             return super().upload(*given, **named)
 
-    with case.device() as device:
+    link = Between(case.front.port, moment or "before asking for the status", lambda: ask_something_else(case, new))
+    with case.device(link=link) as device:
         device.step(0)
         case.round = open_round(case.store, case.name)
         write_asks(case.store, case.round, case.name, payload=old)
-        link = Between(case.front.port, moment or "before asking for the status", lambda: ask_something_else(case, new))
-        device._session.link = link
         assert device.step(0) is Step.DECLINED
         dropped = case.events.of("dropped")
         assert dropped.values["code"] == "closed"
@@ -325,7 +325,6 @@ def test_an_answer_to_a_question_of_before_a_restore_is_not_taken_for_the_new_on
         assert case.uploads == []
         assert state_of(device) == b"0"
         assert device.step(0) is Step.ANSWERED, "the ask is still open, for an answer of its own"
-        link.close()
     assert len(case.uploads) == 1
     assert case.events.of("answered").values["receipt"] == case.uploads[0]["receipt"]
 

@@ -73,7 +73,7 @@ class DeviceTarget:
                 break
             if random.random() < 0.1:
                 with contextlib.suppress(FleetDistillError):
-                    device._session.link.heartbeat(device._session.identity)
+                    device._parts.link.heartbeat(device._parts.identity)
         with contextlib.suppress(FleetDistillError):
             if random.random() < 0.1:
                 device.forget()

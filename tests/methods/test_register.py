@@ -116,7 +116,7 @@ from fleetdistill.wire.v1 import contract_pb2
 counting.register()
 with Device(server="127.0.0.1:1", state_dir={str(tmp_path)!r} + "/d", worker=counting.CountingWorker) as device:
     contract = contract_pb2.Contract(method="counting", classes=["a", "b"], input_shape=[1])
-    assert device._check_in.make_compute(contract).profile(["features"]).classes == 2
+    assert device._backend.make(contract).profile(["features"]).classes == 2
 print("torch" in sys.modules)
 """
     assert python(code, {"PYTHONPATH": str(Path(__file__).parents[1])}).strip() == "False"

@@ -428,7 +428,7 @@ def test_no_log_shows_a_secret_a_token_or_a_key(tmp_path: Path, caplog: pytest.L
             device.step(0)
             ask(store, "quiet")
             device.step(0)
-            secret = device._session.identity.secret
+            secret = device._parts.identity.secret
         service.refusal(read_token(token).secret, "other", device_x509.new_key())
         service.refusal(read_token(used).secret, "quiet", device_x509.new_key())
         kept = load_credentials(tmp_path / "state" / "tls")

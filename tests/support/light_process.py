@@ -63,8 +63,7 @@ def played(folder: Path) -> None:
 
 def released(folder: Path) -> None:
     """The noisy sums that a device of a private run would send."""
-    from fleetdistill.device.events import Events
-    from fleetdistill.device.guard import Guard
+    from fleetdistill.device.events import DeviceLock, Events
     from fleetdistill.device.private import PrivateAnswers, guarantee_of
     from fleetdistill.state.files import Files
 
@@ -74,7 +73,7 @@ def released(folder: Path) -> None:
     worker: Any = light_worker(arrays_of(folder / "data.npz"))(contract)
     take_extractor(worker, folder)
     answer = worker.answer(service_pb2.Ask(round=1, step="summarise"), {}, ["class_statistics", "counts"]).answer
-    private = PrivateAnswers(Files(folder), None, Events(Guard(lambda event: None), "light"))
+    private = PrivateAnswers(Files(folder), None, Events(DeviceLock(lambda event: None), "light"))
     sent = private.private_answer(answer, contract, guarantee, 1).parts["statistics"]
     np.savez(folder / "sums.npz", **vars(sent))
     note_modules(folder)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fleetdistill.device.backend import Backend
 from fleetdistill.device.check_in import CheckIn
 from fleetdistill.device.consent import check_may_leave
-from fleetdistill.device.declines import Declines, send_decline
 from fleetdistill.device.events import Events, Step
+from fleetdistill.device.parts import DeviceParts
 from fleetdistill.device.private import PrivateAnswers, guarantee_of, private_columns
 from fleetdistill.device.sender import Sender
-from fleetdistill.device.session import Session
 from fleetdistill.errors import (
     CannotAnswer,
     ConfigurationError,
@@ -53,19 +53,67 @@ _TEXTS = {
 """Texts for the app about the counts that a handler adds to an answer (`Answer.notes`)."""
 
 
+_FIRST_PAUSE_SECONDS = 0.5
+_LONGEST_PAUSE_SECONDS = 60.0
+
+
 def notes_text(step: str, notes: Mapping[str, int]) -> str:
     """Returns one sentence with all notes that are not 0."""
     texts = [_TEXTS.get(name, name.replace("_", " ") + ": {}").format(count) for name, count in notes.items() if count]
     return f"step {step!r}: {'; '.join(texts)}"
 
 
+class Declines:
+    """Stores the last declined ask; a server has at most one open ask per device."""
+
+    def __init__(self) -> None:
+        self._ask = b""
+        self._times = 0
+        self._reported = False
+        self.reason = FleetDistillError()
+
+    def was_declined(self, ask: service_pb2.Ask) -> bool:
+        """Returns whether this ask was the last declined one."""
+        return self._times > 0 and self._ask == _name_of(ask)
+
+    def note(self, ask: service_pb2.Ask, reason: FleetDistillError) -> float:
+        """Records a declined ask; returns the seconds to wait afterwards, 0 for the first time."""
+        if not self.was_declined(ask):
+            self._ask = _name_of(ask)
+            self._times = 0
+            self._reported = False
+            self.reason = reason
+        self._times += 1
+        pause = _FIRST_PAUSE_SECONDS * 2.0 ** min(self._times - 2, 10)
+        return min(pause, _LONGEST_PAUSE_SECONDS) if self._times > 1 else 0.0
+
+    def is_first_report(self) -> bool:
+        """Returns True on the first call for the current ask, so that the app gets one event."""
+        reported, self._reported = self._reported, True
+        return not reported
+
+
+def _name_of(ask: service_pb2.Ask) -> bytes:
+    """Returns the fields that identify an ask, serialized: all but the seconds left and the completed rounds."""
+    named = service_pb2.Ask(
+        round=ask.round,
+        step_number=ask.step_number,
+        step=ask.step,
+        payload=ask.payload,
+        seed=ask.seed,
+        first_attempt=ask.first_attempt,
+    )
+    return named.SerializeToString(deterministic=True)
+
+
 class AskHandler:
     """Handles asks, one at a time.
 
     Args:
-        session: State of the open device.
+        parts: What the parts of the open device share.
         events: Emits events to the app.
-        check_in: Provides the compute backend and downloads payloads.
+        check_in: Provides the compute backend.
+        backend: Keeps the compute backend and downloads payloads.
         sender: Sends the answer.
         private: Makes the answers of a private run.
         max_seconds: Time limit for one ask, in seconds.
@@ -74,47 +122,54 @@ class AskHandler:
 
     def __init__(
         self,
-        session: Session,
+        parts: DeviceParts,
         events: Events,
         check_in: CheckIn,
+        backend: Backend,
         sender: Sender,
         *,
         private: PrivateAnswers,
         max_seconds: float,
         is_pinned: Callable[[], bool],
     ) -> None:
-        self._session = session
+        self._parts = parts
         self._events = events
-        self._storage = session.storage
-        self._check_in, self._sender = check_in, sender
+        self._storage = parts.storage
+        self._check_in = check_in
+        self._backend = backend
+        self._sender = sender
         self._private = private
         self._max_seconds = max_seconds
         self._is_pinned = is_pinned
         self._declines = Declines()
 
-    def handle(self, ask: service_pb2.Ask) -> tuple[Step, float]:
+    def handle(self, ask: service_pb2.Ask, terms: service_pb2.CheckInResponse) -> tuple[Step, float]:
         """Computes and sends the answer to an ask, or declines the ask.
+
+        Args:
+            ask: The ask.
+            terms: The server's reply to the check-in.
 
         Returns:
             ANSWERED or DECLINED, and the seconds to wait before the next request for work, above 0 after a repeated
             decline.
         """
         if self._declines.was_declined(ask):
-            return self._decline(ask, self._declines.reason)
+            return self._decline(ask, self._declines.reason, terms)
         try:
             check_ask(ask)
         except WireError as reason:
-            return self._decline(ask, reason)
+            return self._decline(ask, reason, terms)
         self._events.emit_ask(ask)
-        began = self._session.clock.now()
+        began = self._parts.clock.now()
         try:
-            run, device = self._session.identity.run, self._session.identity.device
-            with self._session.spans.ask(run=run, round=ask.round, device=device, step=ask.step):
-                return self._answer(ask)
+            run, device = self._parts.identity.run, self._parts.identity.device
+            with self._parts.spans.ask(run=run, round=ask.round, device=device, step=ask.step):
+                return self._answer(ask, terms)
         except WorkInterrupted as reason:
-            if self._can_resume(ask, reason, self._session.clock.now() - began):
+            if self._can_resume(ask, reason, self._parts.clock.now() - began):
                 raise
-            return self._decline(ask, reason)
+            return self._decline(ask, reason, terms)
 
     def _can_resume(self, ask: service_pb2.Ask, reason: WorkInterrupted, elapsed: float) -> bool:
         """Returns whether interrupted work may end before the ask's deadline; an answer in the outbox is kept."""
@@ -122,29 +177,29 @@ class AskHandler:
             return True
         return reason.seconds < ask.deadline_seconds - elapsed
 
-    def _answer(self, ask: service_pb2.Ask) -> tuple[Step, float]:
-        with self._sender.heartbeats():
+    def _answer(self, ask: service_pb2.Ask, terms: service_pb2.CheckInResponse) -> tuple[Step, float]:
+        with self._sender.heartbeats(terms):
             try:
-                compute = self._check_in.compute_for_ask()
+                compute = self._check_in.compute_for_ask(terms.contract)
             except CannotAnswer as reason:  # no samples now, or a sample that cannot be used
-                return self._decline(ask, reason)
+                return self._decline(ask, reason, terms)
             try:
-                with self._session.spans.span("download"):
-                    parts = self._download_parts(ask)
-                pending, answer = self._compute_answer(compute, ask, parts)
+                with self._parts.spans.span("download"):
+                    parts = self._download_parts(ask, terms)
+                pending, answer = self._compute_answer(compute, ask, parts, terms)
             except _AskClosed as closed:
                 self._events.emit("dropped", ask.round, str(closed.refusal), {"code": closed.refusal.code})
                 return Step.DECLINED, 0.0
             except (CannotAnswer, ConfigurationError, DataError, KnowledgeError, WireError, NoRoomError) as reason:
                 # Training diverged, a sample cannot be read, the server is newer or faulty, or the disk is full: the
                 # device declines this ask and continues with the next one.
-                return self._decline(ask, reason)
+                return self._decline(ask, reason, terms)
             except BaseException:
                 compute.forget_state()  # training for a failed answer must not affect the next one
                 raise
         if any(answer.notes.values()):
             self._events.emit("ask", ask.round, notes_text(ask.step, answer.notes), dict(answer.notes))
-        return Step.ANSWERED if self._sender.settle(pending) else Step.DECLINED, 0.0
+        return Step.ANSWERED if self._sender.settle(pending, terms) else Step.DECLINED, 0.0
 
     def preview(self) -> Preview:
         """Computes an answer to an ask like the first one of the run, without storing or sending it.
@@ -153,12 +208,12 @@ class AskHandler:
             ConfigurationError: The method or the worker does not support a preview, or a column is not allowed.
             FleetDistillError: The answer cannot be computed.
         """
-        with self._sender.heartbeats():
+        with self._sender.heartbeats(self._check_in.terms):
             compute = self._check_in.ready_compute()
             try:
                 return self._preview(compute, compute.first_ask())
             finally:
-                self._session.forget_state()  # the next use starts from the committed state
+                self._backend.forget_state()  # the next use starts from the committed state
 
     def _preview(self, compute: Compute, first: Ask) -> Preview:
         from fleetdistill.device.preview import preview_of
@@ -166,7 +221,7 @@ class AskHandler:
         guarantee = guarantee_of(compute.contract)
         allow = self._columns(guarantee)
         ask = service_pb2.Ask(round=first.round, step_number=1, step=first.step, seed=first.seed)
-        with time_limit(self._max_seconds, self._session.clock.now):
+        with time_limit(self._max_seconds, self._parts.clock.now):
             answer = compute.answer(ask, first.parts, allow).answer
         if guarantee is not None:
             answer = self._private.sample_answer(answer, guarantee)
@@ -176,13 +231,13 @@ class AskHandler:
 
     def _columns(self, guarantee: Guarantee | None) -> tuple[str, ...]:
         """Returns the columns that may leave the device in this run."""
-        allow = self._session.consent.columns
+        allow = self._parts.consent.columns
         return allow if guarantee is None else private_columns(allow)
 
-    def _download_parts(self, ask: service_pb2.Ask) -> Mapping[str, Kind]:
+    def _download_parts(self, ask: service_pb2.Ask, terms: service_pb2.CheckInResponse) -> Mapping[str, Kind]:
         """Returns the parts of the ask's payload, by name; empty if the ask has no payload."""
         try:
-            return decode(self._check_in.download(ask.payload)) if ask.payload else {}
+            return decode(self._backend.download(ask.payload, terms.contract)) if ask.payload else {}
         except RefusedError as refusal:
             if refusal.code != Code.NOT_FOUND:
                 raise
@@ -190,23 +245,23 @@ class AskHandler:
             raise _AskClosed(refusal) from refusal
 
     def _compute_answer(
-        self, compute: Compute, ask: service_pb2.Ask, parts: Mapping[str, Kind]
+        self, compute: Compute, ask: service_pb2.Ask, parts: Mapping[str, Kind], terms: service_pb2.CheckInResponse
     ) -> tuple[Pending, Answer]:
         """Computes the answer and stores it durably, with its state and the decision about the app's model."""
         guarantee = guarantee_of(compute.contract)
         allow = self._columns(guarantee)
-        now = self._session.clock.now
+        now = self._parts.clock.now
         note = partial(self._events.emit_progress, ask.round, ask.step)
-        handler = self._session.spans.span("handler", step=ask.step)
+        handler = self._parts.spans.span("handler", step=ask.step)
         with time_limit(self._max_seconds, now), reported_to(note, now), handler:
-            computed = self._session.permission.compute(partial(compute.answer, ask, parts, allow))
+            computed = self._parts.permission.compute(partial(compute.answer, ask, parts, allow))
         if computed.replacement is not None and computed.replacement.replaced and self._is_pinned():
             computed = _pinned(computed, computed.replacement)
         answer = computed.answer
         if guarantee is not None:
             answer = self._private.private_answer(answer, compute.contract, guarantee, ask.round)
         check_may_leave(answer.parts, allow)  # every answer passes this check
-        algorithm = upload_digest(self._session.terms)
+        algorithm = upload_digest(terms)
         payload = encode(answer.parts, DTYPES[compute.contract.knowledge_type], algorithm)
         # A server that lost an acknowledged answer asks again, with an attempt number above the device's own count.
         attempt = max(self._storage.outbox.next_attempt(ask.round, ask.step_number), ask.first_attempt)
@@ -223,10 +278,12 @@ class AskHandler:
             columns={name: list(part.columns()) for name, part in answer.parts.items()},
         )
         self._storage.outbox.put(pending, payload, computed.state, computed.delivered)
-        self._session.computed = pending
+        self._backend.note_answer(pending)
         return pending, answer
 
-    def _decline(self, ask: service_pb2.Ask, reason: FleetDistillError) -> tuple[Step, float]:
+    def _decline(
+        self, ask: service_pb2.Ask, reason: FleetDistillError, terms: service_pb2.CheckInResponse
+    ) -> tuple[Step, float]:
         """Declines an ask, so that the server closes the ask and does not wait for the deadline.
 
         A repetition of the same ask is declined without new work.
@@ -234,10 +291,10 @@ class AskHandler:
         Returns:
             DECLINED, and the seconds to wait before the next request for work; they increase with each repetition.
         """
-        if self._session.compute is not None:
-            self._session.compute.forget_state()
+        if self._backend.compute is not None:
+            self._backend.compute.forget_state()
         pause = self._declines.note(ask, reason)
-        send_decline(self._session, ask.round, ask.step, ask.step_number, reason)
+        self._sender.decline(ask.round, ask.step, ask.step_number, reason, terms)
         if self._declines.is_first_report():
             self._events.emit("dropped", ask.round, str(reason))
         return Step.DECLINED, pause

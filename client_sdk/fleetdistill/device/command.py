@@ -138,7 +138,6 @@ def _when(seconds: float) -> str:
 
 
 def _forget(given: argparse.Namespace) -> Iterator[str]:
-    from fleetdistill.device.forgetting import operator_command
     from fleetdistill.device.inspection import inspect
     from fleetdistill.state.directory import erase_directory
 
@@ -155,10 +154,11 @@ def _forget(given: argparse.Namespace) -> Iterator[str]:
         yield (
             f"the server has recorded the request to delete the data of {found.device}: before the next round, or at "
             "once if the run is over. Nothing deletes them while only a front runs (serve --only front); then its "
-            f"operator can run: {operator_command(found.run, found.device)}"
+            f"operator can run: {_operator_command(found.run, found.device)}"
         )
     else:
-        yield f"the server was not asked; its operator can run: {operator_command(found.run, found.device or 'DEVICE')}"
+        command = _operator_command(found.run, found.device or "DEVICE")
+        yield f"the server was not asked; its operator can run: {command}"
 
 
 def _confirm(given: argparse.Namespace, device: str) -> None:
@@ -173,8 +173,7 @@ def _confirm(given: argparse.Namespace, device: str) -> None:
 def _request(given: argparse.Namespace) -> bool:
     """Asks the server to delete the device's data. Raises LinkError, with advice, if it is unavailable."""
     from fleetdistill.device.arguments import check_transport_security
-    from fleetdistill.device.check_in import open_link
-    from fleetdistill.device.forgetting import request_forgetting
+    from fleetdistill.device.contact import open_link, request_forgetting
     from fleetdistill.device.identity import load_identity
     from fleetdistill.link.credentials import is_enrolled
     from fleetdistill.state.directory import Storage
@@ -198,3 +197,9 @@ def _request(given: argparse.Namespace) -> bool:
                 f"{error}; nothing was erased. Try again later, pass --server HOST:PORT if it has another "
                 "address, or --local to only erase"
             ) from error
+
+
+def _operator_command(run: str, device: str) -> str:
+    """Returns the command with which the server's operator deletes a device's data."""
+    command = f"fleetdistill devices forget {run or 'RUN'} {device}"
+    return command if run else f"{command}, with the run's name for RUN"

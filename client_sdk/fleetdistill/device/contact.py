@@ -1,12 +1,18 @@
-"""Whether the server can be reached: pauses between attempts, and events for the app."""
+"""The device and its server: the link, whether the server can be reached, and refusals that may be withdrawn."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 from fleetdistill.clock import Clock
 from fleetdistill.device.events import Events
-from fleetdistill.errors import LinkError
+from fleetdistill.errors import LinkError, RefusedError
+from fleetdistill.link.base import Link
+from fleetdistill.link.credentials import is_enrolled
+from fleetdistill.spans import NO_SPANS, Spans
+from fleetdistill.wire.codes import Code, after_seconds, is_final
+from fleetdistill.wire.v1 import service_pb2
 
 _FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 15.0
@@ -58,3 +64,40 @@ class Contact:
     def reset_pause(self) -> None:
         """Makes the next pause short again, after a turn without an error."""
         self._pause = _FIRST_PAUSE_SECONDS
+
+
+def open_link(server: str, token: str | Path | None, directory: Path, device_id: str, spans: Spans = NO_SPANS) -> Link:
+    """Returns a link with TLS if the device is enrolled or has a token, else plain text. Never downgrades from TLS."""
+    from fleetdistill.link.grpc_link import GrpcLink
+
+    if token is None and not is_enrolled(directory):
+        return GrpcLink(server, spans=spans)
+    from fleetdistill.link.enrolment import Enrolment
+
+    return GrpcLink(server, Enrolment(server, directory, device_id, token), spans=spans)
+
+
+def link_error(refusal: RefusedError) -> LinkError:
+    """Returns the error for a temporary refusal, with the time before a retry."""
+    return LinkError(str(refusal), after_seconds(refusal.details))
+
+
+def request_forgetting(link: Link, identity: service_pb2.Identity) -> bool:
+    """Asks the server to delete what a device has sent.
+
+    Returns:
+        True if the server has durably recorded the request, or has no data of the device; False if it does not know
+        the request, so that only its operator can be asked.
+
+    Raises:
+        LinkError: The server is unavailable, or temporarily refuses requests.
+        RefusedError: The server refuses the caller.
+    """
+    try:
+        return link.leave(identity, forget=True)
+    except RefusedError as refusal:
+        if refusal.code == Code.UNKNOWN_RUN or "check_in" in refusal.details:
+            return True
+        if is_final(refusal.code):
+            raise
+        raise link_error(refusal) from refusal

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING
 from fleetdistill.control_flow import CONTROL_FLOW
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.deployment.versions import Version, Versions
+from fleetdistill.device.app_models import Predictions
+from fleetdistill.device.backend import Backend
 from fleetdistill.device.events import Events
+from fleetdistill.device.parts import DeviceParts
 from fleetdistill.errors import (
     LinkError,
     ModelError,
@@ -29,8 +32,6 @@ from fleetdistill.state.durable import rename_durably
 
 if TYPE_CHECKING:
     from fleetdistill.compute.base import Compute
-    from fleetdistill.device.app_models import Predictions
-    from fleetdistill.device.session import Session
     from fleetdistill.training.onnx_file import OnnxReport
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,9 @@ class Deployer:
     """Numbers, keeps and exports the delivered models of one device.
 
     Args:
-        session: State of the open device.
+        parts: What the parts of the open device share.
         events: Emits events to the app.
+        backend: Keeps the compute backend.
         ready_compute: Returns the compute backend with the device's state.
         predictions: Predictions of the app, which use the model in use.
         deployment: Settings of the app.
@@ -53,21 +55,23 @@ class Deployer:
 
     def __init__(
         self,
-        session: Session,
+        parts: DeviceParts,
         events: Events,
+        backend: Backend,
         ready_compute: Callable[[], Compute],
         predictions: Predictions,
         deployment: Deployment,
         export_onnx: str,
     ) -> None:
-        self._session = session
+        self._parts = parts
         self._events = events
+        self._backend = backend
         self._ready_compute = ready_compute
         self._predictions = predictions
         self._deployment = deployment
         self._export_onnx = export_onnx
-        self._directory = session.storage.directory
-        self.versions = Versions(session.storage, deployment.keep_versions)
+        self._directory = parts.storage.directory
+        self.versions = Versions(parts.storage, deployment.keep_versions)
         self._delivered: Version | None = None  # in use, but not recorded yet
         self._not_recorded = 0  # number of the version for which the disk was full; tried again at the next delivery
         self._measured: dict[int, float] = {}  # accuracy of versions on the current validation data, by number
@@ -89,7 +93,7 @@ class Deployer:
     def hold(self, number: int, replacement: Replacement) -> None:
         """Stores before the commit of an answer the model that it delivers while the app keeps another version."""
         if replacement.pinned:
-            model = self._session.storage.outbox.delivered_file
+            model = self._parts.storage.outbox.delivered_file
             self.versions.hold(model, number, replacement.variant, replacement.accuracy)
 
     def deliver(self, compute: Compute, replacement: Replacement) -> None:
@@ -146,7 +150,7 @@ class Deployer:
         self._record(replace(version, files=files))
 
     def _record(self, version: Version) -> None:
-        with self._session.guard.held():
+        with self._parts.lock.held():
             self.versions.record(version)
             self._delivered = None
 
@@ -237,9 +241,9 @@ class Deployer:
         earlier, in_use = self.versions.earlier(), self.versions.in_use()
         if accuracy is None or in_use is None or self.versions.is_pinned():
             return
-        if self._session.compute is not self._measured_by:
+        if self._backend.compute is not self._measured_by:
             self._measured = {}
-            self._measured_by = self._session.compute
+            self._measured_by = self._backend.compute
         self._measured[in_use.number] = accuracy
         best = max(earlier, key=self._accuracy_of, default=None)
         if best is not None and self._accuracy_of(best) > accuracy + self._deployment.max_accuracy_drop:
@@ -263,9 +267,9 @@ class Deployer:
         version, in_use = self.versions.requested(), self.versions.in_use()
         if version is None or in_use is None:
             return
-        with self._session.guard.held():
+        with self._parts.lock.held():
             self.versions.roll_back(version)
-            self._session.forget_state()
+            self._backend.forget_state()
             if self._export_onnx == "round" and not version.files:
                 self.versions.mark_due()
         self._renew_predictions(version)
@@ -278,9 +282,9 @@ class Deployer:
         version = None if self.versions.is_pinned() else self.versions.held()
         if version is None:
             return
-        with self._session.guard.held():
+        with self._parts.lock.held():
             self.versions.use_held(version)
-            self._session.forget_state()
+            self._backend.forget_state()
             if self._export_onnx == "round":
                 self.versions.mark_due()
         self._renew_predictions(version)

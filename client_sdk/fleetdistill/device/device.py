@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import numpy as np
-
-from fleetdistill.checked import check_function
+from fleetdistill.checked import check_function, check_number
 from fleetdistill.clock import Clock, SystemClock
 from fleetdistill.control_flow import control_flow_as_errors
 from fleetdistill.data.samples import check_all_data
 from fleetdistill.deployment.settings import Deployment
-from fleetdistill.device.app_models import AppModels, OwnModel, Predictions
+from fleetdistill.device.app_models import AppModels, ComputeFactory, Predictions
 from fleetdistill.device.arguments import (
     check_backend,
     check_columns,
@@ -37,48 +36,52 @@ from fleetdistill.device.arguments import (
     most_threads,
 )
 from fleetdistill.device.ask_handler import AskHandler
+from fleetdistill.device.backend import Backend
 from fleetdistill.device.budgets import Budgets
-from fleetdistill.device.check_in import CheckIn, open_link
+from fleetdistill.device.check_in import CheckIn
 from fleetdistill.device.consent import Consent
+from fleetdistill.device.contact import Contact, open_link, request_forgetting
 from fleetdistill.device.deployer import Deployer
-from fleetdistill.device.disclosure import Disclosure
 from fleetdistill.device.eligibility import Eligibility
-from fleetdistill.device.engine import Engine
-from fleetdistill.device.events import Event, Events
-from fleetdistill.device.guard import Guard
+from fleetdistill.device.events import DeviceLock, Event, Events, Step
 from fleetdistill.device.identity import load_identity, save_server
 from fleetdistill.device.interrupts import StopRequest, delays_ctrl_c
+from fleetdistill.device.loop import Loop
+from fleetdistill.device.parts import DeviceParts
 from fleetdistill.device.permission import Permission
 from fleetdistill.device.private import PrivateAnswers
 from fleetdistill.device.sender import Sender
-from fleetdistill.device.session import Session
-from fleetdistill.device.temporary_refusals import as_link_errors
-from fleetdistill.errors import ConfigurationError, DeviceClosedError, ModelError
+from fleetdistill.device.turn import POLL_SECONDS, Turns
+from fleetdistill.errors import ConfigurationError, DeviceClosedError
 from fleetdistill.link.abilities import Abilities
 from fleetdistill.link.base import HandsOver, Link
 from fleetdistill.link.downloads import DOWNLOADS, Downloads, MemoryDownloads
 from fleetdistill.link.metered import MeteredLink
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.spans import NO_SPANS, ProviderSpans, Spans
-from fleetdistill.state.directory import MAX_SPOOL_BYTES, Storage
+from fleetdistill.state.directory import MAX_SPOOL_BYTES, Storage, erase_directory
+from fleetdistill.state.privacy_ledger import PrivacyBudget
 from fleetdistill.state.sample_ids import SampleIds
+from fleetdistill.state.sent import Ledger
+from fleetdistill.state.sent_ledger import LEDGER, read_ledger
 from fleetdistill.wire.kind import DEFAULT_COLUMNS
-from fleetdistill.wire.v1 import contract_pb2
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
     from torch import nn
 
     from fleetdistill.compute.base import Compute, MakeCompute
+    from fleetdistill.device.preview import Preview
     from fleetdistill.methods.classstats.space_model import MakePredictor
 
+_MAX_WAIT_SECONDS = 60.0
 MAX_THREADS = 64
 """Default of `Device(max_threads=...)`."""
 MAX_SECONDS_PER_ASK = 3600.0
 """Default of `Device(max_seconds_per_ask=...)`, in seconds."""
 
 
-class Device(Disclosure):
+class Device:
     """Trains the app's model on private data when the server asks, and delivers the result to the app.
 
     Takes part in the foreground (`run`), in a thread (`start`, `stop`, `join`), in the app's own loop (`tick`
@@ -195,47 +198,70 @@ class Device(Disclosure):
         check_connection(server, enrolment, insecure, directory)
         spans = NO_SPANS if tracer_provider is None else ProviderSpans(tracer_provider)
         self._has_worker = worker is not None
-        self._guard = Guard(on_event or (lambda event: None))
+        self._lock = DeviceLock(on_event or (lambda event: None))
         self._storage = state_dir if isinstance(state_dir, Storage) else Storage(directory, max_spool_bytes)
         with contextlib.ExitStack() as undo:
             undo.callback(self._storage.close)  # a constructor that fails leaves the directory unlocked
             clock = clock or SystemClock()
             permission = Permission(self._storage, clock, eligibility, budgets)
-            self._session = self._open_session(server, enrolment, run, device_id, clock, allow, permission, spans)
-            self._events = Events(self._guard, self.device_id)
-            backend = _Backend(model, worker, {**torch_options, "ids": SampleIds(self._storage)}, deployment)
-            self._check_in = CheckIn(
-                self._session,
-                self._events,
-                make_compute=backend.make,
-                make_predicting=backend.make_predicting,
-                data=data,
-                max_threads=most_threads(max_threads, budgets),
-                only_private=budget is not None,
+            self._parts = self._make_parts(server, enrolment, run, device_id, clock, allow, permission, spans)
+            factory = ComputeFactory(model, worker, {**torch_options, "ids": SampleIds(self._storage)}, deployment)
+            self._assemble(
+                factory,
+                data,
+                deployment,
+                export_onnx,
+                budget,
                 downloads=_downloads(self._storage, server, max_spool_bytes),
-            )
-            self._predictions = Predictions(self._session, self._stored_compute, backend.own_model)
-            self._deployer = Deployer(
-                self._session, self._events, self._check_in.ready_compute, self._predictions, deployment, export_onnx
-            )
-            self._sender = Sender(self._session, self._events, self._deployer)
-            self._handler = AskHandler(
-                self._session,
-                self._events,
-                self._check_in,
-                self._sender,
-                private=PrivateAnswers(self._storage, budget, self._events),
+                max_threads=most_threads(max_threads, budgets),
                 max_seconds=max_seconds_per_ask,
-                is_pinned=self._deployer.versions.is_pinned,
             )
-            stopped = StopRequest()
-            engine = Engine(
-                self._session, self._events, self._check_in, self._sender, self._deployer, self._handler, stopped
-            )
-            super().__init__(self._session, self._events, engine, stopped)
             undo.pop_all()
 
-    def _open_session(
+    def _assemble(
+        self,
+        factory: ComputeFactory,
+        data: Any,
+        deployment: Deployment,
+        export_onnx: str,
+        budget: PrivacyBudget | None,
+        *,
+        downloads: Downloads,
+        max_threads: int,
+        max_seconds: float,
+    ) -> None:
+        """Makes the parts of the device, each from those before it."""
+        parts, stopped = self._parts, StopRequest()
+        events = Events(parts.lock, parts.identity.device)
+        contact = Contact(events, parts.clock)
+        self._backend = Backend(
+            parts,
+            events,
+            make_compute=factory.make,
+            make_predicting=factory.make_predicting,
+            data=data,
+            downloads=downloads,
+        )
+        self._check_in = CheckIn(parts, events, self._backend, max_threads=max_threads, only_private=budget is not None)
+        self._predictions = Predictions(parts, self._backend, self._stored_compute, factory.own_model)
+        self._deployer = Deployer(
+            parts, events, self._backend, self._check_in.ready_compute, self._predictions, deployment, export_onnx
+        )
+        sender = Sender(parts, events, self._check_in, self._backend, self._deployer)
+        self._handler = AskHandler(
+            parts,
+            events,
+            self._check_in,
+            self._backend,
+            sender,
+            private=PrivateAnswers(parts.storage, budget, events),
+            max_seconds=max_seconds,
+            is_pinned=self._deployer.versions.is_pinned,
+        )
+        turns = Turns(parts, events, contact, self._check_in, sender, self._deployer, self._handler, stopped)
+        self._loop = Loop(parts, events, contact, turns, self._backend, stopped)
+
+    def _make_parts(
         self,
         server: str | Link,
         enrolment: str | Path | None,
@@ -245,7 +271,7 @@ class Device(Disclosure):
         allow: Sequence[str],
         permission: Permission,
         spans: Spans,
-    ) -> Session:
+    ) -> DeviceParts:
         identity = load_identity(self._storage, "" if isinstance(run, Abilities) else run, device_id)
         if isinstance(run, Abilities) and not identity.run:
             identity.abilities.CopyFrom(run.message())
@@ -254,18 +280,171 @@ class Device(Disclosure):
             server = open_link(server, enrolment, self._storage.directory, identity.device, spans)
         same_process = server if isinstance(server, HandsOver) and not self._storage.has_directory else None
         link = server if same_process else MeteredLink(server, partial(permission.usage.add, "bytes"))
-        of_app = (clock, Consent(allow), permission)
-        return Session(self._storage, link, identity, self._guard, *of_app, same_process=same_process, spans=spans)
+        return DeviceParts(
+            storage=self._storage,
+            link=link,
+            identity=identity,
+            lock=self._lock,
+            clock=clock,
+            consent=Consent(allow),
+            permission=permission,
+            same_process=same_process,
+            spans=spans,
+        )
 
     @property
     def device_id(self) -> str:
         """Name of this device in the fleet."""
-        return self._session.identity.device
+        return self._parts.identity.device
 
     @property
     def state_dir(self) -> Path:
         """Directory that stores the device's identity, model and unfinished work."""
-        return self._storage.directory
+        return self._parts.storage.directory
+
+    # --- work
+
+    def run(self, *, handle_ctrl_c: bool = True) -> None:
+        """Takes part in the run until it is finished, or until `stop` is called.
+
+        While the server is unavailable, `run` retries with exponential backoff, 0.5 to 15 seconds. A call of `stop`
+        before `run` makes it return immediately.
+
+        Args:
+            handle_ctrl_c: Whether Ctrl-C calls `stop`, and a second Ctrl-C makes `run` return without waiting for the
+                end of the work in progress. Applies to the main thread, unless the app has its own handler for SIGINT.
+                With False, Ctrl-C raises KeyboardInterrupt, as usual in Python.
+
+        Raises:
+            DeviceBusyError: Another call works on the device.
+            DeviceClosedError: The device was closed.
+            RefusedError: The server refuses this device permanently; the message has the reason.
+            FleetDistillError: The data, the model or the state directory cannot be used.
+        """
+        self._loop.run(handle_ctrl_c=handle_ctrl_c)
+
+    def step(self, wait_seconds: float = POLL_SECONDS) -> Step:
+        """Runs one turn: settles an unfinished answer, or requests an ask from the server and answers it.
+
+        Waits for work, and afterwards as long as the server requests, or up to 5 seconds while a condition of
+        `eligibility` does not hold. For an app with its own thread for the device;
+        `tick` does not wait.
+
+        Args:
+            wait_seconds: How long the server may hold the request if there is no work, 0 to 60 seconds.
+
+        Returns:
+            `Step.ANSWERED`, `Step.DECLINED` if an ask ended without an answer that counts, `Step.WAITED` if there was
+            no work or the device must not work now, `Step.PAUSED` if `stop` was called, or `Step.FINISHED` at the end
+            of the run.
+
+        Raises:
+            ConfigurationError: `wait_seconds` is outside its range.
+            LinkError: The server is unavailable or temporarily refuses requests, or the disk is full. Retry later.
+            DeviceBusyError: Another call works on the device.
+            DeviceClosedError: The device was closed.
+            RefusedError: The server refuses this device permanently.
+            FleetDistillError: The data, the model or the state directory cannot be used.
+        """
+        check_number("wait_seconds", wait_seconds)
+        if not 0 <= wait_seconds <= _MAX_WAIT_SECONDS:
+            raise ConfigurationError(f"wait_seconds is {wait_seconds}, must be in [0, {_MAX_WAIT_SECONDS:g}]")
+        return self._loop.step(wait_seconds)
+
+    def tick(self) -> Step:
+        """Runs one turn without waiting, for an app with its own loop.
+
+        Does not wait for work, for the end of a pause or for a server that is unavailable: it returns `Step.WAITED`
+        immediately until the next attempt is due. It blocks only while it computes or sends an answer.
+
+        Returns:
+            As `step`; `Step.WAITED` also while the server is unavailable (events `lost-contact`, `contact-returned`).
+
+        Raises:
+            DeviceBusyError: Another call works on the device.
+            DeviceClosedError: The device was closed.
+            RefusedError: The server refuses this device permanently.
+            FleetDistillError: The data, the model or the state directory cannot be used.
+        """
+        return self._loop.tick()
+
+    @property
+    def pause_seconds(self) -> float:
+        """Seconds until the next turn of `tick` is due, at least 0: the server or a lost contact requires a pause.
+
+        Until then `tick` returns `Step.WAITED` without a call. For apps that run several devices in one loop.
+        """
+        return self._loop.pause_seconds
+
+    def start(self) -> None:
+        """Takes part in the run in a background thread, until the run is finished or `stop` is called.
+
+        Events are emitted in that thread. An exception ends it, is emitted as the event `failed`, and is raised by
+        `join`. The thread is a daemon: an app that ends without `close` stops the device, and waits for it at most 5
+        seconds; unfinished work is done again after a restart. Withdraws an earlier `stop`.
+
+        Raises:
+            DeviceBusyError: Another call works on the device.
+            DeviceClosedError: The device was closed.
+        """
+        self._loop.start()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits for the end of the background thread.
+
+        Args:
+            timeout: Maximum time in seconds, at least 0; None for no limit.
+
+        Returns:
+            Whether the thread has ended; True if the device was never started.
+
+        Raises:
+            DeviceBusyError: `on_event` called `join` in the background thread, which would wait for itself.
+            BaseException: The exception that ended the thread, at each call until the next `start`.
+        """
+        return self._loop.join(timeout)
+
+    def background_result(self) -> Future[None]:
+        """Returns the result of the last `start`, as a future that cannot be cancelled; for `AsyncDevice`.
+
+        Raises:
+            ConfigurationError: The device was never started.
+        """
+        return self._loop.background_result()
+
+    def stop(self) -> None:
+        """Ends the work in progress; `run`, the background thread, `step` or `tick` then returns.
+
+        Training ends after the current mini-batch, and calls to the server are cancelled. The committed state is
+        unchanged. A later turn does the same work again, if the server still requests it. An interrupted ask stays
+        open: the round waits for its answer until that turn, or until the ask's deadline or the device's lease ends.
+
+        If no work is in progress, ends the next `run`, `step` or `tick`, but not the next `start`. Does not wait. The
+        device can be used again. Thread-safe; may be called from a signal handler.
+        """
+        self._loop.stop()
+
+    def close(self, *, leave: bool = True) -> None:
+        """Stops the device, waits for the end of its work, leaves the run and releases the state directory.
+
+        The device does not leave while an answer has no receipt or an ask was interrupted, because leaving would close
+        the ask; the server then waits until the lease ends. Called from `on_event`, `close` returns immediately, and
+        the device closes when the turn ends. Ctrl-C cuts the call to the server short.
+
+        Args:
+            leave: Whether to leave the run. With False the server keeps waiting for the answer to an open ask.
+        """
+        self._loop.close(leave=leave)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self._loop.note_ctrl_c()
+        self.close()
+
+    # --- the app's model
 
     @property
     def model(self) -> Any:
@@ -279,7 +458,7 @@ class Device(Disclosure):
             FleetDistillError: The first access may check in and build the model, which can fail as in `step`.
             DeviceClosedError: The device was closed before the first access.
         """
-        with control_flow_as_errors("model"), self._guard.held():
+        with control_flow_as_errors("model"), self._parts.lock.held():
             return self._ready_compute("model").delivered_model()
 
     @property
@@ -294,22 +473,22 @@ class Device(Disclosure):
         Note:
             The fleet trains `own` only with `own_network = "taught"`.
         """
-        with control_flow_as_errors("models"), self._guard.held():
+        with control_flow_as_errors("models"), self._parts.lock.held():
             return AppModels(self._ready_compute("models").delivered_models())
 
     def _ready_compute(self, member: str) -> Compute:
         """Returns the compute backend; after `close` only if no file and no call is required."""
-        compute = self._session.compute
-        if not self._turns.closed:
-            with as_link_errors(self._session):
+        compute = self._backend.compute
+        if not self._loop.closed:
+            with self._check_in.as_link_errors():
                 return self._check_in.ready_compute()
         if compute is None or not compute.has_state:
             raise DeviceClosedError(member, self.state_dir)
         return compute
 
     def _stored_compute(self) -> Compute | None:
-        self._turns.check_open("predict")
-        with as_link_errors(self._session):
+        self._loop.check_open("predict")
+        with self._check_in.as_link_errors():
             return self._check_in.stored_compute()
 
     def predict(self, inputs: Any) -> Any:
@@ -359,8 +538,8 @@ class Device(Disclosure):
             StateError: There is no earlier version (see `Deployment.keep_versions`), or it is damaged.
             DeviceClosedError: The device was closed.
         """
-        with self._guard.held():
-            self._turns.check_open("roll_back")
+        with self._parts.lock.held():
+            self._loop.check_open("roll_back")
             return self._deployer.request_roll_back()
 
     def roll_forward(self) -> int:
@@ -375,9 +554,11 @@ class Device(Disclosure):
         Raises:
             DeviceClosedError: The device was closed.
         """
-        with self._guard.held():
-            self._turns.check_open("roll_forward")
+        with self._parts.lock.held():
+            self._loop.check_open("roll_forward")
             return self._deployer.roll_forward()
+
+    # --- data
 
     def replace_data(self, data: Any = None) -> None:
         """Replaces the training data, or reads them again. The next turn checks in with them before it requests work.
@@ -396,78 +577,84 @@ class Device(Disclosure):
         """
         if data is not None and self._has_worker:
             raise ConfigurationError("replace_data expects no argument with a worker, got new data")
-        with self._guard.held():
-            self._turns.check_open("replace_data")
+        with self._parts.lock.held():
+            self._loop.check_open("replace_data")
             self._check_in.replace_data(data)
 
+    # --- what leaves the device
 
-class _Backend:
-    """Makes what computes for a device, from the app's model or by its `worker`, which has its own data.
+    @property
+    def allow(self) -> tuple[str, ...]:
+        """Columns that may leave the device. Assign fewer to withdraw consent, from any thread and at any time.
 
-    Args:
-        model: `Device(model=...)`.
-        worker: `Device(worker=...)`.
-        torch_options: Arguments of `TorchCompute`.
-        deployment: Settings of the app.
-    """
+        No answer that is sent after the assignment contains a withdrawn column; a stored one is dropped unless sending
+        has begun. The next `step` checks in again, and raises RefusedError if the run's method needs the column.
 
-    def __init__(
-        self, model: Any, worker: MakeCompute | None, torch_options: Mapping[str, Any], deployment: Deployment
-    ) -> None:
-        self._own = OwnModel(model)
-        self._worker = worker
-        self._options = torch_options
-        self._deployment = deployment
+        Raises:
+            ConfigurationError: A column is unknown, or not allowed at present. Open a new device to allow more.
+        """
+        return self._parts.consent.columns
 
-    def make(self, contract: contract_pb2.Contract, data: Any) -> Compute:
-        """Makes the compute backend that takes part in a run."""
-        if self._worker is not None:
-            return self._configured(_checked(self._worker(contract)))
-        return self._configured(_torch_compute(contract, data, model=self._own.make, **self._options))
+    @allow.setter
+    def allow(self, columns: Sequence[str]) -> None:
+        self._parts.consent.narrow(columns)
 
-    def make_predicting(self, contract: contract_pb2.Contract) -> Compute:
-        """Makes a compute backend from which predictions copy a stored model; only a worker reads data for it."""
-        if self._worker is not None:
-            return self.make(contract, None)
-        options = {**self._options, "test_data": None, "validation_data": None, "ids": None}
-        no_data = np.zeros((0, *contract.input_shape), np.float32), np.zeros(0, np.int64)
-        return self._configured(_torch_compute(contract, no_data, model=self._own.another, **options))
+    def preview(self) -> Preview:
+        """Computes an answer as the run's first step requires, and returns what it contains. Nothing of it is sent.
 
-    def _configured(self, compute: Compute) -> Compute:
-        compute.use_deployment(self._deployment)
-        return compute
+        For the app's user, before `run`. Checks in as `step` does, because the run decides what an answer contains.
+        Shapes, types and sizes are those of the first answer; values differ with the server's seed. In a private run
+        the values have new noise, and no privacy is spent. The committed state does not change.
 
-    def own_model(self) -> Callable[[Any], Any]:
-        """Returns a copy of the app's own model. Raises ModelError if the device has a worker."""
-        if self._worker is not None:
-            raise ModelError(
-                "this device has no model yet: its worker gets one from the run. Run the device until its event "
-                "'delivered', or check `device.version`. A run that has finished delivers none any more"
-            )
-        from fleetdistill.compute.torch_compute import own_frozen_model
+        Raises:
+            ConfigurationError: The method or the `worker` does not support a preview, or the answer would contain a
+                column that is not allowed.
+            DeviceBusyError: Another call works on the device.
+            DeviceClosedError: The device was closed.
+            FleetDistillError: The check-in or the computation failed, as in `step`.
+        """
+        with self._loop.working("preview"), self._check_in.as_link_errors():
+            return self._handler.preview()
 
-        return own_frozen_model(self._own.look, self._options["torch_device"])
+    @property
+    def ledger(self) -> Ledger:
+        """What this device has sent about its data, from all earlier processes too. Readable from any thread.
+
+        Raises:
+            StateError: The file cannot be read.
+        """
+        return read_ledger(self._parts.storage.load(LEDGER) or b"")
+
+    def forget(self) -> bool:
+        """Asks the server to delete what this device has sent, erases the state directory, and closes the device.
+
+        The server deletes before its next round, or at once if the run is over. Where only a front serves the store,
+        nothing deletes until an engine's server runs, or the operator calls `fleetdistill devices forget`.
+
+        The privacy ledger of private runs is kept, because a release stays spent. A new `Device` with this directory is
+        a new device with a new id.
+
+        Returns:
+            Whether the server has recorded the request, or has no data of the device. If False, the server does not
+            know the request: ask its operator for `fleetdistill devices forget`.
+
+        Raises:
+            LinkError: The server is unavailable; nothing is erased. Call it again later. A device that has never called
+                a server needs none.
+            RefusedError: The server refuses this device; nothing is erased.
+            DeviceBusyError: Another call works on the device: call `stop` and wait for it first.
+            DeviceClosedError: The device was closed.
+            StateError: A file cannot be deleted. Opening the directory tries again.
+        """
+        with self._loop.working("forget"):
+            sent = self.ledger.totals.messages  # a device that has sent nothing needs no server
+            recorded = not sent or request_forgetting(self._parts.link, self._parts.identity)
+        self.close(leave=False)
+        erase_directory(self._parts.storage.directory)
+        return recorded
 
 
 def _downloads(storage: Storage, server: str | Link, max_bytes: int) -> Downloads:
     if storage.has_directory or isinstance(server, str):
         return Downloads(storage.directory / DOWNLOADS, max_bytes)
     return MemoryDownloads(server)
-
-
-def _torch_compute(contract: contract_pb2.Contract, data: Any, **options: Any) -> Compute:
-    from fleetdistill.compute.torch_compute import TorchCompute
-
-    return TorchCompute(contract, data=data, **options)
-
-
-def _checked(made: object) -> Compute:
-    """Returns what the app's worker has made. Raises ConfigurationError if it is not a `Compute`."""
-    from fleetdistill.compute.base import Compute
-
-    if not isinstance(made, Compute):
-        raise ConfigurationError(
-            f"the function worker returned {type(made).__name__}, expected an object of a class derived from "
-            "fleetdistill.compute.Compute"
-        )
-    return made

@@ -1,14 +1,17 @@
-"""The events that an app receives from its device, and the results of `Device.step`."""
+"""The events that an app receives from its device, the lock without which they are emitted, and results of a step."""
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill.device.guard import Guard
+from fleetdistill.control_flow import CONTROL_FLOW
 from fleetdistill.errors import FleetDistillError
 from fleetdistill.link.terms import plain
 from fleetdistill.printable import printable
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CALLBACK_FAILED = "callback-failed"
 _DROPPED = (Code.LATE, Code.CLOSED, Code.SUPERSEDED, Code.COLUMN_NOT_ALLOWED)
 
 
@@ -68,19 +72,73 @@ class Event:
     progress: float | None = None
 
 
+class DeviceLock:
+    """Lock of a device's compute backend and identity, and the app's event callback, which runs without it. Reentrant.
+
+    A callback that ran while its thread holds the lock, and waited for another thread of the app that reads the model,
+    would deadlock. An exception of the callback is logged and reported to it once; only KeyboardInterrupt and
+    SystemExit pass.
+
+    Args:
+        on_event: Callback of the app, called in the emitting thread.
+    """
+
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
+        self._lock = threading.RLock()
+        self._holder: int | None = None
+        self._depth = 0
+        self._queued: list[Event] = []
+        self.on_event = on_event
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds the lock in the block, then calls the app with the events emitted in the meantime. Reentrant."""
+        due: list[Event] = []
+        try:
+            with self._lock:
+                self._holder, self._depth = threading.get_ident(), self._depth + 1
+                try:
+                    yield
+                finally:
+                    self._depth -= 1
+                    if not self._depth:
+                        self._holder, due, self._queued = None, self._queued, []
+        finally:
+            for event in due:
+                self._call(event)
+
+    def emit(self, event: Event) -> None:
+        """Calls the app immediately, or when this thread releases the lock."""
+        if self._holder == threading.get_ident():
+            self._queued.append(event)
+        else:
+            self._call(event)
+
+    def _call(self, event: Event) -> None:
+        try:
+            self.on_event(event)
+        except (Exception, *CONTROL_FLOW) as error:
+            logger.exception("on_event failed for the event %r; the device goes on", event.kind)
+            if event.kind == _CALLBACK_FAILED:
+                return
+            text = f"on_event failed for the event {event.kind!r} with {type(error).__name__}: {printable(str(error))}"
+            values = {"event": event.kind, "error": type(error).__name__}
+            self.emit(Event("callback-failed", event.round, text, values, event.rounds))
+
+
 class Events:
     """Emits events to the app and the log.
 
     Args:
-        guard: Calls the app while no lock is held.
+        lock: Calls the app while no thread holds it.
         device_id: Name of the device, for the log.
 
     Attributes:
         rounds: Number of rounds of the run, for all further events.
     """
 
-    def __init__(self, guard: Guard, device_id: str) -> None:
-        self._guard, self._device_id = guard, device_id
+    def __init__(self, lock: DeviceLock, device_id: str) -> None:
+        self._lock, self._device_id = lock, device_id
         self.rounds = 0
         self._without_samples = self._without_work = False
         self._reason = ""  # the last reported reason for having no work
@@ -89,13 +147,13 @@ class Events:
         """Emits an event; `number` is the round, or 0 for an event without a round."""
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s: %s", self._device_id, printable(text))
-        self._guard.emit(Event(kind, number, text, values or {}, self.rounds))
+        self._lock.emit(Event(kind, number, text, values or {}, self.rounds))
 
     def emit_progress(self, number: int, step: str, phase: str, fraction: float) -> None:
         """Emits the progress of the work on an ask; logged for debugging only, because there are many."""
         text = f"round {number}: {phase}, {fraction:.0%}"
         logger.debug("%s: %s", self._device_id, text)
-        self._guard.emit(Event("progress", number, text, {"step": step, "phase": phase}, self.rounds, fraction))
+        self._lock.emit(Event("progress", number, text, {"step": step, "phase": phase}, self.rounds, fraction))
 
     def emit_checked_in(self, text: str, reveals: str, *, leaves_the_process: bool) -> None:
         """Emits that the device checked in, and logs a warning if answers that leave the process reveal samples."""
@@ -187,7 +245,7 @@ class Events:
         text = f"the background thread ended with {_described(error)}"
         known = isinstance(error, FleetDistillError)  # says itself what is wrong; a traceback would only hide it
         logger.error("%s: %s", self._device_id, text, exc_info=None if known else error)
-        self._guard.emit(Event("failed", 0, text, {"error": type(error).__name__}, self.rounds))
+        self._lock.emit(Event("failed", 0, text, {"error": type(error).__name__}, self.rounds))
 
     def emit_no_samples(self, text: str) -> None:
         """Emits that the device waits for training samples, once until it has some."""

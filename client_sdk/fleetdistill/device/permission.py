@@ -16,10 +16,11 @@ from typing import TypeVar
 from fleetdistill.clock import Clock
 from fleetdistill.device.budgets import Budgets
 from fleetdistill.device.eligibility import Conditions, Eligibility
+from fleetdistill.device.events import Events
 from fleetdistill.device.pace import Pace
 from fleetdistill.device.probes import resident_bytes
 from fleetdistill.device.usage import Usage
-from fleetdistill.errors import FleetDistillError
+from fleetdistill.errors import FleetDistillError, LinkError, WorkInterrupted
 from fleetdistill.interruption import Hold, checked_by
 from fleetdistill.link.base import Link
 from fleetdistill.state.files import Files
@@ -32,6 +33,7 @@ WAIT_SECONDS = 5.0
 """Interval between two probes of the conditions while one does not hold, in seconds."""
 _LONGEST_WAIT_SECONDS = 60.0
 """Longest wait even if the end is known, because the machine may be suspended or its time changed."""
+_SHORTEST_REPORTED_SECONDS = 1.0
 _COUNTERS = {"bytes": "bytes_per_day", "compute_seconds": "compute_seconds_per_day"}
 
 
@@ -143,6 +145,77 @@ class Permission:
 def seconds_to_wait(hold: Hold) -> float:
     """Returns after how many seconds the device checks again whether it may work."""
     return WAIT_SECONDS if hold.seconds is None else min(hold.seconds, _LONGEST_WAIT_SECONDS)
+
+
+class EligibilityGate:
+    """Lets a device work only while it may, and reports to app and server when it may not.
+
+    Args:
+        permission: Whether the device may work now.
+        events: Emits events to the app.
+        link: Connection whose calls are cancelled when the work must end.
+        stopped: Set when the app stops the device.
+        leave: Notifies the server that the device does not take part for now; returns whether it did.
+    """
+
+    def __init__(
+        self,
+        permission: Permission,
+        events: Events,
+        link: Link,
+        stopped: threading.Event,
+        leave: Callable[[], bool],
+    ) -> None:
+        self._permission = permission
+        self._events = events
+        self._link = link
+        self._stopped = stopped
+        self._leave = leave
+        self._waits_for = ""  # condition of the last event `waiting`; empty after `resumed`
+        self._present = False  # whether the server may expect the device to take part
+
+    def seconds_to_wait(self) -> float:
+        """Returns how long to wait before the next check if the device must not work now, or 0 if it may."""
+        hold = self._permission.hold()
+        if hold is None:
+            self._emit_resumed()
+            return 0.0
+        if hold.seconds is None or hold.seconds >= _SHORTEST_REPORTED_SECONDS:
+            self._emit_waiting(hold.condition, hold.text, hold.seconds)
+        if hold.condition != "pace" and self._present:
+            self._present = not self._leave()
+        return seconds_to_wait(hold)
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Interrupts the work in the block when it must end; emits the reason unless the app stopped the device.
+
+        Stores how long the server requests to wait before the next call.
+        """
+        self._present = True
+        try:
+            with self._permission.working(self._stopped, self._link):
+                yield
+        except WorkInterrupted as reason:
+            if reason.condition != "stopped":
+                self._emit_waiting(reason.condition, str(reason), reason.seconds)
+            raise
+        except LinkError as error:
+            self._permission.pace.set(error.after_seconds)
+            raise
+
+    def _emit_waiting(self, condition: str, text: str, seconds: float | None) -> None:
+        if condition == self._waits_for:
+            return
+        self._waits_for = condition
+        known = {} if seconds is None or math.isinf(seconds) else {"seconds": seconds}
+        self._events.emit("waiting", 0, f"{text}; the device waits", {"condition": condition, **known})
+
+    def _emit_resumed(self) -> None:
+        if self._waits_for:
+            condition, self._waits_for = self._waits_for, ""
+            text = f"the device no longer waits for {condition}"
+            self._events.emit("resumed", 0, text, {"condition": condition})
 
 
 class _Work:

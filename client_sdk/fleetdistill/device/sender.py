@@ -1,30 +1,32 @@
-"""Sends the answer in the outbox until the server acknowledges or refuses it, and commits the result."""
+"""Sends the answer in the outbox until the server decides on it, commits the result, and sends declines."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from fleetdistill.device.backend import Backend
+from fleetdistill.device.check_in import CheckIn
 from fleetdistill.device.consent import ColumnWithdrawn
-from fleetdistill.device.declines import send_decline
+from fleetdistill.device.deployer import Deployer
 from fleetdistill.device.events import Events
-from fleetdistill.device.session import Session
+from fleetdistill.device.parts import DeviceParts
+from fleetdistill.device.private import guarantee_of, reason_to_send
 from fleetdistill.errors import FleetDistillError, LinkError, NoRoomError, RefusedError
 from fleetdistill.link.terms import heartbeat_interval, known_compression, plain
 from fleetdistill.state import failpoints
 from fleetdistill.state.outbox import Outcome, Pending
-from fleetdistill.state.sent_ledger import answer_entry
+from fleetdistill.state.sent_ledger import answer_entry, decline_entry
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, with_sha256
 from fleetdistill.wire.codes import Code, after_seconds, is_final, status_of
-from fleetdistill.wire.compression import RAW, offered
+from fleetdistill.wire.compression import offered
 from fleetdistill.wire.v1 import service_pb2
 
-if TYPE_CHECKING:
-    from fleetdistill.device.deployer import Deployer
-
+MAX_REASON = 512
+"""Maximum length of a decline's reason, in characters; the server stores at most as many."""
+_NO_ROOM = "the device's disk is full"
 _ATTEMPTS_TO_SEND = 5
 # gRPC statuses of refusals for reasons other than the answer. The answer stays in the outbox.
 # The server cannot accept the answer now.
@@ -39,26 +41,31 @@ class Sender:
     """Sends the answer in the outbox, commits its state with the receipt, and delivers and exports the model.
 
     Args:
-        session: State of the open device.
+        parts: What the parts of the open device share.
         events: Emits events to the app.
+        check_in: Checks the device in again if the server requires it.
+        backend: Keeps the compute backend, which may hold the state of the answer.
         deployer: Keeps and exports the delivered models.
     """
 
     def __init__(
-        self,
-        session: Session,
-        events: Events,
-        deployer: Deployer,
+        self, parts: DeviceParts, events: Events, check_in: CheckIn, backend: Backend, deployer: Deployer
     ) -> None:
-        self._session = session
+        self._parts = parts
         self._events = events
-        self._storage = session.storage
+        self._storage = parts.storage
+        self._check_in = check_in
+        self._backend = backend
         self._deployer = deployer
 
-    def settle(self, pending: Pending) -> bool:
+    def settle(self, pending: Pending, terms: service_pb2.CheckInResponse) -> bool:
         """Sends the answer in the outbox until it is acknowledged or refused, then commits or drops it.
 
         The outcome is stored first and kept until its events are emitted, so the app gets each event at least once.
+
+        Args:
+            pending: The answer.
+            terms: The server's reply to the check-in.
 
         Returns:
             Whether the server has acknowledged the answer.
@@ -67,26 +74,26 @@ class Sender:
             LinkError: The server is unavailable, or the disk is full; call again later.
             RefusedError: The server refuses this device.
         """
-        outcome = self._send_until_decided(pending)
+        outcome = self._send_until_decided(pending, terms)
         try:
             self._commit(outcome)
         except NoRoomError as full:
-            self._session.forget_state()  # the next step continues from what is on the disk
+            self._backend.forget_state()  # the next step continues from what is on the disk
             raise LinkError(f"round {pending.round}: the server's reply cannot be stored: {full}") from full
         self.emit_outcome()
         return bool(outcome.receipt)
 
     def _commit(self, outcome: Outcome) -> None:
-        with self._session.guard.held():
+        with self._parts.lock.held():
             self._storage.outbox.save_outcome(outcome)
             self._storage.ledger.end_answer(
-                self._session.identity.run, outcome.pending.name, receipt=outcome.receipt, code=outcome.code
+                self._parts.identity.run, outcome.pending.name, receipt=outcome.receipt, code=outcome.code
             )
             if outcome.receipt:
                 self._promote(outcome.pending)
             else:
                 self._storage.outbox.drop()
-                self._session.forget_state()  # back to the state of the last acknowledged answer
+                self._backend.forget_state()  # back to the state of the last acknowledged answer
 
     def emit_outcome(self) -> None:
         """Emits the outcome of the last answer, unless the app has its events already; then exports a new delivery."""
@@ -102,17 +109,32 @@ class Sender:
         if replacement is not None:
             self._deployer.check_accuracy(replacement)
 
+    def decline(
+        self, round: int, step: str, step_number: int, reason: FleetDistillError, terms: service_pb2.CheckInResponse
+    ) -> None:
+        """Declines an ask, after recording the reason in the ledger: it can describe the device's data."""
+        private = guarantee_of(terms.contract) is not None
+        text = (reason_to_send(reason) if private else str(reason))[:MAX_REASON]
+        identity = self._parts.identity
+        try:
+            self._storage.ledger.record(decline_entry(identity.run, round, step, step_number, text))
+        except NoRoomError:
+            text = _NO_ROOM  # independent of the data
+        self._parts.link.decline(
+            service_pb2.DeclineRequest(identity=identity, round=round, step_number=step_number, reason=text)
+        )
+
     # --- sending
 
-    def _send_until_decided(self, pending: Pending) -> Outcome:
+    def _send_until_decided(self, pending: Pending, terms: service_pb2.CheckInResponse) -> Outcome:
         """Sends the answer until the server accepts or refuses it. Raises LinkError for a temporary failure."""
         reason, damaged = "", 0
         for _ in range(_ATTEMPTS_TO_SEND):
             try:
-                receipt = self._send(pending)
+                receipt = self._send(pending, terms)
                 return Outcome(pending, plain(receipt.id, 64), tries=self._storage.outbox.tries)
             except ColumnWithdrawn as withdrawn:
-                send_decline(self._session, pending.round, pending.step, pending.step_number, withdrawn)
+                self.decline(pending.round, pending.step, pending.step_number, withdrawn, terms)
                 code = Code.COLUMN_NOT_ALLOWED
                 return Outcome(pending, "", code, str(withdrawn), {"code": code}, self._storage.outbox.tries)
             except RefusedError as refusal:
@@ -123,13 +145,13 @@ class Sender:
                     raise
                 reason, damaged = str(refusal), damaged + (status != _RESUME)
                 if "check_in" in refusal.details:  # a restored server has an outdated profile of the device
-                    self._session.terms = None
+                    self._check_in.forget_terms()
                 if is_final(refusal.code) or damaged == _ATTEMPTS_TO_SEND:
                     details = {**refusal.details, "code": refusal.code}
                     return Outcome(pending, "", refusal.code, str(refusal), details, self._storage.outbox.tries)
         raise LinkError(reason)
 
-    def _send(self, pending: Pending) -> service_pb2.Receipt:
+    def _send(self, pending: Pending, terms: service_pb2.CheckInResponse) -> service_pb2.Receipt:
         """Sends the rest of the answer and returns its receipt.
 
         Raises:
@@ -144,69 +166,68 @@ class Sender:
         )
         status = self._status(name)
         with self._storage.outbox.answer() as stored:
-            payload = self._known_to_server(stored)
+            payload = stored if terms.blake3 else with_sha256(stored)  # another server may have accepted it
             if status.HasField("receipt"):
                 receipt = status.receipt
             elif not status.ask_open:
                 raise _closed(pending, status)
             else:
-                receipt = self._upload(pending, name, payload, status.next_byte)
+                receipt = self._upload(pending, name, payload, status.next_byte, terms)
             _check_receipt(receipt, pending, payload)
         return receipt
 
     def _status(self, name: service_pb2.UploadName) -> service_pb2.UploadStatusResponse:
         """Returns what the server has of an answer; nothing of a new answer to a server in this process."""
-        if self._session.same_process is not None and not self._storage.outbox.tries:
+        if self._parts.same_process is not None and not self._storage.outbox.tries:
             return service_pb2.UploadStatusResponse(ask_open=True)
-        return self._session.link.upload_status(self._session.identity, name)
-
-    def _known_to_server(self, payload: Payload) -> Payload:
-        """Returns the answer with a digest that the server accepts, if another server accepted the stored one."""
-        terms = self._session.terms
-        return payload if terms is None or terms.blake3 else with_sha256(payload)
+        return self._parts.link.upload_status(self._parts.identity, name)
 
     def _upload(
-        self, pending: Pending, name: service_pb2.UploadName, payload: Payload, first_byte: int
+        self,
+        pending: Pending,
+        name: service_pb2.UploadName,
+        payload: Payload,
+        first_byte: int,
+        terms: service_pb2.CheckInResponse,
     ) -> service_pb2.Receipt:
         header = service_pb2.UploadHeader(
-            identity=self._session.identity,
+            identity=self._parts.identity,
             name=name,
             payload=payload.header(),
             samples=pending.samples,
             first_byte=first_byte,
         )
         self._record(pending, payload)
-        terms = self._session.terms
-        packed = known_compression(terms.compression, offered()) if terms is not None else RAW
+        packed = known_compression(terms.compression, offered())
         self._storage.outbox.count_try()
         identity = header.identity
         of = {"run": identity.run, "round": pending.round, "device": identity.device, "step": pending.step}
-        with self.heartbeats(), self._session.spans.span("upload", **of):
+        with self.heartbeats(terms), self._parts.spans.span("upload", **of):
             failpoints.hit("device.upload.before-send")
-            if self._session.same_process is not None:
-                receipt = self._session.same_process.take(header, payload)
+            if self._parts.same_process is not None:
+                receipt = self._parts.same_process.take(header, payload)
             else:
                 chunks = wire.chunks(payload.source, payload.slots, first_byte, packed)
-                receipt = self._session.link.upload(header, chunks)
+                receipt = self._parts.link.upload(header, chunks)
         failpoints.hit("device.upload.after-receipt")
         return receipt
 
     def _record(self, pending: Pending, payload: Payload) -> None:
         """Records an answer in the ledger. Raises ColumnWithdrawn if the app no longer allows one of its columns."""
-        self._session.consent.check_stored(pending.columns)
+        self._parts.consent.check_stored(pending.columns)
         try:
-            self._storage.ledger.begin_answer(answer_entry(self._session.identity.run, pending, payload))
+            self._storage.ledger.begin_answer(answer_entry(self._parts.identity.run, pending, payload))
         except NoRoomError as full:
             raise LinkError(f"round {pending.round}: the answer cannot be recorded before it is sent: {full}") from full
 
     @contextlib.contextmanager
-    def heartbeats(self) -> Iterator[None]:
-        """Sends heartbeats from a thread while the block computes or sends."""
-        if not self._session.link.remote or self._session.terms is None:
+    def heartbeats(self, terms: service_pb2.CheckInResponse | None) -> Iterator[None]:
+        """Sends heartbeats from a thread while the block computes or sends, if the device has checked in."""
+        if not self._parts.link.remote or terms is None:
             yield
             return
         done = threading.Event()
-        seconds = heartbeat_interval(self._session.terms.heartbeat_seconds)
+        seconds = heartbeat_interval(terms.heartbeat_seconds)
         beat = threading.Thread(target=self._beat, args=(done, seconds), daemon=True)
         beat.start()
         try:
@@ -218,7 +239,7 @@ class Sender:
     def _beat(self, done: threading.Event, seconds: float) -> None:
         while not done.wait(seconds):
             with contextlib.suppress(FleetDistillError):
-                self._session.link.heartbeat(self._session.identity)
+                self._parts.link.heartbeat(self._parts.identity)
 
     # --- commit
 
@@ -228,10 +249,10 @@ class Sender:
         if pending.replacement is not None:
             (self._deployer.announce if replaced else self._deployer.hold)(pending.round, pending.replacement)
         self._storage.outbox.promote(replaced=replaced)
-        compute = self._session.compute
+        compute = self._backend.compute
         if compute is None:
             return
-        if self._session.computed == pending:
+        if self._backend.holds_answer(pending):
             if pending.replacement is not None:
                 self._deployer.deliver(compute, pending.replacement)
         else:

@@ -166,7 +166,7 @@ def test_a_forgotten_device_is_told_so_when_it_comes_back(fleet: Fleet) -> None:
     def come_back() -> None:
         fleet.leave("a")
         fleet.come("a")
-        fleet.devices["a"]._guard.on_event = lambda event: said.append(f"{event.kind}: {event.text}")
+        fleet.devices["a"]._lock.on_event = lambda event: said.append(f"{event.kind}: {event.text}")
 
     fleet.come("c")
     fleet.play(forget, come_back, fleet.look)

@@ -40,7 +40,7 @@ def test_what_both_answers_share_is_stored_once(tmp_path: Path) -> None:
             if event.kind == "delivered":
                 delivered.append((event.values, devices[0].model))
 
-        devices[0]._guard.on_event = note
+        devices[0]._lock.on_event = note
         asyncio.run(Engine(store, prepared[0], DriveDevices(devices, lambda: None)).run())
         assert [values for values, _ in delivered] == [{"answer": GENERAL}]
         assert all(model is devices[0].model for _, model in delivered), "the app may hold it"

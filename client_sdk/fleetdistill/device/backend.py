@@ -1,0 +1,189 @@
+"""The compute backend of an open device: made when it is first needed, with the app's data, payloads and state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fleetdistill.device.events import Events
+from fleetdistill.device.parts import DeviceParts
+from fleetdistill.errors import DamagedStateError, StateError
+from fleetdistill.link.downloads import Downloads
+from fleetdistill.state import failpoints
+from fleetdistill.state.outbox import Pending
+from fleetdistill.state.state_check import STATES, damaged_states
+from fleetdistill.wire.codec import Payload, decode
+from fleetdistill.wire.v1 import contract_pb2
+
+if TYPE_CHECKING:
+    from fleetdistill.compute.base import Compute
+
+MakeForData = Callable[[contract_pb2.Contract, Any], "Compute"]
+"""Function that makes a compute backend from the run's contract and the app's data."""
+
+
+class Backend:
+    """Makes, prepares and keeps a device's compute backend. Callers hold the device's lock.
+
+    Args:
+        parts: What the parts of the open device share.
+        events: Emits events to the app.
+        make_compute: Makes the compute backend when it is first needed.
+        make_predicting: Makes a compute backend without data from the run's contract, for `stored`.
+        data: The app's training data, as in `Device(data=...)`.
+        downloads: Stores the run's payloads.
+
+    Attributes:
+        compute: Compute backend; None before its first use.
+        data: The app's training data.
+    """
+
+    def __init__(
+        self,
+        parts: DeviceParts,
+        events: Events,
+        *,
+        make_compute: MakeForData,
+        make_predicting: Callable[[contract_pb2.Contract], Compute],
+        data: Any,
+        downloads: Downloads,
+    ) -> None:
+        self._parts = parts
+        self._events = events
+        self._make = make_compute
+        self._make_predicting = make_predicting
+        self._downloads = downloads
+        self._answer: Pending | None = None  # whose state `compute` holds before it is committed
+        self.compute: Compute | None = None
+        self.data = data
+
+    def make(self, contract: contract_pb2.Contract) -> Compute:
+        """Returns the compute backend; makes one without state if there is none."""
+        if self.compute is None:
+            import fleetdistill.knowledge  # noqa: F401  (registers the kinds of parts, which an idle device does not need)
+
+            self.compute = self._make(contract, self.data)
+        return self.compute
+
+    def replace_data(self, data: Any) -> None:
+        """Uses other training data from the next `reread` on; a backend that reads its data only once is made again."""
+        self.data = data
+        if self.compute is not None and self.compute.sample_count is None:
+            self.compute = self._answer = None
+
+    def reread(self, contract: contract_pb2.Contract) -> tuple[Compute, bool]:
+        """Returns the compute backend with the app's current data, and whether they have changed.
+
+        Raises:
+            DataError: The data cannot be used.
+        """
+        known = self.compute
+        compute = self.make(contract)
+        may_change = compute is known and compute.sample_count is not None
+        return compute, may_change and compute.reread_data(self.data)
+
+    # --- state
+
+    def note_answer(self, pending: Pending) -> None:
+        """Records that the compute backend holds the state of an answer that is in the outbox."""
+        self._answer = pending
+
+    def holds_answer(self, pending: Pending) -> bool:
+        """Returns whether the compute backend holds the state of an answer; an earlier process may have computed it."""
+        return self._answer == pending
+
+    def forget_state(self) -> None:
+        """Makes the compute backend restore its state from the disk before its next use."""
+        self._answer = None
+        if self.compute is not None:
+            self.compute.forget_state()
+
+    def prepare(self, contract: contract_pb2.Contract) -> Compute:
+        """Returns the compute backend with its payloads and the committed state, or with the run's initial weights."""
+        compute = self.make(contract)
+        for sha256 in _kept_payloads(compute, contract):
+            if not compute.has_payload(sha256):
+                compute.take_payload(sha256, decode(self._kept_payload(sha256, contract)))
+        if not compute.has_state:
+            self._restore(compute, contract)
+        return compute
+
+    def stored(self, contract: contract_pb2.Contract, saved: bytes) -> Compute:
+        """Returns a new compute backend with the app's models from the state directory, without data or the server.
+
+        Args:
+            contract: Contract of the run.
+            saved: Content of `state.safetensors`.
+
+        Raises:
+            DamagedStateError: A file with the state is damaged.
+        """
+        import fleetdistill.knowledge  # noqa: F401  (as in `make`)
+
+        compute = self._make_predicting(contract)
+        for sha256 in _kept_payloads(compute, contract):
+            payload = self._downloads.stored(sha256)
+            if payload is not None:
+                compute.take_payload(sha256, decode(payload))
+        self._restore_saved(compute, saved)
+        return compute
+
+    def _restore(self, compute: Compute, contract: contract_pb2.Contract) -> None:
+        storage = self._parts.storage
+        saved = storage.load("state.safetensors")
+        if saved is not None:
+            self._restore_saved(compute, saved)
+            return
+        if contract.initial_weights and contract.initial_weights in compute.wanted_payloads():
+            compute.load_initial(decode(self.download(contract.initial_weights, contract)))
+        # Saved before the first answer: if the answer is dropped, the device returns to this state.
+        failpoints.hit("device.first-state.before-save")
+        storage.save("delivered.safetensors", compute.delivered_state())
+        storage.save("state.safetensors", compute.state())
+        failpoints.hit("device.first-state.after-save")
+        compute.has_state = True
+
+    def _restore_saved(self, compute: Compute, saved: bytes) -> None:
+        try:
+            compute.restore(saved, self._parts.storage.load("delivered.safetensors"))
+        except StateError as error:
+            raise self._damaged_state(error) from error
+
+    def _damaged_state(self, error: StateError) -> DamagedStateError:
+        """Returns the error that names the damaged file; `state.safetensors` if the worker's format is unknown."""
+        storage = self._parts.storage
+        damaged = damaged_states(storage) or {STATES[0]: str(error).removeprefix("the saved state is damaged: ")}
+        name, reason = next(iter(damaged.items()))
+        path = storage.directory / name
+        return DamagedStateError(
+            path,
+            f"{path} is damaged: {reason}. Restore it from a backup; or move {' and '.join(STATES)} away to start from "
+            "the run's initial weights",
+            reason,
+        )
+
+    # --- payloads
+
+    def download(self, sha256: bytes, contract: contract_pb2.Contract) -> Payload:
+        """Returns a payload of the run; deletes stored payloads that the compute backend does not use."""
+        assert self.compute is not None
+        keep = _kept_payloads(self.compute, contract)
+        return self._downloads.fetch(self._parts.link, self._parts.identity, sha256, keep)
+
+    def _kept_payload(self, sha256: bytes, contract: contract_pb2.Contract) -> Payload:
+        """Returns a payload that the compute backend uses, from the state directory or else from the server."""
+        stored = self._downloads.stored(sha256)
+        if stored is not None:
+            return stored
+        payload = self.download(sha256, contract)
+        kind = "proxy" if sha256 == contract.proxy_digest else "extractor"
+        what = "proxy set" if kind == "proxy" else "extractor file"
+        values = {"digest": sha256.hex(), "bytes": payload.data_bytes}
+        text = f"downloaded the run's {what} {sha256.hex()[:12]}, {payload.data_bytes} bytes"
+        self._events.emit(kind, 0, text, values)
+        return payload
+
+
+def _kept_payloads(compute: Compute, contract: contract_pb2.Contract) -> list[bytes]:
+    """Returns the digests of the payloads to keep: all wanted ones except the initial weights, which are used once."""
+    return [sha256 for sha256 in compute.wanted_payloads() if sha256 != contract.initial_weights]
