@@ -188,7 +188,7 @@ def _device_process(wanted: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _be_device(kind: str, method: str, server: str, folder: str, wait: bool) -> None:
-    from fleetdistill import COLUMNS, Device, Event
+    from fleetdistill import COLUMNS, Deployment, Device, Event
 
     with np.load(Path(folder) / "data.npz") as arrays:
         data = arrays["inputs"], arrays["labels"]
@@ -199,7 +199,8 @@ def _be_device(kind: str, method: str, server: str, folder: str, wait: bool) -> 
             begun.append(_processor_seconds())
 
     given = {"server": server, "state_dir": Path(folder) / kind, "allow": COLUMNS, "on_event": note}
-    with Device(**given, export_onnx="never", **_computing(kind, method, data)) as device:
+    given |= {"deployment": Deployment(export="never")}
+    with Device(**given, **_computing(kind, method, data)) as device:
         if wait:
             _step_until_waiting(device)
             print(json.dumps({"resident": _field(Path("/proc/self/status").read_text(), "VmRSS")}), flush=True)

@@ -232,7 +232,7 @@ def be_device(server: str, folder: str, rows: int) -> None:
     """Takes part in the run; waits after the check-in until it is measured."""
     import torch
 
-    from fleetdistill import COLUMNS, Device, Event
+    from fleetdistill import COLUMNS, Deployment, Device, Event
 
     def note(event: Event) -> None:
         if event.kind == "checked-in" and not waited:
@@ -249,7 +249,7 @@ def be_device(server: str, folder: str, rows: int) -> None:
         model=device_model,
         data=(data["train_inputs"], data["train_labels"]),
         allow=COLUMNS,
-        export_onnx="never",
+        deployment=Deployment(export="never"),
         on_event=note,
     ) as device:
         device.run()

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from fleetdistill import COLUMNS, Device, Eligibility, Event
+from fleetdistill import COLUMNS, Deployment, Device, Eligibility, Event
 from fleetdistill.device import permission
 from fleetdistill.models import build_model
 from fleetdistill_server.config.run_config import run_config
@@ -48,7 +48,7 @@ class App:
             model=self._model,
             data=digits(),
             state_dir=folder,
-            export_onnx="never",
+            deployment=Deployment(export="never"),
             on_event=self._note,
             eligibility=Eligibility(probes={"mine": lambda: self.eligible}),
         )

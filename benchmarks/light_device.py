@@ -48,11 +48,12 @@ def main() -> int:
 
 def take_part(kind: str, server: str, folder: Path) -> None:
     """One exchange, and the figures of this process as JSON."""
-    from fleetdistill import Device
+    from fleetdistill import Deployment, Device
 
     with np.load(folder / "data.npz") as arrays:
         data = arrays["inputs"], arrays["labels"]
-    with Device(server=server, state_dir=folder / kind, export_onnx="never", **computing(kind, data)) as device:
+    deployment = Deployment(export="never")
+    with Device(server=server, state_dir=folder / kind, deployment=deployment, **computing(kind, data)) as device:
         device.run()
         assert {"general", "personal"} <= set(device.models)
         answer_for(kind, device.model, data[0][:ANSWERED])

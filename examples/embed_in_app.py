@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fleetdistill import COLUMNS, Device, Event, FleetDistillError
+from fleetdistill import COLUMNS, Device, Event, FleetDistillError, Server, Splits, TorchModel
 
 
 def main() -> int:
@@ -23,16 +23,11 @@ def main() -> int:
     training, validation, test = load_own_digits(*given.part)
     try:
         with Device(
-            server=given.server,
-            model=lambda: build_my_model(given.model),
-            model_name=given.model,
-            data=training,
-            validation_data=validation,
-            test_data=test,
+            server=Server(given.server, run=given.run, enrolment=given.enrolment),
+            model=TorchModel(lambda: build_my_model(given.model), name=given.model),
+            data=Splits(training, validation_data=validation, test_data=test),
             state_dir=given.state_dir,
-            run=given.run,
             device_id=given.device_id,
-            enrolment=given.enrolment,
             allow=COLUMNS,  # FedDKC requires features, logits and labels, which do not leave the device by default
             on_event=show,
         ) as device:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fleetdistill import Device, Event, FleetDistillError
+from fleetdistill import Deployment, Device, Event, FleetDistillError, Server, Splits
 from fleetdistill.compute import light_worker
 
 
@@ -25,13 +25,11 @@ def main() -> int:
     training, validation, test = load_own_digits(*given.part)
     try:
         with Device(
-            server=given.server,
-            worker=light_worker(training, validation_data=validation, test_data=test),
+            server=Server(given.server, run=given.run, enrolment=given.enrolment),
+            worker=light_worker(Splits(training, validation_data=validation, test_data=test)),
             state_dir=given.state_dir,
-            run=given.run,
             device_id=given.device_id,
-            enrolment=given.enrolment,
-            export_onnx="never",  # exporting requires the package onnx; device.model works without it
+            deployment=Deployment(export="never"),  # exporting requires the package onnx; device.model does not
             on_event=show,
         ) as device:
             stop_on_ctrl_c(device)

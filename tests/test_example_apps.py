@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.forked import ForkedProgram
+from support.open_device import grouped
 from support.outside import EXAMPLES
 from support.processes import PATIENCE_SECONDS, wait_until
 from support.served import served
@@ -128,7 +129,7 @@ def test_a_hot_sensor_waits_until_it_is_cool(tmp_path: Path, proxy: dict[str, An
     clock, events, temperatures = ManualClock(), EventLog(), iter([90.0, 85.0])
     settings = settings_of("sensor.toml", run={"min_devices": 1, "rounds": 1}, **proxy)
     with MemoryServer(settings, clock) as server:
-        more: dict[str, Any] = {"clock": clock, "on_event": events.append, "export_onnx": "never"}
+        more = grouped(clock=clock, on_event=events.append, export="never")
         temperature = lambda: next(temperatures, 45.0)  # noqa: E731
         with sensor_app.make_device(server.link(), tmp_path / "pump", "bearing", temperature, **more) as device:
             device.run()

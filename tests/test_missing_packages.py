@@ -161,8 +161,9 @@ def test_a_devices_commands_run_without_a_server(tmp_path: Path, light: dict[str
 
 def test_a_device_names_the_extra_of_its_tracer_provider(tmp_path: Path, environment: dict[str, str]) -> None:
     code = (
-        "from fleetdistill import Device\nfrom fleetdistill.errors import ConfigurationError\n"
-        "try:\n    Device(server='127.0.0.1:1', worker=print, state_dir='state', tracer_provider=object())\n"
+        "from fleetdistill import Device, Runtime\nfrom fleetdistill.errors import ConfigurationError\n"
+        "runtime = Runtime(tracer_provider=object())\n"
+        "try:\n    Device(server='127.0.0.1:1', worker=print, state_dir='state', runtime=runtime)\n"
         "except ConfigurationError as error:\n    print(error)\n"
     )
     said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.open_device import open_device
 from support.secured import make_pki
 from typer.testing import CliRunner
 
@@ -36,7 +37,9 @@ def _starting_run(name: str, tmp_path: Path) -> None:
 def _device(name: str, tmp_path: Path) -> None:
     images, labels = np.zeros((2, 1, 8, 8), np.float32), np.zeros(2, np.int64)
     state, model = tmp_path / "state", lambda: build_model("digits_linear")
-    Device(server="127.0.0.1:1", model=model, data=(images, labels), state_dir=state, run="r", device_id=name).close()
+    open_device(
+        server="127.0.0.1:1", model=model, data=(images, labels), state_dir=state, run="r", device_id=name
+    ).close()
 
 
 def _person(name: str, tmp_path: Path) -> None:
@@ -84,13 +87,13 @@ def test_the_help_of_a_name_has_the_rule() -> None:
 def test_a_models_name_is_no_file_name(name: str, tmp_path: Path) -> None:
     images, labels = np.zeros((2, 1, 8, 8), np.float32), np.zeros(2, np.int64)
     state = tmp_path / "inner" / "state"
-    with Device(
+    with open_device(
         server="127.0.0.1:1",
         model=lambda: build_model("digits_linear"),
         data=(images, labels),
         state_dir=state,
         run="r",
-        model_name=name,
+        name=name,
     ) as device:
         device.predict(images)
     assert [path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*") if path.is_file()] != []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fleetdistill.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from fleetdistill.data.splits import Splits
     from fleetdistill.deployment.predictor import Predictor
     from fleetdistill.deployment.settings import Deployment
     from fleetdistill.device.async_device import AsyncDevice
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
     from fleetdistill.device.device import Device
     from fleetdistill.device.eligibility import Eligibility
     from fleetdistill.device.events import Event, Step
+    from fleetdistill.device.options import Runtime, Server
     from fleetdistill.errors import FleetDistillError
     from fleetdistill.link.abilities import Abilities
+    from fleetdistill.models.torch_model import TorchModel
     from fleetdistill.version import VERSION as __version__
     from fleetdistill.wire.kind import COLUMNS
 
@@ -34,7 +37,11 @@ __all__ = [
     "Event",
     "FleetDistillError",
     "Predictor",
+    "Runtime",
+    "Server",
+    "Splits",
     "Step",
+    "TorchModel",
     "__version__",
 ]
 
@@ -49,7 +56,11 @@ _WHERE = {
     "Event": "fleetdistill.device.events",
     "FleetDistillError": "fleetdistill.errors",
     "Predictor": "fleetdistill.deployment.predictor",
+    "Runtime": "fleetdistill.device.options",
+    "Server": "fleetdistill.device.options",
+    "Splits": "fleetdistill.data.splits",
     "Step": "fleetdistill.device.events",
+    "TorchModel": "fleetdistill.models.torch_model",
     "__version__": "fleetdistill.version:VERSION",
 }
 

@@ -129,7 +129,7 @@ class DamagedStateError(StateError):
 
 
 class NoRoomError(StateError):
-    """The state directory has no room: the disk is full, or the data exceed `max_spool_bytes`."""
+    """The state directory has no room: the disk is full, or the data exceed `Budgets(spool_bytes=...)`."""
 
 
 class WireError(FleetDistillError):

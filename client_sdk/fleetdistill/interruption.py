@@ -61,7 +61,7 @@ def time_limit(seconds: float, now: Callable[[], float] = time.monotonic) -> Ite
         if now() > end:
             raise CannotAnswer(
                 f"the ask takes longer than this device's limit of {seconds:g} seconds; raise it with "
-                "Device(max_seconds_per_ask=...), or lower the run's local epochs"
+                "Budgets(seconds_per_ask=...), or lower the run's local epochs"
             )
 
     with checked_by(check):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fleetdistill import Device, Event, FleetDistillError, Step
+from fleetdistill import Device, Event, FleetDistillError, Server, Step
 from fleetdistill.errors import RefusedError
 from fleetdistill.models import build_model
 
@@ -40,12 +40,11 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")  # journald adds the time
     try:
         with Device(
-            server=given.server,
+            server=Server(given.server, enrolment=given.enrolment),
             model=lambda: build_model("digits_mlp_small"),
             data=lambda: samples_in(given.data),
             state_dir=given.state_dir,
             device_id=given.device_id,
-            enrolment=given.enrolment,
             on_event=report,
         ) as device:
             serve(device, given.data)

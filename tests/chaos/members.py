@@ -19,6 +19,7 @@ from chaos.logged import Log, LoggedLink
 from chaos.mutations import MUTATIONS
 from chaos.scenario import ENGINE
 from support.forked import Forked, Pipe
+from support.open_device import open_device
 
 from fleetdistill import COLUMNS, Device, Event, FleetDistillError
 from fleetdistill.state import failpoints
@@ -174,22 +175,22 @@ def _make_device(place: Place, terms: DeviceTerms, link: LoggedLink) -> Device:
 
     if terms.spec is None:
         counting.register()
-        return Device(
-            server=link,  # type: ignore[arg-type]
+        return open_device(
+            server=link,
             worker=counting.CountingWorker,
             state_dir=state_dir,
             run=terms.run,
             device_id=terms.name,
             allow=COLUMNS,
-            export_onnx="never",
+            export="never",
             on_event=note,
         )
     from fleetdistill_lab.simulation.spec.arrays import load_arrays
     from fleetdistill_lab.simulation.spec.device import build_device_model
 
     spec, data = terms.spec, load_arrays(terms.spec.data_file)
-    return Device(
-        server=link,  # type: ignore[arg-type]
+    return open_device(
+        server=link,
         model=lambda: build_device_model(spec, data[0].shape[1:]),
         data=data,
         test_data=load_arrays(spec.test_file),
@@ -197,7 +198,7 @@ def _make_device(place: Place, terms: DeviceTerms, link: LoggedLink) -> Device:
         run=terms.run,
         device_id=terms.name,
         allow=COLUMNS,
-        export_onnx="never",
+        export="never",
         on_event=note,
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.outside import EXAMPLES
 
-from fleetdistill import Device
+from fleetdistill import Device, Runtime
 from fleetdistill.testing import Fault, FaultyLink, ManualClock, late, lost, lost_reply, oversized, refused, revoked
 from fleetdistill_server.testing import MemoryServer
 
@@ -43,7 +43,7 @@ def run(app: ModuleType, faults: list[Fault], clock: ManualClock, work: Path) ->
         given = Namespace(server=link, enrolment=None, state_dir=work, model="digits_linear", part=(0, 30), run="")
         given.device_id = "app"
         patch.setattr(app, "parse_arguments", lambda: given)
-        patch.setattr(app, "Device", functools.partial(Device, clock=clock))
+        patch.setattr(app, "Device", functools.partial(Device, runtime=Runtime(clock=clock)))
         status = app.main()
         assert link.left == []
         return status, server.status

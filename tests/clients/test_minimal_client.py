@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.open_device import open_device
 from support.outside import EXAMPLES
 from support.processes import PATIENCE_SECONDS
 from support.served import answers_in, payload_bytes, served
 
-from fleetdistill import COLUMNS, Device
+from fleetdistill import COLUMNS
 from fleetdistill.models import build_model
 
 pytestmark = pytest.mark.slow
@@ -63,8 +64,8 @@ def played(method: str, work: Path, **settings: Any) -> str:
         client = start(address, work)
         try:
             model = lambda: build_model("digits_linear")  # noqa: E731
-            own: dict[str, Any] = {"data": digits(1), "allow": COLUMNS, "export_onnx": "never"}
-            with Device(server=address, model=model, state_dir=work / "sdk", device_id="sdk", **own) as device:
+            own: dict[str, Any] = {"data": digits(1), "allow": COLUMNS, "export": "never"}
+            with open_device(server=address, model=model, state_dir=work / "sdk", device_id="sdk", **own) as device:
                 device.run()
             output, _ = client.communicate(timeout=PATIENCE_SECONDS)
         finally:

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.open_device import open_device
 from support.outside import EXAMPLES
 from support.processes import PATIENCE_SECONDS
 from support.served import answers_in, payload_bytes, served
 
-from fleetdistill import Device
 from fleetdistill.models import build_model
 
 pytestmark = pytest.mark.slow
@@ -78,8 +78,10 @@ def test_it_takes_part_in_cdkt_with_a_device_of_the_sdk(tmp_path: Path, node: di
         )
         try:
             model = lambda: build_model("cdkt_digits_small")  # noqa: E731
-            more: dict[str, Any] = {"data": digits(1, 40), "allow": ["logits", "metrics"], "export_onnx": "never"}
-            with Device(server=address, model=model, state_dir=tmp_path / "sdk", device_id="sdk", **more) as device:
+            more: dict[str, Any] = {"data": digits(1, 40), "allow": ["logits", "metrics"], "export": "never"}
+            with open_device(
+                server=address, model=model, state_dir=tmp_path / "sdk", device_id="sdk", **more
+            ) as device:
                 device.run()
             output, _ = client.communicate(timeout=PATIENCE_SECONDS)
         finally:

@@ -11,10 +11,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from support.open_device import open_device
 from support.raw_device import SAMPLES, RawDevice
 from torch import nn
 
-from fleetdistill import COLUMNS, Device
+from fleetdistill import COLUMNS
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill_lab.conformance import ListeningServer, Report
@@ -59,13 +60,13 @@ def test_our_device_keeps_every_rule(tmp_path: Path) -> None:
     inputs, labels = np.random.default_rng(0).random((12, 4), np.float32), np.arange(12) % 3
 
     def run(address: str) -> None:
-        with Device(
+        with open_device(
             server=address,
             model=Linear,
             data=(inputs, labels),
             state_dir=tmp_path,
             allow=COLUMNS,
-            export_onnx="never",
+            export="never",
         ) as device:
             device.run()
 

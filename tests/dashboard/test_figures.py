@@ -221,7 +221,7 @@ def test_the_lines_for_an_app_are_python_that_names_server_run_and_columns() -> 
     lines = embedding("h:1", 'odd"name', {"tls": True}, needs)
     compile(lines, "app.py", "exec")
     allow = 'allow=["features", "labels", "counts", "metrics"]'  # without the last two, pages show no accuracies
-    for part in ('server="h:1"', 'run="odd\\"name"', allow, "enrolment=token", "[N, 1, 8, 8]"):
+    for part in ('Server("h:1"', 'run="odd\\"name"', allow, "enrolment=token", "[N, 1, 8, 8]"):
         assert part in lines
     assert "enrolment" not in embedding("h:1", "r", {"tls": False}, needs)
 

@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.deployed import BATCH, device_of, file_of, logits_of
 from support.hostile_server import CLASSES
+from support.open_device import open_device
 from support.processes import PATIENCE_SECONDS, python
 
-from fleetdistill import Device, Predictor
+from fleetdistill import Predictor
 from fleetdistill.compute import light_worker
 from fleetdistill.deployment.stamp import check_stamp, stamped
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError
@@ -114,7 +115,7 @@ def test_it_predicts_with_each_variant_of_a_device_without_pytorch(tmp_path: Pat
     worker = light_worker((images, np.arange(60) % 10))
     with (
         MemoryServer(settings) as server,
-        Device(server=server.link(), worker=worker, state_dir=tmp_path) as device,
+        open_device(server=server.link(), worker=worker, state_dir=tmp_path) as device,
     ):
         device.run()
         models = dict(device.models)
@@ -186,7 +187,7 @@ def test_a_first_file_that_is_damaged_is_named(tmp_path: Path, files: dict[int, 
     put(files[1][:100], tmp_path / "model.onnx")
     predictor = Predictor(tmp_path)
     assert not predictor.ready
-    damaged = r"model.onnx has no usable model \(the file is incomplete or damaged.*'never' writes none: use 'round'"
+    damaged = r"model.onnx has no usable model \(the file is incomplete or damaged.*'never'\) writes none: use 'round'"
     with pytest.raises(ModelError, match=damaged):
         predictor.predict(BATCH)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from link.test_hostile_server import Events, device_at
 from support.hostile_server import CLASSES, LyingLink, ask
+from support.open_device import open_device
 from torch import nn
 
 from fleetdistill import Deployment, Device, Predictor
@@ -43,7 +44,7 @@ def shifted() -> nn.Module:
 def delivered(state_dir: Path, rounds: int = 1, **changes: Any) -> tuple[Device, Events]:
     """A device after some rounds; closed."""
     link = LyingLink(*(ask(round=number) for number in range(1, rounds + 1)))
-    settings = {"model": wide, "data": (INPUTS, LABELS), "export_onnx": "round", **changes}
+    settings = {"model": wide, "data": (INPUTS, LABELS), "export": "round", **changes}
     device, events = device_at(link, state_dir, **settings)
     with device:
         for _ in range(rounds):
@@ -138,7 +139,7 @@ def test_a_device_without_pytorch_quantises_each_variant(tmp_path: Path) -> None
     deployment = Deployment(quantize="dynamic", max_quantization_drop=1.0)
     with (
         MemoryServer(settings) as server,
-        Device(server=server.link(), worker=worker, state_dir=tmp_path, deployment=deployment) as device,
+        open_device(server=server.link(), worker=worker, state_dir=tmp_path, deployment=deployment) as device,
     ):
         device.run()
     for variant in ("general", "personal", "model"):
@@ -160,7 +161,7 @@ def test_a_file_that_is_too_large_keeps_the_previous_one(tmp_path: Path) -> None
         tmp_path,
         model=wide,
         data=(INPUTS, LABELS),
-        export_onnx="round",
+        export="round",
         deployment=Deployment(max_bytes=len(before) - 1),
     )
     with limited:
@@ -194,9 +195,7 @@ def test_an_export_that_fails_counts_its_version_and_leaves_no_partial_file(
         raise onnx.checker.ValidationError("not a model")
 
     monkeypatch.setattr(onnx.checker, "check_model", refuse)
-    device, events = device_at(
-        LyingLink(ask(round=2)), tmp_path, model=wide, data=(INPUTS, LABELS), export_onnx="round"
-    )
+    device, events = device_at(LyingLink(ask(round=2)), tmp_path, model=wide, data=(INPUTS, LABELS), export="round")
     with device:
         device.step(0)
         assert device.version == 2

@@ -54,15 +54,15 @@ ARRAYS = (np.zeros((4, 1, 8, 8), np.float32), np.arange(4))
 @pytest.mark.parametrize(
     ("settings", "device", "sentence"),
     [
-        ({"max_bytes": 9}, {"export_onnx": "never"}, 'max_bytes has no effect with export_onnx="never"'),
+        ({"max_bytes": 9}, {"export": "never"}, 'max_bytes has no effect with export="never"'),
         (
             {"quantize": "static", "opset": 17},
-            {"export_onnx": "never"},
-            'quantize, opset has no effect with export_onnx="never"; remove one of them',
+            {"export": "never"},
+            'quantize, opset has no effect with export="never"; remove one of them',
         ),
         (
             {"opset": 17, "dynamic_size": True},
-            {"worker": light_worker(ARRAYS), "model": None, "data": None, "export_onnx": "round"},
+            {"worker": light_worker(ARRAYS), "model": None, "data": None, "export": "round"},
             r"opset, dynamic_size has no effect with worker=...; the worker defines the graph",
         ),
     ],

@@ -33,7 +33,7 @@ def delivered(state_dir: Path, deployment: Deployment) -> Device:
         state_dir,
         model=convolutional,
         data=(IMAGES, np.arange(12) % CLASSES),
-        export_onnx="round",
+        export="round",
         deployment=deployment,
     )
     device.step(0)

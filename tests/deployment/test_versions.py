@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from link.test_hostile_server import Events
 from support.deployed import BATCH, device_of
 from support.hostile_server import CLASSES
+from support.open_device import open_device
 from support.small_device import SmallWorker
 
 from fleetdistill import Deployment, Device, Event, Predictor
@@ -201,13 +202,13 @@ def test_a_request_survives_a_restart(tmp_path: Path) -> None:
 
 
 def test_without_an_exported_file_the_model_is_rolled_back_anyway(tmp_path: Path) -> None:
-    device, _ = device_of(tmp_path, range(1, 3), export_onnx="never")
+    device, _ = device_of(tmp_path, range(1, 3), export="never")
     with device:
         logits = play(device, 2)
         device.roll_back()
         device.step(0)
         np.testing.assert_array_equal(device.predict(BATCH), logits[0])
-    exporting, _ = device_of(tmp_path, range(3, 4), export_onnx="round")
+    exporting, _ = device_of(tmp_path, range(3, 4), export="round")
     with exporting:
         exporting.roll_forward()
         logits = play(exporting, 1)
@@ -217,10 +218,10 @@ def test_without_an_exported_file_the_model_is_rolled_back_anyway(tmp_path: Path
 
 
 def test_an_export_that_fails_in_a_roll_back_is_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, _ = device_of(tmp_path, range(1, 3), export_onnx="never")
+    device, _ = device_of(tmp_path, range(1, 3), export="never")
     with device:
         logits = play(device, 2)
-    exporting, events = device_of(tmp_path, range(0), export_onnx="round")
+    exporting, events = device_of(tmp_path, range(0), export="round")
     with exporting:
         exporting.roll_back()
         with monkeypatch.context() as patch:
@@ -312,7 +313,7 @@ def test_a_device_without_pytorch_rolls_back_all_its_variants(tmp_path: Path) ->
     found: list[dict[str, np.ndarray]] = []
     with MemoryServer(settings) as server:
         worker = light_worker(lambda: (images[len(found)], np.arange(60) % 10))
-        with Device(server=server.link(), worker=worker, state_dir=tmp_path) as device:
+        with open_device(server=server.link(), worker=worker, state_dir=tmp_path) as device:
             while not found:
                 device.step(0)
                 if device.version == 1:
@@ -565,7 +566,7 @@ def test_with_a_limit_a_slightly_worse_model_is_delivered(tmp_path: Path) -> Non
 
 
 def test_a_worker_without_the_protocol_accepts_only_keep_versions(tmp_path: Path) -> None:
-    changes = {"model": None, "data": None, "worker": SmallWorker, "export_onnx": "never"}
+    changes = {"model": None, "data": None, "worker": SmallWorker, "export": "never"}
     device, _ = device_of(tmp_path, range(1), **changes, deployment=Deployment(max_accuracy_drop=0.1))
     with device, pytest.raises(ConfigurationError, match="the worker SmallWorker supports only keep_versions"):
         device.step(0)

@@ -9,8 +9,9 @@ import pytest
 import support.any_models as any_models
 import torch
 from support.any_models import MAKERS
+from support.open_device import open_device
 
-from fleetdistill import COLUMNS, Device
+from fleetdistill import COLUMNS
 from fleetdistill.testing import EventLog
 from fleetdistill_server.testing import MemoryServer
 
@@ -34,7 +35,7 @@ def test_every_form_of_a_model_goes_through_a_round(tmp_path: Path, form: str, m
     before = {key: value.clone() for key, value in given.state_dict().items()}
     with (
         MemoryServer(settings) as server,
-        Device(
+        open_device(
             server=server.link(),
             model=given,
             data=(images, torch.arange(7) % 3),

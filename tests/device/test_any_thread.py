@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.open_device import open_device
 from support.processes import PATIENCE_SECONDS
 
 from fleetdistill import COLUMNS, Device
@@ -48,7 +49,7 @@ def device_of(kind: str, link: Any, state_dir: Path, **changes: Any) -> Device:
     backend: dict[str, Any] = {"model": lambda: build_model("digits_linear"), "data": DATA}
     if kind == "light":
         backend = {"worker": light_worker(DATA)}
-    return Device(server=link, state_dir=state_dir, **{"allow": COLUMNS, **backend, **changes})
+    return open_device(server=link, state_dir=state_dir, **{"allow": COLUMNS, **backend, **changes})
 
 
 def members(device: Device, kind: str) -> dict[str, Callable[[], Any]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.open_device import open_device
 from support.sdk_fleet import Fleet, make_device, tiny_data, tiny_model
 from torch import nn
 
@@ -15,12 +17,16 @@ from fleetdistill.errors import ConfigurationError, FleetDistillError, ModelErro
 from fleetdistill.link.enrolment import Enrolment
 from fleetdistill.testing import refused
 
-GIVEN: dict[str, Any] = {"server": "127.0.0.1:1", "model": tiny_model, "data": tiny_data(), "export_onnx": "never"}
+GIVEN: dict[str, Any] = {"server": "127.0.0.1:1", "model": tiny_model, "data": tiny_data(), "export": "never"}
 
 
 class Unfit(nn.Module):
     def forward(self, x: Any) -> Any:
         return x
+
+
+def test_a_device_has_at_most_12_arguments() -> None:
+    assert len(inspect.signature(Device).parameters) <= 12
 
 
 @pytest.mark.parametrize(
@@ -29,6 +35,7 @@ class Unfit(nn.Module):
         ({"eligibility": True}, "eligibility is True, expected an object of class Eligibility"),
         ({"budgets": {}}, r"budgets is \{\}, expected an object of class Budgets"),
         ({"deployment": 5}, "deployment is 5, expected an object of class Deployment"),
+        ({"runtime": 5}, "runtime is 5, expected an object of class Runtime"),
         ({"clock": 3}, "clock is 3, expected an object with the methods now, time and wait"),
         ({"server": 5}, "server is 5, expected host:port, or a fleetdistill.link.base.Link"),
         ({"server": "127.0.0.1"}, "server is '127.0.0.1', expected host:port with a port from 1 to 65535"),
@@ -48,28 +55,28 @@ class Unfit(nn.Module):
         ({"on_event": 5}, "on_event is 5, expected a function that takes an event"),
         ({"torch_device": "gpu"}, 'torch_device is \'gpu\', expected a torch device, such as "cpu" or "cuda:0"'),
         ({"torch_device": 0}, "torch_device is 0, expected a torch device"),
-        ({"model_name": 5}, "model_name is 5, expected text"),
-        ({"max_spool_bytes": -1}, "max_spool_bytes is -1, must be at least 1"),
-        ({"max_threads": "2"}, "max_threads is '2', expected an integer of at least 1"),
-        ({"max_seconds_per_ask": "2"}, "max_seconds_per_ask is '2', expected a number"),
+        ({"name": 5}, "name is 5, expected text"),
+        ({"spool_bytes": -1}, "spool_bytes is -1, expected an integer of at least 1"),
+        ({"threads": "2"}, "threads is '2', expected an integer of at least 1"),
+        ({"seconds_per_ask": "2"}, "seconds_per_ask is '2', expected a number"),
         ({"allow": None}, r'allow is None, expected a list of columns, such as \["class_statistics"\]'),
         ({"allow": "features"}, "allow is 'features', expected a list of columns"),
         ({"allow": ("features", 5)}, "allow has unknown columns 5; must be in"),
-        ({"export_onnx": 5}, "unknown export_onnx 5"),
+        ({"export": 5}, "unknown export 5"),
     ],
 )
 def test_a_wrong_argument_is_named_and_leaves_nothing_behind(
     tmp_path: Path, changes: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=sentence) as error:
-        Device(**{**GIVEN, "state_dir": tmp_path / "d", **changes})
+        open_device(**{**GIVEN, "state_dir": tmp_path / "d", **changes})
     assert len(str(error.value).split()) <= 50
     assert not (tmp_path / "d").exists()
 
 
 def test_an_unfit_module_is_refused_at_construction(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="Unfit lacks features, predict, extractor"):
-        Device(**{**GIVEN, "state_dir": tmp_path / "d", "model": Unfit()})
+        open_device(**{**GIVEN, "state_dir": tmp_path / "d", "model": Unfit()})
     assert not (tmp_path / "d").exists()
 
 

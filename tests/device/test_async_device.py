@@ -13,6 +13,7 @@ import torch
 from device.test_loops import WaitingLink
 from link.test_hostile_server import DATA, device_at, model
 from support.hostile_server import LyingLink, ask, terms
+from support.open_device import grouped
 from support.processes import PATIENCE_SECONDS
 from torch import Tensor, nn
 
@@ -23,8 +24,8 @@ from fleetdistill.wire.v1 import service_pb2
 
 
 def async_device(link: Any, state_dir: Path, **changes: Any) -> AsyncDevice:
-    settings: dict[str, Any] = {"model": model, "data": DATA, "allow": COLUMNS, "export_onnx": "never"}
-    return AsyncDevice(server=link, state_dir=state_dir, **{**settings, **changes})
+    settings: dict[str, Any] = {"model": model, "data": DATA, "allow": COLUMNS, "export": "never"}
+    return AsyncDevice(**grouped(server=link, state_dir=state_dir, **{**settings, **changes}))
 
 
 async def until(event: threading.Event) -> None:

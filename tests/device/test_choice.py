@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.devices import compute_of
 from support.fleets import RUN, RUNS, prepare
+from support.open_device import open_device
 
 from fleetdistill import COLUMNS, Device
 from fleetdistill.replacement import judge
@@ -87,14 +88,14 @@ class Chosen:
     def arguments(self, spec: DeviceSpec) -> dict[str, Any]:
         data = load_arrays(spec.data_file)
         model = partial(build_device_model, spec, data[0].shape[1:])
-        usual = {"run": RUN, "device_id": spec.name, "allow": COLUMNS, "export_onnx": "never"}
+        usual = {"run": RUN, "device_id": spec.name, "allow": COLUMNS, "export": "never"}
         given = {**usual, "model": model, "data": data}
         if spec is self.specs[0]:
             given |= {"validation_data": self.validation, "on_event": self.events.append}
         return given
 
     def open(self, spec: DeviceSpec, link: Any) -> Device:
-        return Device(server=link, state_dir=self.work / spec.name, **self.arguments(spec))
+        return open_device(server=link, state_dir=self.work / spec.name, **self.arguments(spec))
 
     def play(self, *, restarting: bool = False) -> None:
         """Runs the fleet for `FIRST_ROUNDS` decisions of the first device, or until the run's end."""

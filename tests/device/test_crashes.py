@@ -33,7 +33,7 @@ def test_an_export_that_fails_is_told_once_and_locks_nobody_out(
         raise ExportError("onnx is not installed")
 
     events = EventLog()
-    with make_device(fleet, tmp_path, events, export_onnx="round") as device:
+    with make_device(fleet, tmp_path, events, export="round") as device:
         fleet.ask("d")
         with monkeypatch.context() as patch:
             patch.setattr(TorchCompute, "export", fail)
@@ -48,7 +48,7 @@ def test_an_export_that_fails_is_told_once_and_locks_nobody_out(
 
 def test_an_export_that_is_due_is_forgotten_by_an_app_that_wants_none(fleet: Fleet, tmp_path: Path) -> None:
     (tmp_path / "model.onnx.due").write_bytes(b"damaged")
-    with make_device(fleet, tmp_path, export_onnx="never") as device:
+    with make_device(fleet, tmp_path, export="never") as device:
         device.step(0)
     assert not (tmp_path / "model.onnx.due").exists()
     assert not (tmp_path / "model.onnx").exists()
@@ -115,7 +115,7 @@ def test_a_device_killed_between_receipt_and_export_exports_after_the_restart(
     def die(*given: Any, **more: Any) -> None:
         raise Crash
 
-    crashing = make_device(fleet, tmp_path, export_onnx="round")
+    crashing = make_device(fleet, tmp_path, export="round")
     fleet.ask("d")
     crashing.step(0)
     fleet.ask("d")
@@ -124,7 +124,7 @@ def test_a_device_killed_between_receipt_and_export_exports_after_the_restart(
         with pytest.raises(Crash):
             crashing.step(0)
     crashing.close(leave=False)
-    with make_device(fleet, tmp_path, export_onnx="round") as device:
+    with make_device(fleet, tmp_path, export="round") as device:
         device.step(0)
         device.step(0)
         assert_exported(device, tmp_path / "model.onnx", str(fleet.round))

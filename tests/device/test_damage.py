@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.open_device import open_device
 from support.private_fleet import PrivateFleet, RowsWorker
 from support.sdk_fleet import Fleet, equal, make_device, weights
 
@@ -161,8 +162,8 @@ def test_a_damaged_last_outcome_is_put_aside_with_the_next_ask(tmp_path: Path) -
 
 def test_a_damaged_privacy_ledger_or_release_stops_a_private_device(tmp_path: Path) -> None:
     fleet = PrivateFleet()
-    given: dict[str, Any] = {"worker": RowsWorker, "export_onnx": "never", "device_id": "d"}
-    with Device(server=MemoryLink(fleet.api), state_dir=tmp_path / "a", **given) as device:
+    given: dict[str, Any] = {"worker": RowsWorker, "export": "never", "device_id": "d"}
+    with open_device(server=MemoryLink(fleet.api), state_dir=tmp_path / "a", **given) as device:
         device.step(0)
         fleet.ask()
         device.step(0)
@@ -170,7 +171,7 @@ def test_a_damaged_privacy_ledger_or_release_stops_a_private_device(tmp_path: Pa
         directory = Path(shutil.copytree(tmp_path / "a", tmp_path / name))
         whole = (directory / name).read_bytes()
         (directory / name).write_bytes(whole.replace(b'"mu": 0', b'"mu": 1') if b'"mu"' in whole else whole[:-40])
-        with Device(server=MemoryLink(fleet.api), state_dir=directory, **given) as device:
+        with open_device(server=MemoryLink(fleet.api), state_dir=directory, **given) as device:
             device.step(0)
             (directory / "released.npz").unlink() if name == "privacy.json" else None
             fleet.ask()
@@ -181,8 +182,8 @@ def test_a_damaged_privacy_ledger_or_release_stops_a_private_device(tmp_path: Pa
 
 def test_an_app_is_told_of_a_privacy_ledger_that_was_deleted_beside_its_release(tmp_path: Path) -> None:
     fleet = PrivateFleet()
-    given: dict[str, Any] = {"export_onnx": "never", "device_id": "d", "state_dir": tmp_path}
-    with Device(server=MemoryLink(fleet.api), **given | {"worker": RowsWorker}) as device:
+    given: dict[str, Any] = {"export": "never", "device_id": "d", "state_dir": tmp_path}
+    with open_device(server=MemoryLink(fleet.api), **given | {"worker": RowsWorker}) as device:
         device.step(0)
         fleet.ask()
         device.step(0)
@@ -194,7 +195,7 @@ def test_an_app_is_told_of_a_privacy_ledger_that_was_deleted_beside_its_release(
             self._rows[0] += 1
 
     for worker in (RowsWorker, OtherRows):
-        with Device(server=MemoryLink(fleet.api), **given | {"worker": worker}) as device:
+        with open_device(server=MemoryLink(fleet.api), **given | {"worker": worker}) as device:
             device.step(0)
             fleet.ask()
             with pytest.raises(StateError, match=r"privacy\.json is missing"):

@@ -101,7 +101,7 @@ def test_an_answer_over_the_devices_bound_is_declined_and_the_device_goes_on(fle
         fleet.ask("d")
         assert device.step(0) is Step.DECLINED
         (declined,) = fleet.store.history.events(RUN, "declined")
-        assert "the limit is 100 bytes; raise Device(max_spool_bytes=...)" in declined["text"]
+        assert "the limit is 100 bytes; raise Budgets(spool_bytes=...)" in declined["text"]
         assert state_of(device) == before
         assert not answer_waits(device)
         device._storage.outbox._max_answer_bytes = 1 << 30

@@ -115,7 +115,7 @@ def test_a_model_that_an_app_has_trained_before_is_kept_while_the_fleet_has_no_b
         "data": far_apart(6, seed=0),
         "validation_data": far_apart(60, seed=0),
     }
-    with make_device(fleet, tmp_path, events, export_onnx="finish", **given) as device:
+    with make_device(fleet, tmp_path, events, export="finish", **given) as device:
         for _ in range(2):
             fleet.ask("d")
             device.step(0)
@@ -127,7 +127,7 @@ def test_a_model_that_an_app_has_trained_before_is_kept_while_the_fleet_has_no_b
     assert [(one.kind, one.values["accuracy_in_use"]) for one in verdicts] == [("kept", 1.0)] * 2
     assert reported(fleet) == [(1, False), (2, False)]
     fleet.store.runs.end(RUN, "finished", "2 rounds completed")
-    with make_device(fleet, tmp_path, export_onnx="finish", **given) as device:
+    with make_device(fleet, tmp_path, export="finish", **given) as device:
         assert equal(weights(device), own.state_dict())
         assert device.step(0) is Step.FINISHED
     inputs = far_apart(60, seed=0)[0]
@@ -259,7 +259,7 @@ def test_each_delivered_round_exports_an_onnx_model_of_it(fleet: Fleet, tmp_path
     import onnx
 
     events = EventLog()
-    with make_device(fleet, tmp_path, events, export_onnx="round") as device:
+    with make_device(fleet, tmp_path, events, export="round") as device:
         fleet.ask("d")
         device.step(0)
         fleet.ask("d")

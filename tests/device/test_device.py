@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.devices import compute_of
+from support.open_device import open_device
 from support.processes import PATIENCE_SECONDS
 from support.sdk_fleet import ALLOW, RUN, Crash, Fleet, equal, knowledge_of, make_device, tiny_data, tiny_model, weights
 from torch import nn
 
-from fleetdistill import Device, Step
+from fleetdistill import Step
 from fleetdistill.errors import (
     ConfigurationError,
     DataError,
@@ -162,7 +163,7 @@ def test_data_and_models_that_do_not_fit_say_what_to_do(
         ({"device_id": "a/b"}, "device_id is 'a/b', must be"),
         ({"predictor": "space_mpl_64"}, "unknown predictor 'space_mpl_64'; did you mean 'space_mlp_64'"),
         ({"predictor": 64}, "unknown predictor 64, expected one of space_linear.*or a function"),
-        ({"export_onnx": "rounds"}, "unknown export_onnx 'rounds'; did you mean 'round'"),
+        ({"export": "rounds"}, "unknown export 'rounds'; did you mean 'round'"),
     ],
 )
 def test_arguments_out_of_range_are_refused(
@@ -176,9 +177,9 @@ def test_arguments_out_of_range_are_refused(
 def test_plain_text_to_another_machine_needs_the_apps_word(tmp_path: Path, server: str) -> None:
     arguments: dict[str, Any] = {"server": server, "model": tiny_model, "data": tiny_data(), "state_dir": tmp_path}
     with pytest.raises(ConfigurationError, match=r"is not on this machine, and plain text can be read.*insecure=True"):
-        Device(**arguments)
+        open_device(**arguments)
     assert not (tmp_path / "lock").exists()
-    Device(**arguments, insecure=True).close()
+    open_device(**arguments, insecure=True).close()
 
 
 def test_a_device_of_a_stopped_run_stays_and_goes_on_with_it(

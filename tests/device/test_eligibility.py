@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from link.test_hostile_server import device_at
 from support.fleets import RUNS, device_files, prepare, record, run_in_memory
 from support.hostile_server import LyingLink, ask, terms
+from support.open_device import open_device
 from support.sdk_fleet import RUN, Fleet, make_device
 
 from fleetdistill import Device, Eligibility, Event, Step
@@ -312,7 +313,7 @@ def interrupted(flips: list[Flipping], **given: Any) -> Device:
         on_event(event)
 
     policy = Eligibility(probes={"mine": flip})
-    return Device(**{**given, "clock": ManualClock()}, on_event=note, eligibility=policy)
+    return open_device(**{**given, "clock": ManualClock()}, on_event=note, eligibility=policy)
 
 
 @pytest.mark.slow
@@ -353,12 +354,12 @@ def test_an_interrupted_device_without_pytorch_answers_as_if_it_had_not_been(kin
             **private,
         }
         with MemoryServer(settings) as server:
-            with Device(
+            with open_device(
                 server=server.link(),
                 worker=light_worker(data),
                 state_dir=tmp_path / name,
                 device_id="d",
-                export_onnx="never",
+                export="never",
                 on_event=note,
                 eligibility=Eligibility(probes={"mine": flip}),
                 clock=ManualClock(),

@@ -21,6 +21,7 @@ import onnxruntime
 import pytest
 from support.fleets import RUN, RUNS, prepare
 from support.hostile_server import LyingLink
+from support.open_device import grouped, open_device
 
 from fleetdistill import COLUMNS, AsyncDevice, Device, Event, Predictor, Step
 from fleetdistill.compute import light_worker
@@ -512,12 +513,14 @@ class Fleet:
         return {**usual, "model": network, "data": data, "predictor": spec.predictor}
 
     def open(self, spec: DeviceSpec, link: Any, folder: Path | None = None, **changes: Any) -> Device:
-        return Device(server=link, state_dir=folder or self.work / spec.name, **{**self.arguments(spec), **changes})
+        return open_device(
+            server=link, state_dir=folder or self.work / spec.name, **{**self.arguments(spec), **changes}
+        )
 
     @contextlib.contextmanager
     def copied(self, state: Path, *, online: bool = False) -> Iterator[Device]:
         link = self.server.link() if online else Away()
-        with self.open(self.spec, link, self.copy_of(state), export_onnx="never") as device:
+        with self.open(self.spec, link, self.copy_of(state), export="never") as device:
             yield device
 
     def copy_of(self, state: Path) -> Path:
@@ -546,7 +549,8 @@ class Fleet:
 
     def look_async(self, at: Moment) -> None:
         looked, state = Async(at), self.copy_of(at.device.state_dir)
-        looked.device = AsyncDevice(server=Away(), state_dir=state, export_onnx="never", **self.arguments(self.spec))
+        arguments = self.arguments(self.spec)
+        looked.device = AsyncDevice(**grouped(server=Away(), state_dir=state, export="never", **arguments))
         for member in ASYNC:  # the last one closes it
             self.note(f"AsyncDevice.{member}", at.name, partial(looked.of, member))
         asyncio.run(looked.device.close())

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 from support.forked import forked_device_forget
+from support.open_device import open_device
 from support.private_fleet import PrivateFleet, RowsWorker
 from support.processes import module_path, python
 from support.sdk_fleet import RUN, Fleet, make_device
 from typer.testing import CliRunner
 
-from fleetdistill import Budgets, Deployment, Device
+from fleetdistill import Budgets, Deployment
 from fleetdistill.device.command import main
 from fleetdistill.device.inspection import inspect
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StateError
@@ -81,7 +82,7 @@ def test_inspect_of_a_damaged_directory_shows_the_rest(used: Path, name: str) ->
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "changed"])
 def test_inspect_lists_every_damaged_file(fleet: Fleet, tmp_path: Path, name: str, cut: bool) -> None:
     fleet.ask("d")
-    with make_device(fleet, tmp_path, budgets=Budgets(bytes_per_day=1 << 30), export_onnx="round") as device:
+    with make_device(fleet, tmp_path, budgets=Budgets(bytes_per_day=1 << 30), export="round") as device:
         device.step(0)
         fleet.ask("d")
         device.step(0)
@@ -230,10 +231,10 @@ def test_a_forgotten_directory_makes_a_new_device(fleet: Fleet, used: Path) -> N
 
 def test_a_private_release_stays_spent(tmp_path: Path) -> None:
     fleet = PrivateFleet()
-    given: dict[str, Any] = {"worker": RowsWorker, "export_onnx": "never"}
+    given: dict[str, Any] = {"worker": RowsWorker, "export": "never"}
     events = EventLog()
     for name in ("first", "second"):
-        device = Device(
+        device = open_device(
             server=MemoryLink(fleet.api), state_dir=tmp_path, device_id=name, on_event=events.append, **given
         )
         device.step(0)
@@ -306,7 +307,7 @@ def test_only_the_sdks_own_files_are_erased(used: Path) -> None:
 
 
 def test_every_file_of_a_device_is_known(fleet: Fleet, used: Path) -> None:
-    with make_device(fleet, used, export_onnx="finish", deployment=Deployment(keep_versions=3)) as device:
+    with make_device(fleet, used, export="finish", deployment=Deployment(keep_versions=3)) as device:
         fleet.ask("d")
         device.step(0)
     names = set(contents(used))

@@ -12,10 +12,11 @@ import pytest
 import torch
 from link.test_hostile_server import DATA
 from support.hostile_server import CLASSES, LyingLink, ask, terms
+from support.open_device import open_device
 from support.processes import PATIENCE_SECONDS
 from torch import nn
 
-from fleetdistill import COLUMNS, Device, Event
+from fleetdistill import COLUMNS, Event
 from fleetdistill.training.model import split_sequential
 from fleetdistill.training.own_thread import in_own_thread
 from fleetdistill.training.randomness import own_randomness
@@ -87,7 +88,7 @@ def trained(state_dir: Path, seen: list[dict[str, Any]], **changes: Any) -> list
     """Digests of the answers of a device that trains for a run, with scores and an export."""
     link = LyingLink(ask(), ask(round=2), terms=terms(threads=RUN_THREADS, settings={"local_epochs": 2}))
     settings: dict[str, Any] = {"model": network(seen), "data": DATA, "validation_data": DATA, "allow": COLUMNS}
-    with Device(server=link, state_dir=state_dir, **{**settings, **changes}) as device:
+    with open_device(server=link, state_dir=state_dir, **{**settings, **changes}) as device:
         device.run()
         device.predict(DATA[0])
     assert len(link.uploads) == 2
@@ -114,12 +115,12 @@ def test_what_the_app_does_with_torch_does_not_change_an_answer(tmp_path: Path, 
             in_new_thread(lambda: torch.rand(5))
             return super().forward(inputs)
 
-    quiet = trained(tmp_path / "a", [], export_onnx="never")
+    quiet = trained(tmp_path / "a", [], export="never")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "Observed", Disturbing)
         disturbed_model = network([])
     with torch.inference_mode():
-        assert trained(tmp_path / "b", [], export_onnx="never", model=disturbed_model, on_event=disturb) == quiet
+        assert trained(tmp_path / "b", [], export="never", model=disturbed_model, on_event=disturb) == quiet
 
 
 def draw_everything() -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from support.sdk_fleet import RUN, Fleet, equal, knowledge_of, make_device, tiny
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
 
-from fleetdistill import Step
+from fleetdistill import Splits, Step, TorchModel
 from fleetdistill.compute.torch_compute import TorchCompute
 from fleetdistill.data import Augmented
 from fleetdistill.data.samples import read_samples
@@ -461,8 +461,7 @@ def test_a_worker_that_computes_with_pytorch_reads_its_own_data_again(fleet: Fle
     kept = items()
 
     def worker(contract: contract_pb2.Contract) -> TorchCompute:
-        given: dict[str, Any] = {"model_name": "", "test_data": None, "validation_data": None, "torch_device": "cpu"}
-        return TorchCompute(contract, model=tiny_model, data=kept, **given)
+        return TorchCompute(contract, model=TorchModel(tiny_model), data=Splits(kept))
 
     with make_device(fleet, tmp_path, worker=worker, model=None, data=None, test_data=None) as device:
         assert len(answer(fleet, device)) == 24

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from support.live_front import RUN
+from support.open_device import open_device
 from support.small_device import SmallWorker
 from support.wire_samples import make_contract, make_payload
 
-from fleetdistill import COLUMNS, Device, Step
+from fleetdistill import COLUMNS, Step
 from fleetdistill.testing import EventLog
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
@@ -70,13 +71,13 @@ class NewerServer:
 
 def test_fields_of_the_future_are_no_obstacle_to_the_sdk(tmp_path: Path) -> None:
     events, server = EventLog(), NewerServer()
-    with Device(
-        server=server,  # type: ignore[arg-type]
+    with open_device(
+        server=server,
         worker=SmallWorker,
         state_dir=tmp_path,
         device_id="d1",
         allow=COLUMNS,
-        export_onnx="never",
+        export="never",
         on_event=events.append,
     ) as device:
         assert device.step(0) is Step.ANSWERED

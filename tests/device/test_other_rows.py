@@ -116,7 +116,7 @@ def test_rows_may_be_replaced_from_within_any_event(fleet: Fleet, tmp_path: Path
         asked += 1
         device.replace_data(tiny_data(seed=asked))
 
-    with make_device(fleet, tmp_path, on_event=replace, export_onnx="round") as device:
+    with make_device(fleet, tmp_path, on_event=replace, export="round") as device:
         for _ in range(2):
             fleet.ask("d")
             while not fleet.store.asks.uploads(RUN) or fleet.store.asks.open_ids():

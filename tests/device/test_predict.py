@@ -14,11 +14,12 @@ import pytest
 import torch
 from link.test_hostile_server import DATA, device_at, model
 from support.hostile_server import CLASSES, LyingLink, ask, terms
+from support.open_device import open_device
 from support.processes import PATIENCE_SECONDS
 from support.small_device import SmallWorker
 from torch import Tensor, nn
 
-from fleetdistill import Device, Event, Predictor
+from fleetdistill import Event, Predictor
 from fleetdistill.compute import light_worker
 from fleetdistill.compute.torch_compute import FrozenModel, TorchCompute
 from fleetdistill.errors import DataError, LinkError, ModelError
@@ -169,7 +170,7 @@ def test_class_statistics_at_their_defaults_predict_before_and_after_the_deliver
     network, data = partial(build_model, "digits_mlp_small"), (images, np.arange(60) % 10)
     with (
         MemoryServer(settings) as server,
-        Device(server=server.link(), model=network, data=data, state_dir=tmp_path) as device,
+        open_device(server=server.link(), model=network, data=data, state_dir=tmp_path) as device,
     ):
         before = device.predict(images[:3])
         device.run()
@@ -209,7 +210,7 @@ def test_a_device_without_pytorch_predicts_from_its_first_delivery(tmp_path: Pat
     worker = light_worker((images, np.arange(60) % 10))
     with (
         MemoryServer(settings) as server,
-        Device(server=server.link(), worker=worker, state_dir=tmp_path, export_onnx="never") as device,
+        open_device(server=server.link(), worker=worker, state_dir=tmp_path, export="never") as device,
     ):
         with pytest.raises(ModelError, match="no model yet"):
             device.predict(images)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from support.devices import state_of
 from support.hostile_server import LyingLink, terms
+from support.open_device import open_device
 from support.private_fleet import PrivateFleet, RowsWorker, state_files
 from support.sdk_fleet import RUN, Fleet, make_device, tiny_data
 from torch import nn
 
-from fleetdistill import COLUMNS, Device, Step
+from fleetdistill import COLUMNS, Step
 from fleetdistill.compute import light_worker
 from fleetdistill.device.preview import Histogram
 from fleetdistill.errors import ConfigurationError, DeviceBusyError
@@ -113,8 +114,8 @@ def test_a_preview_is_refused_while_the_device_works(fleet: Fleet, tmp_path: Pat
 
 def test_a_private_preview_has_noise_and_spends_nothing(tmp_path: Path) -> None:
     fleet = PrivateFleet()
-    given: dict[str, Any] = {"worker": Previewing, "device_id": "d", "export_onnx": "never"}
-    with Device(server=MemoryLink(fleet.api), state_dir=tmp_path, **given) as device:
+    given: dict[str, Any] = {"worker": Previewing, "device_id": "d", "export": "never"}
+    with open_device(server=MemoryLink(fleet.api), state_dir=tmp_path, **given) as device:
         first, second = device.preview(), device.preview()
         assert state_files(tmp_path) == {}
         assert first.private
@@ -138,9 +139,9 @@ def histograms(preview: Any) -> list[Any]:
 
 
 def test_a_worker_without_preview_is_told_what_to_add(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"worker": RowsWorker, "export_onnx": "never"}
+    given: dict[str, Any] = {"worker": RowsWorker, "export": "never"}
     with (
-        Device(server=MemoryLink(PrivateFleet().api), state_dir=tmp_path, **given) as device,
+        open_device(server=MemoryLink(PrivateFleet().api), state_dir=tmp_path, **given) as device,
         pytest.raises(ConfigurationError, match="RowsWorker has no preview; define first_ask"),
     ):
         device.preview()
@@ -149,8 +150,8 @@ def test_a_worker_without_preview_is_told_what_to_add(tmp_path: Path) -> None:
 def test_a_light_device_has_a_preview_too(tmp_path: Path) -> None:
     fleet = PrivateFleet()
     images = np.random.default_rng(0).random((30, 1, 8, 8), np.float32)
-    given: dict[str, Any] = {"worker": light_worker((images, np.arange(30) % 3)), "export_onnx": "never"}
-    with Device(server=MemoryLink(fleet.api), state_dir=tmp_path, **given) as device:
+    given: dict[str, Any] = {"worker": light_worker((images, np.arange(30) % 3)), "export": "never"}
+    with open_device(server=MemoryLink(fleet.api), state_dir=tmp_path, **given) as device:
         preview = device.preview()
     assert preview.private
     assert preview.columns == ("class_statistics", "counts")
@@ -184,13 +185,13 @@ def test_every_method_has_a_preview(method: str, tmp_path: Path) -> None:
     link = LyingLink(terms=terms(method, SETTINGS.get(method)))
     if method == "cdkt":
         link.terms.contract.proxy_digest, link.terms.contract.proxy_samples = link.holds(proxy), 6
-    with Device(
+    with open_device(
         server=link,
         model=model,
         data=tiny_data(),
         state_dir=tmp_path,
         allow=COLUMNS,
-        export_onnx="never",
+        export="never",
     ) as device:
         preview = device.preview()
     assert set(preview.columns) <= set(CONTAINS[method])

@@ -24,7 +24,7 @@ from support.private_fleet import (
 from support.sdk_fleet import Fleet as OpenFleet
 from support.sdk_fleet import tiny_data, tiny_model
 
-from fleetdistill import Step
+from fleetdistill import Splits, Step
 from fleetdistill.compute import light_worker
 from fleetdistill.device import private
 from fleetdistill.errors import CannotAnswer, ConfigurationError, KnowledgeError
@@ -91,7 +91,7 @@ def test_every_further_ask_of_the_run_gets_the_same_noise(fleet, tmp_path):
 
 
 def test_the_smaller_epsilon_of_run_and_app_decides(fleet, tmp_path):
-    with make_device(MemoryLink(fleet.api), tmp_path, privacy_budget=(0.25, 1e-6)) as device:
+    with make_device(MemoryLink(fleet.api), tmp_path, privacy=(0.25, 1e-6)) as device:
         check_in_and_answer(device, fleet)
     (sent,) = received(fleet.store)
     assert sent.mu == mu_for(0.25, 1e-6)
@@ -117,7 +117,7 @@ def test_other_rows_are_a_second_release_and_beyond_the_budget_declined(fleet, t
 def test_a_larger_budget_allows_a_release_of_other_rows(fleet, tmp_path):
     for rows in (30, 31):
         worker = partial(RowsWorker, rows=rows)
-        with make_device(MemoryLink(fleet.api), tmp_path, worker=worker, privacy_budget=(1.5, 1e-5)) as device:
+        with make_device(MemoryLink(fleet.api), tmp_path, worker=worker, privacy=(1.5, 1e-5)) as device:
             check_in_and_answer(device, fleet)
     assert len(received(fleet.store)) == 2
     assert ledger(tmp_path)[-1]["epsilon"] == pytest.approx(1.4651699604, abs=1e-9)
@@ -126,7 +126,7 @@ def test_a_larger_budget_allows_a_release_of_other_rows(fleet, tmp_path):
 def test_a_device_with_a_budget_takes_part_in_no_run_without_privacy(tmp_path):
     """Not even its profile is sent: an answer without noise would exceed any budget."""
     link = RecordingLink(OpenFleet().api)
-    arguments = {"worker": None, "model": tiny_model, "data": tiny_data(), "privacy_budget": (1.0, 1e-5)}
+    arguments = {"worker": None, "model": tiny_model, "data": tiny_data(), "privacy": (1.0, 1e-5)}
     with make_device(link, tmp_path, **arguments) as device, pytest.raises(ConfigurationError, match="is not private"):
         device.step(0)
     assert link.sent == []
@@ -134,8 +134,8 @@ def test_a_device_with_a_budget_takes_part_in_no_run_without_privacy(tmp_path):
 
 @pytest.mark.parametrize("given", [1.0, (1.0,), (1, 2, 3), ("1", "2"), (0, 1e-5), (1, 0)])
 def test_an_impossible_budget_is_refused(tmp_path, given):
-    with pytest.raises(ConfigurationError, match="privacy_budget is"):
-        make_device("127.0.0.1:1", tmp_path, privacy_budget=given)
+    with pytest.raises(ConfigurationError, match="privacy is"):
+        make_device("127.0.0.1:1", tmp_path, privacy=given)
 
 
 # --- nothing else leaves
@@ -177,7 +177,7 @@ BACKENDS = {
         "worker": None,
     },
     "light": lambda data, test, validation: {
-        "worker": light_worker(data, test_data=test, validation_data=validation),
+        "worker": light_worker(Splits(data, test_data=test, validation_data=validation)),
     },
 }
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from link.test_hostile_server import device_at
 from support.hostile_server import LyingLink, ask, terms
+from support.open_device import open_device
 
-from fleetdistill import Device, Event
+from fleetdistill import Event
 from fleetdistill.compute import light_worker
 from fleetdistill.progress import report_progress, reported_to
 from fleetdistill.testing import EventLog, ManualClock
@@ -56,7 +57,7 @@ def test_a_device_without_pytorch_reports_progress_too(tmp_path: Path) -> None:
     events = EventLog()
     with (
         MemoryServer(settings) as server,
-        Device(
+        open_device(
             server=server.link(),
             worker=light_worker((images, labels)),
             state_dir=tmp_path,
@@ -88,7 +89,7 @@ def test_a_callback_that_fails_during_training_does_not_end_it(tmp_path: Path) -
             raise OSError("no display")
 
     link = LyingLink(ask(), terms=terms(settings={"local_epochs": 20}))
-    device, _ = device_at(link, tmp_path, clock=Ticking(), on_event=fail, max_seconds_per_ask=1e9)
+    device, _ = device_at(link, tmp_path, clock=Ticking(), on_event=fail, seconds_per_ask=1e9)
     with device:
         device.run()
     assert kinds.count("callback-failed") == kinds.count("progress") > 1

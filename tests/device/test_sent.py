@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.devices import answer_waits, state_of
+from support.open_device import open_device
 from support.private_fleet import PrivateFleet, RowsWorker
 from support.sdk_fleet import ALLOW, RUN, Crash, Fleet, crashing_link, make_device
 
@@ -147,8 +148,8 @@ def test_a_killed_device_finds_its_entry_and_completes_it(fleet: Fleet, tmp_path
 
 def test_a_private_device_records_what_it_sends_and_not_what_it_has(tmp_path: Path) -> None:
     fleet = PrivateFleet()
-    given: dict[str, Any] = {"worker": RowsWorker, "device_id": "d", "export_onnx": "never"}
-    device = Device(server=MemoryLink(fleet.api), state_dir=tmp_path, **given)
+    given: dict[str, Any] = {"worker": RowsWorker, "device_id": "d", "export": "never"}
+    device = open_device(server=MemoryLink(fleet.api), state_dir=tmp_path, **given)
     with device:
         device.step(0)
         fleet.ask()

@@ -35,6 +35,7 @@ from support.live_front import (
     upload_name,
     write_asks,
 )
+from support.open_device import open_device
 from support.processes import PATIENCE_SECONDS, wait_until
 from support.secured import (
     CALL_SECONDS,
@@ -48,7 +49,6 @@ from support.secured import (
 from support.virtual_time import run_in_virtual_time
 from support.wire_samples import in_pieces, make_contract, make_identity, make_payload, make_profile
 
-from fleetdistill.device import Device
 from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.link import x509 as device_x509
 from fleetdistill.link.credentials import Credentials
@@ -790,9 +790,9 @@ def test_a_device_waits_as_long_as_it_is_told_and_keeps_its_answer(tmp_path: Pat
         def close(self) -> None: ...
 
     with (
-        Device(
-            server=Busy(),  # type: ignore[arg-type]
-            worker=lambda contract: None,  # type: ignore[arg-type,return-value]
+        open_device(
+            server=Busy(),
+            worker=lambda contract: None,
             state_dir=tmp_path / "d1",
         ) as device,
         pytest.raises(LinkError) as caught,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.live_front import RUN, LiveFront, live_front
+from support.open_device import open_device
 from support.small_device import small_device
 
 from fleetdistill import COLUMNS, Abilities, Device
@@ -73,7 +74,7 @@ def take_part(running: LiveFront, state: Path, run: Any, classes: int = 10) -> D
     data = digits()[0], digits()[1] % classes
     model = lambda: build_model("digits_linear", classes=classes)  # noqa: E731
     server = f"127.0.0.1:{running.port}"
-    return Device(server=server, run=run, model=model, data=data, state_dir=state, allow=COLUMNS, export_onnx="never")
+    return open_device(server=server, run=run, model=model, data=data, state_dir=state, allow=COLUMNS, export="never")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_device_that_fits_several_runs_is_told_their_names(several: tuple[Stor
     store, running = several
     begin(store, "again", [str(one) for one in range(10)])
     with take_part(running, tmp_path / "a", DIGITS) as device:
-        with pytest.raises(RefusedError, match="2 open runs fit the device: digits, again; set Device"):
+        with pytest.raises(RefusedError, match="2 open runs fit the device: digits, again; set Server"):
             device.step(0)
         store.runs.end("again", "finished", "all rounds done")
         device.step(0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from support.fleets import RUNS, prepare
+from support.open_device import open_device
 
 from fleetdistill import COLUMNS, Device
 from fleetdistill.clock import Clock
@@ -63,14 +64,14 @@ class Played:
                 "data": data,
                 "predictor": spec.predictor,
             }
-        return Device(
+        return open_device(
             server=server,
             state_dir=state_dir,
             allow=COLUMNS,
-            export_onnx="never",
+            export="never",
             on_event=on_event,
-            max_seconds_per_ask=seconds,
-            max_spool_bytes=64 << 20,
+            seconds_per_ask=seconds,
+            spool_bytes=64 << 20,
             clock=clock,
             **own,
         )

@@ -82,7 +82,7 @@ def test_an_empty_run_name_means_the_only_run(fleet: Fleet) -> None:
     request = service_pb2.CheckInRequest(identity=make_identity("d1", run=""), profile=make_profile())
     assert fleet.api.check_in(request).contract.run == RUN
     fleet.store.runs.begin("another", {})
-    expected = r"the server has several runs; set Device\(run=...\) to one of: digits, another"
+    expected = r"the server has several runs; set Server\(run=...\) to one of: digits, another"
     with pytest.raises(RefusedError, match=expected) as error:
         fleet.api.check_in(request)
     assert error.value.code == Code.UNKNOWN_RUN

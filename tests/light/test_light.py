@@ -26,11 +26,13 @@ from numpy.testing import assert_allclose
 from onnx import TensorProto, helper, numpy_helper
 from sklearn.datasets import load_digits
 from support.devices import compute_of
+from support.open_device import open_device
 from support.processes import PATIENCE_SECONDS, wait_until
 
-from fleetdistill import COLUMNS, Device
+from fleetdistill import COLUMNS
 from fleetdistill.compute.light_compute import LightCompute, light_worker
 from fleetdistill.compute.light_models import unpack_variants
+from fleetdistill.data import Splits
 from fleetdistill.errors import ConfigurationError, DataError, ExportError, FleetDistillError, ModelError, WireError
 from fleetdistill.knowledge import GENERAL, PERSONAL, Array, ClassSpace, Metrics, NetworkFile, Plan, SharedStatistics
 from fleetdistill.methods.base import Ask, Local
@@ -99,7 +101,7 @@ class Offered:
 
     def worker(self, data: Any = None, **more: Any) -> LightCompute:
         """With its extractor."""
-        made = light_worker(digits(0) if data is None else data, **more)(self.contract)
+        made = light_worker(Splits(digits(0) if data is None else data, **more))(self.contract)
         assert isinstance(made, LightCompute)
         made.take_payload(self.contract.extractor_file, self.parts)
         return made
@@ -357,7 +359,7 @@ def test_before_the_first_space_there_is_no_answer(offered: Offered, tmp_path: P
     store.blobs.put(encode(offered.parts))
     store.runs.publish_contract(RUN, offered.contract.SerializeToString())
     link = MemoryLink(DeviceApi(store))
-    with Device(server=link, worker=light_worker(digits(0)), state_dir=tmp_path, export_onnx="never") as device:
+    with open_device(server=link, worker=light_worker(digits(0)), state_dir=tmp_path, export="never") as device:
         with pytest.raises(ModelError, match=r"no model yet; .*the first delivery provides it.*'delivered'"):
             _ = device.model
         assert GENERAL not in device.models
@@ -394,7 +396,7 @@ def test_each_kind_of_device_fetches_what_it_works_with(tmp_path: Path) -> None:
         link = CountingLink(DeviceApi(store))
         for fetched in ([expected], []):  # a new device; the same one started again
             link.wanted.clear()
-            with Device(server=link, state_dir=tmp_path / name, device_id=name, **kinds[name]) as device:
+            with open_device(server=link, state_dir=tmp_path / name, device_id=name, **kinds[name]) as device:
                 compute_of(device)
             assert link.wanted == fetched
     store.close()
@@ -530,7 +532,7 @@ def test_data_that_do_not_fit_are_refused(offered: Offered, data: Any, says: str
 
 def test_it_says_which_data_do_not_fit(offered: Offered) -> None:
     with pytest.raises(DataError, match="validation_data: the data is of type str"):
-        light_worker(digits(0), validation_data="x")(offered.contract)
+        light_worker(Splits(digits(0), validation_data="x"))(offered.contract)
 
 
 # --- hostile files and spaces
@@ -752,9 +754,7 @@ def test_without_onnx_an_export_says_what_to_install(
         return known(name, *more, **named)
 
     monkeypatch.setattr(builtins, "__import__", without_onnx)
-    with pytest.raises(
-        ExportError, match=r"pip install 'fleetdistill\[onnx\]', or use Device\(export_onnx=\"never\"\)"
-    ):
+    with pytest.raises(ExportError, match=r"pip install 'fleetdistill\[onnx\]', or use Deployment\(export=\"never\"\)"):
         worker.export(tmp_path / "model.onnx", 1)
     assert list(tmp_path.iterdir()) == []
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.open_device import open_device
 from support.private_fleet import CLASSES, PrivateFleet, RecordingLink, received
 
 from fleetdistill import Device, Step
@@ -29,12 +30,12 @@ def pairs(count: int = 60, seed: int = 0) -> Pairs:
 
 
 def light_device(link: Any, state_dir: Path, data: Any, events: EventLog) -> Device:
-    return Device(
+    return open_device(
         server=link,
         worker=light_worker(data),
         state_dir=state_dir,
         device_id="d",
-        export_onnx="never",
+        export="never",
         on_event=events.append,
         clock=ManualClock(),
     )

@@ -12,13 +12,15 @@ from support.uninstalled import without
 _DEVICE = """
 import sys
 import numpy as np
-from fleetdistill import Device
+from fleetdistill import Deployment, Device
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.compute import light_worker
 
 worker = light_worker((np.zeros((10, 1, 8, 8), np.float32), np.arange(10)))
 try:
-    Device(server="127.0.0.1:1", worker=worker, state_dir=sys.argv[1], **eval(sys.argv[2])).close(leave=False)
+    deployment = Deployment(**eval(sys.argv[2]))
+    device = Device(server="127.0.0.1:1", worker=worker, state_dir=sys.argv[1], deployment=deployment)
+    device.close(leave=False)
     print("opened")
 except ConfigurationError as error:
     print(error)
@@ -31,16 +33,16 @@ def opened(tmp_path: Path, given: str, *packages: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("given", ["{}", "{'export_onnx': 'round'}", "{'export_onnx': 'finish'}"])
+@pytest.mark.parametrize("given", ["{}", "{'export': 'round'}", "{'export': 'finish'}"])
 def test_an_export_without_the_package_onnx_is_refused_before_the_run(tmp_path: Path, given: str) -> None:
-    when = eval(given).get("export_onnx", "round")
+    when = eval(given).get("export", "round")
     assert opened(tmp_path, given, "onnx") == (
-        f"export_onnx=\"{when}\" requires the package onnx: pip install 'fleetdistill[onnx]', or pass "
-        'Device(export_onnx="never"); predict and model work without a file'
+        f"Deployment(export=\"{when}\") requires the package onnx: pip install 'fleetdistill[onnx]', or pass "
+        'Device(deployment=Deployment(export="never")); predict and model work without a file'
     )
     assert not (tmp_path / "state").exists()
 
 
-@pytest.mark.parametrize(("given", "missing"), [("{'export_onnx': 'never'}", "onnx"), ("{}", "torch")])
+@pytest.mark.parametrize(("given", "missing"), [("{'export': 'never'}", "onnx"), ("{}", "torch")])
 def test_without_an_export_or_with_the_package_it_opens(tmp_path: Path, given: str, missing: str) -> None:
     assert opened(tmp_path, given, missing) == "opened"

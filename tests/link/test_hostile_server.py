@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.hostile_server import CLASSES, RUN, VALUES, LyingLink, ask, knowledge, terms
+from support.open_device import open_device
 from torch import nn
 
 from fleetdistill import COLUMNS, Device, Event, Step
@@ -45,10 +46,10 @@ def device_at(link: Any, state_dir: Path, **changes: Any) -> tuple[Device, Event
         "data": DATA,
         "state_dir": state_dir,
         "allow": COLUMNS,
-        "export_onnx": "never",
+        "export": "never",
         "on_event": events.append,
     }
-    return Device(**{**settings, **changes}), events
+    return open_device(**{**settings, **changes}), events
 
 
 # --- the terms
@@ -58,7 +59,7 @@ def device_at(link: Any, state_dir: Path, **changes: Any) -> tuple[Device, Event
     ("changes", "error", "sentence"),
     [
         ({"threads": 0}, WireError, "has threads 0, expected at least 1"),
-        ({"threads": 100_000}, ConfigurationError, r"100000 threads, but this device allows 64.*Device\(max_threads"),
+        ({"threads": 100_000}, ConfigurationError, r"100000 threads, but this device allows 64.*Budgets\(threads"),
         ({"threads": 1 << 31}, ConfigurationError, "2147483648 threads, but this device allows 64"),
         ({"heartbeat_seconds": 0.0}, WireError, "heartbeat_seconds 0, expected a finite number above 0"),
         ({"heartbeat_seconds": -1.0}, WireError, "heartbeat_seconds -1"),
@@ -110,18 +111,16 @@ def test_a_class_with_control_characters_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_app_sets_how_many_threads_a_run_may_have(tmp_path: Path) -> None:
-    device, _ = device_at(LyingLink(terms=terms(threads=3)), tmp_path / "a", max_threads=2)
+    device, _ = device_at(LyingLink(terms=terms(threads=3)), tmp_path / "a", threads=2)
     with device, pytest.raises(ConfigurationError, match="3 threads, but this device allows 2"):
         device.run()
-    device, events = device_at(LyingLink(ask(), terms=terms(threads=3)), tmp_path / "b", max_threads=3)
+    device, events = device_at(LyingLink(ask(), terms=terms(threads=3)), tmp_path / "b", threads=3)
     with device:
         device.run()
     assert events.texts("answered")
 
 
-@pytest.mark.parametrize(
-    "changes", [{"max_threads": 0}, {"max_seconds_per_ask": 0.0}, {"max_seconds_per_ask": math.nan}]
-)
+@pytest.mark.parametrize("changes", [{"threads": 0}, {"seconds_per_ask": 0.0}, {"seconds_per_ask": math.nan}])
 def test_bounds_that_allow_nothing_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(changes))):
         device_at(LyingLink(), tmp_path, **changes)
@@ -155,7 +154,7 @@ def test_settings_are_held_against_their_types_and_ranges_on_the_device_too(
 
 def test_training_without_end_stops_at_the_apps_bound_and_the_ask_is_declined(tmp_path: Path) -> None:
     link = LyingLink(ask(), terms=terms(settings={"local_epochs": 10**12}))
-    device, events = device_at(link, tmp_path, max_seconds_per_ask=0.2)
+    device, events = device_at(link, tmp_path, seconds_per_ask=0.2)
     with device:
         device.run()
     (declined,) = link.declined
@@ -284,7 +283,7 @@ def test_an_ask_that_was_declined_is_declined_again_without_work(tmp_path: Path)
 
 def test_a_heartbeat_comes_at_most_five_times_a_second(tmp_path: Path) -> None:
     link = LyingLink(ask(), terms=terms(settings={"local_epochs": 10**8}, heartbeat_seconds=1e-300), remote=True)
-    device, _ = device_at(link, tmp_path, max_seconds_per_ask=1.0)
+    device, _ = device_at(link, tmp_path, seconds_per_ask=1.0)
     with device:
         began = time.monotonic()
         device.run()

@@ -20,6 +20,7 @@ import torch
 from numpy.testing import assert_allclose
 from support.driving import DriveDevices
 from support.forked import ForkedProgram
+from support.open_device import open_device
 from support.processes import COMMAND, PATIENCE_SECONDS
 from torch import Tensor, nn
 
@@ -209,13 +210,13 @@ def devices_of(store: Store, blank: Any, features: int, directory: Path, stack: 
     api = DeviceApi(store)
     return [
         stack.enter_context(
-            Device(
+            open_device(
                 server=MemoryLink(api),
                 model=AppModel(blank(), *predictor),
                 data=bright_rows(number),
                 state_dir=directory / f"d{number}",
                 device_id=f"d{number}",
-                export_onnx="finish",
+                export="finish",
             )
         )
         for number, predictor in enumerate(predictors(features))
@@ -287,7 +288,7 @@ def test_a_model_that_begins_otherwise_is_refused_at_check_in(case: Any, tmp_pat
     layers = nn.Sequential(nn.Flatten(), nn.Linear(768, features), nn.Unflatten(1, shape))
     other = AppModel(layers, *predictors(features)[0])
     with (
-        Device(
+        open_device(
             server=MemoryLink(DeviceApi(store)), model=other, data=bright_rows(0), state_dir=tmp_path / "d"
         ) as device,
         pytest.raises((RefusedError, ModelError), match="extractor"),

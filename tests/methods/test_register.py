@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from chaos import counting, counting_server
+from support.open_device import open_device
 from support.processes import python
 
-from fleetdistill import Device, methods
+from fleetdistill import methods
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server import methods as server_methods
 from fleetdistill_server.config.run_config import run_config
@@ -85,26 +86,7 @@ def test_an_unknown_method_is_answered_with_the_registered_ones_too(registered: 
 )
 def test_a_device_has_a_model_and_data_or_a_worker(given: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="either model= and data=, or worker= without both"):
-        Device(server="127.0.0.1:1", state_dir=tmp_path / "d", **given)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"test_data": ((), ())}, "test_data="),
-        ({"validation_data": list, "test_data": list}, "test_data=, validation_data="),
-        ({"model_name": "mine"}, "model_name="),
-        ({"torch_device": "cuda"}, "torch_device="),
-        ({"predictor": "space_linear"}, "predictor="),
-        ({"predictor": lambda inputs, classes: None}, "predictor="),
-    ],
-)
-def test_what_a_worker_of_the_app_s_would_ignore_is_refused(
-    given: dict[str, object], named: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigurationError, match=f"does not use {named}; remove the argument.*light_worker"):
-        Device(server="127.0.0.1:1", state_dir=tmp_path / "d", worker=counting.CountingWorker, **given)  # type: ignore[arg-type]
-    assert not (tmp_path / "d").exists()
+        open_device(server="127.0.0.1:1", state_dir=tmp_path / "d", **given)
 
 
 def test_a_device_with_a_worker_of_its_own_loads_no_torch(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.driving import DriveDevices
 from support.fleets import RUNS, Prepared, every_run, prepare
+from support.open_device import open_device
 from torch import nn
 
 from fleetdistill import COLUMNS, Device
@@ -164,7 +165,7 @@ def an_app(spec: DeviceSpec, api: DeviceApi, **changes: Any) -> Device:
     data = load_arrays(spec.data_file)
     settings: dict[str, Any] = {"model": lambda: build_device_model(spec, data[0].shape[1:])}
     settings |= {"server": MemoryLink(api), "data": data, "state_dir": spec.state_dir, "device_id": spec.name}
-    return Device(**{**settings, "export_onnx": "never", **changes})
+    return open_device(**{**settings, "export": "never", **changes})
 
 
 @every_run
@@ -193,9 +194,7 @@ def test_an_app_with_a_model_of_its_own_is_told_what_the_run_needs(name: str, tm
     prepared = prepare(RUNS[name], tmp_path / "work")
     store, contract = open_run(prepared)
     needs = contract.requirements
-    with an_app(
-        prepared[1][0], DeviceApi(store), model=another_model, model_name="mine", allow=needs.columns
-    ) as device:
+    with an_app(prepared[1][0], DeviceApi(store), model=another_model, name="mine", allow=needs.columns) as device:
         if needs.same_architecture or needs.same_extractor or contract.features:
             with pytest.raises(
                 RefusedError, match=r"the device has .*, run 'simulation' has .*; (use|give|replace|pass) "

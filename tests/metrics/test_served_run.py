@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from metrics.test_names import needs_promtool, promtool
+from support.open_device import open_device
 from support.processes import PATIENCE_SECONDS, free_port, wait_until
 from support.scraping import Scraped, scraped_until
 from support.secured import make_pki
 from support.served import RUN, served
 from torch import nn
 
-from fleetdistill import COLUMNS, Device
+from fleetdistill import COLUMNS
 from fleetdistill.models import build_model
 from fleetdistill_console.metrics.catalogue import CATALOGUE
 from fleetdistill_console.metrics.engine import PHASES
@@ -83,13 +84,13 @@ def take_part(address: str, work: Path, name: str, token: str) -> None:
         "test_data": (inputs[30:], labels[30:]),
         "allow": COLUMNS,
     }
-    with Device(
+    with open_device(
         server=address,
         enrolment=token,
         model=make_model,
         state_dir=work / name,
         device_id=name,
-        export_onnx="never",
+        export="never",
         **own,
     ) as device:
         device.run()

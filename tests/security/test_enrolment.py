@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from support.live_front import RUN, Refusal, prepare_store, refused, write_asks
+from support.open_device import open_device
 from support.secured import (
     CALL_SECONDS,
     SecuredFront,
@@ -78,8 +79,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def make_device(service: Service, state_dir: Path, **settings: Any) -> Device:
-    given = {"server": service.address, "worker": SmallWorker, "allow": COLUMNS, "export_onnx": "never", **settings}
-    return Device(state_dir=state_dir, **given)
+    given = {"server": service.address, "worker": SmallWorker, "allow": COLUMNS, "export": "never", **settings}
+    return open_device(state_dir=state_dir, **given)
 
 
 def ask(store: Store, device: str, run: str = RUN) -> None:

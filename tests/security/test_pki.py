@@ -14,11 +14,11 @@ from click.testing import Result
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from support.live_front import RUN, prepare_store
+from support.open_device import open_device
 from support.processes import COMMAND, PATIENCE_SECONDS, children, wait_until
 from support.secured import device_credentials, make_pki, secured_front
 from typer.testing import CliRunner
 
-from fleetdistill import Device
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.link.credentials import load_credentials
 from fleetdistill.link.enrolment import PREFIX, read_token
@@ -356,5 +356,5 @@ def test_serve_speaks_tls_on_every_address_and_keeps_its_ports(tmp_path: Path) -
 
 
 def test_the_sdk_refuses_plain_text_to_another_machine(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"192\.0\.2\.1:50051 is not on this machine.*Device\(enrolment="):
-        Device(server="192.0.2.1:50051", worker=lambda contract: None, state_dir=tmp_path)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ConfigurationError, match=r"192\.0\.2\.1:50051 is not on this machine.*Server\(enrolment="):
+        open_device(server="192.0.2.1:50051", worker=lambda contract: None, state_dir=tmp_path)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from link.test_hostile_server import DATA, model
+from support.open_device import open_device
 from support.processes import free_port
 from support.secured import make_pki, secured_front
 
@@ -17,7 +18,7 @@ from fleetdistill.link.tls_probe import accepts_tls
 
 
 def plain_device(port: int, state_dir: Path) -> Device:
-    return Device(server=f"127.0.0.1:{port}", model=model, data=DATA, state_dir=state_dir, allow=COLUMNS)
+    return open_device(server=f"127.0.0.1:{port}", model=model, data=DATA, state_dir=state_dir, allow=COLUMNS)
 
 
 def test_a_device_without_enrolment_before_a_server_of_tls_is_told_so(tmp_path: Path) -> None:
@@ -26,7 +27,7 @@ def test_a_device_without_enrolment_before_a_server_of_tls_is_told_so(tmp_path: 
         for port in (front.port, front.enrol_port):
             with (
                 plain_device(port, tmp_path / str(port)) as device,
-                pytest.raises(ConfigurationError, match=r"requires TLS: pass .* as Device\(enrolment="),
+                pytest.raises(ConfigurationError, match=r"requires TLS: pass .* as Server\(enrolment="),
             ):
                 device.run()
 

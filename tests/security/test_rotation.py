@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 from support.live_front import RUN, prepare_store, upload_name, write_asks
+from support.open_device import open_device
 from support.processes import wait_until
 from support.secured import (
     CALL_SECONDS,
@@ -25,7 +26,6 @@ from support.secured import (
 from support.small_device import SmallWorker
 from support.wire_samples import in_pieces, make_payload, make_profile
 
-from fleetdistill import Device
 from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.link import x509 as device_x509
 from fleetdistill.link.credentials import Credentials, load_credentials
@@ -117,7 +117,7 @@ def test_an_expired_device_comes_back_with_a_fresh_token_and_not_without(
     assert found.value.code == "expired"
     link = GrpcLink(f"127.0.0.1:{brief_front.port}", enrolment_of(brief_front, state, None))
     with (
-        Device(server=link, worker=SmallWorker, state_dir=tmp_path / "of-the-app", device_id="turning") as device,
+        open_device(server=link, worker=SmallWorker, state_dir=tmp_path / "of-the-app", device_id="turning") as device,
         pytest.raises(RefusedError, match="the certificate has expired") as found,
     ):
         device.run()  # the app is told, instead of waiting for ever

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.open_device import open_device
 from support.processes import wait_until
 from support.served import RUN, supervised
 
@@ -26,7 +27,7 @@ SETTINGS: dict[str, Any] = {
 def device_of(address: str, state: Path) -> Device:
     images = np.random.default_rng(0).random((60, 1, 8, 8), dtype=np.float32)
     worker = light_worker((images, np.arange(60) % 10))
-    return Device(server=address, run=RUN, device_id="leaver", worker=worker, state_dir=state, export_onnx="never")
+    return open_device(server=address, run=RUN, device_id="leaver", worker=worker, state_dir=state, export="never")
 
 
 def files(work: Path) -> set[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import google_crc32c
 import pytest
+from support.open_device import open_device
 from support.wire_samples import data_of, make_payload
 
 from fleetdistill import Device
@@ -127,7 +128,7 @@ def test_a_damaged_identity_is_never_taken_for_a_new_device(tmp_path: Path, cont
 
 
 def make_device(directory: Path, **settings: Any) -> Device:
-    return Device(server=NOWHERE, worker=lambda contract: None, state_dir=directory, **settings)  # type: ignore[arg-type, return-value]
+    return open_device(server=NOWHERE, worker=lambda contract: None, state_dir=directory, **settings)
 
 
 @pytest.mark.parametrize(
@@ -502,8 +503,7 @@ def test_an_answer_over_the_devices_bound_is_no_answer_and_leaves_everything_as_
     with pytest.raises(NoRoomError) as error:
         put(storage)
     assert str(error.value) == (
-        f"the answer and its state are {needed} bytes, the limit is {needed - 1} bytes; "
-        "raise Device(max_spool_bytes=...)"
+        f"the answer and its state are {needed} bytes, the limit is {needed - 1} bytes; raise Budgets(spool_bytes=...)"
     )
     assert storage.outbox.pending() is None
     assert storage.load("state.safetensors") == b"old state"

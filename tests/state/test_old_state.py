@@ -21,6 +21,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from support.open_device import open_device
 from torch import nn
 
 from fleetdistill import COLUMNS, Device, Event, Step
@@ -79,14 +80,14 @@ def ask(store: Store, payload: Payload) -> None:
 
 
 def device(link: MemoryLink, state_dir: Path, **settings: Any) -> Device:
-    return Device(
+    return open_device(
         server=link,
         model=linear,
-        model_name="linear",
+        name="linear",
         data=DATA,
         state_dir=state_dir,
         allow=COLUMNS,
-        export_onnx="never",
+        export="never",
         **settings,
     )
 

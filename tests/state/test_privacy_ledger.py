@@ -153,5 +153,5 @@ def test_the_order_of_rows_does_not_change_their_fingerprint():
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(0, DELTA), (-1, DELTA), (101, DELTA), (1, 0), (1, 1)])
 def test_an_impossible_budget_is_refused(epsilon, delta):
-    with pytest.raises(ConfigurationError, match="privacy_budget is"):
+    with pytest.raises(ConfigurationError, match="privacy is"):
         PrivacyBudget(epsilon, delta)

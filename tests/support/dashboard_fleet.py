@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.open_device import open_device
 
 from fleetdistill import Device
 
@@ -29,17 +30,17 @@ def make_device(address: str, work: Path, run: str, number: int, **more: Any) ->
     random = np.random.default_rng(number)
     images = random.random((SAMPLES, 1, 8, 8), np.float32)
     labels = np.arange(SAMPLES) % 10
-    return Device(
+    return open_device(
         server=address,
         model=_model,
-        model_name="digits_linear",
+        name="digits_linear",
         data=(images, labels),
         test_data=(images[:20], labels[:20]),
         state_dir=work / f"device-{number}",
         run=run,
         device_id=f"device-{number}",
         allow=["parameters", "counts", "metrics"],
-        export_onnx="never",
+        export="never",
         **more,
     )
 

@@ -21,7 +21,7 @@ BATCH = np.random.default_rng(1).random((5, 4)).astype(np.float32)
 def device_of(state_dir: Path, rounds: range, **changes: Any) -> tuple[Device, Events]:
     """A device that is asked once in each of these rounds; `step(0)` plays one, and then the run is over."""
     link = LyingLink(*(ask(round=number) for number in rounds))
-    return device_at(link, state_dir, **{"export_onnx": "round", **changes})
+    return device_at(link, state_dir, **{"export": "round", **changes})
 
 
 def linear(version: int) -> nn.Module:

@@ -16,13 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from support.open_device import open_device
 from support.without_torch import TORCH, block
 
 block(*TORCH, "sklearn", "scipy")
 
 import numpy as np  # noqa: E402
 
-from fleetdistill import Device, Event  # noqa: E402
+from fleetdistill import Event, Splits  # noqa: E402
 from fleetdistill.compute.light_compute import LightCompute, light_worker  # noqa: E402
 from fleetdistill.knowledge import ClassSpace, NetworkFile, SharedStatistics  # noqa: E402
 from fleetdistill.wire.v1 import contract_pb2, service_pb2  # noqa: E402
@@ -39,7 +40,7 @@ def played(folder: Path) -> None:
     """Profile, extractor, both steps, delivery, a restart from bytes, and answers."""
     contract = contract_pb2.Contract.FromString((folder / "contract.bin").read_bytes())
     data = arrays_of(folder / "data.npz")
-    worker = light_worker(lambda: data, test_data=data, validation_data=data)(contract)
+    worker = light_worker(Splits(lambda: data, test_data=data, validation_data=data))(contract)
     assert isinstance(worker, LightCompute)
     worker.profile(["metrics"])
     take_extractor(worker, folder)
@@ -95,12 +96,12 @@ def served(folder: Path, server: str) -> None:
         with (folder / "events.jsonl").open("a") as file:
             file.write(json.dumps([event.kind, event.round, event.text]) + "\n")
 
-    with Device(
+    with open_device(
         server=server,
-        worker=light_worker(data, test_data=data),
+        worker=light_worker(Splits(data, test_data=data)),
         state_dir=folder / "state",
         device_id="light",
-        export_onnx="never",
+        export="never",
         on_event=note,
     ) as device:
         signal.signal(signal.SIGTERM, lambda number, frame: device.stop())

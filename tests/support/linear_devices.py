@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from support.open_device import open_device
 from support.served import RUN
 
-from fleetdistill import COLUMNS, Device
+from fleetdistill import COLUMNS
 from fleetdistill.models import build_model
 
 
@@ -21,7 +22,7 @@ def digits(part: int) -> tuple[np.ndarray, np.ndarray]:
 
 def take_part(work: Path, address: str, name: str, part: int, token: str) -> None:
     """Takes part in the run of `support.served` as an SDK device until the run ends; its state is in `work`/`name`."""
-    with Device(
+    with open_device(
         server=address,
         model=lambda: build_model("digits_linear"),
         data=digits(part),
@@ -31,6 +32,6 @@ def take_part(work: Path, address: str, name: str, part: int, token: str) -> Non
         run=RUN,
         allow=COLUMNS,
         enrolment=token,
-        export_onnx="never",
+        export="never",
     ) as device:
         device.run()

@@ -19,8 +19,9 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from support.devices import compute_of
 from support.hostile_server import LyingLink, terms
+from support.open_device import open_device
 
-from fleetdistill import COLUMNS, Device
+from fleetdistill import COLUMNS
 from fleetdistill.errors import FleetDistillError, RefusedError
 from fleetdistill.knowledge import ProxySet
 from fleetdistill.methods import METHODS
@@ -149,13 +150,13 @@ def play(link: Any, folder: Path) -> str:
     heard: list[str] = []
     with tempfile.TemporaryDirectory(dir=folder) as state_dir:
         try:
-            with Device(
+            with open_device(
                 server=link,
                 model=model,
                 data=data,
                 state_dir=state_dir,
                 allow=COLUMNS,
-                export_onnx="never",
+                export="never",
                 on_event=lambda event: heard.append(event.kind),
             ) as device:
                 for _ in range(3):
@@ -168,10 +169,10 @@ def play(link: Any, folder: Path) -> str:
 def first_ask(method: str, folder: Path) -> Ask:
     """The ask that the method itself takes for its first one."""
     data = (np.random.default_rng(0).random((12, 4)).astype(np.float32), np.arange(12) % 3)
-    given: dict[str, Any] = {"model": model, "data": data, "allow": COLUMNS, "export_onnx": "never"}
+    given: dict[str, Any] = {"model": model, "data": data, "allow": COLUMNS, "export": "never"}
     with (
         tempfile.TemporaryDirectory(dir=folder) as state_dir,
-        Device(server=NamingLink(method, None), state_dir=state_dir, **given) as device,
+        open_device(server=NamingLink(method, None), state_dir=state_dir, **given) as device,
     ):
         found: Ask = compute_of(device).first_ask()
     return found

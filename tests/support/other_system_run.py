@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import other_system
+from support.open_device import open_device
 
 SYSTEMS: dict[str, Callable[[], None]] = {
     "linux": lambda: None,
@@ -55,9 +56,8 @@ def take_part(system: str, kind: str, folder: Path) -> None:
 
 
 def _device(kind: str, server: Any, folder: Path, kinds: list[str]) -> Any:
-    from fleetdistill import Device
 
-    return Device(
+    return open_device(
         server=server.link(),
         state_dir=folder / "state",
         device_id="d",
@@ -73,8 +73,9 @@ def _computing(kind: str) -> dict[str, Any]:
     data = (digits.images[:200, None] / 16).astype(np.float32), digits.target[:200]
     if kind == "light":
         from fleetdistill.compute import light_worker
+        from fleetdistill.data import Splits
 
-        return {"worker": light_worker(data, validation_data=data)}
+        return {"worker": light_worker(Splits(data, validation_data=data))}
     from fleetdistill.models import build_model
 
     allow = ("parameters", "counts", "metrics")

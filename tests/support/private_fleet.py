@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.open_device import open_device
 
 from fleetdistill import Device
 from fleetdistill.compute import Compute, Computed
@@ -135,15 +136,15 @@ class RowsWorker(Compute):
 
 def make_device(link: str | Link, directory: Path, **changes: Any) -> Device:
     """A device whose worker sends rows."""
-    given: dict[str, Any] = {"worker": RowsWorker, "export_onnx": "never", "device_id": "d"} | changes
-    return Device(server=link, state_dir=directory, **given)
+    given: dict[str, Any] = {"worker": RowsWorker, "export": "never", "device_id": "d"} | changes
+    return open_device(server=link, state_dir=directory, **given)
 
 
 def take_a_step(points: str, store: Path, directory: Path, budget: tuple[float, float] | None) -> None:
     """One step of a device with these failpoints. Here because a forked process imports it by name."""
     api = DeviceApi(Store.open(store))
     failpoints.switch_on(points)
-    with make_device(MemoryLink(api), directory, privacy_budget=budget) as device:
+    with make_device(MemoryLink(api), directory, privacy=budget) as device:
         device.step(0)
 
 

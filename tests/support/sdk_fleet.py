@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.open_device import open_device
 from torch import nn
 
 from fleetdistill import Device
@@ -87,10 +88,10 @@ def make_device(
         "state_dir": state_dir,
         "device_id": "d",
         "allow": ALLOW,
-        "export_onnx": "never",
+        "export": "never",
         "on_event": noted.append,
     }
-    return Device(**{**arguments, **changes})
+    return open_device(**{**arguments, **changes})
 
 
 def knowledge_of(fleet: Fleet, number: int = -1) -> SampleKnowledge:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from support.live_front import RUN
+from support.open_device import open_device
 from support.wire_samples import make_knowledge, make_profile
 
 from fleetdistill import COLUMNS, Device
@@ -69,10 +70,10 @@ def small_device(
         "run": RUN,
         "device_id": "d1",
         "allow": COLUMNS,
-        "export_onnx": "never",
+        "export": "never",
         "worker": lambda contract: SmallWorker(contract, rows),
     }
-    return Device(
+    return open_device(
         server=link or f"127.0.0.1:{port}",
         state_dir=state_dir,
         on_event=events.append,

@@ -18,10 +18,11 @@ from typing import Any
 
 from support.collector import app_provider
 from support.forked import Forked, Pipe
+from support.open_device import open_device
 from support.processes import PATIENCE_SECONDS
 from support.stores import object_store_environment
 
-from fleetdistill import COLUMNS, Device, Event
+from fleetdistill import COLUMNS, Event
 from fleetdistill.compute import Compute, Computed
 from fleetdistill.device import contact
 from fleetdistill.errors import CannotAnswer
@@ -180,14 +181,14 @@ def _device(points: str, place: Place, name: str) -> None:
         0.2  # a front that dies over and over again is not to be waited for longer each time
     )
     provider = app_provider(dict(place.environment))
-    device = Device(
+    device = open_device(
         server=f"127.0.0.1:{place.port}",
         worker=lambda contract: ParrotWorker(name, contract),
         state_dir=place.work / name,
         run=RUN,
         device_id=name,
         allow=COLUMNS,
-        export_onnx="never",
+        export="never",
         on_event=note,
         tracer_provider=provider,
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.open_device import open_device
 
 from fleetdistill import Device, Step
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, RunError
@@ -47,9 +48,9 @@ def device_of(link: Any, state_dir: Path, **changes: Any) -> Device:
         "model": lambda: build_model("digits_linear"),
         "data": (random.random((20, 1, 8, 8), np.float32), np.arange(20) % 10),
         "allow": ["parameters", "metrics"],
-        "export_onnx": "never",
+        "export": "never",
     }
-    return Device(server=link, state_dir=state_dir, **{**arguments, **changes})
+    return open_device(server=link, state_dir=state_dir, **{**arguments, **changes})
 
 
 def state_after(faults: list[Fault], tmp_path: Path) -> bytes:

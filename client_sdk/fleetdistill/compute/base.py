@@ -234,12 +234,13 @@ class Compute(ABC):
         """Applies `max_accuracy_drop` to decisions on replacement, and `opset` and `dynamic_size` to exports.
 
         Raises:
-            ConfigurationError: The backend supports only `keep_versions`, and another setting is not the default.
+            ConfigurationError: The backend supports only `keep_versions` and `export`, and another setting is not the
+                default.
         """
-        if replace(deployment, keep_versions=1) != Deployment(keep_versions=1):
+        if replace(deployment, keep_versions=1, export="never") != Deployment(keep_versions=1, export="never"):
             raise ConfigurationError(
-                f"the worker {type(self).__name__} supports only keep_versions of Deployment; add the methods "
-                "use_deployment, accuracy_of and check_data of fleetdistill.compute.Compute"
+                f"the worker {type(self).__name__} supports only keep_versions and export of Deployment; "
+                "add the methods use_deployment, accuracy_of and check_data of fleetdistill.compute.Compute"
             )
 
     def accuracy_of(self, delivered: bytes) -> float | None:
@@ -255,7 +256,7 @@ class Compute(ABC):
         raise ExportError(f"the worker {type(self).__name__} has no data to check a file; add the method check_data")
 
     def export(self, path: Path, number: int) -> OnnxReport:
-        """Writes the app's model as ONNX after round `number`; not called with `export_onnx="never"`.
+        """Writes the app's model as ONNX after round `number`; not called with `Deployment(export="never")`.
 
         If there are several variants, each is also written as `VARIANT.onnx` in the directory of `path`.
 

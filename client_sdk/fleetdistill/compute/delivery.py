@@ -12,6 +12,7 @@ import numpy as np
 
 from fleetdistill.compute.base import Compute, Computed
 from fleetdistill.data.samples import Samples, named, read_samples
+from fleetdistill.data.splits import Splits
 from fleetdistill.deployment.quantization import CheckData, check_data_of
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.errors import DataError
@@ -33,26 +34,22 @@ class DeliveringCompute(Compute, Generic[Model]):
     Args:
         contract: Contract of the run.
         model_name: Name of the model in the server's lists.
-        data: Training data, in any form of `Device(data=...)`.
-        test_data: Data on which each round's variants are scored, or None.
-        validation_data: Data that decide whether a variant replaces the app's model, or None.
+        data: Training data, and data on which the variants are scored.
 
     Raises:
         DataError: The data are invalid or do not fit the run.
     """
 
-    def __init__(
-        self, contract: contract_pb2.Contract, model_name: str, data: Any, test_data: Any, validation_data: Any
-    ) -> None:
+    def __init__(self, contract: contract_pb2.Contract, model_name: str, data: Splits) -> None:
         super().__init__(contract)
         self._model_name = model_name
         self._classes = len(contract.classes)
         self._input_shape = tuple(contract.input_shape)
-        self._given = data
-        self._samples = self._read(data, "data")
+        self._given = data.data
+        self._samples = self._read(data.data, "data")
         self._scored = {
             split: self._read(given, f"{split}_data")
-            for split, given in (("test", test_data), (SPLIT, validation_data))
+            for split, given in (("test", data.test_data), (SPLIT, data.validation_data))
             if given is not None
         }
         if SPLIT in self._scored and not len(self._scored[SPLIT]):

@@ -1,6 +1,6 @@
 """The compute backend without PyTorch: uses NumPy, and onnxruntime for the extractor from the server.
 
-    device = Device(server=..., worker=light_worker((images, labels)), state_dir=..., export_onnx="never")
+    device = Device(server=..., worker=light_worker((images, labels)), state_dir=...)
 
 Such a device takes part in classstats runs with a fixed extractor, together with devices with PyTorch, and gets the
 same two model variants in closed form. Does not import torch or safetensors, and onnx only for an export.
@@ -28,7 +28,8 @@ from fleetdistill.compute.light_models import (
 )
 from fleetdistill.compute.onnx_extractor import OnnxExtractor, extractor_of
 from fleetdistill.data import Augmented
-from fleetdistill.data.samples import Samples, check_all_data
+from fleetdistill.data.samples import Samples, check_splits
+from fleetdistill.data.splits import Splits, splits_of
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError, WireError
 from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, Kind
 from fleetdistill.methods import config_of_contract
@@ -49,15 +50,14 @@ _NO_TRAINING = "a device without PyTorch does not train, so Augmented has no eff
 _WITH_TORCH = "use PyTorch on this device: install fleetdistill[train] and pass Device(model=..., data=...)"
 
 
-def light_worker(data: Any, *, test_data: Any = None, validation_data: Any = None) -> MakeCompute:
+def light_worker(data: Any) -> MakeCompute:
     """Returns a `Device(worker=...)` argument for a device without PyTorch.
 
     Args:
         data: Private training data in any form of `Device(data=...)` except `Augmented`; read again at every ask.
             Inputs are float `[N, *input_shape]`, finite, and in [0, 1] with `features = "scattering"`; labels are
             integers `[N]` in `[0, classes)`.
-        test_data: Data on which each round's variants are scored. The scores are sent to the server.
-        validation_data: Data that decide whether a new variant replaces the app's model.
+            Or `fleetdistill.data.Splits` of them.
 
     Returns:
         A function of the contract that makes the compute backend. It raises ConfigurationError if the run requires
@@ -66,33 +66,32 @@ def light_worker(data: Any, *, test_data: Any = None, validation_data: Any = Non
     Raises:
         DataError: The data cannot be used.
     """
-    check_all_data(data=data, test_data=test_data, validation_data=validation_data)
-    if isinstance(data, Augmented):
+    splits = splits_of(data)
+    check_splits(splits)
+    if isinstance(splits.data, Augmented):
         raise DataError(_NO_TRAINING)
-    return LightWorker(data, test_data, validation_data)
+    return LightWorker(splits)
 
 
 @dataclass(frozen=True, eq=False)
 class LightWorker:
     """What `light_worker` returns; its device needs the package `onnx` to export."""
 
-    data: Any
-    test_data: Any
-    validation_data: Any
+    data: Splits
 
     exports_with: ClassVar[str] = "onnx"
     """Package that an export needs."""
 
     def __call__(self, contract: contract_pb2.Contract) -> LightCompute:
-        return LightCompute(contract, self.data, self.test_data, self.validation_data)
+        return LightCompute(contract, self.data)
 
 
 class LightCompute(DeliveringCompute[LightModel]):
     """`Compute` with NumPy; made by `light_worker`."""
 
-    def __init__(self, contract: contract_pb2.Contract, data: Any, test_data: Any, validation_data: Any) -> None:
+    def __init__(self, contract: contract_pb2.Contract, data: Splits) -> None:
         self._config = _config_of(contract)
-        super().__init__(contract, _MODEL_NAME, data, test_data, validation_data)
+        super().__init__(contract, _MODEL_NAME, data)
         self._features: dict[str, Array] = {}
         self._extractor: OnnxExtractor | None = None
         self._statistics = self._new_statistics()

@@ -67,7 +67,7 @@ def _check_onnx() -> None:
     except ImportError as error:
         raise ExportError(
             "ONNX export requires the package onnx: pip install 'fleetdistill[onnx]', or use "
-            'Device(export_onnx="never"); device.model works without a file'
+            'Deployment(export="never"); device.model works without a file'
         ) from error
 
 

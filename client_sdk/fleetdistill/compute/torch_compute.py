@@ -17,6 +17,7 @@ from fleetdistill.compute.base import FAULTS, Computed, faults_decline
 from fleetdistill.compute.delivery import DeliveringCompute
 from fleetdistill.control_flow import CONTROL_FLOW
 from fleetdistill.data.samples import Samples
+from fleetdistill.data.splits import Splits
 from fleetdistill.deployment.batch import check_batch, free_size
 from fleetdistill.errors import (
     CannotAnswer,
@@ -29,8 +30,8 @@ from fleetdistill.errors import (
 from fleetdistill.knowledge import CUT, DELIVER, EMBEDDING, RECEIVED, RESULT, Kind, Metric, ModelParameters
 from fleetdistill.methods import config_of_contract, device_class
 from fleetdistill.methods.base import Ask, DeviceMethod, Local
-from fleetdistill.methods.classstats.space_model import MakePredictor, SpaceModel
-from fleetdistill.models import USUAL_PREDICTOR
+from fleetdistill.methods.classstats.space_model import SpaceModel
+from fleetdistill.models.torch_model import TorchModel
 from fleetdistill.replacement import REPLACED, REPLACED_BY_RESULT, SPLIT, Replacement
 from fleetdistill.state.sample_ids import SampleIds
 from fleetdistill.state.state_file import pack_state, unpack_state
@@ -85,7 +86,13 @@ class FrozenModel:
 
 
 class TorchCompute(DeliveringCompute[nn.Module]):
-    """`Compute` with PyTorch, used by every device without a `worker`. The arguments are those of `Device`.
+    """`Compute` with PyTorch, used by every device without a `worker`.
+
+    Args:
+        contract: Contract of the run.
+        model: The app's model.
+        data: Training data, and data on which the variants are scored.
+        ids: Ids of the training samples; None for their positions.
 
     Attributes:
         module: The model that trains.
@@ -100,34 +107,28 @@ class TorchCompute(DeliveringCompute[nn.Module]):
     def __init__(
         self,
         contract: contract_pb2.Contract,
-        *,
-        model: nn.Module | Callable[[], nn.Module],
-        model_name: str,
-        data: Any,
-        test_data: Any,
-        validation_data: Any,
-        torch_device: str,
-        predictor: str | MakePredictor = USUAL_PREDICTOR,
+        model: TorchModel,
+        data: Splits,
         ids: SampleIds | None = None,
     ) -> None:
-        super().__init__(contract, model_name, data, test_data, validation_data)
+        super().__init__(contract, model.name, data)
         self._ids = ids
         self._data = self._tensors_of(self._samples)
         self._scored_tensors = {
             split: tensor_data_of(samples, self._input_shape) for split, samples in self._scored.items()
         }
-        self.module = _module_of(model, torch_device)
+        self.module = module_on(model.module, model.torch_device)
         probe = self._data.inputs[:2] if len(self._data) else self._data.first
-        self._taps = check_local_model(self.module, probe.to(torch_device), self._classes)
-        self._model_name = model_name or type(self.module).__name__
+        self._taps = check_local_model(self.module, probe.to(model.torch_device), self._classes)
+        self._model_name = model.name or type(self.module).__name__
         self._config = config_of_contract(contract)
         local = Local(
             model=self.module,
             taps=self._taps,
             data=self._data,
             classes=self._classes,
-            torch_device=torch.device(torch_device),
-            predictor=predictor,
+            torch_device=torch.device(model.torch_device),
+            predictor=model.predictor,
         )
         self.method = _method_of(contract, self._config, local)
         self._own = self._in_use = self.method.own_variant
@@ -331,16 +332,7 @@ class TorchCompute(DeliveringCompute[nn.Module]):
         )
 
 
-def own_frozen_model(model: Callable[[], nn.Module], torch_device: str) -> FrozenModel:
-    """Returns a copy of the app's own model, for `Device.predict` before the device knows its run.
-
-    Raises:
-        ModelError, ConfigurationError: As `TorchCompute`.
-    """
-    return FrozenModel(_module_of(model, torch_device), None)
-
-
-def _module_of(model: nn.Module | Callable[[], nn.Module], torch_device: str) -> nn.Module:
+def module_on(model: nn.Module | Callable[[], nn.Module], torch_device: str) -> nn.Module:
     """Returns the app's module on its torch device.
 
     Raises:

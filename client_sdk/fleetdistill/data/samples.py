@@ -14,6 +14,7 @@ import numpy as np
 
 from fleetdistill.data.opening import is_function, is_iterable_only, open_rows, opened, unwrapped
 from fleetdistill.data.rows import Array, ArrayRows, Rows
+from fleetdistill.data.splits import Splits
 from fleetdistill.errors import DataError
 from fleetdistill.interruption import check_may_continue
 
@@ -139,9 +140,10 @@ def check_data(data: Any, name: str) -> None:
             _check_first(rows)
 
 
-def check_all_data(**given: object) -> None:
-    """Checks the data arguments of `Device` as far as that is quick. Raises DataError with the argument's name."""
-    for name, data in given.items():
+def check_splits(splits: Splits) -> None:
+    """Checks data as far as that is quick. Raises DataError with the argument's name."""
+    for name in ("data", "test_data", "validation_data"):
+        data = getattr(splits, name)
         if data is not None:
             check_data(data, name)
 

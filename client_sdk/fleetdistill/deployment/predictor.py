@@ -98,7 +98,7 @@ class Predictor:
     A file that is incomplete or damaged is reported, and the previous model remains in use. Thread-safe.
 
     Args:
-        state_dir: State directory of a device with `export_onnx="round"` or `"finish"`; it must exist.
+        state_dir: State directory of a device with `Deployment(export="round")` or `"finish"`; it must exist.
         variant: Variant to use, such as `"personal"`. Default: the one that the device selects, in `model.onnx`.
         threads: Number of threads of onnxruntime for one prediction, at least 1.
 
@@ -160,8 +160,8 @@ class Predictor:
                 reason += f"; the directory has the variants {', '.join(others)}"
             raise ModelError(
                 f"{self._path} has no usable model{reason}; run the device until its event 'exported', and check "
-                "`predictor.ready`. A device with export_onnx='never' writes none: use 'round' or 'finish', or predict "
-                "with `device.predict` in the device's process"
+                "`predictor.ready`. A device with Deployment(export='never') writes none: use 'round' or 'finish', or "
+                "predict with `device.predict` in the device's process"
             )
         return self._model
 

@@ -14,6 +14,7 @@ __all__ = ["Deployment"]
 
 _OPSETS = range(13, 21)
 """Opsets that torch's exporter writes and quantisation supports."""
+_EXPORTS = ("round", "finish", "never")
 _QUANTIZATIONS = ("dynamic", "static")
 
 
@@ -30,6 +31,8 @@ class Deployment:
     """How a device keeps, checks and exports the delivered model; pass it as `Device(deployment=...)`.
 
     Attributes:
+        export: When to write `model.onnx` to `state_dir`: after each delivered round (`"round"`), at the end of the run
+            (`"finish"`), or `"never"`. With `light_worker` and without the package `onnx` only `"never"`.
         keep_versions: Number of delivered versions to keep, with the one in use, at least 1. `Device.roll_back` returns
             to the previous one.
         max_accuracy_drop: A round's model replaces the app's model if its accuracy on the validation data is lower by
@@ -50,6 +53,7 @@ class Deployment:
         ConfigurationError: A value is out of range, or `quantize` is set without the packages onnx and onnxruntime.
     """
 
+    export: Literal["round", "finish", "never"] = "round"
     keep_versions: int = 2
     max_accuracy_drop: float = 0.0
     quantize: Literal["dynamic", "static"] | None = None
@@ -59,6 +63,8 @@ class Deployment:
     dynamic_size: bool = False
 
     def __post_init__(self) -> None:
+        if self.export not in _EXPORTS:
+            raise ConfigurationError(unknown_name("export", self.export, _EXPORTS))
         check_integer("keep_versions", self.keep_versions)
         check_flag("dynamic_size", self.dynamic_size)
         for name in ("max_accuracy_drop", "max_quantization_drop"):
@@ -83,17 +89,16 @@ class Deployment:
         if missing:
             raise ConfigurationError(f"quantize requires {' and '.join(missing)}: pip install 'fleetdistill[onnx]'")
 
-    def check_used(self, export_onnx: str, *, has_worker: bool) -> None:
+    def check_used(self, *, has_worker: bool) -> None:
         """Raises ConfigurationError for settings that have no effect on this device.
 
         Args:
-            export_onnx: Argument of `Device`.
             has_worker: Whether the device has a `worker`, so that the run's extractor defines the graph.
         """
         chosen = {name: getattr(self, name) for name in ("quantize", "opset", "max_bytes", "dynamic_size")}
         names = [name for name, value in chosen.items() if value]
-        if names and export_onnx == "never":
-            raise ConfigurationError(f'{", ".join(names)} has no effect with export_onnx="never"; remove one of them')
+        if names and self.export == "never":
+            raise ConfigurationError(f'{", ".join(names)} has no effect with export="never"; remove one of them')
         fixed = [name for name in names if name in ("opset", "dynamic_size")]
         if fixed and has_worker:
             raise ConfigurationError(f"{', '.join(fixed)} has no effect with worker=...; the worker defines the graph")

@@ -50,7 +50,6 @@ class Deployer:
         ready_compute: Returns the compute backend with the device's state.
         predictions: Predictions of the app, which use the model in use.
         deployment: Settings of the app.
-        export_onnx: When to export the delivered model, as in `Device(export_onnx=...)`.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Deployer:
         ready_compute: Callable[[], Compute],
         predictions: Predictions,
         deployment: Deployment,
-        export_onnx: str,
     ) -> None:
         self._parts = parts
         self._events = events
@@ -69,7 +67,6 @@ class Deployer:
         self._ready_compute = ready_compute
         self._predictions = predictions
         self._deployment = deployment
-        self._export_onnx = export_onnx
         self._directory = parts.storage.directory
         self.versions = Versions(parts.storage, deployment.keep_versions)
         self._delivered: Version | None = None  # in use, but not recorded yet
@@ -146,7 +143,7 @@ class Deployer:
         version = self.versions.due()
         if version is None or version.number == self._not_recorded:
             return
-        files = self.export(version) if self._export_onnx == "round" else ()
+        files = self.export(version) if self._deployment.export == "round" else ()
         self._record(replace(version, files=files))
 
     def _record(self, version: Version) -> None:
@@ -155,8 +152,8 @@ class Deployer:
             self._delivered = None
 
     def finish(self) -> None:
-        """Exports the model in use at the end of the run, with `export_onnx="finish"`."""
-        if self._export_onnx == "finish":
+        """Exports the model in use at the end of the run, with `Deployment(export="finish")`."""
+        if self._deployment.export == "finish":
             version = self.versions.in_use() or Version(0)
             files = self.export(version)
             if version.number:
@@ -270,7 +267,7 @@ class Deployer:
         with self._parts.lock.held():
             self.versions.roll_back(version)
             self._backend.forget_state()
-            if self._export_onnx == "round" and not version.files:
+            if self._deployment.export == "round" and not version.files:
                 self.versions.mark_due()
         self._renew_predictions(version)
         text = f"the app's model is version {version.number} of round {version.round} again"
@@ -285,7 +282,7 @@ class Deployer:
         with self._parts.lock.held():
             self.versions.use_held(version)
             self._backend.forget_state()
-            if self._export_onnx == "round":
+            if self._deployment.export == "round":
                 self.versions.mark_due()
         self._renew_predictions(version)
         text = f"the app's model is version {version.number}, delivered in round {version.round}"

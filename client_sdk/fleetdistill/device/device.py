@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from fleetdistill.checked import check_function, check_number
+from fleetdistill.checked import check_function, check_name, check_number
 from fleetdistill.clock import Clock, SystemClock
 from fleetdistill.control_flow import control_flow_as_errors
-from fleetdistill.data.samples import check_all_data
+from fleetdistill.data.splits import splits_of
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.app_models import AppModels, ComputeFactory, Predictions
 from fleetdistill.device.arguments import (
@@ -28,12 +28,8 @@ from fleetdistill.device.arguments import (
     check_columns,
     check_connection,
     check_export,
-    check_limits,
-    check_names,
-    check_policies,
-    checked_budget,
+    check_groups,
     checked_state_dir,
-    most_threads,
 )
 from fleetdistill.device.ask_handler import AskHandler
 from fleetdistill.device.backend import Backend
@@ -47,6 +43,7 @@ from fleetdistill.device.events import DeviceLock, Event, Events, Step
 from fleetdistill.device.identity import load_identity, save_server
 from fleetdistill.device.interrupts import StopRequest, delays_ctrl_c
 from fleetdistill.device.loop import Loop
+from fleetdistill.device.options import Runtime, Server
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.device.permission import Permission
 from fleetdistill.device.private import PrivateAnswers
@@ -57,28 +54,21 @@ from fleetdistill.link.abilities import Abilities
 from fleetdistill.link.base import HandsOver, Link
 from fleetdistill.link.downloads import DOWNLOADS, Downloads, MemoryDownloads
 from fleetdistill.link.metered import MeteredLink
-from fleetdistill.models import USUAL_PREDICTOR
+from fleetdistill.models.torch_model import TorchModel
 from fleetdistill.spans import NO_SPANS, ProviderSpans, Spans
-from fleetdistill.state.directory import MAX_SPOOL_BYTES, Storage, erase_directory
-from fleetdistill.state.privacy_ledger import PrivacyBudget
+from fleetdistill.state.directory import Storage, erase_directory
 from fleetdistill.state.sample_ids import SampleIds
 from fleetdistill.state.sent import Ledger
 from fleetdistill.state.sent_ledger import LEDGER, read_ledger
 from fleetdistill.wire.kind import DEFAULT_COLUMNS
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import TracerProvider
     from torch import nn
 
     from fleetdistill.compute.base import Compute, MakeCompute
     from fleetdistill.device.preview import Preview
-    from fleetdistill.methods.classstats.space_model import MakePredictor
 
 _MAX_WAIT_SECONDS = 60.0
-MAX_THREADS = 64
-"""Default of `Device(max_threads=...)`."""
-MAX_SECONDS_PER_ASK = 3600.0
-"""Default of `Device(max_seconds_per_ask=...)`, in seconds."""
 
 
 class Device:
@@ -89,56 +79,35 @@ class Device:
     the device: `run`, `start`, `step` and `tick` raise DeviceBusyError while another call of them is in progress.
 
     Args:
-        server: `"host:port"` of the aggregation server, or a `Link`.
+        server: `"host:port"` of the aggregation server, a `Link`, or `Server`, which names a run and a token, too.
         model: Local model, or a function that builds it when it is first needed: a module with `extractor`, `features`
-            and `predict`. `fleetdistill.training.split_sequential` makes one from a chain of layers.
+            and `predict`. `fleetdistill.training.split_sequential` makes one from a chain of layers. Or `TorchModel`,
+            which has its name, its torch device and its predictor.
         data: Private training data, read again at every ask: `(inputs, labels)` as tensors or NumPy arrays, also
             memory-mapped ones, a map-style or iterable torch Dataset, a DataLoader, a list of pairs, a
             `fleetdistill.data.Augmented`, or a function that returns one of these. Inputs are float
-            `[samples, *input_shape]`; labels are integers `[samples]` in `[0, classes)`.
+            `[samples, *input_shape]`; labels are integers `[samples]` in `[0, classes)`. Or
+            `fleetdistill.data.Splits`, which has test and validation data, too.
         worker: Compute backend, instead of `model` and `data`, for an app that does not use PyTorch: a function that
             takes the run's contract and returns a `fleetdistill.compute.Compute`.
         state_dir: Directory used only by this device. Stores its identity, its model and unfinished work. A new one
             must be empty. A simulation passes an open `Storage`, which the device closes.
-        run: Name of the run, or `Abilities`, from which the server chooses the run. Optional if the server has a single
-            run. Two runs on one machine are two `Device`s, each with its own `state_dir`.
         device_id: Name of the device, 1 to 64 letters, digits, '-', '_' or '.', beginning with a letter or digit, not
             ending with '.', and no device of Windows such as CON. Default: a UUID stored in `state_dir`.
         allow: Columns that may leave the device, a subset of `COLUMNS`. Default: `class_statistics`, `counts` and
             `metrics`, which class statistics send. A run whose method sends others refuses the device, with the line to
             add. Every answer includes the number of samples. `metrics` includes the training loss; `counts` adds the
             figures of each class.
-        test_data: Data on which each round's model is scored. The scores are sent to the server.
-        validation_data: Data that decide what the app's model becomes: the most accurate of the model that the device
-            received, the one that it trained, and the present one. The scores and the decision are sent to the server.
-        model_name: Name of the model in the server's lists. Default: the module's class name.
-        export_onnx: When to write `model.onnx` to `state_dir`: after each delivered round (`"round"`), at the end of
-            the run (`"finish"`), or `"never"`. With `light_worker` and without the package `onnx` only `"never"`.
-        torch_device: Torch device to train on, such as `"cpu"` or `"cuda"`.
         on_event: Callback for every `Event`, called in the thread of `run`. An exception in it is logged and reported
             to it as the event `callback-failed`; only KeyboardInterrupt and SystemExit end the work. After a crash,
             events about an answer may be repeated, but never lost.
-        insecure: Allows plain text to a server on another machine.
-        enrolment: One-time token from the operator, or a file with the token. The device then uses TLS, obtains a
-            certificate and renews it automatically. Not required once `state_dir` has a certificate.
-        max_spool_bytes: Maximum size in bytes of an answer with its states, and of one download. The device declines
-            asks that exceed it or the free disk space.
-        predictor: Predictor that the device trains in a classstats run with `predictor = "trained"`: a name in
-            `fleetdistill.models.PREDICTORS`, or a function `(inputs, classes) -> nn.Module`.
-        max_threads: Maximum number of compute threads that a run may require, at least 1.
-        max_seconds_per_ask: Time limit for one ask in seconds, above 0. The device declines an ask that takes longer.
-        privacy_budget: Maximum `(epsilon, delta)` of all private releases of this state directory together. The device
-            uses the smaller of the run's and this epsilon, and declines a release beyond it. Default: the run's epsilon
-            and delta, so one release. With a budget, the device takes part only in runs with [privacy].
         eligibility: Conditions under which the device works. Default: always.
-        budgets: Limits on bytes and seconds per day, memory, threads and priority. Default: none.
-        clock: Clock for tests, such as `fleetdistill.testing.ManualClock`. Default: the system clock.
+        budgets: Limits on what the device uses, and on what a run may require. Default: `Budgets()`.
         deployment: How to keep, check and export the delivered model. Default: `Deployment()`.
-        tracer_provider: The app's OpenTelemetry tracer provider, which records spans of the device's work in the traces
-            of its rounds. Default: no spans.
+        runtime: Clock and tracer provider. Default: `Runtime()`.
 
     Raises:
-        ConfigurationError: An argument is invalid, or has no effect together with `worker`.
+        ConfigurationError: An argument is invalid.
         ModelError: The module passed as `model` is not a local model. A function is called later.
         DataError: The data cannot be used. Functions and iterables are read later.
         StateError: `state_dir` is in use, is damaged, contains other files, or belongs to another run or device.
@@ -148,90 +117,85 @@ class Device:
     def __init__(
         self,
         *,
-        server: str | Link,
-        model: nn.Module | Callable[[], nn.Module] | None = None,
+        server: str | Link | Server,
+        model: nn.Module | Callable[[], nn.Module] | TorchModel | None = None,
         data: Any = None,
         worker: MakeCompute | None = None,
         state_dir: str | Path | Storage,
-        run: str | Abilities = "",
         device_id: str | None = None,
         allow: Sequence[str] = DEFAULT_COLUMNS,
-        test_data: Any = None,
-        validation_data: Any = None,
-        model_name: str = "",
-        export_onnx: Literal["round", "finish", "never"] = "round",
-        torch_device: str = "cpu",
         on_event: Callable[[Event], None] | None = None,
-        insecure: bool = False,
-        enrolment: str | Path | None = None,
-        max_spool_bytes: int = MAX_SPOOL_BYTES,
-        predictor: str | MakePredictor = USUAL_PREDICTOR,
-        max_threads: int = MAX_THREADS,
-        max_seconds_per_ask: float = MAX_SECONDS_PER_ASK,
-        privacy_budget: tuple[float, float] | None = None,
         eligibility: Eligibility | None = None,
         budgets: Budgets | None = None,
-        clock: Clock | None = None,
         deployment: Deployment | None = None,
-        tracer_provider: TracerProvider | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
-        torch_options: dict[str, Any] = {
-            "test_data": test_data,
-            "validation_data": validation_data,
-            "model_name": model_name,
-            "torch_device": torch_device,
-            "predictor": predictor,
-        }
+        server = server if isinstance(server, Server) else Server(server)
+        model = model if model is None or isinstance(model, TorchModel) else TorchModel(model)
+        splits = None if data is None else splits_of(data)
         directory = state_dir.directory if isinstance(state_dir, Storage) else checked_state_dir(state_dir)
         check_columns(allow)
-        check_names(run, device_id, model_name)
-        check_policies(eligibility, budgets, deployment, clock)
-        check_backend(model, data, worker, **torch_options)
-        check_all_data(data=data, test_data=test_data, validation_data=validation_data)
-        check_export(export_onnx, worker)
-        check_limits(max_threads, max_seconds_per_ask, max_spool_bytes)
+        if device_id is not None:
+            check_name("device_id", device_id)
+        check_groups(eligibility=eligibility, budgets=budgets, deployment=deployment, runtime=runtime)
+        check_backend(model, splits, worker)
         if on_event is not None:
             check_function("on_event", on_event, "that takes an event")
         deployment = deployment or Deployment()
-        deployment.check_used(export_onnx, has_worker=worker is not None)
-        budget = checked_budget(privacy_budget)
-        check_connection(server, enrolment, insecure, directory)
-        spans = NO_SPANS if tracer_provider is None else ProviderSpans(tracer_provider)
+        deployment.check_used(has_worker=worker is not None)
+        check_export(deployment, worker)
+        check_connection(server, directory)
+        runtime = runtime or Runtime()
+        spans = NO_SPANS if runtime.tracer_provider is None else ProviderSpans(runtime.tracer_provider)
+        limits = budgets or Budgets()
         self._has_worker = worker is not None
         self._lock = DeviceLock(on_event or (lambda event: None))
-        self._storage = state_dir if isinstance(state_dir, Storage) else Storage(directory, max_spool_bytes)
+        self._storage = state_dir if isinstance(state_dir, Storage) else Storage(directory, limits.spool_bytes)
         with contextlib.ExitStack() as undo:
             undo.callback(self._storage.close)  # a constructor that fails leaves the directory unlocked
-            clock = clock or SystemClock()
+            clock = runtime.clock or SystemClock()
             permission = Permission(self._storage, clock, eligibility, budgets)
-            self._parts = self._make_parts(server, enrolment, run, device_id, clock, allow, permission, spans)
-            factory = ComputeFactory(model, worker, {**torch_options, "ids": SampleIds(self._storage)}, deployment)
-            self._assemble(
-                factory,
-                data,
-                deployment,
-                export_onnx,
-                budget,
-                downloads=_downloads(self._storage, server, max_spool_bytes),
-                max_threads=most_threads(max_threads, budgets),
-                max_seconds=max_seconds_per_ask,
-            )
+            self._parts = self._make_parts(server, device_id, clock, allow, permission, spans)
+            factory = ComputeFactory(model, splits, worker, SampleIds(self._storage), deployment)
+            downloads = _downloads(self._storage, server.address, limits.spool_bytes)
+            self._assemble(factory, None if splits is None else splits.data, downloads, limits, deployment)
             undo.pop_all()
 
-    def _assemble(
+    def _make_parts(
         self,
-        factory: ComputeFactory,
-        data: Any,
-        deployment: Deployment,
-        export_onnx: str,
-        budget: PrivacyBudget | None,
-        *,
-        downloads: Downloads,
-        max_threads: int,
-        max_seconds: float,
+        server: Server,
+        device_id: str | None,
+        clock: Clock,
+        allow: Sequence[str],
+        permission: Permission,
+        spans: Spans,
+    ) -> DeviceParts:
+        run, link = server.run, server.address
+        identity = load_identity(self._storage, "" if isinstance(run, Abilities) else run, device_id)
+        if isinstance(run, Abilities) and not identity.run:
+            identity.abilities.CopyFrom(run.message())
+        if isinstance(link, str):
+            save_server(self._storage, link)
+            link = open_link(link, server.enrolment, self._storage.directory, identity.device, spans)
+        same_process = link if isinstance(link, HandsOver) and not self._storage.has_directory else None
+        return DeviceParts(
+            storage=self._storage,
+            link=link if same_process else MeteredLink(link, partial(permission.usage.add, "bytes")),
+            identity=identity,
+            lock=self._lock,
+            clock=clock,
+            consent=Consent(allow),
+            permission=permission,
+            same_process=same_process,
+            spans=spans,
+        )
+
+    def _assemble(
+        self, factory: ComputeFactory, data: Any, downloads: Downloads, limits: Budgets, deployment: Deployment
     ) -> None:
-        """Makes the parts of the device, each from those before it."""
+        """Makes the objects of the device, each from those before it."""
         parts, stopped = self._parts, StopRequest()
+        privacy = limits.privacy_budget()
         events = Events(parts.lock, parts.identity.device)
         contact = Contact(events, parts.clock)
         self._backend = Backend(
@@ -242,10 +206,12 @@ class Device:
             data=data,
             downloads=downloads,
         )
-        self._check_in = CheckIn(parts, events, self._backend, max_threads=max_threads, only_private=budget is not None)
+        self._check_in = CheckIn(
+            parts, events, self._backend, max_threads=limits.threads, only_private=privacy is not None
+        )
         self._predictions = Predictions(parts, self._backend, self._stored_compute, factory.own_model)
         self._deployer = Deployer(
-            parts, events, self._backend, self._check_in.ready_compute, self._predictions, deployment, export_onnx
+            parts, events, self._backend, self._check_in.ready_compute, self._predictions, deployment
         )
         sender = Sender(parts, events, self._check_in, self._backend, self._deployer)
         self._handler = AskHandler(
@@ -254,43 +220,12 @@ class Device:
             self._check_in,
             self._backend,
             sender,
-            private=PrivateAnswers(parts.storage, budget, events),
-            max_seconds=max_seconds,
+            private=PrivateAnswers(parts.storage, privacy, events),
+            max_seconds=limits.seconds_per_ask,
             is_pinned=self._deployer.versions.is_pinned,
         )
         turns = Turns(parts, events, contact, self._check_in, sender, self._deployer, self._handler, stopped)
         self._loop = Loop(parts, events, contact, turns, self._backend, stopped)
-
-    def _make_parts(
-        self,
-        server: str | Link,
-        enrolment: str | Path | None,
-        run: str | Abilities,
-        device_id: str | None,
-        clock: Clock,
-        allow: Sequence[str],
-        permission: Permission,
-        spans: Spans,
-    ) -> DeviceParts:
-        identity = load_identity(self._storage, "" if isinstance(run, Abilities) else run, device_id)
-        if isinstance(run, Abilities) and not identity.run:
-            identity.abilities.CopyFrom(run.message())
-        if isinstance(server, str):
-            save_server(self._storage, server)
-            server = open_link(server, enrolment, self._storage.directory, identity.device, spans)
-        same_process = server if isinstance(server, HandsOver) and not self._storage.has_directory else None
-        link = server if same_process else MeteredLink(server, partial(permission.usage.add, "bytes"))
-        return DeviceParts(
-            storage=self._storage,
-            link=link,
-            identity=identity,
-            lock=self._lock,
-            clock=clock,
-            consent=Consent(allow),
-            permission=permission,
-            same_process=same_process,
-            spans=spans,
-        )
 
     @property
     def device_id(self) -> str:

@@ -43,7 +43,7 @@ def check_is_private(contract: contract_pb2.Contract) -> None:
     """Raises ConfigurationError for a run without privacy: every answer would exceed any budget."""
     if guarantee_of(contract) is None:
         raise ConfigurationError(
-            f"run {contract.run!r} is not private, but Device(privacy_budget=...) is set; ask the operator for a run "
+            f"run {contract.run!r} is not private, but Budgets(privacy=...) is set; ask the operator for a run "
             "with [privacy], or leave the budget out"
         )
 

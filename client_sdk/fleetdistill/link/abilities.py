@@ -72,7 +72,7 @@ def check_fits(contract: contract_pb2.Contract, abilities: service_pb2.Abilities
     if wrong:
         raise ConfigurationError(
             f"the server offers run {contract.run!r}, which does not fit Abilities(...): {'; '.join(wrong)}; "
-            "correct them, or set Device(run=...) to the name of a run"
+            "correct them, or set Server(run=...) to the name of a run"
         )
 
 

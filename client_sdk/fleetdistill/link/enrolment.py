@@ -175,7 +175,7 @@ class Enrolment:
         if self._token is None:
             raise ConfigurationError(
                 f"device {self._device!r} has no valid certificate: request a token from the operator "
-                "(`fleetdistill enrol`) and pass it as Device(enrolment=...)"
+                "(`fleetdistill enrol`) and pass it as Server(enrolment=...)"
             )
         return token_for(self._token, self._server)
 

@@ -287,7 +287,7 @@ class GrpcLink:
         if self._source is None:
             raise ConfigurationError(
                 f"server {self._server} requires TLS: pass the operator's token from `fleetdistill enrol`, or a file "
-                "with the token, as Device(enrolment=...)"
+                "with the token, as Server(enrolment=...)"
             )
         raise LinkError(
             f"server {self._server} cannot be reached; it listens, but the TLS handshake failed: {_BAD_CERTIFICATE}, "

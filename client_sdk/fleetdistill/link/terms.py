@@ -102,7 +102,7 @@ def _check_threads(contract: contract_pb2.Contract, most: int) -> None:
     if contract.threads > most:
         raise ConfigurationError(
             f"run {contract.run!r} requires {contract.threads} threads, but this device allows {most}; all devices "
-            "must use the same number for reproducible results. Raise Device(max_threads=...) or Budgets(threads=...), "
+            "must use the same number for reproducible results. Raise Budgets(threads=...), "
             "or lower [run] threads on the server"
         )
 

@@ -78,7 +78,7 @@ class _MemoryOutbox(Outbox):
         if needed > self._max_answer_bytes:
             raise NoRoomError(
                 f"the answer and its state are {needed} bytes, the limit is {self._max_answer_bytes} bytes; "
-                "raise Device(max_spool_bytes=...)"
+                "raise Budgets(spool_bytes=...)"
             )
         self._answer, self._tries = (pending, payload, candidate, delivered), 0
 

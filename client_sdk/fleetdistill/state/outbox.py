@@ -124,7 +124,7 @@ class Outbox:
         if needed > self._max_answer_bytes:
             raise NoRoomError(
                 f"the answer and its state are {needed} bytes, the limit is {self._max_answer_bytes} bytes; "
-                "raise Device(max_spool_bytes=...)"
+                "raise Budgets(spool_bytes=...)"
             )
         free = free_bytes(self.directory)
         if needed > free:

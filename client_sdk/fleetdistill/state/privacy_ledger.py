@@ -44,7 +44,7 @@ class PrivacyBudget:
     def __post_init__(self) -> None:
         if not 0 < self.epsilon <= 100 or not 0 < self.delta < 1:
             raise ConfigurationError(
-                f"privacy_budget is ({self.epsilon!r}, {self.delta!r}); expected (epsilon, delta) with epsilon in "
+                f"privacy is ({self.epsilon!r}, {self.delta!r}); expected (epsilon, delta) with epsilon in "
                 "(0, 100] and delta in (0, 1)"
             )
 

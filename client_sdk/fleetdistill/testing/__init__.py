@@ -2,7 +2,7 @@
 
     clock, events = ManualClock(), EventLog()
     link = FaultyLink(server.link(), lost("upload"), refused("next_ask", "too-many"))
-    with Device(server=link, clock=clock, on_event=events.append, ...) as device:
+    with Device(server=link, runtime=Runtime(clock=clock), on_event=events.append, ...) as device:
         device.run()
 
 `fleetdistill_server.testing.MemoryServer` is an in-process server for such a link; it requires the extra `server`. The

@@ -7,7 +7,7 @@ from datetime import datetime
 
 
 class ManualClock:
-    """Clock whose waits return immediately and advance the time: `Device(clock=ManualClock())`.
+    """Clock whose waits return immediately and advance the time: `Device(runtime=Runtime(clock=ManualClock()))`.
 
     Pass the same clock to `fleetdistill_server.testing.MemoryServer`, so that the device's waits also
     advance the server's deadlines.

@@ -200,7 +200,7 @@ def _show_tokens(tokens: list[str]) -> None:
     """Shows tokens for the only time."""
     count = "1 token" if len(tokens) == 1 else f"{len(tokens)} tokens"
     with dialog(f"{count}, shown only once") as shown:
-        ui.label("Give each to one device: Device(enrolment=token).")
+        ui.label("Give each to one device: Server(..., enrolment=token).")
         lines = ui.textarea("Enrolment tokens", value="\n".join(tokens))
         lines.props('readonly outlined autofocus input-class="fd-code" rows=6').classes("fd-tokens")
         said = ui.label().props("role=status aria-live=polite")

@@ -42,7 +42,7 @@ def fitting_run(
     if len(fitting) > 1:
         raise RefusedError(
             Code.UNKNOWN_RUN,
-            f"{len(fitting)} open runs fit the device: {_listed(fitting)}; set Device(run=...) to one of them",
+            f"{len(fitting)} open runs fit the device: {_listed(fitting)}; set Server(run=...) to one of them",
         )
     if len(prepared) < len(runs) or not runs:
         text = "the server has no open run" if not runs else "runs are being prepared"

@@ -101,7 +101,7 @@ class Sessions:
         if len(current) > 1:
             listed = ", ".join(current)
             raise RefusedError(
-                Code.UNKNOWN_RUN, f"the server has several runs; set Device(run=...) to one of: {listed}"
+                Code.UNKNOWN_RUN, f"the server has several runs; set Server(run=...) to one of: {listed}"
             )
         return current[0]
 

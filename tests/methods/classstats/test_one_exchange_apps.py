@@ -16,6 +16,7 @@ from numpy.testing import assert_allclose
 from support.class_statistics_fleet import CLASSES, SHAPE
 from support.driving import DriveDevices
 from support.one_exchange_fleet import SMALL, fleet, images_of, make_device, statistics_of
+from support.open_device import open_device
 from torch import nn
 
 from fleetdistill import COLUMNS, Device, Event
@@ -65,7 +66,7 @@ def apps(
     for number, counts in enumerate(([20, 12, 6, 0], [0, 9, 14, 8])):
         data = images_of(counts, number + 1)
         made.append(
-            Device(
+            open_device(
                 server=MemoryLink(api),
                 model=models[number],
                 data=(data.inputs, data.labels),
@@ -125,7 +126,7 @@ def test_the_network_that_the_app_gave_is_not_trained(tmp_path: Path, judged: bo
     changes = {"validation_data": (rows.inputs, rows.labels)} if judged else {}
     given = [app_model(), app_model()]
     models = [copy.deepcopy(model) for model in given]
-    found = apps(DeviceApi(store), tmp_path, events, models, export_onnx="never", **changes)
+    found = apps(DeviceApi(store), tmp_path, events, models, export="never", **changes)
     asyncio.run(Engine(store, config, DriveDevices(found, lambda: None)).run())
     for device, model in zip(found, given, strict=True):
         own, before = device.models[OWN].state_dict(), model.state_dict()
@@ -136,7 +137,7 @@ def test_the_network_that_the_app_gave_is_not_trained(tmp_path: Path, judged: bo
 
 def test_what_is_delivered_beside_the_apps_network_is_not_called_its_replacement(tmp_path: Path) -> None:
     store, events = Store.in_memory(), list[Event]()
-    for device in play(store, tmp_path, events, {}, export_onnx="never"):
+    for device in play(store, tmp_path, events, {}, export="never"):
         device.close()
     store.close()
     texts = {event.text for event in events if event.kind == "delivered"}
@@ -178,7 +179,7 @@ def test_with_validation_data_an_app_keeps_its_network_where_that_is_better(tmp_
             return self.predict(x)
 
     models = (Zero, app_model)
-    found = apps(DeviceApi(store), tmp_path, events, models, validation_data=shuffled, export_onnx="never")
+    found = apps(DeviceApi(store), tmp_path, events, models, validation_data=shuffled, export="never")
     asyncio.run(Engine(store, run_of(store), DriveDevices(found, lambda: None)).run())
     assert isinstance(found[0].model, Zero)
     assert "kept" in {event.kind for event in events}
@@ -191,7 +192,7 @@ def test_with_validation_data_an_app_keeps_its_network_where_that_is_better(tmp_
 def test_leave_one_out_reaches_the_server_only_where_the_app_allows_metrics(tmp_path: Path, allowed: bool) -> None:
     store, events = Store.in_memory(), list[Event]()
     allow = tuple(one for one in COLUMNS if allowed or one != "metrics")
-    for device in play(store, tmp_path, events, {}, allow=allow, export_onnx="never"):
+    for device in play(store, tmp_path, events, {}, allow=allow, export="never"):
         device.close()
     names = (LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT, OWN_KEPT)
     found = {name: {row["device"] for row in store.history.figures("one", name, "train")} for name in names}
@@ -220,7 +221,7 @@ def test_vectors_take_part_behind_the_identity(tmp_path: Path) -> None:
 
     api = DeviceApi(store)
     found = [
-        Device(
+        open_device(
             server=MemoryLink(api),
             model=model,
             data=(rows[part::2], labels[part::2]),

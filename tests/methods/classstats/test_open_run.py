@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.class_statistics_fleet import CLASSES, SHAPE, rows_of
+from support.open_device import open_device
 
 from fleetdistill import Device
 from fleetdistill.device import Step
@@ -64,13 +65,13 @@ class Fleet:
         self._quiet = 0
 
     def come(self, name: str) -> None:
-        self.devices[name] = Device(
+        self.devices[name] = open_device(
             server=MemoryLink(self.api),
             model=lambda: build_model("digits_linear", classes=CLASSES),
             data=data_of(COUNTS[name], ord(name)),
             state_dir=self.folder / name,
             device_id=name,
-            export_onnx="never",
+            export="never",
         )
 
     def leave(self, name: str) -> None:

@@ -86,21 +86,22 @@ def embedding(server: str, run: str, about: dict[str, Any], needs: dict[str, Any
     shape = contract["input_shape"]
     classes = len(contract["classes"])
     columns = dict.fromkeys([*contract["columns"], *_SHOWN])
+    where = [json.dumps(server), f"run={json.dumps(run)}"]
+    where += ["enrolment=token"] if about["tls"] else []
+    token = "  # one-time token: fleetdistill enrol" if about["tls"] else ""
     lines = [
-        "from fleetdistill import Device",
+        "from fleetdistill import Device, Server",
         "",
         f"# make_model: a function that returns a PyTorch module for inputs {_shape(shape)} and {classes} classes",
         f"# images: float32 array [N, {', '.join(map(str, shape))}]",
         f"# labels: integers [N] from 0 to {max(classes - 1, 0)}",
         "with Device(",
-        f"    server={json.dumps(server)},",
-        f"    run={json.dumps(run)},",
+        f"    server=Server({', '.join(where)}),{token}",
         "    model=make_model,",
         "    data=(images, labels),",
         '    state_dir="fleet-state",',
         f"    allow={json.dumps(list(columns))},",
     ]
-    lines += ["    enrolment=token,  # one-time token: fleetdistill enrol"] if about["tls"] else []
     return "\n".join([*lines, ") as device:", "    device.run()"])
 
 

@@ -12,7 +12,7 @@ import torch
 
 from fleetdistill import COLUMNS
 from fleetdistill.compute.base import Compute, Computed
-from fleetdistill.device.device import MAX_SECONDS_PER_ASK
+from fleetdistill.device.budgets import MAX_SECONDS_PER_ASK
 from fleetdistill.errors import FleetDistillError
 from fleetdistill.interruption import time_limit
 from fleetdistill.methods.outside import import_modules

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill import COLUMNS, Device, Event
+from fleetdistill import COLUMNS, Device, Event, Runtime, Server, Splits, TorchModel
 from fleetdistill.clock import Clock
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.knowledge import RECEIVED, RESULT
@@ -116,16 +117,17 @@ def make_device(
                 append_scores(spec.scores_file, spec.name, event.round, event.values["confusion"], variant)
 
     return Device(
-        server=server,
+        server=Server(server, run=spec.run),
         **_backend(spec, compute),
         state_dir=spec.state_dir if state is None else state,
-        run=spec.run,
         device_id=spec.name,
         allow=COLUMNS,
-        export_onnx="finish" if spec.exports else "never",
         on_event=note,
-        clock=clock,
-        deployment=Deployment(keep_versions=1),  # nothing rolls a simulated device back
+        deployment=Deployment(
+            export="finish" if spec.exports else "never",
+            keep_versions=1,  # nothing rolls a simulated device back
+        ),
+        runtime=Runtime(clock=clock),
     )
 
 
@@ -139,14 +141,13 @@ def _backend(spec: DeviceSpec, compute: MakeCompute | None) -> Mapping[str, Any]
 
 
 def _computes(spec: DeviceSpec, test_data: Any) -> dict[str, Any]:
+    """Returns the arguments `model` and `data` of `TorchCompute`."""
     data = load_arrays(spec.data_file)
+    validation_data = load_arrays(spec.validation_file) if spec.validation_file else None
+    make_model = partial(build_device_model, spec, data[0].shape[1:])
     return {
-        "model": lambda: build_device_model(spec, data[0].shape[1:]),
-        "model_name": spec.model,
-        "data": data,
-        "test_data": test_data,
-        "validation_data": load_arrays(spec.validation_file) if spec.validation_file else None,
-        "predictor": spec.predictor,
+        "model": TorchModel(make_model, name=spec.model, predictor=spec.predictor),
+        "data": Splits(data, test_data=test_data, validation_data=validation_data),
     }
 
 
@@ -163,12 +164,12 @@ def make_compute(spec: DeviceSpec, contract: contract_pb2.Contract, shared: Shar
     computes = _computes(spec, shared.samples(spec.test_file))
     if spec.attack:
         return _hostile(spec, contract, computes)
-    return SimulatedCompute(contract, shared, **computes, torch_device="cpu")
+    return SimulatedCompute(contract, shared, **computes)
 
 
 def _hostile(spec: DeviceSpec, contract: contract_pb2.Contract, computes: Mapping[str, Any]) -> TorchCompute:
     from fleetdistill_lab.simulation.spec.hostile import HostileCompute, flipped
 
-    inputs, labels = computes["data"]
-    given = {**computes, "data": (inputs, flipped(spec.attack, labels, spec.classes)), "torch_device": "cpu"}
-    return HostileCompute(contract, spec.attack, **given)
+    inputs, labels = computes["data"].data
+    flipped_data = replace(computes["data"], data=(inputs, flipped(spec.attack, labels, spec.classes)))
+    return HostileCompute(contract, spec.attack, **{**computes, "data": flipped_data})
