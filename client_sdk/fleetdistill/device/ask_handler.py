@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fleetdistill.device.backend import Backend
 from fleetdistill.device.check_in import CheckIn
 from fleetdistill.device.consent import check_may_leave
-from fleetdistill.device.events import Events, Step
+from fleetdistill.device.events import Step
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.device.private import PrivateAnswers, guarantee_of, private_columns
 from fleetdistill.device.sender import Sender
@@ -111,7 +111,6 @@ class AskHandler:
 
     Args:
         parts: What the parts of the open device share.
-        events: Emits events to the app.
         check_in: Provides the compute backend.
         backend: Keeps the compute backend and downloads payloads.
         sender: Sends the answer.
@@ -123,7 +122,6 @@ class AskHandler:
     def __init__(
         self,
         parts: DeviceParts,
-        events: Events,
         check_in: CheckIn,
         backend: Backend,
         sender: Sender,
@@ -133,7 +131,7 @@ class AskHandler:
         is_pinned: Callable[[], bool],
     ) -> None:
         self._parts = parts
-        self._events = events
+        self._events = parts.events
         self._storage = parts.storage
         self._check_in = check_in
         self._backend = backend

@@ -2,24 +2,133 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill.device.events import Events
+import numpy as np
+
+from fleetdistill.data.splits import Splits
+from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.parts import DeviceParts
-from fleetdistill.errors import DamagedStateError, StateError
+from fleetdistill.errors import ConfigurationError, DamagedStateError, ModelError, StateError
 from fleetdistill.link.downloads import Downloads
+from fleetdistill.models.torch_model import TorchModel
 from fleetdistill.state import failpoints
 from fleetdistill.state.outbox import Pending
+from fleetdistill.state.sample_ids import SampleIds
 from fleetdistill.state.state_check import STATES, damaged_states
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.v1 import contract_pb2
 
 if TYPE_CHECKING:
-    from fleetdistill.compute.base import Compute
+    from torch import nn
 
-MakeForData = Callable[[contract_pb2.Contract, Any], "Compute"]
-"""Function that makes a compute backend from the run's contract and the app's data."""
+    from fleetdistill.compute.base import Compute, MakeCompute
+
+Predict = Callable[[Any], Any]
+"""Maps a batch of inputs to logits; never changes."""
+
+
+class ComputeFactory:
+    """Makes what computes for a device, from the app's model or by its `worker`, which has its own data.
+
+    A model that the app passes as a function is built at most once for a prediction and the device's training.
+
+    Args:
+        model: The app's model; None with a worker.
+        data: Data on which models are scored, beside the training data; None with a worker.
+        worker: `Device(worker=...)`.
+        ids: Ids of the training samples.
+        deployment: Settings of the app.
+    """
+
+    def __init__(
+        self,
+        model: TorchModel | None,
+        data: Splits | None,
+        worker: MakeCompute | None,
+        ids: SampleIds,
+        deployment: Deployment,
+    ) -> None:
+        self._model = model
+        self._data = data
+        self._worker = worker
+        self._ids = ids
+        self._deployment = deployment
+        self._built: nn.Module | None = None  # for a prediction, until the device trains it
+
+    def make(self, contract: contract_pb2.Contract, data: Any) -> Compute:
+        """Makes the compute backend that takes part in a run."""
+        if self._model is None or self._data is None:
+            return self._made_by_worker(contract)
+        model = replace(self._model, module=self._for_training)
+        return self._torch_compute(contract, model, replace(self._data, data=data), self._ids)
+
+    def make_predicting(self, contract: contract_pb2.Contract) -> Compute:
+        """Makes a compute backend from which predictions copy a stored model; only a worker reads data for it."""
+        if self._model is None:
+            return self._made_by_worker(contract)
+        no_data = np.zeros((0, *contract.input_shape), np.float32), np.zeros(0, np.int64)
+        return self._torch_compute(contract, replace(self._model, module=self._another), Splits(no_data), None)
+
+    def own_model(self) -> Predict:
+        """Returns a copy of the app's own model. Raises ModelError if the device has a worker."""
+        if self._model is None:
+            raise ModelError(
+                "this device has no model yet: its worker gets one from the run. Run the device until its event "
+                "'delivered', or check `device.version`. A run that has finished delivers none any more"
+            )
+        from fleetdistill.compute.torch_compute import FrozenModel, module_on
+
+        return FrozenModel(module_on(self._for_prediction, self._model.torch_device), None)
+
+    def _for_training(self) -> nn.Module:
+        module = self._for_prediction()
+        self._built = None
+        return module
+
+    def _for_prediction(self) -> nn.Module:
+        if self._built is None:
+            self._built = self._module()
+        return self._built
+
+    def _another(self) -> nn.Module:
+        """Returns a module of the same architecture that nobody else has."""
+        module = self._module()
+        return copy.deepcopy(module) if self._model is not None and module is self._model.module else module
+
+    def _module(self) -> nn.Module:
+        """Returns the module that the app has passed, or a new one from its function."""
+        from torch import nn
+
+        assert self._model is not None  # checked by the callers
+        given = self._model.module
+        return given if isinstance(given, nn.Module) else given()
+
+    def _torch_compute(
+        self, contract: contract_pb2.Contract, model: TorchModel, data: Splits, ids: SampleIds | None
+    ) -> Compute:
+        from fleetdistill.compute.torch_compute import TorchCompute
+
+        compute = TorchCompute(contract, model=model, data=data, ids=ids)
+        compute.use_deployment(self._deployment)
+        return compute
+
+    def _made_by_worker(self, contract: contract_pb2.Contract) -> Compute:
+        """Returns what the app's worker makes. Raises ConfigurationError if it is not a `Compute`."""
+        from fleetdistill.compute.base import Compute
+
+        assert self._worker is not None  # the device has a model or a worker
+        compute = self._worker(contract)
+        if not isinstance(compute, Compute):
+            raise ConfigurationError(
+                f"the function worker returned {type(compute).__name__}, expected an object of a class derived from "
+                "fleetdistill.compute.Compute"
+            )
+        compute.use_deployment(self._deployment)
+        return compute
 
 
 class Backend:
@@ -27,9 +136,7 @@ class Backend:
 
     Args:
         parts: What the parts of the open device share.
-        events: Emits events to the app.
-        make_compute: Makes the compute backend when it is first needed.
-        make_predicting: Makes a compute backend without data from the run's contract, for `stored`.
+        factory: Makes the compute backend.
         data: The app's training data, as in `Device(data=...)`.
         downloads: Stores the run's payloads.
 
@@ -38,20 +145,10 @@ class Backend:
         data: The app's training data.
     """
 
-    def __init__(
-        self,
-        parts: DeviceParts,
-        events: Events,
-        *,
-        make_compute: MakeForData,
-        make_predicting: Callable[[contract_pb2.Contract], Compute],
-        data: Any,
-        downloads: Downloads,
-    ) -> None:
+    def __init__(self, parts: DeviceParts, factory: ComputeFactory, data: Any, downloads: Downloads) -> None:
         self._parts = parts
-        self._events = events
-        self._make = make_compute
-        self._make_predicting = make_predicting
+        self._events = parts.events
+        self._factory = factory
         self._downloads = downloads
         self._answer: Pending | None = None  # whose state `compute` holds before it is committed
         self.compute: Compute | None = None
@@ -62,7 +159,7 @@ class Backend:
         if self.compute is None:
             import fleetdistill.knowledge  # noqa: F401  (registers the kinds of parts, which an idle device does not need)
 
-            self.compute = self._make(contract, self.data)
+            self.compute = self._factory.make(contract, self.data)
         return self.compute
 
     def replace_data(self, data: Any) -> None:
@@ -120,7 +217,7 @@ class Backend:
         """
         import fleetdistill.knowledge  # noqa: F401  (as in `make`)
 
-        compute = self._make_predicting(contract)
+        compute = self._factory.make_predicting(contract)
         for sha256 in _kept_payloads(compute, contract):
             payload = self._downloads.stored(sha256)
             if payload is not None:

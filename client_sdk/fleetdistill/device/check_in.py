@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from fleetdistill.data.samples import digest_of_arrays, named
 from fleetdistill.device.backend import Backend
 from fleetdistill.device.contact import link_error
-from fleetdistill.device.events import Events
 from fleetdistill.device.identity import data_key, save_identity
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.device.private import check_is_private, guarantee_of, hide_rows
@@ -47,17 +46,14 @@ class CheckIn:
 
     Args:
         parts: What the parts of the open device share.
-        events: Emits events to the app.
         backend: Keeps the compute backend, which describes model and data.
         max_threads: Maximum number of threads that a run may require.
         only_private: Whether the app allows only private runs.
     """
 
-    def __init__(
-        self, parts: DeviceParts, events: Events, backend: Backend, *, max_threads: int, only_private: bool
-    ) -> None:
+    def __init__(self, parts: DeviceParts, backend: Backend, *, max_threads: int, only_private: bool) -> None:
         self._parts = parts
-        self._events = events
+        self._events = parts.events
         self._storage = parts.storage
         self._backend = backend
         self._max_threads = max_threads

@@ -15,7 +15,6 @@ from fleetdistill.deployment.settings import Deployment
 from fleetdistill.deployment.versions import Version, Versions
 from fleetdistill.device.app_models import Predictions
 from fleetdistill.device.backend import Backend
-from fleetdistill.device.events import Events
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.errors import (
     LinkError,
@@ -45,7 +44,6 @@ class Deployer:
 
     Args:
         parts: What the parts of the open device share.
-        events: Emits events to the app.
         backend: Keeps the compute backend.
         ready_compute: Returns the compute backend with the device's state.
         predictions: Predictions of the app, which use the model in use.
@@ -55,14 +53,13 @@ class Deployer:
     def __init__(
         self,
         parts: DeviceParts,
-        events: Events,
         backend: Backend,
         ready_compute: Callable[[], Compute],
         predictions: Predictions,
         deployment: Deployment,
     ) -> None:
         self._parts = parts
-        self._events = events
+        self._events = parts.events
         self._backend = backend
         self._ready_compute = ready_compute
         self._predictions = predictions

@@ -22,7 +22,7 @@ from fleetdistill.clock import Clock, SystemClock
 from fleetdistill.control_flow import control_flow_as_errors
 from fleetdistill.data.splits import splits_of
 from fleetdistill.deployment.settings import Deployment
-from fleetdistill.device.app_models import AppModels, ComputeFactory, Predictions
+from fleetdistill.device.app_models import AppModels, Predictions
 from fleetdistill.device.arguments import (
     check_backend,
     check_columns,
@@ -32,7 +32,7 @@ from fleetdistill.device.arguments import (
     checked_state_dir,
 )
 from fleetdistill.device.ask_handler import AskHandler
-from fleetdistill.device.backend import Backend
+from fleetdistill.device.backend import Backend, ComputeFactory
 from fleetdistill.device.budgets import Budgets
 from fleetdistill.device.check_in import CheckIn
 from fleetdistill.device.consent import Consent
@@ -182,6 +182,7 @@ class Device:
             storage=self._storage,
             link=link if same_process else MeteredLink(link, partial(permission.usage.add, "bytes")),
             identity=identity,
+            events=Events(self._lock, identity.device),
             lock=self._lock,
             clock=clock,
             consent=Consent(allow),
@@ -196,36 +197,23 @@ class Device:
         """Makes the objects of the device, each from those before it."""
         parts, stopped = self._parts, StopRequest()
         privacy = limits.privacy_budget()
-        events = Events(parts.lock, parts.identity.device)
-        contact = Contact(events, parts.clock)
-        self._backend = Backend(
-            parts,
-            events,
-            make_compute=factory.make,
-            make_predicting=factory.make_predicting,
-            data=data,
-            downloads=downloads,
-        )
-        self._check_in = CheckIn(
-            parts, events, self._backend, max_threads=limits.threads, only_private=privacy is not None
-        )
+        contact = Contact(parts.events, parts.clock)
+        self._backend = Backend(parts, factory, data, downloads)
+        self._check_in = CheckIn(parts, self._backend, max_threads=limits.threads, only_private=privacy is not None)
         self._predictions = Predictions(parts, self._backend, self._stored_compute, factory.own_model)
-        self._deployer = Deployer(
-            parts, events, self._backend, self._check_in.ready_compute, self._predictions, deployment
-        )
-        sender = Sender(parts, events, self._check_in, self._backend, self._deployer)
+        self._deployer = Deployer(parts, self._backend, self._check_in.ready_compute, self._predictions, deployment)
+        sender = Sender(parts, self._check_in, self._backend, self._deployer)
         self._handler = AskHandler(
             parts,
-            events,
             self._check_in,
             self._backend,
             sender,
-            private=PrivateAnswers(parts.storage, privacy, events),
+            private=PrivateAnswers(parts.storage, privacy, parts.events),
             max_seconds=limits.seconds_per_ask,
             is_pinned=self._deployer.versions.is_pinned,
         )
-        turns = Turns(parts, events, contact, self._check_in, sender, self._deployer, self._handler, stopped)
-        self._loop = Loop(parts, events, contact, turns, self._backend, stopped)
+        turns = Turns(parts, contact, self._check_in, sender, self._deployer, self._handler, stopped)
+        self._loop = Loop(parts, contact, turns, self._backend, stopped)
 
     @property
     def device_id(self) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from fleetdistill.control_flow import control_flow_as_errors
 from fleetdistill.device.backend import Backend
 from fleetdistill.device.contact import Contact
-from fleetdistill.device.events import Events, Step
+from fleetdistill.device.events import Step
 from fleetdistill.device.interrupts import StopRequest, on_ctrl_c
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.device.turn import POLL_SECONDS, Turns
@@ -34,7 +34,6 @@ class Loop:
 
     Args:
         parts: What the parts of the open device share.
-        events: Emits events to the app.
         contact: Tracks whether the server can be reached.
         turns: Runs one turn.
         backend: Keeps the compute backend, whose unfinished training a second Ctrl-C discards.
@@ -42,10 +41,10 @@ class Loop:
     """
 
     def __init__(
-        self, parts: DeviceParts, events: Events, contact: Contact, turns: Turns, backend: Backend, stopped: StopRequest
+        self, parts: DeviceParts, contact: Contact, turns: Turns, backend: Backend, stopped: StopRequest
     ) -> None:
         self._parts = parts
-        self._events = events
+        self._events = parts.events
         self._contact = contact
         self._turns = turns
         self._backend = backend

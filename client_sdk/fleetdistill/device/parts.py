@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fleetdistill.clock import Clock
 from fleetdistill.device.consent import Consent
-from fleetdistill.device.events import DeviceLock
+from fleetdistill.device.events import DeviceLock, Events
 from fleetdistill.device.permission import Permission
 from fleetdistill.link.base import HandsOver, Link
 from fleetdistill.spans import NO_SPANS, Spans
@@ -22,6 +22,7 @@ class DeviceParts:
         storage: State directory.
         link: Connection to the server.
         identity: Run, device id and secret; the first check-in adds the name of the run.
+        events: Emits events to the app.
         lock: Held while the compute backend or the identity is used.
         clock: Clock for waits and time limits.
         consent: Columns that may leave the device.
@@ -33,6 +34,7 @@ class DeviceParts:
     storage: Storage
     link: Link
     identity: service_pb2.Identity
+    events: Events
     lock: DeviceLock
     clock: Clock
     consent: Consent

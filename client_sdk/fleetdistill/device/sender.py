@@ -10,7 +10,6 @@ from fleetdistill.device.backend import Backend
 from fleetdistill.device.check_in import CheckIn
 from fleetdistill.device.consent import ColumnWithdrawn
 from fleetdistill.device.deployer import Deployer
-from fleetdistill.device.events import Events
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.device.private import guarantee_of, reason_to_send
 from fleetdistill.errors import FleetDistillError, LinkError, NoRoomError, RefusedError
@@ -42,17 +41,14 @@ class Sender:
 
     Args:
         parts: What the parts of the open device share.
-        events: Emits events to the app.
         check_in: Checks the device in again if the server requires it.
         backend: Keeps the compute backend, which may hold the state of the answer.
         deployer: Keeps and exports the delivered models.
     """
 
-    def __init__(
-        self, parts: DeviceParts, events: Events, check_in: CheckIn, backend: Backend, deployer: Deployer
-    ) -> None:
+    def __init__(self, parts: DeviceParts, check_in: CheckIn, backend: Backend, deployer: Deployer) -> None:
         self._parts = parts
-        self._events = events
+        self._events = parts.events
         self._storage = parts.storage
         self._check_in = check_in
         self._backend = backend

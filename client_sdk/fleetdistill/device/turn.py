@@ -9,7 +9,7 @@ from fleetdistill.device.ask_handler import AskHandler
 from fleetdistill.device.check_in import CheckIn
 from fleetdistill.device.contact import Contact
 from fleetdistill.device.deployer import Deployer
-from fleetdistill.device.events import Events, Step
+from fleetdistill.device.events import Step
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.device.permission import EligibilityGate
 from fleetdistill.device.sender import Sender
@@ -26,7 +26,6 @@ class Turns:
 
     Args:
         parts: What the parts of the open device share.
-        events: Emits events to the app.
         contact: Tracks whether the server can be reached.
         check_in: Checks the device in.
         sender: Sends answers.
@@ -38,7 +37,6 @@ class Turns:
     def __init__(
         self,
         parts: DeviceParts,
-        events: Events,
         contact: Contact,
         check_in: CheckIn,
         sender: Sender,
@@ -47,14 +45,14 @@ class Turns:
         stopped: threading.Event,
     ) -> None:
         self._parts = parts
-        self._events = events
+        self._events = parts.events
         self._contact = contact
         self._check_in = check_in
         self._sender = sender
         self._deployer = deployer
         self._handler = handler
         self._stopped = stopped
-        self._gate = EligibilityGate(parts.permission, events, parts.link, stopped, self.leave)
+        self._gate = EligibilityGate(parts.permission, parts.events, parts.link, stopped, self.leave)
         self._ask_interrupted = False  # whether the work on the last ask is done again later
         self._asks_since: float | None = None  # when the device first asked for work that there was none of
 
