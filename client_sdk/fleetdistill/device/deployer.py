@@ -17,6 +17,7 @@ from fleetdistill.device.app_models import Predictions
 from fleetdistill.device.backend import Backend
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.errors import (
+    ExportError,
     LinkError,
     ModelError,
     NoRoomError,
@@ -180,10 +181,7 @@ class Deployer:
         return made
 
     def _deploy(self, compute: Compute, report: OnnxReport, folder: Path, version: Version) -> tuple[str, ...]:
-        from fleetdistill.device.finishing import Finishing
-
-        finishing = Finishing(self._events, self._deployment, compute, version)
-        made = finishing.finish(folder)
+        made, difference = self._complete_all(folder, compute, version)
         limit = self._deployment.max_bytes
         size = max((folder / name).stat().st_size for name in made)
         if limit is not None and size > limit:
@@ -193,10 +191,71 @@ class Deployer:
             for name in made:
                 rename_durably(folder / name, self._directory / name)
         path = self._directory / MODEL_FILE
-        difference = report.max_difference + finishing.difference  # int8 to float to the model
+        difference += report.max_difference  # int8 to float to the model
         report = replace(report, path=path, bytes=path.stat().st_size, max_difference=difference)
         self._events.emit_exported(report, version)
         return made
+
+    def _complete_all(self, folder: Path, compute: Compute, version: Version) -> tuple[tuple[str, ...], float]:
+        """Completes all files in a folder.
+
+        With several variants `model.onnx` is a copy of one of them, and is not quantised twice.
+
+        Returns:
+            The names of the files, `model.onnx` last, and the largest absolute difference between logits of an int8
+            file and of its float file; 0 without int8.
+        """
+        model = folder / MODEL_FILE
+        in_use = model.read_bytes()
+        variants = sorted(path for path in folder.glob("*.onnx") if path != model)
+        same = [path for path in variants if path.read_bytes() == in_use]
+        differences = [self._complete(path, compute, version) for path in variants or [model]]
+        if same:
+            shutil.copyfile(same[0], model)
+        elif variants:
+            differences.append(self._complete(model, compute, version))
+        return (*(path.name for path in variants), MODEL_FILE), max(differences)
+
+    def _complete(self, path: Path, compute: Compute, version: Version) -> float:
+        """Quantises a file if the app wants it, adds version and digest; returns the difference of the int8 file."""
+        from fleetdistill.deployment.stamp import stamped
+        from fleetdistill.training.onnx_file import doing
+
+        metadata = {"version": str(version.number)}
+        difference = None
+        if self._deployment.quantize is not None:
+            difference = self._quantize(path, self._deployment.quantize, compute, version)
+        if difference is not None:
+            metadata["quantized"] = str(self._deployment.quantize)
+        with doing(f"writing {path.name}"):
+            path.write_bytes(stamped(path.read_bytes(), metadata))
+        return difference or 0.0
+
+    def _quantize(self, path: Path, how: str, compute: Compute, version: Version) -> float | None:
+        """Replaces a float file by its int8 file if that is good enough; returns their difference, else None."""
+        from fleetdistill.deployment.quantization import quantize
+
+        quantized = path.with_suffix(".int8")
+        try:
+            check = quantize(path, quantized, how, compute.check_data())
+        except ExportError as error:
+            self._report_float(path, version, str(error), {})
+            return None
+        limit = self._deployment.max_quantization_drop
+        if check.drop <= limit:
+            quantized.replace(path)
+            return check.difference
+        reason = (
+            f"{check.measured} of the int8 file is {check.quantized:.3f}, of the float file {check.full:.3f}; "
+            f"max_quantization_drop is {limit:g}"
+        )
+        values = {check.measured: check.full, "quantized": check.quantized, "max_quantization_drop": limit}
+        self._report_float(path, version, reason, values)
+        return None
+
+    def _report_float(self, path: Path, version: Version, reason: str, values: dict[str, float]) -> None:
+        text = f"{path.name} is exported as a float file: {reason}"
+        self._events.emit("not-quantized", version.round, text, {"version": version.number, **values})
 
     def _report_too_large(self, version: Version, size: int, limit: int) -> None:
         text = f"the exported model is {size} bytes, the limit is {limit}; the previous file remains"
