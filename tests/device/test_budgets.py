@@ -22,10 +22,9 @@ from support.processes import python
 
 from fleetdistill import Budgets, Eligibility, Event, Step
 from fleetdistill.clock import SystemClock
-from fleetdistill.device.pace import PACE, Pace
 from fleetdistill.device.permission import Permission
 from fleetdistill.device.probes import resident_bytes
-from fleetdistill.device.usage import USAGE, Usage
+from fleetdistill.device.usage import PACE, USAGE, Pace, Usage
 from fleetdistill.errors import ConfigurationError, LinkError
 from fleetdistill.state.files import Files
 from fleetdistill.testing import FaultyLink, ManualClock, refused

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from fleetdistill.deployment.stamp import check_stamp
 from fleetdistill.deployment.versions import IN_USE, NO_VERSION, version_of
-from fleetdistill.device.pace import PACE
-from fleetdistill.device.usage import USAGE
+from fleetdistill.device.usage import PACE, USAGE
 from fleetdistill.errors import DamagedStateError, ModelError, StateError
 from fleetdistill.link.credentials import is_enrolled
 from fleetdistill.state.erasure import ERASING

@@ -17,9 +17,8 @@ from fleetdistill.clock import Clock
 from fleetdistill.device.budgets import Budgets
 from fleetdistill.device.eligibility import Conditions, Eligibility
 from fleetdistill.device.events import Events
-from fleetdistill.device.pace import Pace
 from fleetdistill.device.probes import resident_bytes
-from fleetdistill.device.usage import Usage
+from fleetdistill.device.usage import Pace, Usage
 from fleetdistill.errors import FleetDistillError, LinkError, WorkInterrupted
 from fleetdistill.interruption import Hold, checked_by
 from fleetdistill.link.base import Link
