@@ -302,9 +302,7 @@ def measure(case: Case, rounds: int, out: Path, profile: cProfile.Profile | None
 
 
 def _check_equal(store: Store, loop: FedAvgLoop | FedDKCLoop) -> None:
-    row = store.runs.get(RUN)
-    assert row is not None
-    simulated = loop.simulated(unpack_state(store.blobs.get_state(row["checkpoint"])))
+    simulated = loop.simulated(unpack_state(store.blobs.get_state(store.runs.existing(RUN).checkpoint)))
     for name, tensor in loop.state().items():
         assert torch.equal(tensor, simulated[name]), f"the loop's {name} differs from the simulation's"
 

@@ -485,26 +485,28 @@ def _free_port() -> int:
 def _used(store: Store, config: RunConfig) -> list[Key] | None:
     """What the counting method says that it has used, from the state of its last checkpoint."""
     row = store.runs.get(config.run.name)
-    if config.run.method != counting.NAME or row is None or row["checkpoint"] is None:
+    if config.run.method != counting.NAME or row is None or not row.checkpoint:
         return None
     from fleetdistill.state.state_file import unpack_state
 
-    state = unpack_state(store.blobs.get_state(row["checkpoint"]))
+    state = unpack_state(store.blobs.get_state(row.checkpoint))
     return [(device, number, step, sha256) for device, number, step, sha256 in state["used"]]
 
 
 def _unfinished(store: Store, config: RunConfig) -> list[str]:
-    row = store.runs.get(config.run.name) or {}
-    found = row.get("status"), row.get("completed_rounds")
-    return [] if found == ("finished", config.run.rounds) else [f"the run ended as {found}: {row.get('reason')}"]
+    run = store.runs.get(config.run.name)
+    if run is None:
+        return ["the run does not exist"]
+    found = str(run.status), run.completed_rounds
+    return [] if found == ("finished", config.run.rounds) else [f"the run ended as {found}: {run.reason}"]
 
 
 def _damaged(store: Store, on_purpose: Container[bytes]) -> list[str]:
     """The answers of the newest closed round of every run are still there, whole but for what was damaged here."""
     damaged = []
     for run in store.runs.all():
-        closed = [row["round"] for row in store.runs.rounds(run["name"]) if row["status"] == "closed"]
-        for row in store.asks.uploads(run["name"]):
+        closed = [row["round"] for row in store.runs.rounds(run.name) if row["status"] == "closed"]
+        for row in store.asks.uploads(run.name):
             if row["status"] == "used" and row["round"] == max(closed) and row["sha256"] not in on_purpose:
                 payload = store.blobs.open(row["sha256"])
                 algorithm = Algorithm.BLAKE3 if has_blake3() else Algorithm.SHA256

@@ -48,7 +48,7 @@ def server_toml(folder: Path, port: int = 0) -> Path:
 
 def summary(store: Store) -> Any:
     """All that a repeated command must leave as it is: runs, rounds and events, without times, tokens and callers."""
-    rows = [store.runs.get(name) or {} for name in store.runs.names()]
+    rows = store.database.rows("SELECT * FROM runs ORDER BY created_at, name")
     events = {
         name: [(row["kind"], row["text"].partition("by ")[0]) for row in store.history.events(name)]
         for name in store.runs.names()
@@ -61,7 +61,7 @@ def checkpoint_of(store: Store) -> bytes:
     """Digest of the run's last checkpoint."""
     row = store.runs.get(LED)
     assert row is not None
-    return bytes(row["checkpoint"])
+    return bytes(row.checkpoint)
 
 
 class Killer:
@@ -156,7 +156,7 @@ class Killer:
 
     def _has_ended(self) -> bool:
         with closing(Store.open(self._folder / "store")) as store:
-            return (store.runs.get(LED) or {})["status"] == "finished"
+            return store.runs.existing(LED).status == "finished"
 
 
 def _play(folder: Path, seed: int, kills: int) -> tuple[bytes, Counter[str]]:
@@ -168,7 +168,7 @@ def _play(folder: Path, seed: int, kills: int) -> tuple[bytes, Counter[str]]:
         killer.kill(kills)
         killer.repeat(["resume", LED])
         with closing(Store.open(folder / "store")) as store:
-            wait_until(lambda: (store.runs.get(LED) or {})["status"] == "finished", "the run to finish")
+            wait_until(lambda: store.runs.existing(LED).status == "finished", "the run to finish")
             checkpoint = checkpoint_of(store)
     assert killer.rounds() == ["closed"] * _ROUNDS
     return checkpoint, killer.kills

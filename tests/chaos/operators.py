@@ -30,7 +30,7 @@ from fleetdistill_server.operations.client import connect
 from fleetdistill_server.operations.interface import Source
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.creation import NewRun
-from fleetdistill_server.store.states import ACTIVE, CREATED, PAUSED, STOPPED
+from fleetdistill_server.store.states import ACTIVE, RunStatus
 from fleetdistill_server.store.store import Store
 
 _CREATING, _STARTED, _ABSENT = "fleetdistill_server.engine.creation", "started", "absent"
@@ -49,13 +49,13 @@ class Call:
 
 
 _START = Call("StartRun", lambda source, run: source.start(run), _STARTED)
-_STOP = Call("StopRun", lambda source, run: source.stop(run), STOPPED)
+_STOP = Call("StopRun", lambda source, run: source.stop(run), RunStatus.STOPPED)
 _DELETE = Call("DeleteRun", lambda source, run: source.delete(run), _ABSENT, 0.05)
-_NEXT = {
-    CREATED: [_START, _STOP, _DELETE],
-    _STARTED: [Call("PauseRun", lambda source, run: source.pause(run), PAUSED), _STOP, _DELETE],
-    PAUSED: [Call("ResumeRun", lambda source, run: source.resume(run), _STARTED), _STOP, _DELETE],
-    STOPPED: [_START, _DELETE],
+_NEXT: dict[str, list[Call]] = {
+    RunStatus.CREATED: [_START, _STOP, _DELETE],
+    _STARTED: [Call("PauseRun", lambda source, run: source.pause(run), RunStatus.PAUSED), _STOP, _DELETE],
+    RunStatus.PAUSED: [Call("ResumeRun", lambda source, run: source.resume(run), _STARTED), _STOP, _DELETE],
+    RunStatus.STOPPED: [_START, _DELETE],
 }
 """Calls that are possible in a state of a run."""
 
@@ -78,7 +78,9 @@ class OperatorKiller:
         self._address = f"127.0.0.1:{free_port()}"
         self._stack = ExitStack()
         self._answered = Counter[str]()
-        self._states = dict.fromkeys(kept, CREATED) or dict.fromkeys((_FIRST, _CLONE), _ABSENT)
+        self._states: dict[str, str] = dict.fromkeys(kept, RunStatus.CREATED) or dict.fromkeys(
+            (_FIRST, _CLONE), _ABSENT
+        )
         self._kept = kept
         self.kills = Counter[str]()
 
@@ -112,7 +114,7 @@ class OperatorKiller:
     def state(self, run: str) -> str:
         """The state of a run as the calls leave it."""
         with closing(Store.open(self._store)) as store:
-            status = str((store.runs.get(run) or {"status": _ABSENT})["status"])
+            status = store.runs.status(run) or _ABSENT
         return _STARTED if status in ACTIVE else status
 
     def _next(self, run: str) -> Call:
@@ -121,7 +123,7 @@ class OperatorKiller:
         if state != _ABSENT:
             return self._chance.choice([one for one in _NEXT[state] if one.leaves != _ABSENT or not self._kept])
         start = self._chance.random() < 0.5
-        leaves = _STARTED if start else CREATED
+        leaves = _STARTED if start else RunStatus.CREATED
         if run == _CLONE and self._states[_FIRST] != _ABSENT:
             clone = NewRun(settings={"run": {"name": run}}, start=start, clone_of=_FIRST)
             return Call("CloneRun", lambda source, _: source.create(clone), leaves, 2.0)

@@ -18,6 +18,7 @@ from support.record_schema import make_store, recorded_config
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.cli.serve_checks import check_new_run
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
@@ -233,7 +234,7 @@ def test_a_run_with_a_contract_is_not_checked_again(tmp_path: Path, monkeypatch:
         check_new_run(path, load_run_config(path), threading.Event())
     store = Store.open(tmp_path / "store")
     register(store, load_run_config(path))
-    store.runs.publish_contract("digits", b"")
+    store.runs.publish_contract("digits", contract_pb2.Contract(run="digits").SerializeToString())
     store.close()
     monkeypatch.setattr(subprocess, "Popen", lambda *given, **more: pytest.fail("no process is needed"))
     check_new_run(path, load_run_config(path), threading.Event())

@@ -143,7 +143,7 @@ def cohorts(config: RunConfig, away: set[int], dies_in: int = 0) -> list[list[st
         asyncio.run(Engine(store, config, waker).run())
     if dies_in:
         asyncio.run(Engine(store, config, waker).run())
-    assert (store.runs.get(RUN) or {})["status"] == "finished"
+    assert store.runs.existing(RUN).status == "finished"
     assert_no_upload_lost(store)
     return [json.loads(row["cohort"]) for row in store.runs.rounds(RUN)]
 

@@ -97,7 +97,7 @@ class Halted:
         """Whose parts the run's state has."""
         row = store.runs.get(RUN)
         assert row is not None
-        return sorted(unpack_state(store.blobs.get_state(row["checkpoint"]))["parts"])
+        return sorted(unpack_state(store.blobs.get_state(row.checkpoint))["parts"])
 
     def others(self) -> list[str]:
         return [spec.name for spec in self.prepared[1] if spec.name != self.device]
@@ -329,13 +329,13 @@ def test_an_engine_does_not_end_its_run_before_it_could_forget(run: Halted, stor
 
         def look() -> None:
             assert_still_to_forget(run, store)
-            assert (store.runs.get(RUN) or {})["status"] == "running"
+            assert store.runs.existing(RUN).status == "running"
             stack.close()  # the backup is made
 
         assert not ask_to_forget(store, RUN, run.device, served=True)
         asyncio.run(run.engine(store, Waker(look)).run())
     other.close()
-    assert (store.runs.get(RUN) or {})["status"] == "finished"
+    assert store.runs.existing(RUN).status == "finished"
     assert_forgotten(run, store)
 
 
@@ -352,7 +352,7 @@ def test_who_asks_at_the_very_end_of_a_run_is_heard(run: Halted, store: Store, m
 
     monkeypatch.setattr(engine, "forget", then_asked)
     asyncio.run(engine.run())
-    assert (store.runs.get(RUN) or {})["status"] == "finished"
+    assert store.runs.existing(RUN).status == "finished"
     assert_forgotten(run, store)
 
 

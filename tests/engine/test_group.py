@@ -36,8 +36,8 @@ def prepared(name: str, work: Path, sharding: str = "none") -> Prepared:
 def states(store: Store) -> Mapping[str, Any]:
     row = store.runs.get(RUN)
     assert row is not None
-    assert row["status"] == "finished"
-    found: Mapping[str, Any] = unpack_state(store.blobs.get_state(row["checkpoint"]))
+    assert row.status == "finished"
+    found: Mapping[str, Any] = unpack_state(store.blobs.get_state(row.checkpoint))
     return found
 
 

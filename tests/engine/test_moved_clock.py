@@ -77,7 +77,7 @@ def test_a_deadline_passes_when_it_should_though_the_clock_was_set(by: float) ->
     assert waits.waited == [540.0, 540.0], "ten minutes are over within the second nine"
     assert waits.told == pytest.approx(DEADLINE), "what the device is told"
     assert [(row["round"], row["device"]) for row in store.history.events(RUN, "late")] == [(1, "d1")]
-    assert (store.runs.get(RUN) or {})["status"] == "finished"
+    assert store.runs.existing(RUN).status == "finished"
     store.close()
 
 
@@ -91,7 +91,7 @@ def test_a_clock_set_back_while_the_engine_was_away_costs_one_deadline_at_most()
     store.asks.clock = clock.clock()  # a new process
     asyncio.run(Engine(store, config(), waits).run())
     assert waits.waited == [540.0, 540.0]
-    assert (store.runs.get(RUN) or {})["status"] == "finished"
+    assert store.runs.existing(RUN).status == "finished"
     store.close()
 
 

@@ -120,7 +120,7 @@ def test_a_damaged_answer_is_reported_and_its_device_asked_again(fleet: Fleet, n
     assert lost["sha256"].hex() in event["text"]
     assert "the device is asked again" in event["text"]
     assert fleet.quarantined() == ([] if name == "gone" else [lost["sha256"].hex()])
-    assert (fleet.store.runs.get(RUN) or {})["completed_rounds"] == 4
+    assert fleet.store.runs.existing(RUN).completed_rounds == 4
     assert_no_upload_lost(fleet.store, {one.id for device in fleet.devices for one in device.receipts}, RUN)
 
 
@@ -238,7 +238,7 @@ def test_the_old_attempt_has_no_receipt_until_its_data_are_there_again(fleet: Fl
 
 def test_a_damaged_checkpoint_ends_the_engine_with_a_sentence(fleet: Fleet) -> None:
     answered_round(fleet)
-    checkpoint = (fleet.store.runs.get(RUN) or {})["checkpoint"]
+    checkpoint = fleet.store.runs.existing(RUN).checkpoint
     path = fleet.directory / "blobs" / checkpoint.hex()[:2] / f"{checkpoint.hex()}.safetensors"
     flip_a_bit(path)
     with pytest.raises(DamagedError, match=f"checkpoint {checkpoint.hex()} is damaged: its SHA-256 does not match"):
@@ -254,7 +254,7 @@ def test_the_reason_of_a_lost_checkpoint_names_the_way_back(fleet: Fleet) -> Non
     for content in (b"one", b"two"):
         number = fleet.store.runs.open_number(RUN) or fleet.store.runs.start_round(RUN, [])
         fleet.store.runs.close_round(RUN, number, fleet.store.blobs.put_state(content), [], {})
-    checkpoint = (fleet.store.runs.get(RUN) or {})["checkpoint"]
+    checkpoint = fleet.store.runs.existing(RUN).checkpoint
     (fleet.directory / "blobs" / checkpoint.hex()[:2] / f"{checkpoint.hex()}.safetensors").unlink()
     way_back = f"`fleetdistill runs rollback {RUN} --to {number - 1}` returns to the newest one before it"
     with pytest.raises(DamagedError, match=f"checkpoint {checkpoint.hex()} is not in the store; {way_back}"):
@@ -271,7 +271,7 @@ def test_a_damaged_payload_of_an_open_ask_is_made_again(fleet: Fleet, damage: Ca
     damage(fleet.blob({"sha256": ask["payload"]}))
     started_again = Fleet(fleet.directory)
     started_again.run()
-    assert (fleet.store.runs.get(RUN) or {})["status"] == "finished"
+    assert fleet.store.runs.existing(RUN).status == "finished"
     assert fleet.store.history.events(RUN, "declined") == []
     started_again.store.close()
 
@@ -343,7 +343,7 @@ def test_a_lost_payload_that_a_replay_makes_otherwise_puts_its_device_out_not_th
     (event,) = fleet.store.history.events(RUN, "quarantined")
     assert (event["round"], event["device"]) == (1, "d1")
     assert fleet.quarantined() == [other.sha256.hex()]
-    assert (fleet.store.runs.get(RUN) or {})["status"] == "finished"
+    assert fleet.store.runs.existing(RUN).status == "finished"
 
 
 def test_a_payload_that_is_deleted_before_it_is_asked_with_is_made_again(

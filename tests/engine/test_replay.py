@@ -98,8 +98,8 @@ def run_with_crash(fuse: Fuse) -> Store:
 def checkpoint(store: Store) -> bytes:
     row = store.runs.get(RUN)
     assert row is not None
-    assert (row["status"], row["completed_rounds"]) == ("finished", ROUNDS)
-    return bytes(row["checkpoint"])
+    assert (row.status, row.completed_rounds) == ("finished", ROUNDS)
+    return bytes(row.checkpoint)
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_an_engine_may_die_again_and_again() -> None:
     store, config = Store.in_memory(), config_for()
     devices = answering(store)
     deaths = 0
-    while (store.runs.get(RUN) or {}).get("status") != "finished":
+    while store.runs.status(RUN) != "finished":
         with contextlib.suppress(Crash):
             run_engine(Fragile(store, Fuse(blows_at=most)), config, Drive(devices))
         deaths += 1
@@ -289,8 +289,8 @@ def test_two_runs_of_one_seed_do_not_take_each_others_checkpoint() -> None:
     other, ours = store.runs.get("other"), store.runs.get(RUN)
     assert other is not None
     assert ours is not None
-    assert store.blobs.get_state(other["checkpoint"])
-    assert store.blobs.get_state(ours["checkpoint"])
+    assert store.blobs.get_state(other.checkpoint)
+    assert store.blobs.get_state(ours.checkpoint)
 
 
 def test_a_device_whose_round_is_over_when_it_downloads_stays_in_the_run(tmp_path: Path) -> None:
@@ -371,16 +371,16 @@ def test_rounds_that_fall_short_never_end_a_service(caplog: pytest.LogCaptureFix
     store, told = drive.store, []
 
     def look() -> None:
-        row = store.runs.get(RUN) or {}
-        told.append((row["status"], row["reason"]))
+        run = store.runs.existing(RUN)
+        told.append((run.status, run.reason))
         drive.fails = drive.fails and store.runs.short_rounds_in_a_row(RUN) < 130
 
     drive.on_wait = look
     run_engine(store, config_for(), drive)
     assert [row["status"] for row in store.runs.rounds(RUN)] == ["short"] * 130 + ["closed"] * ROUNDS
-    assert (store.runs.get(RUN) or {})["status"] == "finished"
+    assert store.runs.existing(RUN).status == "finished"
     assert {status for status, _ in told} == {"running"}
-    (last,) = [reason for _, reason in told if (reason or "").startswith("130 rounds in a row fell short")][:1]
+    (last,) = [reason for _, reason in told if reason.startswith("130 rounds in a row fell short")][:1]
     assert "run `fleetdistill runs show` for details" in last
     assert told[-1] == ("running", ""), "once a round is completed, nothing is told any more"
     assert [one.message.split()[0] for one in caplog.records if "rounds in a row" in one.message] == [
@@ -421,9 +421,9 @@ def test_a_simulation_ends_after_so_many_short_rounds_with_a_sentence() -> None:
     engine = Engine(drive.store, config_for(), drive, most_short_rounds=5)
     with pytest.raises(RunError, match="5 rounds in a row fell short of the quorum; run `fleetdistill"):
         asyncio.run(engine.run())
-    row = drive.store.runs.get(RUN) or {}
-    assert row["status"] == "stopped"
-    assert row["reason"].startswith("5 rounds in a row fell short of the quorum")
+    run = drive.store.runs.existing(RUN)
+    assert run.status == "stopped"
+    assert run.reason.startswith("5 rounds in a row fell short of the quorum")
     assert drive.waited == {}, "nobody else will come, so nobody is waited for"
 
 

@@ -97,8 +97,8 @@ class Fleet:
     def checkpoint(self) -> bytes:
         row = self.store.runs.get(RUN)
         assert row is not None
-        assert row["status"] == "finished"
-        return bytes(row["checkpoint"])
+        assert row.status == "finished"
+        return bytes(row.checkpoint)
 
 
 STEPS = 2 * EPOCHS * ROWS // 8

@@ -189,7 +189,7 @@ def test_an_idle_run_computes_nothing_and_writes_nothing(caplog: pytest.LogCaptu
     assert len(seen) == 10
     assert len(set(seen)) == 1
     assert sum("no round is due until" in one.message for one in caplog.records) == 1
-    assert (fleet.store.runs.get(RUN) or {})["status"] == "running"
+    assert fleet.store.runs.existing(RUN).status == "running"
 
 
 def test_a_method_that_always_has_something_to_do_goes_on_until_it_is_stopped() -> None:
@@ -392,7 +392,7 @@ def test_an_engines_process_is_killed_goes_on_and_ends_well_when_it_is_stopped(t
         devices = [stack.enter_context(make_device(spec, link)) for spec in specs]
 
         def closed_rounds() -> int:
-            return int((store.runs.get(config.run.name) or {}).get("completed_rounds") or 0)
+            return store.runs.completed_rounds(config.run.name)
 
         def close_two_rounds() -> None:
             """Counted from the last engine's: it may have closed one more before it was killed."""
@@ -400,7 +400,8 @@ def test_an_engines_process_is_killed_goes_on_and_ends_well_when_it_is_stopped(t
             engine.start()
 
             def are_closed() -> bool:
-                if (store.runs.get(config.run.name) or {}).get("contract") is not None:
+                run = store.runs.get(config.run.name)
+                if run is not None and run.contract:
                     for device in devices:
                         device.step(0.0)
                 return closed_rounds() >= before + 2
@@ -415,7 +416,7 @@ def test_an_engines_process_is_killed_goes_on_and_ends_well_when_it_is_stopped(t
         assert engine.process.pid is not None
         os.kill(engine.process.pid, signal.SIGTERM)
         engine.wait_for_the_end()
-        assert (store.runs.get(config.run.name) or {})["status"] == "running"
+        assert store.runs.existing(config.run.name).status == "running"
         assert {row["status"] for row in store.runs.rounds(config.run.name)} <= {"closed", "open"}
         used = [row["status"] for row in store.asks.uploads(config.run.name)]
         assert set(used) <= {"used", "acknowledged"}

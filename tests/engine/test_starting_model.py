@@ -26,7 +26,7 @@ from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.run_endings import delete
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.store import Store
 
 TRAINED = ["cdkt", "dafkd", "fedavg", "fedd2s", "feddkc", "feddkd"]
@@ -65,10 +65,8 @@ def play(store: Store, config: RunConfig) -> ServerMethod:
     return method
 
 
-def row_of(store: Store, name: str) -> Row:
-    row = store.runs.get(name)
-    assert row is not None
-    return row
+def row_of(store: Store, name: str) -> Run:
+    return store.runs.existing(name)
 
 
 def assert_same(first: ServerMethod, second: ServerMethod) -> None:
@@ -90,9 +88,9 @@ def test_every_method_that_trains_on_the_server_begins_with_its_own_kind(
     said = load_starting_model(store, second, method)
     assert_same(method, before)
     assert said.startswith("begins with the ")
-    assert f" of run 'first' after 1 round, checkpoint {row_of(store, 'first')['checkpoint'].hex()[:12]}" in said
+    assert f" of run 'first' after 1 round, checkpoint {row_of(store, 'first').checkpoint.hex()[:12]}" in said
     initial = make_contract(second, method)[0].initial_weights
-    assert initial == contract_pb2.Contract.FromString(row_of(store, "first")["contract"]).initial_weights
+    assert initial == contract_pb2.Contract.FromString(row_of(store, "first").contract).initial_weights
 
 
 def test_methods_of_one_kind_of_model_begin_with_each_others(store: Store, tmp_path: Path) -> None:
@@ -187,8 +185,8 @@ def test_a_run_that_began_with_another_goes_on_without_it(store: Store, tmp_path
     drive(store, prepared, second)
     (event,) = store.history.events(RUN, "started-from")
     assert event["text"].startswith("begins with the model of run 'first' after 1 round, checkpoint ")
-    assert (row_of(store, RUN)["status"], row_of(store, RUN)["completed_rounds"]) == ("finished", 1)
+    assert (row_of(store, RUN).status, row_of(store, RUN).completed_rounds) == ("finished", 1)
     delete(tmp_path / "store", store, "first")
     drive(store, prepared, with_run(second, rounds=2))
-    assert row_of(store, RUN)["completed_rounds"] == 2
+    assert row_of(store, RUN).completed_rounds == 2
     assert len(store.history.events(RUN, "started-from")) == 1

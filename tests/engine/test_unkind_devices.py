@@ -269,7 +269,7 @@ def test_a_run_completes_whatever_one_of_its_devices_does(tmp_path: Path) -> Non
         assert front.process.poll() is None
     row = store.runs.get(RUN)
     assert row is not None
-    assert (row["status"], row["completed_rounds"]) == ("finished", ROUNDS)
+    assert (row.status, row.completed_rounds) == ("finished", ROUNDS)
     assert [one["status"] for one in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
     assert third.met.keys() == BEHAVIOURS.keys(), "each of them was met"
     for name, number in third.met.items():

@@ -64,7 +64,7 @@ def test_an_ask_that_cannot_be_encoded_costs_a_round_and_not_the_run(
     store = run_in_memory((config.model_copy(update={"contract": in_float16}), specs, work))
     row = store.runs.get(RUN)
     assert row is not None
-    assert (row["status"], row["completed_rounds"]) == ("finished", config.run.rounds)
+    assert (row.status, row.completed_rounds) == ("finished", config.run.rounds)
     rounds = store.runs.rounds(RUN)
     assert [one["status"] for one in rounds] == ["short", "short"] + ["closed"] * config.run.rounds
     told = [(one["round"], one["device"]) for one in store.history.events(RUN, "not-asked")]
@@ -125,7 +125,7 @@ def fleet(store: Store, *kinds: type[AnsweringDevice]) -> Turns:
 
 
 def state_of(store: Store) -> dict[str, Any]:
-    state: dict[str, Any] = unpack_state(store.blobs.get_state((store.runs.get(RUN) or {})["checkpoint"]))
+    state: dict[str, Any] = unpack_state(store.blobs.get_state(store.runs.existing(RUN).checkpoint))
     return state
 
 

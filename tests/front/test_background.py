@@ -206,7 +206,7 @@ def test_a_wake_up_of_few_devices_is_not_delayed_for_the_sake_of_those_that_wait
         sessions=SimpleNamespace(run_name=lambda run: RUN, lease_seconds=math.inf),
         limiter=SimpleNamespace(open_call=open_call),
         store=SimpleNamespace(
-            runs=SimpleNamespace(get=lambda run: {"status": "running"}),
+            runs=SimpleNamespace(status=lambda run: "running"),
             asks=SimpleNamespace(devices_with_open=lambda run: {"d1", "d2"}),
         ),
     )

@@ -164,7 +164,7 @@ def test_a_forgotten_device_is_named_nowhere_in_the_methods_state(method: str, t
 def state_of(store: Store) -> Any:
     row = store.runs.get(RUN)
     assert row is not None
-    return unpack_state(store.blobs.get_state(row["checkpoint"]))
+    return unpack_state(store.blobs.get_state(row.checkpoint))
 
 
 def words_in(state: Any) -> Iterator[str]:

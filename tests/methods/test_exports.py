@@ -51,7 +51,7 @@ def test_the_servers_model_is_exported_as_the_last_checkpoint_has_it(
     store, method = played.store, build_method(played.prepared[0])
     row = store.runs.get(RUN)
     assert row is not None
-    method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
+    method.load_state_dict(unpack_state(store.blobs.get_state(row.checkpoint)))
     exported = method.export()
     if exported is None:
         with pytest.raises(ConfigurationError, match=f"{RUNS[name].method} has no model on the server"):

@@ -51,7 +51,7 @@ class Fleet:
     @property
     def is_over(self) -> bool:
         row = self.store.runs.get(RUN)
-        return row is not None and row["status"] == "finished"
+        return row is not None and row.status == "finished"
 
     @property
     def state(self) -> State:
@@ -67,7 +67,7 @@ class Fleet:
     def answer_one(self) -> None:
         """One device answers, or all have nothing to do."""
         row = self.store.runs.get(RUN)
-        if row is not None and row["contract"] is not None:
+        if row is not None and row.contract:
             any(device.step(0.0) is Step.ANSWERED for device in self.devices)
 
     def finish(self) -> None:

@@ -176,11 +176,11 @@ def check_store(root: Path, said: tuple[Any, ...]) -> None:
         assert {receipt for word, receipt in said if word == SHOWN} <= {row["receipt"] for row in uploads}
         if run is None:
             return
-        if run["checkpoint"] is not None:
-            assert store.blobs.get_state(run["checkpoint"]) in (b"state 0", b"state 1")
+        if run.checkpoint:
+            assert store.blobs.get_state(run.checkpoint) in (b"state 0", b"state 1")
         spoken = [row["sha256"] for row in uploads]
-        if run["contract"] is not None:
-            spoken.append(make_contract().FromString(run["contract"]).initial_weights)
+        if run.contract:
+            spoken.append(make_contract().FromString(run.contract).initial_weights)
         if store.runs.open_round(RUN) is not None:
             spoken += [row["payload"] for row in store.asks.of_step(RUN, 1, 1)]
         for sha256 in spoken:

@@ -29,7 +29,7 @@ from fleetdistill_server.service.reconciliation import Reconciliation
 from fleetdistill_server.service.registration import register, serve_run
 from fleetdistill_server.service.restarts import MAX_FAILURES, MAX_KILLS, Restarts
 from fleetdistill_server.service.wakeups import Ends
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.store import Store
 
 RUN = "ends"
@@ -190,8 +190,8 @@ class Service:
             self.engines.look()
         return self.child
 
-    def row(self) -> Row:
-        return self.store.runs.get(RUN) or {}
+    def run(self) -> Run:
+        return self.store.runs.existing(RUN)
 
     def history(self) -> list[str]:
         return [f"{one['kind']}: {one['text']}" for one in self.store.history.events(RUN)]
@@ -219,7 +219,7 @@ def test_an_engine_that_waits_is_started_every_ten_seconds_with_one_line_at_the_
 ) -> None:
     child = service.look(code, 1 + 11 * 20)
     assert child.starts == 20
-    assert (service.row()["status"], service.history()) == ("preparing", [])
+    assert (service.run().status, service.history()) == ("preparing", [])
     child.code = None
     child.started = service.seconds.now
     service.look(None, 100)
@@ -250,8 +250,8 @@ def test_a_run_whose_engine_is_given_up_is_stopped_with_the_reason_of_then(servi
     child = service.look(9, 60)
     cause = "the engine exited with status 9"
     reason = f"the engine failed {MAX_FAILURES} times at the same point: {cause}"
-    row = service.row()
-    assert (row["status"], row["reason"], row["engine"]) == ("stopped", reason, None)
+    row = service.run()
+    assert (row.status, row.reason, row.engine) == ("stopped", reason, None)
     assert child.starts == MAX_FAILURES - 1
     again = [f"{ENGINE_FAILED}: {cause}", "engine-restarted: the engine is started again after a failure"]
     assert service.history() == [
@@ -269,18 +269,18 @@ def test_six_kills_within_seconds_stop_no_run_and_the_run_says_when_it_goes_on(s
     child = service.look(-signal.SIGKILL, 1)
     while service.history().count(f"{ENGINE_FAILED}: {cause}") < 7:
         service.look(-signal.SIGKILL, 1)
-    row = service.row()
-    assert (row["status"], service.failed) == ("preparing", [])
-    again = re.fullmatch(rf"the engine (has failed and is started again at (\S+Z)): {re.escape(cause)}", row["reason"])
-    assert again is not None, row["reason"]
+    row = service.run()
+    assert (row.status, service.failed) == ("preparing", [])
+    again = re.fullmatch(rf"the engine (has failed and is started again at (\S+Z)): {re.escape(cause)}", row.reason)
+    assert again is not None, row.reason
     time.strptime(again[2], "%Y-%m-%dT%H:%M:%SZ")
     assert [one.state().waits for one in service.engines.engines.values()] == [again[1]]
     service.look(-signal.SIGKILL, 13)
     assert child.starts == 7
     told = rf"the engine has failed 7 times without progress, the last time at (\S+Z): {re.escape(cause)}"
-    assert re.fullmatch(told, service.row()["reason"])
+    assert re.fullmatch(told, service.run().reason)
     service.look(-signal.SIGKILL, 1000)
-    assert service.row()["status"] == "stopped", "the kernel kills an engine that lacks memory each time"
+    assert service.run().status == "stopped", "the kernel kills an engine that lacks memory each time"
     assert child.starts == MAX_KILLS - 1
 
 
@@ -313,13 +313,13 @@ def test_repeated_failures_are_told_until_there_is_progress(
     service.look(1, 2)
     service.look(None, 100)
     assert waits().startswith("has failed 2 times without progress, the last time at 20")
-    assert service.row()["reason"] == f"the engine {waits()}: the engine exited with status 1"
+    assert service.run().reason == f"the engine {waits()}: the engine exited with status 1"
     if done == "a round":
         service.store.runs.start_round(RUN, [])
     else:
         monkeypatch.setattr(engine_process, "STEADY_SECONDS", 0.0)
     service.look(None, 1)
-    assert (waits(), service.row()["reason"]) == ("", "")
+    assert (waits(), service.run().reason) == ("", "")
 
 
 def test_restarts_are_counted_over_stops_of_the_run(service: Service) -> None:
@@ -365,7 +365,7 @@ def test_progress_of_the_run_forgets_earlier_failures(service: Service) -> None:
         number = service.store.runs.start_round(RUN, [])
         service.look(1, 2)
         service.store.runs.close_short_round(RUN, number, "too few answers")
-    assert service.row()["status"] == "preparing"
+    assert service.run().status == "preparing"
 
 
 def test_an_engine_that_is_given_up_is_told_though_the_disk_is_full(

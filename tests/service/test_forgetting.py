@@ -38,9 +38,9 @@ def needed(store: Store) -> set[str]:
     """Digests of the files that have nothing of a device: the last state and the payloads of the contract."""
     row = store.runs.get(RUN)
     assert row is not None
-    contract = contract_pb2.Contract.FromString(row["contract"])
+    contract = contract_pb2.Contract.FromString(row.contract)
     payloads = {contract.initial_weights, contract.proxy_digest, contract.extractor_file} - {b""}
-    return {one.hex() for one in {row["checkpoint"], *payloads}}
+    return {one.hex() for one in {row.checkpoint, *payloads}}
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -69,4 +69,4 @@ def check_forgotten(store: Store, work: Path) -> None:
     assert files(work) == needed(store)
     row = store.runs.get(RUN)
     assert row is not None
-    assert row["status"] == "finished"
+    assert row.status == "finished"

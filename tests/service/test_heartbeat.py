@@ -238,7 +238,7 @@ def test_each_start_of_an_engine_has_a_token_of_its_own(
     look(engine, seconds, 2)
     assert child.starts == 1
     assert engine.token != first
-    assert child.arguments[2] == engine.token == (store.runs.get(RUN) or {})["engine"]
+    assert child.arguments[2] == engine.token == store.runs.existing(RUN).engine
 
 
 # --- what people see

@@ -20,8 +20,8 @@ from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.service import call_log, leading
 from fleetdistill_server.service.call_log import CallLog
 from fleetdistill_server.service.run_endings import delete
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.operator_calls import LOCAL, Call
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.store import Store
 
 RUN = "digits"
@@ -39,14 +39,12 @@ def store(tmp_path: Path) -> Iterator[Store]:
     opened.close()
 
 
-def row_of(store: Store, name: str = RUN) -> Row:
-    row = store.runs.get(name)
-    assert row is not None
-    return row
+def row_of(store: Store, name: str = RUN) -> Run:
+    return store.runs.existing(name)
 
 
 def queue(store: Store) -> list[str]:
-    return [row["name"] for row in store.led.queue()]
+    return [row.name for row in store.led.queue()]
 
 
 def begin(store: Store, **run: Any) -> str:
@@ -98,7 +96,7 @@ def test_a_repeated_action_says_the_same_and_changes_nothing(store: Store, actio
         ACTIONS[earlier](store)
     said = ACTIONS[action](store)
     before = row_of(store), store.history.events(RUN)
-    assert before[0]["status"] == STATUS[action]
+    assert before[0].status == STATUS[action]
     assert ACTIONS[action](store) == said
     assert (row_of(store), store.history.events(RUN)) == before
 
@@ -108,7 +106,7 @@ def test_a_creation_repeated_after_the_run_starts_nothing(store: Store) -> None:
     store.runs.close_round(RUN, store.runs.start_round(RUN, ["d1"]), b"", [], {})
     store.runs.end(RUN, "finished", "all rounds done")
     assert leading.create(store, config(rounds=1), start_it=True) == said
-    assert row_of(store)["status"] == "finished"
+    assert row_of(store).status == "finished"
     assert [event["kind"] for event in store.history.events(RUN)].count("started") == 1
 
 
@@ -148,10 +146,10 @@ def test_a_failed_run_is_stopped_only_by_its_own_engine_and_started_again(store:
     token = begin(store)
     assert not store.led.hold_failed(RUN, "another", "the engine failed")
     assert store.led.hold_failed(RUN, token, "the engine failed")
-    assert (row_of(store)["status"], row_of(store)["reason"]) == ("stopped", "the engine failed")
+    assert (row_of(store).status, row_of(store).reason) == ("stopped", "the engine failed")
     assert queue(store) == []
     assert leading.start(store, RUN) == "run 'digits' is started"
-    assert (row_of(store)["status"], row_of(store)["reason"], queue(store)) == ("running", "", [RUN])
+    assert (row_of(store).status, row_of(store).reason, queue(store)) == ("running", "", [RUN])
 
 
 # --- rounds, asks and devices
@@ -162,7 +160,8 @@ def test_a_pause_keeps_the_open_round_and_extends_its_deadlines(store: Store) ->
     ask_one(store)
     (before,) = store.asks.all_open(RUN)
     leading.pause(store, RUN)
-    paused_at = row_of(store)["paused_at"]
+    paused_at = row_of(store).paused_at
+    assert paused_at is not None
     store.database.now = lambda: paused_at + 1000.0
     leading.resume(store, RUN)
     assert store.runs.open_number(RUN) == 1
@@ -253,11 +252,11 @@ def test_a_finished_run_with_more_rounds_waits_to_be_started(store: Store) -> No
     store.runs.close_round(RUN, store.runs.start_round(RUN, ["d1"]), b"checkpoint", [], {})
     store.runs.end(RUN, "finished", "1 round completed")
     leading.create(store, config(rounds=1))
-    assert row_of(store)["status"] == "finished"
+    assert row_of(store).status == "finished"
     leading.create(store, config(rounds=40))
-    assert (row_of(store)["status"], row_of(store)["reason"]) == ("stopped", "finished, and now has 40 rounds")
+    assert (row_of(store).status, row_of(store).reason) == ("stopped", "finished, and now has 40 rounds")
     leading.start(store, RUN)
-    assert row_of(store)["status"] == "running"
+    assert row_of(store).status == "running"
 
 
 def test_a_run_of_an_earlier_version_is_started_once_its_configuration_is_known(store: Store) -> None:

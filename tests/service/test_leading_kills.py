@@ -126,7 +126,7 @@ def create(folder: Path) -> None:
 
 def finish(folder: Path) -> bytes:
     with contextlib.closing(Store.open(folder / "store")) as store:
-        wait_until(lambda: (store.runs.get(LED) or {})["status"] == "finished", "the run to finish")
+        wait_until(lambda: store.runs.existing(LED).status == "finished", "the run to finish")
         return checkpoint_of(store)
 
 

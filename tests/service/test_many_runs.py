@@ -170,7 +170,7 @@ def test_a_run_that_another_server_has_taken_is_left_to_it(service: Service) -> 
     theirs = service.store.led.assign("a")
     assert service.runs() == []
     assert service.failed == [("a", "run 'a' was taken over by another server")]
-    assert (service.store.runs.get("a") or {})["engine"] == theirs, "the two do not take it from each other for ever"
+    assert service.store.runs.existing("a").engine == theirs, "the two do not take it from each other for ever"
     leading.pause(service.store, "a")
     leading.resume(service.store, "a")
     assert service.runs() == ["a"]

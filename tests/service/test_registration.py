@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.store import Store
 
 OPERATED: dict[str, Any] = {
@@ -49,10 +49,8 @@ def store() -> Iterator[Store]:
     made.close()
 
 
-def row_of(store: Store) -> Row:
-    row = store.runs.get("digits")
-    assert row is not None
-    return row
+def row_of(store: Store) -> Run:
+    return store.runs.existing("digits")
 
 
 def begin(store: Store, completed: int = 0) -> None:
@@ -72,24 +70,24 @@ def test_a_new_run_is_entered_and_found_again(store: Store) -> None:
     before = state(store)
     register(store, config())
     assert state(store) == before
-    assert row_of(store)["status"] == "preparing"
+    assert row_of(store).status == "preparing"
 
 
 @pytest.mark.parametrize("name", OPERATED)
 def test_what_the_operator_decides_may_change_at_each_start(store: Store, name: str) -> None:
     begin(store, completed=1)
     register(store, config(**{name: OPERATED[name]}))
-    assert json.loads(row_of(store)["config"])["run"][name] == OPERATED[name]
+    assert row_of(store).config["run"][name] == OPERATED[name]
     (event,) = store.history.events("digits", "settings-changed")
     assert event["text"].startswith(f"run.{name} was ")
     assert event["text"].endswith(f", is {OPERATED[name]}")
-    assert row_of(store)["completed_rounds"] == 1
+    assert row_of(store).completed_rounds == 1
 
 
 def test_devices_read_changed_rounds_and_threads_in_the_contract(store: Store) -> None:
     begin(store, completed=1)
     register(store, config(rounds=40, threads=2))
-    contract = contract_pb2.Contract.FromString(row_of(store)["contract"])
+    contract = contract_pb2.Contract.FromString(row_of(store).contract)
     assert (contract.run, contract.rounds, contract.threads) == ("digits", 40, 2)
 
 
@@ -98,9 +96,9 @@ def test_a_finished_run_goes_on_with_more_rounds(store: Store, rounds: int) -> N
     begin(store, completed=3)
     store.runs.end("digits", "finished", "3 rounds completed")
     register(store, config())
-    assert row_of(store)["status"] == "finished"
+    assert row_of(store).status == "finished"
     register(store, config(rounds=rounds))
-    assert (row_of(store)["status"], row_of(store)["reason"]) == ("running", "")
+    assert (row_of(store).status, row_of(store).reason) == ("running", "")
 
 
 @pytest.mark.parametrize(("status", "least"), [("running", 3), ("finished", 2)])
@@ -148,8 +146,8 @@ def test_before_a_round_is_completed_a_run_is_replaced(store: Store, name: str) 
     store.runs.close_short_round("digits", store.runs.start_round("digits", ["a"]), "nobody answered")
     register(store, CHANGED[name])
     row = row_of(store)
-    assert (row["status"], row["contract"], row["next_round"]) == ("preparing", None, 1)
-    assert json.loads(row["config"]) == CHANGED[name].fixed_part()
+    assert (row.status, row.contract, row.next_round) == ("preparing", b"", 1)
+    assert row.config == CHANGED[name].fixed_part()
     assert (store.runs.rounds("digits"), store.devices.all("digits")) == ([], [])
     (event,) = store.history.events("digits")
     assert event["kind"] == "run-replaced"

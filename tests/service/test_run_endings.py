@@ -32,7 +32,7 @@ from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.run_endings import delete, roll_back
 from fleetdistill_server.service.supervisor import Supervisor
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.store import Store
 
 RUN = "digits"
@@ -80,10 +80,8 @@ def store(directory: Path) -> Iterator[Store]:
     opened.close()
 
 
-def row_of(store: Store, name: str = RUN) -> Row:
-    row = store.runs.get(name)
-    assert row is not None
-    return row
+def row_of(store: Store, name: str = RUN) -> Run:
+    return store.runs.existing(name)
 
 
 def files(directory: Path) -> set[str]:
@@ -101,7 +99,7 @@ def call(directory: Path, *arguments: str, typed: str = "") -> tuple[int, str]:
 def test_a_cancelled_run_is_over_for_good(store: Store) -> None:
     token = store.runs.own(RUN)
     assert cancel(store, RUN)
-    assert (row_of(store)["status"], row_of(store)["reason"]) == ("cancelled", "by the operator, after 1 round")
+    assert (row_of(store).status, row_of(store).reason) == ("cancelled", "by the operator, after 1 round")
     assert [(row["status"], row["reason"]) for row in store.runs.rounds(RUN)][1:] == [("short", "run cancelled")]
     assert [row["status"] for row in store.asks.uploads(RUN)] == ["used", "reported"]
     with pytest.raises(RunError, match="run 'digits' was cancelled"):
@@ -119,7 +117,7 @@ def test_cancelling_again_changes_nothing(store: Store) -> None:
     assert (row_of(store), store.runs.rounds(RUN)) == before
     store.runs.end("other", "finished", "")
     assert not cancel(store, "other")
-    assert row_of(store, "other")["status"] == "finished"
+    assert row_of(store, "other").status == "finished"
     with pytest.raises(ConfigurationError, match="there is no run 'none'"):
         cancel(store, "none")
 
@@ -168,22 +166,22 @@ def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path
             identity.secret = checked_in.secret
             store.devices.ask_to_forget(RUN, "d1")
             code, said = cancels(Role.OPERATOR, RUN)
-            assert (code, row_of(store)["status"]) == (1, "running"), "nobody would forget d1 any more"
+            assert (code, row_of(store).status) == (1, "running"), "nobody would forget d1 any more"
             assert "still has devices to forget; try again after the run's next round, or cancel it on the" in said
             store.devices.mark_forgotten(RUN, "d1")
             code, said = cancels(Role.VIEWER, RUN)
-            assert (code, "viewer 'olga' may not cancel a run" in said, row_of(store)["status"]) == (1, True, "running")
+            assert (code, "viewer 'olga' may not cancel a run" in said, row_of(store).status) == (1, True, "running")
             assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' is cancelled\n")
             told = device.NextAsk(service_pb2.NextAskRequest(identity=identity))
             assert told.finished == "cancelled: by the operator, after 1 round"
         before = row_of(store), store.runs.rounds(RUN)
-        assert before[0]["status"] == "cancelled"
+        assert before[0].status == "cancelled"
         assert [row["status"] for row in before[1]] == ["closed", "short"]
         assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' had already ended\n")
         assert (row_of(store), store.runs.rounds(RUN)) == before
         code, said = cancels(Role.OPERATOR, "digist")
         assert (code, "there is no run 'digist'; did you mean 'digits'?" in said) == (1, True)
-        assert row_of(store, "other")["status"] == "running"
+        assert row_of(store, "other").status == "running"
 
 
 # --- deleting
@@ -199,12 +197,12 @@ def test_a_run_is_deleted_in_any_state_with_its_files(directory: Path, store: St
     assert store.runs.names() == ["other"]
     assert len(whole - files(directory)) == 3
     assert files(directory) == {row.hex() for row in store.runs.payloads_between("other", 0, 9)} | {
-        row_of(store, "other")["checkpoint"].hex()
+        row_of(store, "other").checkpoint.hex()
     }
     assert store.devices.all(RUN) == store.runs.rounds(RUN) == store.asks.uploads(RUN) == []
     assert delete(directory, store, RUN) is None
     register(store, config())
-    assert row_of(store)["completed_rounds"] == 0
+    assert row_of(store).completed_rounds == 0
 
 
 def test_a_run_that_is_served_is_not_deleted_and_others_are(directory: Path, store: Store) -> None:
@@ -307,10 +305,10 @@ def test_a_run_that_is_served_is_cancelled_and_its_devices_go(tmp_path: Path) ->
         stack.callback(supervisor.stop)
         port = wait_until(lambda: supervisor.port or 0, "the front to listen")
         stack.enter_context(AnsweringFleet(port, RUN, 2))
-        wait_until(lambda: row_of(store)["completed_rounds"] > 0, "a round")
+        wait_until(lambda: row_of(store).completed_rounds > 0, "a round")
         (engine,) = children(os.getpid(), "fleetdistill_server.engine")
         assert cancel(store, RUN)
         wait_until(lambda: not is_alive(engine), "the engine to end")
         wait_until(lambda: told, "the supervisor to tell")
     assert (told, ended) == (["cancelled"], [True])
-    assert row_of(Store.open(tmp_path / "store"))["status"] == "cancelled"
+    assert row_of(Store.open(tmp_path / "store")).status == "cancelled"

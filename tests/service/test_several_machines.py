@@ -86,7 +86,7 @@ def test_two_fronts_and_an_engine_on_three_machines_end_a_run(
             assert_metrics_of_each(fronts, engine)
             wait_until(lambda: all(device.finished for device in fleet.devices), "the devices to hear of the end")
         store = Store.open(fronts[1].store)  # every host's directory leads to the same store
-        assert (store.runs.get(RUN) or {})["status"] == "finished"
+        assert store.runs.existing(RUN).status == "finished"
         assert_no_upload_lost(store, run=RUN)
         assert [row["used"] for row in store.runs.rounds(RUN)] == [2, 2]
         store.close()
@@ -117,7 +117,7 @@ def test_a_run_behind_a_load_balancer_survives_the_loss_of_a_front(
         servers[0].kill()  # its front ends with it
         wait_until(lambda: all(device.finished for device in fleet.devices), "the devices to hear of the end")
         store = Store.open(fronts[1].store)
-        assert (store.runs.get(RUN) or {})["status"] == "finished"
+        assert store.runs.existing(RUN).status == "finished"
         assert_no_upload_lost(store, {one for device in fleet.devices for one in device.receipts}, RUN)
         store.close()
 

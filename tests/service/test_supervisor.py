@@ -23,7 +23,7 @@ from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.service import restarts
 from fleetdistill_server.service.supervisor import Supervisor
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
@@ -112,15 +112,13 @@ def _is_ours(pid: int) -> bool:
     return is_alive(pid) and "fleetdistill_server" in Path(f"/proc/{pid}/cmdline").read_text()
 
 
-def run_row(store: Store) -> Row:
-    row = store.runs.get(RUN)
-    assert row is not None
-    return row
+def run_row(store: Store) -> Run:
+    return store.runs.existing(RUN)
 
 
 def completed(store: Store) -> int:
     row = store.runs.get(RUN)
-    return row["completed_rounds"] if row else 0
+    return row.completed_rounds if row else 0
 
 
 def settled(store: Store) -> bool:
@@ -215,7 +213,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, S
 
 def test_killed_children_are_started_again(shared: tuple[Served, Store, Path]) -> None:
     served, store, config = shared
-    before_edit = run_row(store)["config"]
+    before_edit = run_row(store).config
     write_config(
         config.parent, run_seed=7, run_rounds=1, server_listen="127.0.0.1:1"
     )  # for the next start of the server
@@ -225,7 +223,7 @@ def test_killed_children_are_started_again(shared: tuple[Served, Store, Path]) -
         wait_until(lambda: completed(store) > before, "the next round")  # noqa: B023
     assert settled(store)
     assert [row["status"] for row in store.runs.rounds(RUN)].count("short") == 0
-    assert run_row(store)["config"] == before_edit
+    assert run_row(store).config == before_edit
 
 
 def _asks_open(store: Store) -> bool:
@@ -234,13 +232,13 @@ def _asks_open(store: Store) -> bool:
 
 def test_a_second_server_of_the_same_run_does_not_disturb_the_first(shared: tuple[Served, Store, Path]) -> None:
     served, store, config = shared
-    owner = run_row(store)["engine"]
+    owner = run_row(store).engine
     write_config(config.parent, server_listen=f"127.0.0.1:{served.port()}")
     second = subprocess.run([*COMMAND, "serve", str(config)], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert second.returncode == 1
     before = completed(store)
     wait_until(lambda: completed(store) > before + 2, "the first server to go on")
-    assert run_row(store)["engine"] == owner
+    assert run_row(store).engine == owner
 
 
 BROKEN = """
@@ -296,8 +294,8 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
     assert log.read_text().count("ValueError: this predictor always fails") == 3
     store = Store.open(tmp_path / "store")
     row = run_row(store)
-    assert row["status"] == "stopped"
-    assert row["reason"].endswith("failed 3 times at the same point: ValueError: this predictor always fails")
+    assert row.status == "stopped"
+    assert row.reason.endswith("failed 3 times at the same point: ValueError: this predictor always fails")
     assert children(os.getpid(), ENGINE) == children(os.getpid(), FRONT) == []
     assert store.runs.open_round(RUN) is not None  # intact, for a start after the mend
     receipts = {upload["receipt"] for upload in store.asks.uploads(RUN)}
@@ -305,7 +303,7 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
     (tmp_path / "broken_predictor.py").write_text(MENDED)
     with serve(write_config(tmp_path, model_server="broken_predictor:make")):
         wait_until(lambda: completed(store) >= 1, "the round to end with the answers of before")
-    assert run_row(store)["status"] == "running"
+    assert run_row(store).status == "running"
     assert {upload["receipt"] for upload in store.asks.uploads(RUN) if upload["status"] == "used"} >= receipts
     assert settled(store)
     store.close()
@@ -340,7 +338,7 @@ def test_a_simulation_that_falls_short_again_and_again_ends_with_a_sentence(tmp_
     (failure,) = failures
     assert str(failure).startswith("3 rounds in a row fell short of the quorum; the last event is from round 3: ")
     store = Store.open(tmp_path / "store")
-    assert (run_row(store)["status"], run_row(store)["reason"]) == ("stopped", str(failure))
+    assert (run_row(store).status, run_row(store).reason) == ("stopped", str(failure))
     store.close()
 
 

@@ -47,7 +47,7 @@ def test_two_processes_of_torchrun_serve_a_run_and_end_with_it(tmp_path: Path) -
         wait_until(lambda: len(open_addresses(engines(tmp_path))) and len(engines(tmp_path)) == 3, "all processes")
         assert open_addresses(engines(tmp_path)) == {"127.0.0.1"}
         store = Store.open(tmp_path / "store")
-        wait_until(lambda: (store.runs.get(RUN) or {})["status"] == "finished", "the run to finish")
+        wait_until(lambda: store.runs.existing(RUN).status == "finished", "the run to finish")
         assert store.history.events(RUN) == []
         store.close()
     assert answers_in(tmp_path) == [(number, "train", device) for number in (1, 2) for device in ("d0", "d1")]

@@ -146,7 +146,7 @@ def interrupt(program: ForkedProgram, out: Path, rounds: int, number: signal.Sig
         if not store and has_tables(out / "work" / "store" / "store.sqlite"):
             store.append(Store.open(out / "work" / "store"))
         row = store[0].runs.get(RUN) if store else None
-        return row is not None and row["completed_rounds"] >= rounds
+        return row is not None and row.completed_rounds >= rounds
 
     try:
         wait_until(there, f"round {rounds}")

@@ -90,7 +90,7 @@ class Fleet:
     def wait_for_rounds(self, count: int) -> None:
         def there() -> bool:
             row = self.store.runs.get(RUN)
-            return row is not None and row["completed_rounds"] >= count
+            return row is not None and row.completed_rounds >= count
 
         wait_until(there, f"{count} rounds")
 

@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -258,8 +258,7 @@ def _serve(
 def _outcome(place: Place, seconds: float, figures: list[Figure], wrong: list[str]) -> Outcome:
     store = Store.open(place.store)
     try:
-        row: Mapping[str, Any] = store.runs.get(RUN) or {}
-        rounds = int(row.get("completed_rounds", 0))
+        rounds = store.runs.completed_rounds(RUN)
         uploads = len(store.asks.uploads(RUN))
     finally:
         store.close()

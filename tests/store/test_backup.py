@@ -102,7 +102,7 @@ def test_a_restored_run_goes_on_and_no_receipt_of_before_is_lost(server: Server,
     assert everything_is_readable(tmp_path / "restored") == made.payloads
     again = Server(tmp_path / "restored", server.devices)
     again.run()
-    assert (again.store.runs.get(RUN) or {})["status"] == "finished"
+    assert again.store.runs.existing(RUN).status == "finished"
     assert receipts <= again.receipts()
     assert_no_upload_lost(again.store, receipts, RUN)
     assert "restored from the backup of" in again.store.history.events(RUN, "restored")[0]["text"]
@@ -111,12 +111,12 @@ def test_a_restored_run_goes_on_and_no_receipt_of_before_is_lost(server: Server,
 
 def test_engines_and_devices_of_then_are_not_in_a_restored_store(server: Server, tmp_path: Path) -> None:
     asked = [(row["device"], row["status"]) for row in server.store.asks.of_step(RUN, 3, 1)]
-    assert (server.store.runs.get(RUN) or {})["engine"] is not None
+    assert server.store.runs.existing(RUN).engine is not None
     assert server.store.devices.present(RUN) == list(DEVICES)
     backup(server.directory, tmp_path / "backup")
     restore(tmp_path / "backup", tmp_path / "restored")
     store = Store.open(tmp_path / "restored")
-    assert (store.runs.get(RUN) or {})["engine"] is None, "no server of this store has crashed"
+    assert store.runs.existing(RUN).engine is None, "no server of this store has crashed"
     assert store.devices.present(RUN) == []
     assert [(row["device"], row["status"]) for row in store.asks.of_step(RUN, 3, 1)] == asked != []
     store.close()
@@ -156,7 +156,7 @@ def test_devices_that_are_ahead_of_a_restored_server_go_on(server: Server, tmp_p
     assert (error.value.code, error.value.details) == ("bad-identity", {"check_in": "again"})
     newcomer.check_in()
     again.run()
-    assert (again.store.runs.get(RUN) or {})["status"] == "finished"
+    assert again.store.runs.existing(RUN).status == "finished"
     assert {device.receipts[-1].name.round for device in again.devices} == {4}
     assert_no_upload_lost(again.store, run=RUN)
     again.store.close()
@@ -211,7 +211,7 @@ def test_a_backup_of_a_store_in_use_holds_all_that_it_speaks_of(server: Server, 
         assert backup(server.directory, tmp_path / f"backup-{made}").lost == []
         everything_is_readable(tmp_path / f"backup-{made}")
     working.join()
-    assert (server.store.runs.get(RUN) or {})["status"] == "finished"
+    assert server.store.runs.existing(RUN).status == "finished"
 
 
 def test_nothing_is_deleted_while_a_backup_is_made(

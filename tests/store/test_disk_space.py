@@ -237,7 +237,7 @@ def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path) -> None:
     store.blobs.space = DiskSpace(directory, store.blobs, bounds, lambda: sweep(store))
     asyncio.run(Engine(store, recorded_config(directory), Driver()).run())
     assert waited >= 3
-    assert (store.runs.get(RUN) or {})["status"] == "finished"
+    assert store.runs.existing(RUN).status == "finished"
     assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * 4
     (event,) = store.history.events(RUN, "no-space")
     assert event["text"] == "step 'train' cannot be sent to the devices until the disk has space"

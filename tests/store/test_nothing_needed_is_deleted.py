@@ -145,8 +145,8 @@ class Retention(RuleBasedStateMachine):
         """The newest closed round is then an earlier one, whose payloads a prune may have deleted."""
         to = data.draw(st.sampled_from(self.store.runs.checkpoints(run)))
         done = roll_back(self.store, run, to["round"])
-        row = self.store.runs.get(run) or {}
-        assert (row["checkpoint"], row["completed_rounds"]) == (to["sha256"], done.completed_rounds)
+        row = self.store.runs.existing(run)
+        assert (row.checkpoint, row.completed_rounds) == (to["sha256"], done.completed_rounds)
         counted = [one for one in self.store.runs.rounds(run) if one["status"] == "closed"]
         assert len(counted) == done.completed_rounds
         spoken = self.store.runs.payloads_between(run, 0, 1 << 40)
@@ -193,7 +193,7 @@ class Retention(RuleBasedStateMachine):
     @invariant()
     def what_is_needed_is_readable(self) -> None:
         for run in RUNS:
-            self.store.blobs.get_state((self.store.runs.get(run) or {})["checkpoint"])
+            self.store.blobs.get_state(self.store.runs.existing(run).checkpoint)
             for kept in self.store.runs.checkpoints(run):
                 self.store.blobs.get_state(kept["sha256"])
             wanted = {row["sha256"] for row in self._acknowledged(run)}

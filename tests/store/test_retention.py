@@ -38,7 +38,7 @@ def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path) -> No
                 store.blobs.open(upload["sha256"])
     row = store.runs.get(RUN)
     assert row is not None
-    contract = contract_pb2.Contract.FromString(row["contract"])
+    contract = contract_pb2.Contract.FromString(row.contract)
     assert store.blobs.open(contract.initial_weights).data_bytes > 0
     assert [one["round"] for one in store.runs.checkpoints(RUN)] == [2, 3, 4]
     states = {one["sha256"] for one in store.runs.checkpoints(RUN)}
@@ -292,7 +292,7 @@ def test_a_finished_run_can_be_deleted_whole_and_leaves_others_alone(store: Stor
     assert (pruned.rounds, pruned.events, pruned.figures) == (2, 1, 1), "all rounds, and what was left of them"
     assert pruned.freed.payloads == 2
     assert store.runs.names() == ["other"]
-    assert store.blobs.get_state((store.runs.get("other") or {})["checkpoint"]) == b"the same state"
+    assert store.blobs.get_state(store.runs.existing("other").checkpoint) == b"the same state"
     assert readable(store, asked) == []
 
 

@@ -34,8 +34,8 @@ from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.operations.local_calls import local_user
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.backup import backup
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import Location, set_location
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.rollback import RolledBack, roll_back
 from fleetdistill_server.store.store import Store
 
@@ -49,10 +49,8 @@ def play(prepared: Prepared, store: Store) -> None:
         asyncio.run(Engine(store, config, DriveDevices(devices, lambda: None)).run())
 
 
-def row_of(store: Store) -> Row:
-    row = store.runs.get(RUN)
-    assert row is not None
-    return row
+def row_of(store: Store) -> Run:
+    return store.runs.existing(RUN)
 
 
 def statuses(store: Store) -> list[str]:
@@ -69,11 +67,11 @@ def test_devices_of_every_method_go_on_from_the_state_that_a_run_was_set_back_to
     assert list(kept) == [0, 1, 2]
     assert roll_back(store, RUN, to) == RolledBack(completed_rounds=to, undone=2 - to)
     row = row_of(store)
-    assert (row["status"], row["completed_rounds"], row["checkpoint"]) == ("stopped", to, kept[to]["sha256"])
+    assert (row.status, row.completed_rounds, row.checkpoint) == ("stopped", to, kept[to]["sha256"])
     assert statuses(store) == ["closed"] * to + ["undone"] * (2 - to)
     assert {one["status"] for one in store.asks.uploads(RUN) if one["round"] > to} <= {"reported"}
     play(prepared, store)
-    assert (row_of(store)["status"], row_of(store)["completed_rounds"]) == ("finished", 2)
+    assert (row_of(store).status, row_of(store).completed_rounds) == ("finished", 2)
     assert statuses(store) == ["closed"] * to + ["undone"] * (2 - to) + ["closed"] * (2 - to)
     assert {one["status"] for one in store.asks.uploads(RUN) if one["round"] > 2} <= {"used"}
     assert [one["kind"] for one in store.history.events(RUN, "rolled-back")] == ["rolled-back"]
@@ -90,7 +88,7 @@ def test_the_newest_checkpoints_are_kept_and_all_others_deleted(tmp_path: Path) 
     kept = store.runs.checkpoints(RUN)
     assert [(one["round"], one["completed_rounds"]) for one in kept] == [(3, 3), (4, 4)]
     assert {one["sha256"] for one in kept} == set(store.blobs._states)  # type: ignore[attr-defined]
-    assert kept[-1]["sha256"] == row_of(store)["checkpoint"]
+    assert kept[-1]["sha256"] == row_of(store).checkpoint
     with pytest.raises(
         ConfigurationError,
         match=r"has no checkpoint of round 1; available rounds: 3 \(3 completed\), 4 \(4 completed\)\. ",
@@ -189,8 +187,8 @@ def test_later_checkpoints_are_gone_and_an_undone_round_is_refused(played: tuple
         roll_back(store, RUN, 2)
     with pytest.raises(RunError, match="has no checkpoint of round 2"):
         store.runs.roll_back(RUN, 2)
-    assert row_of(store)["completed_rounds"] == 1
-    assert row_of(store)["engine"] is None, "the next start is no restart after a crash"
+    assert row_of(store).completed_rounds == 1
+    assert row_of(store).engine is None, "the next start is no restart after a crash"
     store.close()
 
 
@@ -213,8 +211,8 @@ def test_a_run_that_a_server_works_on_is_stopped_first(
         done = command(played[1], RUN, "--to", "1")
     refused = "stop" in told
     assert told in done.output
-    assert (done.exit_code, row_of(store)["completed_rounds"]) == ((1, 2) if refused else (0, 1))
-    assert row_of(store)["status"] == (status if refused else "stopped")
+    assert (done.exit_code, row_of(store).completed_rounds) == ((1, 2) if refused else (0, 1))
+    assert row_of(store).status == (status if refused else "stopped")
     store.close()
 
 
@@ -236,11 +234,11 @@ def test_a_rollback_that_is_killed_is_whole_or_not_there(point: str, played: tup
     assert killed.returncode == -signal.SIGKILL
     store = Store.open(played[1])
     whole = point == "rollback.after-commit"
-    assert (row_of(store)["completed_rounds"], statuses(store)[1]) == ((1, "undone") if whole else (2, "closed"))
+    assert (row_of(store).completed_rounds, statuses(store)[1]) == ((1, "undone") if whole else (2, "closed"))
     if not whole:
         roll_back(store, RUN, 1)
     play(played[0], store)
-    assert row_of(store)["status"] == "finished"
+    assert row_of(store).status == "finished"
     assert_no_upload_lost(store)
     store.close()
 
@@ -253,7 +251,7 @@ def test_an_engine_that_nobody_knows_of_loses_the_run_and_its_open_round(tmp_pat
         devices = [stack.enter_context(make_device(spec, MemoryLink(api))) for spec in specs]
 
         def operator() -> None:
-            if row_of(store)["completed_rounds"] == 1 and store.asks.uploads(RUN)[-1]["round"] == 2:
+            if row_of(store).completed_rounds == 1 and store.asks.uploads(RUN)[-1]["round"] == 2:
                 roll_back(store, RUN, 0)
 
         with pytest.raises(RunError, match="was taken over by another engine"):
@@ -307,7 +305,7 @@ def test_a_spoiled_model_is_no_checkpoint(name: str, tmp_path: Path, monkeypatch
     assert event["round"] == 2
     assert event["text"].endswith("the run keeps the state from before the round")
     assert told in event["text"]
-    assert reason_not_usable(unpack_state(store.blobs.get_state(row_of(store)["checkpoint"]))) is None
+    assert reason_not_usable(unpack_state(store.blobs.get_state(row_of(store).checkpoint))) is None
     assert_no_upload_lost(store)
     store.close()
 

@@ -19,6 +19,7 @@ from fleetdistill.errors import RunError, StoreError
 from fleetdistill.knowledge import ClassCount, Metric, Metrics
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.states import STALENESS
 from fleetdistill_server.store.store import Store
@@ -67,10 +68,8 @@ def upload_states(store: Store) -> dict[str, tuple[str, str | None]]:
     return {row["device"]: (row["status"], row["reason"]) for row in store.asks.uploads(RUN)}
 
 
-def run_row(store: Store) -> Row:
-    row = store.runs.get(RUN)
-    assert row is not None
-    return row
+def run_row(store: Store) -> Run:
+    return store.runs.existing(RUN)
 
 
 # --- runs
@@ -78,15 +77,15 @@ def run_row(store: Store) -> Row:
 
 def test_a_new_run_is_preparing_and_an_unknown_one_is_none(store: Store) -> None:
     row = run_row(store)
-    assert (row["status"], row["contract"], row["checkpoint"], row["completed_rounds"]) == ("preparing", None, None, 0)
-    assert json.loads(row["config"]) == CONFIG
+    assert (row.status, row.contract, row.checkpoint, row.completed_rounds) == ("preparing", b"", b"", 0)
+    assert row.config == CONFIG
     assert store.runs.get("other") is None
 
 
 def test_a_run_is_found_again_with_its_progress(store: Store) -> None:
     store.runs.start_round(RUN, ["a"])
     store.runs.begin(RUN, {"method": {"refinement": "skr"}, "run": {"rounds": 3, "name": RUN}})  # order does not matter
-    assert run_row(store)["next_round"] == 2
+    assert run_row(store).next_round == 2
     assert len(store.runs.all()) == 1
 
 
@@ -99,25 +98,26 @@ def test_a_run_with_a_changed_configuration_is_refused_and_told_what_changed(sto
         "run.rounds was 3, is 5; run.seed was None, is 1; "
         "put the old values back, or give the changed run a new name"
     )
-    assert json.loads(run_row(store)["config"]) == CONFIG
+    assert run_row(store).config == CONFIG
 
 
 def test_runs_are_listed_oldest_first_with_devices(store: Store) -> None:
     store.runs.begin("another", {})
     store.devices.register(RUN, "a", b"h", b"")
-    assert [(row["name"], row["devices"]) for row in store.runs.all()] == [(RUN, 1), ("another", 0)]
+    assert [run.name for run in store.runs.all()] == [RUN, "another"]
+    assert store.devices.counts() == {RUN: 1}
 
 
 def test_a_contract_opens_the_run(store: Store) -> None:
     store.runs.publish_contract(RUN, b"terms\0of the run")
-    assert (run_row(store)["contract"], run_row(store)["status"]) == (b"terms\0of the run", "running")
+    assert (run_row(store).contract, run_row(store).status) == (b"terms\0of the run", "running")
 
 
 def test_a_run_ends_with_its_reason_and_can_be_opened_again(store: Store) -> None:
     store.runs.end(RUN, "stopped", "by the operator")
-    assert (run_row(store)["status"], run_row(store)["reason"]) == ("stopped", "by the operator")
+    assert (run_row(store).status, run_row(store).reason) == ("stopped", "by the operator")
     store.runs.end(RUN, "running", "started again")
-    assert run_row(store)["status"] == "running"
+    assert run_row(store).status == "running"
 
 
 def test_only_the_last_engine_owns_a_run(store: Store) -> None:
@@ -140,7 +140,7 @@ def test_an_engine_that_lost_its_run_writes_nothing(store: Store) -> None:
 
     with pytest.raises(RunError):
         write()
-    assert (store.runs.open_round(RUN), run_row(store)["next_round"]) == (None, 1)
+    assert (store.runs.open_round(RUN), run_row(store).next_round) == (None, 1)
 
 
 # --- devices
@@ -231,7 +231,7 @@ def test_rounds_are_counted_from_one_short_ones_included(store: Store) -> None:
     assert store.runs.start_round(RUN, []) == 3
     states = [(row["round"], row["status"], row["reason"]) for row in store.runs.rounds(RUN)]
     assert states == [(1, "short", "too few answered"), (2, "closed", None), (3, "open", None)]
-    assert run_row(store)["completed_rounds"] == 1
+    assert run_row(store).completed_rounds == 1
 
 
 def test_a_closed_round_marks_every_upload_used_or_reported(store: Store) -> None:
@@ -243,7 +243,7 @@ def test_a_closed_round_marks_every_upload_used_or_reported(store: Store) -> Non
     assert upload_states(store) == {"a": ("used", None), "b": ("reported", "the round ended without using the answer")}
     (row,) = store.runs.rounds(RUN)
     assert (row["used"], row["reported"], json.loads(row["figures"])) == (1, 1, {"accuracy": 0.5})
-    assert (run_row(store)["checkpoint"], run_row(store)["completed_rounds"]) == (b"c" * 32, 1)
+    assert (run_row(store).checkpoint, run_row(store).completed_rounds) == (b"c" * 32, 1)
     assert [ask["reason"] for ask in store.asks.of_step(RUN, number, 1)] == [None, None, "round closed"]
     assert store.asks.next_open(RUN, "c") is None
 
@@ -255,7 +255,7 @@ def test_a_short_round_reports_its_uploads_and_costs_nothing(store: Store) -> No
     store.runs.close_short_round(RUN, number, "1 of 2 answered")
     assert upload_states(store) == {"a": ("reported", "round short: 1 of 2 answered")}
     row = run_row(store)
-    assert (row["completed_rounds"], row["checkpoint"]) == (0, b"before" + b"0" * 26)
+    assert (row.completed_rounds, row.checkpoint) == (0, b"before" + b"0" * 26)
     assert store.asks.devices_with_open(RUN) == set()
 
 
@@ -591,7 +591,7 @@ def test_a_transaction_that_fails_leaves_nothing(store: Store) -> None:
 
     with pytest.raises(KeyError, match="the caller's own"):
         write()
-    assert (store.history.events(RUN), store.runs.rounds(RUN), run_row(store)["next_round"]) == ([], [], 1)
+    assert (store.history.events(RUN), store.runs.rounds(RUN), run_row(store).next_round) == ([], [], 1)
 
 
 def test_a_nested_transaction_that_fails_takes_only_itself_back(store: Store) -> None:

@@ -100,9 +100,9 @@ def outcome(store: Store) -> tuple[bytes, list[tuple[int, str, float, int]]]:
     """What must be the same whatever happened on the way: the last checkpoint, and every accuracy."""
     row = store.runs.get(RUN)
     assert row is not None
-    assert row["status"] == "finished"
+    assert row.status == "finished"
     figures = store.history.figures(RUN, "accuracy", "test")
-    return _state_without_secrets(store, row["checkpoint"]), [
+    return _state_without_secrets(store, row.checkpoint), [
         (one["round"], one["device"], one["sum"], one["count"]) for one in figures
     ]
 

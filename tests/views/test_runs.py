@@ -94,7 +94,7 @@ def test_a_waiting_run_says_how_many_devices_it_needs(devices: int, reason: str)
     store.runs.begin("r", {"run": {"name": "r"}})
     store.led.begin_wait("r", devices)
     (row,) = store.runs.all()
-    assert views.run_row(row, Served(frozenset({"r"})))["reason"] == reason
+    assert views.run_row(row, 0, Served(frozenset({"r"})))["reason"] == reason
 
 
 def test_names_of_facts_and_lists_from_a_server_are_escaped() -> None:

@@ -6,7 +6,6 @@ graph can show: the runs that have not ended, and the newest that have.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -89,16 +88,16 @@ class RunsCollector:
         now = placed(self._directory, self._store)
         counts = Counter(run_counts(store.database))
         states = {}
-        for row in store.runs.active():
-            states[row["name"]] = state_of(row, now)
-            counts[row["status"]] -= 1
-            counts[states[row["name"]]] += 1
+        for run in store.runs.active():
+            states[run.name] = state_of(run, now)
+            counts[run.status] -= 1
+            counts[states[run.name]] += 1
         return run_figures(store.database, MOST_RUNS), counts, states
 
 
 def _add(samples: Samples, run: RunFigures, state: str) -> None:
     name = run.name
-    settings = json.loads(run.config).get("run", {})
+    settings = run.config.get("run", {})
     samples.add(catalogue.RUN_INFO, 1, name, str(settings.get("method", "")), state)
     samples.add(catalogue.PRESENT, run.present, name)
     for state, count in run.asks.items():

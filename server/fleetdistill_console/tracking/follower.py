@@ -19,9 +19,9 @@ from fleetdistill_console.tracking.run_figures import points_since, settings_of
 from fleetdistill_console.tracking.server_model import MODEL_NAME, exported_model
 from fleetdistill_console.tracking.tracker import Description, Points, TrackedRun, Tracker, write_missing
 from fleetdistill_server.logs import Seldom
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import has_store
-from fleetdistill_server.store.states import OVER
+from fleetdistill_server.store.records import Run
+from fleetdistill_server.store.states import OVER, RunStatus
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.tracking")
@@ -113,30 +113,30 @@ class Follower:
                 return
             self._store = Store.open(directory)
         for name in [self._followed.run] if self._followed.run else self._store.runs.names():
-            row = self._store.runs.get(name)
-            if row is None:
+            run = self._store.runs.get(name)
+            if run is None:
                 continue
-            state = self._state(self._store, row)
+            state = self._state(self._store, run)
             if self._done.get(name) != state:
-                self._copy_run(self._store, row)
+                self._copy_run(self._store, run)
                 self._done[name] = state
 
-    def _state(self, store: Store, row: Row) -> tuple[object, ...]:
+    def _state(self, store: Store, run: Run) -> tuple[object, ...]:
         """Returns what changes whenever there is something to copy."""
         report = Path(self._followed.results, "report.json") if self._followed.results else None
         written = report.stat().st_mtime_ns if report is not None and report.exists() else 0
-        return row["created_at"], row["status"], row["reason"], store.summaries.last_ended_round(row["name"]), written
+        return run.created_at, run.status, run.reason, store.summaries.last_ended_round(run.name), written
 
-    def _copy_run(self, store: Store, row: Row) -> None:
-        run = self._run(self._description(row))
-        newest = max(run.known().get("round/seconds", {0}), default=0)
+    def _copy_run(self, store: Store, run: Run) -> None:
+        tracked = self._run(self._description(run))
+        newest = max(tracked.known().get("round/seconds", {0}), default=0)
         # The newest round may have been written in part.
-        write_missing(run, points_since(store, row["name"], newest - 1))
+        write_missing(tracked, points_since(store, run.name, newest - 1))
         if self._followed.results:
-            self._copy_results(store, row, run)
-        run.end(row["status"], row["reason"] or "")
-        if row["status"] in OVER and row["completed_rounds"]:
-            self._keep_server_model(store, row, run)
+            self._copy_results(store, run, tracked)
+        tracked.end(run.status, run.reason)
+        if run.status in OVER and run.completed_rounds:
+            self._keep_server_model(store, run, tracked)
 
     def _run(self, described: Description) -> TrackedRun:
         if self._tracker is None:
@@ -145,22 +145,22 @@ class Follower:
             self._open[described.id] = self._tracker.open(described)
         return self._open[described.id]
 
-    def _description(self, row: Row) -> Description:
-        began = self._followed.began or row["created_at"]
-        settings = {**self._followed.settings, **settings_of(json.loads(row["config"]))}
-        name = f"{row['name']} {began:.6f}"
-        return Description(_digest(name.encode()), self._followed.title or row["name"], began, settings)
+    def _description(self, run: Run) -> Description:
+        began = self._followed.began or run.created_at
+        settings = {**self._followed.settings, **settings_of(run.config)}
+        name = f"{run.name} {began:.6f}"
+        return Description(_digest(name.encode()), self._followed.title or run.name, began, settings)
 
-    def _copy_results(self, store: Store, row: Row, run: TrackedRun) -> None:
+    def _copy_results(self, store: Store, run: Run, tracked: TrackedRun) -> None:
         """Copies what a simulation's report adds, its controls as runs below its own."""
-        completed = [one.step for one in points_since(store, row["name"], 0) if one.values["round/completed"]]
+        completed = [one.step for one in points_since(store, run.name, 0) if one.values["round/completed"]]
         found = results_in(Path(self._followed.results), completed)
         if found is None:
             return
-        write_missing(run, found.points)
+        write_missing(tracked, found.points)
         for name, points in found.controls.items():
-            self._copy_control(self._description(row), name, points, found)
-        _keep_new(run, "files", found)
+            self._copy_control(self._description(run), name, points, found)
+        _keep_new(tracked, "files", found)
 
     def _copy_control(self, of: Description, name: str, points: list[Points], found: Results) -> None:
         described = Description(
@@ -172,17 +172,17 @@ class Follower:
         )
         control = self._run(described)
         write_missing(control, points)
-        control.end("finished" if found.finished else "running", "")
+        control.end(RunStatus.FINISHED if found.finished else RunStatus.RUNNING, "")
 
-    def _keep_server_model(self, store: Store, row: Row, run: TrackedRun) -> None:
+    def _keep_server_model(self, store: Store, run: Run, tracked: TrackedRun) -> None:
         """Stores the server's model of a run that has ended, unless that was done after the same round."""
-        ended = str(store.summaries.last_ended_round(row["name"]))
-        if run.note("model.round") == ended:
+        ended = str(store.summaries.last_ended_round(run.name))
+        if tracked.note("model.round") == ended:
             return
-        with exported_model(Path(self._followed.store), row["name"]) as exported:
+        with exported_model(Path(self._followed.store), run.name) as exported:
             if exported is not None:
-                run.keep({MODEL_NAME: exported})
-        run.set_note("model.round", ended)
+                tracked.keep({MODEL_NAME: exported})
+        tracked.set_note("model.round", ended)
 
 
 def _keep_new(run: TrackedRun, note: str, found: Results) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fleetdistill_console.tracking.tracker import Description, Points
+from fleetdistill_server.store.states import RunStatus
 
 T = TypeVar("T")
 _ID = "fleetdistill.id"
@@ -18,7 +19,11 @@ _MOST_METRICS, _MOST_PARAMS = 1000, 100
 """Limits of MLflow for one request."""
 _MOST_CHARACTERS = 5000
 """Longest value of a tag and, in part, of a parameter that MLflow accepts."""
-_STATUSES = {"finished": "FINISHED", "cancelled": "KILLED", "stopped": "FAILED"}
+_STATUSES: Mapping[str, str] = {
+    RunStatus.FINISHED: "FINISHED",
+    RunStatus.CANCELLED: "KILLED",
+    RunStatus.STOPPED: "FAILED",
+}
 EXPERIMENT = "fleetdistill"
 """Name of the experiment, unless MLFLOW_EXPERIMENT_NAME is set."""
 ENVIRONMENT = {

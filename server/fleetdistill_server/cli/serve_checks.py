@@ -285,10 +285,10 @@ def _check_store(config: RunConfig) -> None:
 
 def _progress(config: RunConfig) -> str:
     with _existing_store(config.server) as store:
-        row = store.runs.get(config.run.name) if store is not None else None
-    if row is None:
+        run = store.runs.get(config.run.name) if store is not None else None
+    if run is None:
         return "new"
-    return f"{row['status']}, {counted(row['completed_rounds'], 'round')} completed"
+    return f"{run.status}, {counted(run.completed_rounds, 'round')} completed"
 
 
 def _open_existing(server: ServerSection) -> None:

@@ -96,7 +96,7 @@ def _processes(server: ServerSection, path: Path) -> Found:
     for text in _read(server, failed_runs):
         yield WARNING, text
     if found is None:
-        waiting = _read(server, lambda store: [repr(row["name"]) for row in store.runs.active()])
+        waiting = _read(server, lambda store: [repr(run.name) for run in store.runs.active()])
         need = f", but runs are to go on ({', '.join(waiting)}); run `fleetdistill serve {path}`" if waiting else ""
         yield WARNING if waiting else OK, f"no server uses the store {server.store}{need}"
         return

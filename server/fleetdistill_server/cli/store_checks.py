@@ -109,7 +109,7 @@ def _without(store: Store, sha256: bytes) -> str:
     """Returns which runs need a checkpoint that is lost, and what to do."""
     said = []
     for run in store.runs.names():
-        if (store.runs.get(run) or {})["checkpoint"] == sha256:
+        if store.runs.existing(run).checkpoint == sha256:
             said.append(f"run {run!r} cannot go on from it: {way_back(store, run, sha256)}")
         elif found := [one["round"] for one in store.runs.checkpoints(run) if one["sha256"] == sha256]:
             said.append(f"run {run!r} cannot be rolled back to round {found[-1]}")

@@ -38,8 +38,10 @@ from fleetdistill_server.phases import phase
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.wakeups import POLL_SECONDS
 from fleetdistill_server.store.back_off import available
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.retention import free_after_round
 from fleetdistill_server.store.rollback import way_back
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted
 
@@ -196,11 +198,11 @@ class Engine:
 
     def prepare(self) -> None:
         """Publishes the contract of a new run, or restores the state of an earlier start."""
-        row = self._row()
+        found = self._stored()
         begun = ""
-        if row["checkpoint"] is None and self._config.run.start_from:
+        if not found.checkpoint and self._config.run.start_from:
             begun = load_starting_model(self._store, self._config, self.method)
-        if row["contract"] is None:
+        if not found.contract:
             contract, initial, extractor = make_contract(self._config, self.method)
             with self._store.transaction():  # prevents sweeps, which would delete blobs that no row refers to yet
                 for payload in (initial, extractor, self.method.context.proxy_payload):
@@ -212,19 +214,19 @@ class Engine:
                 if begun:
                     self._store.history.add_event(self._name, "started-from", begun)
             failpoints.hit("engine.contract.after-commit")
-        elif row["status"] == "stopped":
+        elif found.status is RunStatus.STOPPED:
             with self._store.transaction():
                 self._store.runs.assert_owner(self._name, self.token)
                 self._store.runs.end(self._name, "running", "started again")
         self._store.asks.bound_deadlines(self._name, self._config.run.deadline_seconds)
-        contract = contract_pb2.Contract.FromString(self._row()["contract"])
+        contract = contract_pb2.Contract.FromString(self._stored().contract)
         check_proxy(self._name, contract, self.method)
         check_readable(self._store, contract, self.method)
         self._restore()
 
     def _restore(self) -> None:
-        checkpoint = self._row()["checkpoint"]
-        if checkpoint is None:
+        checkpoint = self._stored().checkpoint
+        if not checkpoint:
             state = pack_state(self.method.state_dict())
             checkpoint = self._store.blobs.put_state(state)
             with self._store.transaction():
@@ -273,7 +275,7 @@ class Engine:
                     break
             waits = self._wait(waits, 0 if enough else self._needed_devices())
             await self._waker.wait()
-        if self._row()["waits_since"] is not None:
+        if self._stored().waits_since is not None:
             self._store.led.end_wait(self._name)
         if waits:
             logger.info("a round is due after a wait", extra=about(run=self._name))
@@ -283,7 +285,7 @@ class Engine:
         """Records that the run waits for devices, or for 0 for a change of them; returns this in words."""
         idle = "no round is due until a device joins, leaves or changes its data"
         now = f"waiting for {_devices(needed)} to be present" if needed else idle
-        if self._row()["waits_for"] != needed:
+        if self._stored().waits_for != needed:
             with self._store.transaction():
                 self._store.runs.assert_owner(self._name, self.token)
                 self._store.led.begin_wait(self._name, needed)
@@ -297,7 +299,7 @@ class Engine:
         Devices that were late repeatedly are left out as long as the others suffice for the quorum of `min_devices`.
         In a run without a last round they take part only when the other devices alone make no round due.
         """
-        left_out = self._store.devices.left_out(self._name, self._row()["next_round"])
+        left_out = self._store.devices.left_out(self._name, self._stored().next_round)
         least = math.ceil(self._config.run.quorum * self._needed_devices() - 1e-9)
         for those in (available(profiles, left_out, least), profiles):
             present = {
@@ -315,7 +317,7 @@ class Engine:
 
     def _reload_if_changed(self) -> None:
         """Reloads the method's state if the run's checkpoint has changed, for example after a device was forgotten."""
-        if self._row()["checkpoint"] != self._checkpoint:
+        if self._stored().checkpoint != self._checkpoint:
             self._restore()
 
     def _chosen(self, present: list[str]) -> list[str]:
@@ -325,7 +327,7 @@ class Engine:
         picks_itself = self._endless and self.method.picks_devices
         if picks_itself or not 0 < count < len(present):
             return present
-        seed = derive_seed(settings.seed, self._row()["next_round"], "devices", "server")
+        seed = derive_seed(settings.seed, self._stored().next_round, "devices", "server")
         return sorted(random.Random(seed).sample(present, count))
 
     def _cohort(self, number: int, devices: list[str], data_versions: Mapping[str, str]) -> StoreCohort:
@@ -419,13 +421,11 @@ class Engine:
         cohort.report("global_accuracy", counts.accuracy)
         cohort.report("global_confusion", counts.confusion.tolist())
 
-    def _row(self) -> dict[str, Any]:
-        row = self._store.runs.get(self._name)
-        assert row is not None  # written by __init__
-        return row
+    def _stored(self) -> Run:
+        return self._store.runs.existing(self._name)
 
     def _completed(self) -> int:
-        return int(self._row()["completed_rounds"])
+        return self._stored().completed_rounds
 
 
 def _devices(count: int) -> str:

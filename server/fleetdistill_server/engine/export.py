@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, ExportError
@@ -12,7 +11,6 @@ from fleetdistill.training.onnx_export import export_onnx
 from fleetdistill.training.onnx_file import OnnxReport
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
 
 _PARITY_SAMPLES = 64
@@ -39,19 +37,17 @@ def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
     from fleetdistill_server.config.run_config import run_config
     from fleetdistill_server.engine.contract import build_method
 
-    row = store.runs.get(run)
-    if row is None:
-        raise ConfigurationError(no_such_run(run, store.runs.names()))
-    if not row["completed_rounds"]:
+    exporting = store.runs.existing(run)
+    if not exporting.completed_rounds:
         raise ExportError(f"run {run!r} has not completed a round yet; export it after its first round")
-    config = run_config({**json.loads(row["config"]), "server": {"torch_device": "cpu"}, "proxy": {}})
+    config = run_config({**exporting.config, "server": {"torch_device": "cpu"}, "proxy": {}})
     method = build_method(config)
-    method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
+    method.load_state_dict(unpack_state(store.blobs.get_state(exporting.checkpoint)))
     exported = method.export()
     if exported is None:
         raise ConfigurationError(f"{config.run.method} has no model on the server to export")
     reads_inputs = tuple(exported[1]) == method.context.input_shape
-    rows = _inputs(store, row["contract"]) if reads_inputs else _uploaded_features(store, run)
+    rows = _inputs(store, exporting.contract) if reads_inputs else _uploaded_features(store, run)
     samples = torch.from_numpy(rows).float()
     metadata = {"run": run, "round": str(store.runs.checkpoints(run)[-1]["round"]), "method": config.run.method}
     return export_onnx(exported[0], path, samples, metadata)

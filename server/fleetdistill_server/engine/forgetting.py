@@ -12,7 +12,6 @@ failure before the last step, all steps are repeated.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.service.processes import end_with_parent
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.retention import WAIT_SECONDS, drop_unneeded, sweep_all
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
@@ -103,9 +102,8 @@ def _commit_state_without(
     store: Store, run: str, devices: Sequence[str], method: ServerMethod, check: Callable[[], None]
 ) -> bool:
     """Commits a state without these devices; returns False if the run's state has changed in the meantime."""
-    row = store.runs.get(run)
-    assert row is not None
-    method.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
+    before = store.runs.existing(run)
+    method.load_state_dict(unpack_state(store.blobs.get_state(before.checkpoint)))
     notes = BetweenRounds(method.context.seed)
     for device in devices:
         method.forget(device, notes)
@@ -113,7 +111,7 @@ def _commit_state_without(
     checkpoint = store.blobs.put_state(state)
     with store.transaction():
         check()
-        unchanged = _is_unchanged(store, row)
+        unchanged = _is_unchanged(store, before)
         if unchanged:
             store.secure_state(checkpoint, state)
             store.runs.remove_contributions(run, devices, checkpoint)
@@ -123,11 +121,11 @@ def _commit_state_without(
     return unchanged
 
 
-def _is_unchanged(store: Store, row: Row) -> bool:
-    """Returns whether a run still has this row's checkpoint and engine and has no open round."""
-    now = store.runs.get(row["name"]) or {}
-    same = all(now.get(name) == row[name] for name in ("checkpoint", "engine"))
-    return same and store.runs.open_round(row["name"]) is None
+def _is_unchanged(store: Store, before: Run) -> bool:
+    """Returns whether a run still has the checkpoint and engine that it had before, and has no open round."""
+    run = store.runs.get(before.name)
+    same = run is not None and (run.checkpoint, run.engine) == (before.checkpoint, before.engine)
+    return same and store.runs.open_round(before.name) is None
 
 
 def ask_to_forget(store: Store, run: str, device: str, *, served: bool) -> bool:
@@ -150,34 +148,33 @@ def ask_to_forget(store: Store, run: str, device: str, *, served: bool) -> bool:
         raise ConfigurationError(f"run {run!r} has no device {device!r}; list its devices with `fleetdistill devices`")
     if device not in store.devices.to_forget(run):
         return True
-    row = store.runs.get(run)  # read after the request: an engine does not end a run while requests are pending
-    assert row is not None
-    if (served and row["status"] in ACTIVE) or row["checkpoint"] is None:
+    found = store.runs.existing(run)  # read after the request: an engine does not end a run while requests are pending
+    if (served and found.status in ACTIVE) or not found.checkpoint:
         return False
-    end_open_round(store, row)
-    done = forget_requested(store, run, _method_of(row), wait_seconds=WAIT_SECONDS)
+    end_open_round(store, found)
+    done = forget_requested(store, run, _method_of(found), wait_seconds=WAIT_SECONDS)
     return done or device not in store.devices.to_forget(run)  # another process may have forgotten it meanwhile
 
 
-def end_open_round(store: Store, row: Row) -> None:
-    """Closes an open round as short, unless an engine has started since `row` was read.
+def end_open_round(store: Store, run: Run) -> None:
+    """Closes an open round as short, unless an engine has started since `run` was read.
 
     Takes over the run first, so that an engine that is still running undetected fails at its next commit.
     """
     with store.transaction():
-        left = store.runs.open_round(row["name"])
-        if left is not None and (store.runs.get(row["name"]) or {}).get("engine") == row["engine"]:
-            store.runs.own(row["name"])
+        left = store.runs.open_round(run.name)
+        if left is not None and store.runs.existing(run.name).engine == run.engine:
+            store.runs.own(run.name)
             store.runs.close_short_round(
-                row["name"], left["round"], "a device was forgotten while no server served the run"
+                run.name, left["round"], "a device was forgotten while no server served the run"
             )
 
 
-def _method_of(row: Row) -> ServerMethod:
+def _method_of(run: Run) -> ServerMethod:
     from fleetdistill_server.config.run_config import run_config
     from fleetdistill_server.engine.contract import build_method
 
-    return build_method(run_config({**json.loads(row["config"]), "server": {"torch_device": "cpu"}, "proxy": {}}))
+    return build_method(run_config({**run.config, "server": {"torch_device": "cpu"}, "proxy": {}}))
 
 
 def main() -> int:

@@ -34,6 +34,7 @@ from fleetdistill_server.service.wakeups import Ends, Wakeups
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.retention import sweep
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.tracing.spans import open_spans
 
@@ -127,8 +128,8 @@ async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group 
 
 def _is_taken(store: Store, run: str, token: str | None) -> bool:
     """Returns whether the run was cancelled, paused, stopped or deleted, so that its engine has not failed."""
-    row = store.runs.get(run)
-    return row is None or row["status"] == "cancelled" or (token is not None and row["engine"] != token)
+    found = store.runs.get(run)
+    return found is None or found.status is RunStatus.CANCELLED or (token is not None and found.engine != token)
 
 
 def _note_failure(store: Store, run: str, why: str) -> None:

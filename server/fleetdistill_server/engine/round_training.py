@@ -130,8 +130,8 @@ class RoundTraining:
 
     def is_shown(self) -> bool:
         """Returns whether the run's status shows progress."""
-        row = self._store.runs.get(self._run)
-        return row is not None and (row["reason"] or "").startswith(_PROGRESS)
+        run = self._store.runs.get(self._run)
+        return run is not None and run.reason.startswith(_PROGRESS)
 
     def _show(self, number: int, text: str) -> None:
         logger.info("%s", text, extra=about(run=self._run, round=number))

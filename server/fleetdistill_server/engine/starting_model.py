@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError
@@ -13,9 +12,8 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import has_store
-from fleetdistill_server.store.run_names import no_such_run
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted
 
@@ -37,17 +35,17 @@ def load_starting_model(store: Store, config: RunConfig, method: ServerMethod) -
     """
     name = config.run.start_from
     try:
-        row = _source(store, config)
-        theirs = run_config({**json.loads(row["config"]), "server": {"torch_device": "cpu"}, "proxy": {}})
+        source = _source(store, config)
+        theirs = run_config({**source.config, "server": {"torch_device": "cpu"}, "proxy": {}})
         _check_alike(config, theirs)
         other = build_method(theirs)
-        other.load_state_dict(unpack_state(store.blobs.get_state(row["checkpoint"])))
+        other.load_state_dict(unpack_state(store.blobs.get_state(source.checkpoint)))
         taken = _copy_networks(method, other, config.run.method, theirs.run.method)
-        _copy_initial(method, _initial_of(store, row))
+        _copy_initial(method, _initial_of(store, source))
     except FleetDistillError as error:
         raise ConfigurationError(f"[run] start_from = {name!r}: {error}") from error
-    done = counted(row["completed_rounds"], "round")
-    return f"begins with {taken} of run {name!r} after {done}, checkpoint {row['checkpoint'].hex()[:12]}"
+    done = counted(source.completed_rounds, "round")
+    return f"begins with {taken} of run {name!r} after {done}, checkpoint {source.checkpoint.hex()[:12]}"
 
 
 def check_in_store(config: RunConfig, method: ServerMethod) -> None:
@@ -70,14 +68,11 @@ def check_in_store(config: RunConfig, method: ServerMethod) -> None:
         store.close()
 
 
-def _source(store: Store, config: RunConfig) -> Row:
-    name = config.run.start_from
-    row = store.runs.get(name)
-    if row is None:
-        raise ConfigurationError(no_such_run(name, store.runs.names()))
-    if not row["completed_rounds"]:
+def _source(store: Store, config: RunConfig) -> Run:
+    run = store.runs.existing(config.run.start_from)
+    if not run.completed_rounds:
         raise ConfigurationError("that run has not completed a round yet")
-    return row
+    return run
 
 
 def _check_alike(config: RunConfig, theirs: RunConfig) -> None:
@@ -114,9 +109,9 @@ def _shapes(state: dict[str, object]) -> dict[str, list[int]]:
     return {name: list(value.shape) for name, value in state.items() if hasattr(value, "shape")}
 
 
-def _initial_of(store: Store, row: Row) -> ModelParameters | None:
+def _initial_of(store: Store, run: Run) -> ModelParameters | None:
     """Returns the weights that a run's devices started from; None if the run's method distributes none."""
-    sha256 = contract_pb2.Contract.FromString(row["contract"]).initial_weights
+    sha256 = contract_pb2.Contract.FromString(run.contract).initial_weights
     part = decode(store.blobs.open(sha256)).get("initial") if sha256 else None
     return part if isinstance(part, ModelParameters) else None
 

@@ -28,7 +28,7 @@ from fleetdistill_server.intake.limiter import DeviceKey
 from fleetdistill_server.intake.upload_session import RepeatedUpload, UploadSession
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.meter import Meter
-from fleetdistill_server.store.states import AT_REST, PAUSED
+from fleetdistill_server.store.states import AT_REST, RunStatus
 from fleetdistill_server.store.traffic import Sending
 from fleetdistill_server.tracing.spans import Spans
 
@@ -140,10 +140,10 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         """Ends the long polls of devices that have an open ask or whose run has ended."""
         runs = {run for run, _ in self._waiting.values()}
         for run in runs:
-            row, ready = await self._work_of(run)
-            if row is not None and row["status"] == PAUSED:
+            status, ready = await self._work_of(run)
+            if status is RunStatus.PAUSED:
                 continue  # its open asks wait too
-            over = row is not None and row["status"] in AT_REST
+            over = status in AT_REST
             woken = [
                 wake_up
                 for wake_up, (its_run, device) in self._waiting.items()
@@ -152,10 +152,12 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
             for wake_up in woken:
                 wake_up.set_result(len(woken))
 
-    async def _work_of(self, run: str) -> tuple[dict[str, Any] | None, set[str]]:
+    async def _work_of(self, run: str) -> tuple[RunStatus | None, set[str]]:
         store = self._api.store
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, lambda: (store.runs.get(run), store.asks.devices_with_open(run)))
+        return await loop.run_in_executor(
+            self._pool, lambda: (store.runs.status(run), store.asks.devices_with_open(run))
+        )
 
     async def Upload(
         self, request_iterator: AsyncIterator[Chunk | service_pb2.UploadRequest], context: Any

@@ -355,8 +355,8 @@ def _said(text: str) -> Outcome:
 
 def _cancel_run(run: str, store: Store) -> bool:
     """Cancels a run. Raises RefusedError if devices must be forgotten first, which requires a run in progress."""
-    row = store.runs.get(run)
-    if row is not None and row["status"] not in OVER and store.devices.to_forget(run):
+    status = store.runs.status(run)
+    if status is not None and status not in OVER and store.devices.to_forget(run):
         text = f"run {run!r} still has devices to forget; try again after the run's next round"
         raise RefusedError(Code.NOT_READY, f"{text}, or cancel it on the server's machine with --store")
     with _unknown_run():

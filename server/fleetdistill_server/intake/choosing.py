@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.link.abilities import differences
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Run
+from fleetdistill_server.store.states import JOINABLE
 from fleetdistill_server.store.store import Store
 
-OPEN = ("preparing", "running", "paused")
-"""Statuses of the runs that devices without a run's name can join."""
 _NAMED = 5
 _LONGEST = 900
 
@@ -31,11 +29,9 @@ def fitting_run(
     Raises:
         RefusedError: No open run fits, or several do; or none fits yet while runs are being prepared.
     """
-    runs = [row for name in store.runs.names() if (row := store.runs.get(name)) is not None and row["status"] in OPEN]
-    prepared = [row for row in runs if row["contract"] is not None]
-    wrong: dict[str, list[str]] = {
-        row["name"]: _differences(contract_of(row["name"]), row, abilities) for row in prepared
-    }
+    runs = [run for run in store.runs.all() if run.status in JOINABLE]
+    prepared = [run for run in runs if run.contract]
+    wrong = {run.name: _differences(contract_of(run.name), run, abilities) for run in prepared}
     fitting = [name for name, found in wrong.items() if not found]
     if len(fitting) == 1:
         return fitting[0]
@@ -52,11 +48,11 @@ def fitting_run(
     raise RefusedError(Code.UNKNOWN_RUN, f"no open run fits the device: {listed[:_LONGEST]}{more}")
 
 
-def _differences(contract: contract_pb2.Contract, row: Row, abilities: service_pb2.Abilities) -> list[str]:
+def _differences(contract: contract_pb2.Contract, run: Run, abilities: service_pb2.Abilities) -> list[str]:
     found = differences(contract, abilities)
     needs = contract.requirements
     if abilities.model and (needs.same_architecture or needs.same_extractor):
-        models = json.loads(row["config"]).get("model", {})
+        models = run.config.get("model", {})
         wanted = [models[name] for name in ("device", "extractor") if models.get(name)]
         if wanted and abilities.model not in wanted:
             found.append(f"the device has model {abilities.model[:64]!r}, the run {' or '.join(map(repr, wanted))}")

@@ -6,7 +6,6 @@ thread-safe. Writes go through `commit`, for which the front passes its group-co
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from fleetdistill_server.logs import about
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.fleet_sizes import FleetSizes
 from fleetdistill_server.store.history import about_ask
-from fleetdistill_server.store.states import OVER, PAUSED, STOPPED
+from fleetdistill_server.store.states import OVER, RunStatus
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.intake")
@@ -140,8 +139,8 @@ class DeviceApi:
         self, run: str, device: str, contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile
     ) -> None:
         try:
-            config = json.loads((self.store.runs.get(run) or {}).get("config") or "{}")
-            check_profile(contract, profile, config.get("model"))
+            found = self.store.runs.get(run)
+            check_profile(contract, profile, found.config.get("model") if found is not None else None)
         except RefusedError as refusal:
             self._refusals.note(run, 0, device, refusal, known=self.store.devices.get(run, device) is not None)
             raise
@@ -150,21 +149,21 @@ class DeviceApi:
         """Returns the device's oldest open ask, a request to wait, or the run's end; None if none of these applies."""
         caller = self.sessions.caller(identity)
         run, device = caller["run"], caller["device"]
-        status = self.store.runs.get(run)
-        if status is not None and status["status"] == PAUSED:
+        found = self.store.runs.get(run)
+        if found is not None and found.status is RunStatus.PAUSED:
             return None  # the device waits; work that it has begun is accepted
         row = self.store.asks.next_open(run, device)
         if row is not None:
             if self.times is not None:
                 self.times.note(row["id"], SENT)
             return service_pb2.NextAskResponse(ask=self._ask_message(run, row))
-        if status is not None and status["status"] in OVER:
-            return service_pb2.NextAskResponse(finished=f"{status['status']}: {status['reason']}")
+        if found is not None and found.status in OVER:
+            return service_pb2.NextAskResponse(finished=f"{found.status}: {found.reason}")
         if caller["forget_asked_at"] is not None:
             text = f"the operator removed {device} from run {run!r} and requested its deletion; the app keeps its model"
             return service_pb2.NextAskResponse(finished=f"{text} and may join under another id")
-        if status is not None and status["status"] == STOPPED:
-            return _wait_for_restart(status["reason"], min(STOPPED_SECONDS, self.sessions.lease_seconds / 4))
+        if found is not None and found.status is RunStatus.STOPPED:
+            return _wait_for_restart(found.reason, min(STOPPED_SECONDS, self.sessions.lease_seconds / 4))
         return None
 
     def heartbeat(self, request: service_pb2.HeartbeatRequest) -> service_pb2.HeartbeatResponse:

@@ -39,7 +39,7 @@ def revoke_device(store: Store, device: str, reason: str) -> bool:
     with store.transaction():
         if not store.credentials.revoke(f"{Role.DEVICE}:{device}", reason[:_LONGEST_REASON]):
             return False
-        for run in (row["name"] for row in store.runs.all()):
+        for run in store.runs.names():
             if store.devices.get(run, device) is not None:
                 store.devices.mark_absent(run, device, "device revoked")
                 text = f"device {device} was revoked: {reason[:_LONGEST_REASON] or 'no reason given'}"

@@ -53,7 +53,7 @@ class EngineHealth:
         return list(dict.fromkeys([*listed, *(_problem(run, beats.hangs) for run, beats in bad.items())]))
 
     def _have_turns(self, found: Serving) -> list[str]:
-        return [row["name"] for row in queue_of(found, self._store)][: found.engines]
+        return list(queue_of(found, self._store))[: found.engines]
 
 
 def _limit(beats: HeartbeatMonitor) -> float:

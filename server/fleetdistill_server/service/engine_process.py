@@ -247,7 +247,9 @@ class EngineProcess:
     def _note_work(self) -> None:
         """Ends the wait for disk space or the database, or a series of failures, once the engine has done something."""
         if self._pause and (self._is_steady() or self._restarts.has_progressed(self._store.led.progress(self.run))):
-            if (self._store.runs.get(self.run) or {}).get("reason") == shortened(self._reason(self._pause)):
+            if (run := self._store.runs.get(self.run)) is not None and run.reason == shortened(
+                self._reason(self._pause)
+            ):
                 self._store.led.set_reason(self.run, "")
             self._pause = ""
         if self._waits_for and time.monotonic() - self.child.started >= _WORKS_SECONDS:

@@ -16,9 +16,7 @@ from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill.state import failpoints
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.service.registration import check_unchanged, create_run
-from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.run_names import no_such_run
-from fleetdistill_server.store.states import ACTIVE, CREATED, FINISHED, OVER, PAUSED, STOPPED
+from fleetdistill_server.store.states import ACTIVE, OVER, RunStatus
 from fleetdistill_server.store.store import Store
 
 _BY_OPERATOR = "by the operator"
@@ -49,7 +47,7 @@ def create(
         if not may_change:
             check_unchanged(store, config)
         create_run(store, config)
-        if start_it and _row(store, config.run.name)["status"] not in OVER:
+        if start_it and store.runs.existing(config.run.name).status not in OVER:
             _start(store, config.run.name, who)
     return f"run {config.run.name!r} is {'created and started' if start_it else 'created'}"
 
@@ -74,11 +72,11 @@ def pause(store: Store, run: str, who: str = _SOMEBODY) -> str:
         RunError: The run is not started, or has ended.
     """
     with _durably(store):
-        status = _row(store, run)["status"]
+        status = store.runs.existing(run).status
         if status in ACTIVE:
-            store.led.hold(run, PAUSED, _BY_OPERATOR)
+            store.led.hold(run, RunStatus.PAUSED, _BY_OPERATOR)
             store.history.add_event(run, "paused", f"by {who}")
-        elif status != PAUSED:
+        elif status is not RunStatus.PAUSED:
             raise RunError(f"run {run!r} is {status}, so it cannot be paused")
     return f"run {run!r} is paused"
 
@@ -91,11 +89,11 @@ def resume(store: Store, run: str, who: str = _SOMEBODY) -> str:
         RunError: The run is not paused.
     """
     with _durably(store):
-        status = _row(store, run)["status"]
-        if status == PAUSED:
+        status = store.runs.existing(run).status
+        if status is RunStatus.PAUSED:
             store.led.activate(run)
             store.history.add_event(run, "resumed", f"by {who}")
-        elif status in (CREATED, STOPPED):
+        elif status in (RunStatus.CREATED, RunStatus.STOPPED):
             raise RunError(f"run {run!r} is {status}, not paused; start it with `fleetdistill runs start {run}`")
         elif status in OVER:
             raise RunError(f"run {run!r} is {status}, so it cannot be resumed")
@@ -109,11 +107,11 @@ def stop(store: Store, run: str, who: str = _SOMEBODY) -> str:
         ConfigurationError: There is no such run.
     """
     with _durably(store):
-        status = _row(store, run)["status"]
+        status = store.runs.existing(run).status
         if status in OVER:
             return f"run {run!r} had already ended"
-        if status != STOPPED:
-            store.runs.cancel(run, _BY_OPERATOR, STOPPED)
+        if status is not RunStatus.STOPPED:
+            store.runs.cancel(run, _BY_OPERATOR, RunStatus.STOPPED)
             store.history.add_event(run, "stopped", f"by {who}")
     return f"run {run!r} is stopped"
 
@@ -131,7 +129,7 @@ def clone_settings(store: Store, run: str, new: str, changes: Sequence[str]) -> 
         ConfigurationError: There is no such run, the clone has its name, or a change has another form.
         RunError: The store does not have the run's configuration.
     """
-    _row(store, run)
+    store.runs.existing(run)
     if new == run:
         raise ConfigurationError(f"the clone of run {run!r} has the name of the run; choose another one")
     setup = store.led.setup(run)
@@ -158,11 +156,10 @@ def _parse_change(change: str) -> tuple[str, str, Any]:
 
 
 def _start(store: Store, run: str, who: str) -> None:
-    row = _row(store, run)
-    status = row["status"]
-    if status == PAUSED:
+    status = store.runs.existing(run).status
+    if status is RunStatus.PAUSED:
         raise RunError(f"run {run!r} is paused; continue it with `fleetdistill runs resume {run}`")
-    if status == FINISHED:
+    if status is RunStatus.FINISHED:
         raise RunError(
             f"run {run!r} is finished; raise [run] rounds in its run.toml and use `fleetdistill runs create` to "
             "continue it"
@@ -181,13 +178,6 @@ def _without_setup(run: str) -> str:
         f"the store does not have the complete configuration of run {run!r}; "
         "add it with `fleetdistill runs create run.toml`"
     )
-
-
-def _row(store: Store, run: str) -> Row:
-    row = store.runs.get(run)
-    if row is None:
-        raise ConfigurationError(no_such_run(run, store.runs.names()))
-    return row
 
 
 @contextlib.contextmanager

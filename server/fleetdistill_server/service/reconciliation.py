@@ -18,7 +18,7 @@ from fleetdistill_server.logs import about
 from fleetdistill_server.service.engine_files import delete_engine_files
 from fleetdistill_server.service.engine_process import EngineProcess
 from fleetdistill_server.service.engine_slots import Slot
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
@@ -65,25 +65,25 @@ class Reconciliation:
     def look(self) -> None:
         """Compares the processes with the store once, and starts or ends some; does not wait for them."""
         queue = self._queue()
-        needed = {row["name"]: row for row in queue[: self._count]}
+        needed = {run.name: run for run in queue[: self._count]}
         known = dict(self.engines)
         for later in queue[self._count :]:
-            engine = known.get(later["name"])
-            if engine is None or later["engine"] != engine.token:
+            engine = known.get(later.name)
+            if engine is None or later.engine != engine.token:
                 continue
             if self._store.led.release(engine.run, engine.token):
                 logger.info("the run gives up its engine: it waits for devices", extra=about(run=engine.run))
             else:  # its devices have come in this moment
                 needed[engine.run] = later
-        for run, engine in known.items():
-            row = needed.get(run)
-            if row is not None and row["engine"] == engine.token:
+        for name, engine in known.items():
+            run = needed.get(name)
+            if run is not None and run.engine == engine.token:
                 self._look_after(engine)
             else:
-                self._let_go(engine, row)
-        for run, row in needed.items():
-            if run not in known and self._free:  # what has just ended is looked at again before it gets another
-                self._start(run, restarted=row["engine"] is not None)
+                self._let_go(engine, run)
+        for name, run in needed.items():
+            if name not in known and self._free:  # what has just ended is looked at again before it gets another
+                self._start(name, restarted=run.engine is not None)
 
     def stop(self, at_once: bool) -> None:
         """Ends all engines and waits for them."""
@@ -94,10 +94,10 @@ class Reconciliation:
             with contextlib.suppress(StoreError):
                 self._store.led.free(engine.run, engine.token)
 
-    def _queue(self) -> list[Row]:
+    def _queue(self) -> list[Run]:
         """Returns the queue without the runs that another server's engine took over."""
-        queue = [row for row in self._store.led.queue() if self._run in ("", row["name"])]
-        return [row for row in queue if row["engine"] is None or self._foreign.get(row["name"]) != row["engine"]]
+        queue = [run for run in self._store.led.queue() if self._run in ("", run.name)]
+        return [run for run in queue if run.engine is None or self._foreign.get(run.name) != run.engine]
 
     def _start(self, run: str, *, restarted: bool) -> None:
         """Starts the engine of a run, which an engine of an earlier server may have worked on."""
@@ -129,18 +129,18 @@ class Reconciliation:
         if held:
             self._on_failed(engine.run, engine.failed)
 
-    def _let_go(self, engine: EngineProcess, row: Row | None) -> None:
+    def _let_go(self, engine: EngineProcess, queued: Run | None) -> None:
         """Ends the process of a run that needs none, or that another engine works on."""
         found = self._store.runs.get(engine.run)
-        mine = found is not None and found["engine"] == engine.token
+        mine = found is not None and found.engine == engine.token
         if not engine.end(at_once=not mine):
             return
         self._drop(engine)
         if found is None:
             delete_engine_files(Path(self._config.server.store), engine.run)
             del self._restarts[engine.run]
-        if row is not None and row["engine"] is not None:
-            self._foreign[engine.run] = row["engine"]
+        if queued is not None and queued.engine is not None:
+            self._foreign[engine.run] = queued.engine
             self._on_failed(engine.run, f"run {engine.run!r} was taken over by another server")
 
     def _drop(self, engine: EngineProcess) -> None:

@@ -16,8 +16,8 @@ from fleetdistill.errors import RunError
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_changes import Changes, changes_between, conflict_message, describe_changes
 from fleetdistill_server.config.run_config import OPERATORS, RunConfig
-from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.states import CREATED, FINISHED, STOPPED
+from fleetdistill_server.store.records import Run
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted
 
@@ -36,27 +36,27 @@ def register(store: Store, config: RunConfig) -> None:
     store.blobs.check()
     name, settings = config.run.name, json.loads(json.dumps(config.fixed_part()))
     with store.transaction():
-        row = store.runs.get(name)
-        if row is None:
+        run = store.runs.get(name)
+        if run is None:
             store.runs.begin(name, settings)
             return
-        if row["status"] == "cancelled":
+        if run.status is RunStatus.CANCELLED:
             raise RunError(
                 f"run {name!r} was cancelled; give the next run another name, or delete this one with "
                 f"`fleetdistill runs delete {name}`"
             )
-        changes = changes_between(json.loads(row["config"]), settings)
+        changes = changes_between(run.config, settings)
         if changes.keys() - _CHANGEABLE:
-            _replace(store, row, settings, changes)
+            _replace(store, run, settings, changes)
             return
         if "run.rounds" in changes:
-            _check_rounds(row, config.run.rounds)
+            _check_rounds(run, config.run.rounds)
         if changes:
-            store.runs.change(name, settings, _with_settings(row["contract"], config))
+            store.runs.change(name, settings, _with_settings(run.contract, config))
             store.history.add_event(name, "settings-changed", describe_changes(changes))
         if "run.buffer_answers" in changes and not config.run.buffer_answers:
             store.runs.settle_closed(name, "rounds are no longer buffered")
-        if row["status"] == "finished" and _has_rounds_left(row, config.run.rounds):
+        if run.status is RunStatus.FINISHED and _has_rounds_left(run, config.run.rounds):
             store.runs.end(name, "running", "")
 
 
@@ -71,32 +71,32 @@ def create_run(store: Store, config: RunConfig) -> bool:
         RunError: A run of this name has another configuration.
     """
     name = config.run.name
-    row = store.runs.get(name)
-    if row is not None:
+    known = store.runs.get(name)
+    if known is not None:
         settings = json.loads(json.dumps(config.fixed_part()))
-        changes = changes_between(json.loads(row["config"]), settings)
+        changes = changes_between(known.config, settings)
         if changes.keys() - _CHANGEABLE:  # `register` would replace a run without a completed round
             raise RunError(
                 conflict_message(name, {key: both for key, both in changes.items() if key not in _CHANGEABLE})
             )
     register(store, config)
     store.led.set_setup(name, config.setup())
-    if row is None:
-        store.led.hold(name, CREATED, "")
-    elif row["status"] == FINISHED and (store.runs.get(name) or {})["status"] != FINISHED:
+    if known is None:
+        store.led.hold(name, RunStatus.CREATED, "")
+    elif known.status is RunStatus.FINISHED and store.runs.status(name) is not RunStatus.FINISHED:
         rounds = counted(config.run.rounds, "round") if config.run.rounds else "unlimited rounds"
-        store.led.hold(name, STOPPED, f"finished, and now has {rounds}")
-    return row is None
+        store.led.hold(name, RunStatus.STOPPED, f"finished, and now has {rounds}")
+    return known is None
 
 
 def check_unchanged(store: Store, config: RunConfig) -> None:
     """Raises RunError if a run of this name exists with other settings, even with ones that may change."""
     name = config.run.name
-    row, setup = store.runs.get(name), store.led.setup(name)
-    if row is None:
+    run, setup = store.runs.get(name), store.led.setup(name)
+    if run is None:
         return
     if setup is None:
-        changes = changes_between(json.loads(row["config"]), config.fixed_part())
+        changes = changes_between(run.config, config.fixed_part())
     else:
         changes = changes_between(setup, config.setup())
     changes = {key: both for key, both in changes.items() if key != "server.store"}
@@ -117,23 +117,23 @@ def serve_run(store: Store, config: RunConfig) -> None:
     with store.transaction():
         register(store, config)
         store.led.set_setup(name, config.setup())
-        status = (store.runs.get(name) or {})["status"]
-        if status in (CREATED, STOPPED):
-            store.led.activate(name, "started again" if status == STOPPED else "")
+        status = store.runs.status(name)
+        if status in (RunStatus.CREATED, RunStatus.STOPPED):
+            store.led.activate(name, "started again" if status is RunStatus.STOPPED else "")
 
 
 def is_prepared(store: Store, config: RunConfig) -> bool:
     """Returns whether the run has been prepared with this configuration, which includes a check of its models."""
-    row = store.runs.get(config.run.name)
-    if row is None or row["contract"] is None:
+    run = store.runs.get(config.run.name)
+    if run is None or not run.contract:
         return False
-    changes = changes_between(json.loads(row["config"]), config.fixed_part())
+    changes = changes_between(run.config, config.fixed_part())
     return not changes.keys() - _CHANGEABLE
 
 
-def _replace(store: Store, row: Row, settings: Mapping[str, Any], changes: Changes) -> None:
-    name = row["name"]
-    if row["completed_rounds"] or any(one["status"] == "undone" for one in store.runs.rounds(name)):
+def _replace(store: Store, run: Run, settings: Mapping[str, Any], changes: Changes) -> None:
+    name = run.name
+    if run.completed_rounds or any(one["status"] == "undone" for one in store.runs.rounds(name)):
         raise RunError(conflict_message(name, {key: both for key, both in changes.items() if key not in _CHANGEABLE}))
     answers = len(store.asks.uploads(name))
     store.runs.delete(name)
@@ -146,23 +146,23 @@ def _replace(store: Store, row: Row, settings: Mapping[str, Any], changes: Chang
     store.history.add_event(name, "run-replaced", text)
 
 
-def _check_rounds(row: Row, rounds: int) -> None:
+def _check_rounds(run: Run, rounds: int) -> None:
     """Raises RunError if `rounds` is below the completed rounds, or equals them while the last round is still due."""
-    completed, over = row["completed_rounds"], row["status"] == "finished"
+    completed, over = run.completed_rounds, run.status is RunStatus.FINISHED
     if 0 < rounds < completed + (not over):
         raise RunError(
-            f"run {row['name']!r} has completed {counted(completed, 'round')}, but [run] rounds is {rounds}; set it to "
-            f"at least {completed + (not over)}, or end the run with `fleetdistill runs cancel {row['name']}`"
+            f"run {run.name!r} has completed {counted(completed, 'round')}, but [run] rounds is {rounds}; set it to "
+            f"at least {completed + (not over)}, or end the run with `fleetdistill runs cancel {run.name}`"
         )
 
 
-def _has_rounds_left(row: Row, rounds: int) -> bool:
-    return rounds == 0 or rounds > row["completed_rounds"]
+def _has_rounds_left(run: Run, rounds: int) -> bool:
+    return rounds == 0 or rounds > run.completed_rounds
 
 
-def _with_settings(contract: bytes | None, config: RunConfig) -> bytes | None:
+def _with_settings(contract: bytes, config: RunConfig) -> bytes | None:
     """Returns the contract with the changed settings, which devices read at their next check-in."""
-    if contract is None:
+    if not contract:
         return None
     changed = contract_pb2.Contract.FromString(contract)
     changed.rounds, changed.threads = config.run.rounds, config.run.threads

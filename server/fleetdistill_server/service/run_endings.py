@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fleetdistill.errors import ConfigurationError, RunError
+from fleetdistill.errors import RunError
 from fleetdistill_server.service.engine_files import delete_engine_files
 from fleetdistill_server.service.serve_lock import without_server
 from fleetdistill_server.store import rollback
 from fleetdistill_server.store.retention import Pruned, prune, sweep_all
-from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted
@@ -21,10 +20,8 @@ def mark_cancelled(store: Store, run: str) -> bool:
     Returns whether the run's status has changed. See `fleetdistill_server.engine.cancelling.cancel`.
     """
     with store.transaction():
-        row = store.runs.get(run)
-        if row is None:
-            raise ConfigurationError(no_such_run(run, store.runs.names()))
-        return store.runs.cancel(run, f"by the operator, after {counted(row['completed_rounds'], 'round')}")
+        completed = store.runs.existing(run).completed_rounds
+        return store.runs.cancel(run, f"by the operator, after {counted(completed, 'round')}")
 
 
 def roll_back(directory: Path, store: Store, run: str, to: int, who: str) -> str:
@@ -44,7 +41,7 @@ def roll_back(directory: Path, store: Store, run: str, to: int, who: str) -> str
     """
     with without_server(directory) as served:
         if served is not None and served.includes(run):
-            status = (store.runs.get(run) or {}).get("status", "")
+            status = store.runs.status(run)
             if served.run:
                 raise RunError(f"run {run!r} is being served; stop its server first")
             if status in ACTIVE:

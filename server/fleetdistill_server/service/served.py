@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fleetdistill_server.service.process_state import ENGINE, last_processes
 from fleetdistill_server.service.serve_lock import Serving, serving
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.states import ACTIVE, IDLE, QUEUED, WAITING
 from fleetdistill_server.store.store import Store
 
@@ -52,10 +52,11 @@ def placed(directory: Path, store: Store) -> Served:
     if found is None:
         return NOT_SERVED
     queue = queue_of(found, store)
-    later = queue[found.engines :]
-    queued = tuple(row["name"] for row in later if row["waits_for"] is None)
-    waiting = frozenset(row["name"] for row in later if row["waits_for"] is not None)
-    return Served(frozenset(row["name"] for row in queue[: found.engines]), queued, waiting)
+    names = list(queue)
+    later = names[found.engines :]
+    queued = tuple(run for run in later if not queue[run])
+    waiting = frozenset(run for run in later if queue[run])
+    return Served(frozenset(names[: found.engines]), queued, waiting)
 
 
 def may_be_present(directory: Path, store: Store) -> bool:
@@ -63,24 +64,24 @@ def may_be_present(directory: Path, store: Store) -> bool:
     return serving(directory) is not None or store.database.is_remote
 
 
-def queue_of(found: Serving, store: Store) -> list[Row]:
-    """Returns the runs that a server works on, or will, in order, as `LedRuns.queue`."""
+def queue_of(found: Serving, store: Store) -> dict[str, bool]:
+    """Returns the runs that a server works on, or will, in order, each with whether it waits for devices."""
     if not found.run:
-        return store.led.queue()
+        return {run.name: run.waits_for is not None for run in store.led.queue()}
     # The server of the engine's machine registers the only run.
-    status = (store.runs.get(found.run) or {}).get("status", ACTIVE[0])
-    return [{"name": found.run, "waits_for": None}] if status in ACTIVE else []
+    status = store.runs.status(found.run)
+    return {found.run: False} if status is None or status in ACTIVE else {}
 
 
-def state_of(row: Row, served: Served) -> str:
+def state_of(run: Run, served: Served) -> str:
     """Returns the state that people are shown of a run: its status, or what an active one waits for.
 
     Args:
-        row: The run's name, status and `waits_for`.
+        run: The run.
         served: What its server works on.
     """
-    if row["status"] not in ACTIVE:
-        return str(row["status"])
-    if row["waits_for"] is not None:
-        return WAITING if row["waits_for"] else IDLE
-    return QUEUED if row["name"] in served.queued else str(row["status"])
+    if run.status not in ACTIVE:
+        return run.status
+    if run.waits_for is not None:
+        return WAITING if run.waits_for else IDLE
+    return QUEUED if run.name in served.queued else run.status

@@ -34,7 +34,7 @@ from fleetdistill_server.service.registration import serve_run
 from fleetdistill_server.service.wakeups import make_ends
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.location import Location, set_location
-from fleetdistill_server.store.states import OVER, STOPPED
+from fleetdistill_server.store.states import OVER, RunStatus
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
@@ -257,13 +257,12 @@ class Supervisor:
 
     def _check_short_rounds(self) -> None:
         """Raises RunError if the engine of a simulation stopped its run after consecutive short rounds."""
-        row = self.store.runs.get(self._run) if self._most_short_rounds is not None else None
-        if row is not None and row["status"] == STOPPED:
-            raise RunError(row["reason"])
+        run = self.store.runs.get(self._run) if self._most_short_rounds is not None else None
+        if run is not None and run.status is RunStatus.STOPPED:
+            raise RunError(run.reason)
 
     def _status(self) -> str:
-        row = self.store.runs.get(self._run) if self._run else None
-        return row["status"] if row is not None else ""
+        return (self.store.runs.status(self._run) if self._run else None) or ""
 
     def _is_over(self) -> bool:
         return self._status() in OVER and not self.store.devices.present(self._run)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from fleetdistill_server.store.credentials import REVOKED
 from fleetdistill_server.store.database import Database, Row
-from fleetdistill_server.store.states import AT_REST
+from fleetdistill_server.store.states import AT_REST, sql_list
 
 HAS_ITS_DEVICES = (
     "(waits_for > 0 AND waits_for <= (SELECT count(*) FROM devices WHERE run = name AND present = 1 "
@@ -32,6 +32,11 @@ class Devices:
     def count(self, run: str) -> int:
         """Returns how many devices have ever checked in to a run."""
         return int(self._db.value("SELECT count(*) FROM devices WHERE run = ?", run))
+
+    def counts(self) -> dict[str, int]:
+        """Returns how many devices have ever checked in, by run; no entry for a run without devices."""
+        rows = self._db.rows("SELECT run, count(*) AS count FROM devices GROUP BY run")
+        return {row["run"]: int(row["count"]) for row in rows}
 
     def present(self, run: str) -> list[str]:
         """Returns the ids of the devices that are checked in, in bytewise order."""
@@ -153,7 +158,7 @@ class Devices:
         rows = self._db.rows(
             "SELECT DISTINCT d.run AS run FROM devices d JOIN runs r ON r.name = d.run "
             "WHERE d.forget_asked_at IS NOT NULL AND d.forgotten_at IS NULL AND r.checkpoint IS NOT NULL "
-            f"AND r.status IN ({', '.join(repr(one) for one in AT_REST)}) ORDER BY d.run"
+            f"AND r.status IN ({sql_list(AT_REST)}) ORDER BY d.run"
         )
         return [row["run"] for row in rows]
 

@@ -9,17 +9,48 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.devices import HAS_ITS_DEVICES
 from fleetdistill_server.store.history import History
-from fleetdistill_server.store.states import ACTIVE
+from fleetdistill_server.store.records import Run
+from fleetdistill_server.store.states import ACTIVE, sql_list
 from fleetdistill_server.texts import shortened
 
 WAIT_SECONDS = 5.0
 """Seconds for which a run waits for devices before it gives up its engine to another run."""
-_IS_ACTIVE = f"status IN ({', '.join(repr(one) for one in ACTIVE)})"
+_IS_ACTIVE = f"status IN ({sql_list(ACTIVE)})"
+
+
+class FailedRun(NamedTuple):
+    """A run that was stopped because its engine failed.
+
+    Attributes:
+        name: Name of the run.
+        reason: Why the engine failed.
+        at: When, in seconds since 1970.
+    """
+
+    name: str
+    reason: str
+    at: float
+
+
+class RunPoint(NamedTuple):
+    """How far a run's engine has come.
+
+    Attributes:
+        is_preparing: Whether the run has no contract yet.
+        completed_rounds: Number of completed rounds.
+        next_round: Number of the round that is opened next.
+        step_number: Number of the newest step of the newest round; None before its first step.
+    """
+
+    is_preparing: bool
+    completed_rounds: int
+    next_round: int
+    step_number: int | None
 
 
 class LedRuns:
@@ -38,19 +69,19 @@ class LedRuns:
         text = self._db.value("SELECT setup FROM runs WHERE name = ?", name)
         return None if text is None else dict(json.loads(text))
 
-    def queue(self) -> list[Row]:
-        """Returns the runs that need an engine: name, engine's token, and `waits_for` as in `begin_wait`.
+    def queue(self) -> list[Run]:
+        """Returns the runs that need an engine, in the order in which they get engines.
 
-        They are in the order in which they get engines. Runs that have waited for `WAIT_SECONDS` are last, of these
-        first those that have one.
+        Runs that have waited for `WAIT_SECONDS` are last, of these first those that have an engine.
         """
         waits = "waits_since <= ?"
-        return self._db.rows(
-            f"SELECT name, engine, waits_for FROM runs WHERE {_IS_ACTIVE} AND setup IS NOT NULL "
+        rows = self._db.rows(
+            f"SELECT * FROM runs WHERE {_IS_ACTIVE} AND setup IS NOT NULL "
             f"ORDER BY CASE WHEN {waits} THEN CASE WHEN engine IS NULL THEN 2 ELSE 1 END ELSE 0 END, "
             "coalesce(queued_at, created_at), name",
             self._db.now() - WAIT_SECONDS,
         )
+        return [Run.from_row(row) for row in rows]
 
     def begin_wait(self, name: str, devices: int) -> None:
         """Records that a run waits until `devices` devices are present, or for 0 until its devices change."""
@@ -84,13 +115,16 @@ class LedRuns:
         """Sets the reason in the status of a run that an engine works on."""
         self._db.write(f"UPDATE runs SET reason = ? WHERE name = ? AND {_IS_ACTIVE}", shortened(reason), name)
 
-    def progress(self, name: str) -> Row | None:
-        """Returns how far a run's engine has come: preparation, rounds, and the step of the newest round."""
-        return self._db.row(
+    def progress(self, name: str) -> RunPoint | None:
+        """Returns how far a run's engine has come, or None for an unknown run."""
+        row = self._db.row(
             "SELECT contract IS NULL AS preparing, completed_rounds, next_round, (SELECT max(step_number) FROM asks "
             "WHERE run = name AND round = next_round - 1) AS step FROM runs WHERE name = ?",
             name,
         )
+        if row is None:
+            return None
+        return RunPoint(bool(row["preparing"]), row["completed_rounds"], row["next_round"], row["step"])
 
     def forget_server(self) -> None:
         """Forgets the engines and present devices of a server that the store no longer has; open asks stay open."""
@@ -121,13 +155,14 @@ class LedRuns:
                 self._history.add_event(name, "stopped", reason)
         return bool(changed)
 
-    def failed(self) -> list[Row]:
-        """Returns name, reason and time of the runs that `hold_failed` stopped and nobody has started since."""
-        return self._db.rows(
+    def failed(self) -> list[FailedRun]:
+        """Returns the runs that `hold_failed` stopped and nobody has started since, oldest failure first."""
+        rows = self._db.rows(
             "SELECT name, reason, at FROM runs JOIN events ON events.id = "
             "(SELECT max(id) FROM events WHERE run = name AND kind = 'stopped') "
             "WHERE status = 'stopped' AND reason = text ORDER BY at, name"  # an operator's event names the operator
         )
+        return [FailedRun(row["name"], row["reason"], row["at"]) for row in rows]
 
     def assign(self, name: str) -> str | None:
         """Makes a new engine the run's only one; returns its fencing token, or None if the run needs no engine.

@@ -26,8 +26,7 @@ from fleetdistill.errors import ConfigurationError, RunError, StoreError
 from fleetdistill.state import failpoints
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store.blobs import Held
-from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.run_names import no_such_run
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.states import AT_REST
 from fleetdistill_server.store.store import Store
 
@@ -90,10 +89,10 @@ def needed(store: Store) -> Needed:
     """Returns the digests of all payloads and checkpoints that must not be deleted."""
     found = Needed(set(), set())
     for name in store.runs.names():
-        row = store.runs.get(name) or {}
-        found.checkpoints.update(_checkpoints(store, row))
-        if row["contract"] is not None:
-            found.payloads.update(_contract_digests(row["contract"]))
+        run = store.runs.existing(name)
+        found.checkpoints.update(_checkpoints(store, run))
+        if run.contract:
+            found.payloads.update(_contract_digests(run.contract))
         found.payloads.update(store.runs.payloads_between(name, store.runs.first_kept_round(name), _NEVER))
     return found
 
@@ -106,7 +105,7 @@ def free_after_round(store: Store, run: str, checkpoints: Iterable[bytes] = ()) 
         run: Name of the run.
         checkpoints: Digests of the checkpoints that the run no longer keeps.
     """
-    keep = int((store.runs.get(run) or {})["keep_rounds"])
+    keep = store.runs.existing(run).keep_rounds
     first, stop = store.runs.first_kept_round(run, keep + 1), store.runs.first_kept_round(run, keep)
     spent = store.runs.payloads_between(run, first, stop)
     with store.blobs.exclusive() as free:
@@ -199,18 +198,18 @@ def prune(
         RunError: `keep_rounds` is 0, but the run has not ended.
         StoreError: Another process holds the deletion lock for too long, for example during a backup.
     """
-    row = store.runs.get(run)
-    if row is None:
-        raise ConfigurationError(no_such_run(run, store.runs.names()))
-    _check_may_go(row, keep_rounds)
+    pruned = store.runs.existing(run)
+    _check_may_go(pruned, keep_rounds)
     grace = GRACE_SECONDS if served else 0.0  # a server may be about to refer to new files
     with exclusive(store):
         held = {one.sha256: one for one in store.blobs.held()}
         stop = _NEVER if whole else _first_kept(store, run, keep_rounds, older_than_seconds)
-        kept_from = 0 if whole else int(row["kept_from"])
+        kept_from = 0 if whole else pruned.kept_from
         rounds = sum(kept_from <= one["round"] < stop for one in store.runs.rounds(run))
-        spent = held.keys() & (store.runs.payloads_between(run, 0, stop) | (_run_files(store, row) if whole else set()))
-        events, figures, spent = _delete_rows(store, row, stop, whole, spent, dry_run)
+        spent = held.keys() & (
+            store.runs.payloads_between(run, 0, stop) | (_run_files(store, pruned) if whole else set())
+        )
+        events, figures, spent = _delete_rows(store, run, stop, whole, spent, dry_run)
         old = {one for one in spent if held[one].age_seconds >= grace}
         going = old if dry_run else set(_delete(store, old, grace))
     return Pruned(rounds, events, figures, _sum(held, going), _sum(held, spent - old))
@@ -220,13 +219,12 @@ def _sum(held: dict[bytes, Held], digests: set[bytes]) -> Freed:
     return Freed(payloads=len(digests), bytes=sum(held[one].bytes for one in digests))
 
 
-def _check_may_go(row: Row, keep_rounds: int | None) -> None:
-    over = row["status"] in AT_REST
+def _check_may_go(run: Run, keep_rounds: int | None) -> None:
     if keep_rounds is not None and keep_rounds < 0:
         raise ConfigurationError(f"--keep-rounds is {keep_rounds}, must be at least 0")
-    if keep_rounds == 0 and not over:
+    if keep_rounds == 0 and run.status not in AT_REST:
         raise RunError(
-            f"--keep-rounds is 0, but run {row['name']!r} is {row['status']}; slow devices and `fleetdistill export` "
+            f"--keep-rounds is 0, but run {run.name!r} is {run.status}; slow devices and `fleetdistill export` "
             "need its newest closed round: set --keep-rounds to at least 1"
         )
 
@@ -247,12 +245,12 @@ class _DryRunRollback(Exception):
 
 
 def _delete_rows(
-    store: Store, row: Row, stop: int, whole: bool, spent: set[bytes], dry_run: bool
+    store: Store, run: str, stop: int, whole: bool, spent: set[bytes], dry_run: bool
 ) -> tuple[int, int, set[bytes]]:
     """Deletes rows, except in a dry run; returns the numbers of events and figures, and the files no longer needed."""
     events, figures, left = 0, 0, set[bytes]()
     with contextlib.suppress(_DryRunRollback), store.transaction():
-        events, figures = store.runs.delete(row["name"]) if whole else store.runs.prune_rounds(row["name"], stop)
+        events, figures = store.runs.delete(run) if whole else store.runs.prune_rounds(run, stop)
         kept = needed(store)
         left = {one for one in spent if one not in kept}
         if dry_run:
@@ -264,14 +262,14 @@ def _delete_rows(
     return events, figures, left
 
 
-def _run_files(store: Store, row: Row) -> set[bytes]:
+def _run_files(store: Store, run: Run) -> set[bytes]:
     """Returns the digests of the files that a run needs besides the payloads of its rounds."""
-    return _checkpoints(store, row) | (_contract_digests(row["contract"]) if row["contract"] is not None else set())
+    return _checkpoints(store, run) | (_contract_digests(run.contract) if run.contract else set())
 
 
-def _checkpoints(store: Store, row: Row) -> set[bytes]:
+def _checkpoints(store: Store, run: Run) -> set[bytes]:
     """Returns the digests of the run's current checkpoint and of those that it can be rolled back to."""
-    return {row["checkpoint"], *(one["sha256"] for one in store.runs.checkpoints(row["name"]))} - {None}
+    return {run.checkpoint, *(one["sha256"] for one in store.runs.checkpoints(run.name))} - {b""}
 
 
 def _contract_digests(contract: bytes) -> set[bytes]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.state import failpoints
 from fleetdistill_server.store.retention import drop_unneeded
-from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
 
 
@@ -42,9 +41,7 @@ def roll_back(store: Store, run: str, to: int, who: str = "an operator") -> Roll
         ConfigurationError: The run does not exist, or it has no checkpoint of that round.
         DamagedError: The checkpoint of that round is missing or damaged.
     """
-    row = store.runs.get(run)
-    if row is None:
-        raise ConfigurationError(no_such_run(run, store.runs.names()))
+    before = store.runs.existing(run)
     kept = {one["round"]: one for one in store.runs.checkpoints(run)}
     if to not in kept:
         has = ", ".join(f"{one['round']} ({one['completed_rounds']} completed)" for one in kept.values()) or "none"
@@ -58,7 +55,7 @@ def roll_back(store: Store, run: str, to: int, who: str = "an operator") -> Roll
     failpoints.hit("rollback.after-commit")
     drop_unneeded(store, spent)
     completed = kept[to]["completed_rounds"]
-    return RolledBack(completed, row["completed_rounds"] - completed)
+    return RolledBack(completed, before.completed_rounds - completed)
 
 
 def way_back(store: Store, run: str, lost: bytes) -> str:

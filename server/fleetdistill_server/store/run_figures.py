@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetdistill_server.store.database import Database, Row
-from fleetdistill_server.store.states import OVER
+from fleetdistill_server.store.states import OVER, RunStatus, sql_list
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class RunFigures:
     """
 
     name: str
-    status: str
-    config: str
+    status: RunStatus
+    config: dict[str, Any]
     completed_rounds: int
     present: int
     asks: dict[str, int]
@@ -43,10 +43,9 @@ class RunFigures:
 
 def run_figures(db: Database, most: int) -> list[RunFigures]:
     """Returns the figures of at most `most` runs: the newest of those that have not ended, then of the others."""
-    over = ", ".join(f"'{status}'" for status in OVER)
     rows = db.rows(
         "SELECT name, status, config, completed_rounds, next_round FROM runs "
-        f"ORDER BY CASE WHEN status IN ({over}) THEN 1 ELSE 0 END, created_at DESC, name LIMIT ?",
+        f"ORDER BY CASE WHEN status IN ({sql_list(OVER)}) THEN 1 ELSE 0 END, created_at DESC, name LIMIT ?",
         most,
     )
     return [_figures_of(db, row) for row in rows]
@@ -66,7 +65,10 @@ def _figures_of(db: Database, row: Row) -> RunFigures:
         *(name, since),
     )
     return RunFigures(
-        **{column: row[column] for column in ("name", "status", "config", "completed_rounds")},
+        name=name,
+        status=RunStatus(row["status"]),
+        config=json.loads(row["config"]),
+        completed_rounds=row["completed_rounds"],
         present=int(db.value("SELECT count(*) FROM devices WHERE run = ? AND present = 1", name)),
         asks=_asks(db, name, row["next_round"] - 1),
         short_rounds=later["short"] if later else 0,

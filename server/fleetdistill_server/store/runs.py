@@ -10,14 +10,16 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from fleetdistill.errors import RunError
+from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill_server.config.run_changes import changes_between, conflict_message
 from fleetdistill_server.store.asks import Asks
 from fleetdistill_server.store.back_off import update_back_off
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.history import History
 from fleetdistill_server.store.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress, rounded
-from fleetdistill_server.store.states import ACTIVE, MOST_STALENESS, OVER
+from fleetdistill_server.store.records import Run
+from fleetdistill_server.store.run_names import no_such_run
+from fleetdistill_server.store.states import ACTIVE, MOST_STALENESS, OVER, RunStatus, sql_list
 from fleetdistill_server.store.sums import EVERY, Sums, rounds_with_answers
 from fleetdistill_server.store.unsettled import first_needed_round, report_late_answers, settle, settle_until
 from fleetdistill_server.texts import shortened
@@ -43,7 +45,7 @@ class Runs:
         with self._db.transaction():
             known = self.get(name)
             if known is not None:
-                changes = changes_between(json.loads(known["config"]), json.loads(json.dumps(config)))
+                changes = changes_between(known.config, json.loads(json.dumps(config)))
                 if changes:
                     raise RunError(conflict_message(name, changes))
                 return
@@ -54,27 +56,37 @@ class Runs:
         """Replaces a run's settings and its contract, which contains some of them."""
         self._db.write("UPDATE runs SET config = ?, contract = ? WHERE name = ?", json.dumps(config), contract, name)
 
-    def get(self, name: str) -> Row | None:
-        """Returns the run's row, or None."""
-        return self._db.row("SELECT * FROM runs WHERE name = ?", name)
+    def get(self, name: str) -> Run | None:
+        """Returns a run, or None."""
+        row = self._db.row("SELECT * FROM runs WHERE name = ?", name)
+        return None if row is None else Run.from_row(row)
+
+    def existing(self, name: str) -> Run:
+        """Returns a run. Raises ConfigurationError, which lists the store's runs, if there is none of this name."""
+        run = self.get(name)
+        if run is None:
+            raise ConfigurationError(no_such_run(name, self.names()))
+        return run
+
+    def status(self, name: str) -> RunStatus | None:
+        """Returns the status of a run, or None if there is none of this name."""
+        status = self._db.value("SELECT status FROM runs WHERE name = ?", name)
+        return None if status is None else RunStatus(status)
 
     def completed_rounds(self, name: str) -> int:
         """Returns the number of completed rounds of a run; 0 for an unknown run."""
         return int(self._db.value("SELECT completed_rounds FROM runs WHERE name = ?", name) or 0)
 
-    def all(self) -> list[Row]:
-        """Returns all runs, oldest first, with their numbers of devices."""
-        return self._db.rows(
-            "SELECT name, status, reason, completed_rounds, config, created_at, waits_for, "
-            "(SELECT count(*) FROM devices WHERE run = name) AS devices FROM runs ORDER BY created_at, name"
-        )
+    def all(self) -> list[Run]:
+        """Returns all runs, oldest first."""
+        return [Run.from_row(row) for row in self._db.rows("SELECT * FROM runs ORDER BY created_at, name")]
 
-    def active(self) -> list[Row]:
-        """Returns name, status and `waits_for` of the runs that an engine works on or will as soon as one is free."""
-        active = ", ".join(f"'{status}'" for status in ACTIVE)
-        return self._db.rows(f"SELECT name, status, waits_for FROM runs WHERE status IN ({active})")
+    def active(self) -> list[Run]:
+        """Returns the runs that an engine works on or will as soon as one is free."""
+        rows = self._db.rows(f"SELECT * FROM runs WHERE status IN ({sql_list(ACTIVE)})")
+        return [Run.from_row(row) for row in rows]
 
-    def names(self, *, without: Collection[str] = ()) -> list[str]:
+    def names(self, *, without: Collection[RunStatus] = ()) -> list[str]:
         """Returns the names of the runs, oldest first, except those with one of these statuses."""
         rows = self._db.rows("SELECT name, status FROM runs ORDER BY created_at, name")
         return [row["name"] for row in rows if row["status"] not in without]
@@ -176,8 +188,8 @@ class Runs:
         Returns False if the run had already ended.
         """
         with self._db.transaction():
-            row = self.get(name)
-            if row is None or row["status"] in OVER:
+            run = self.get(name)
+            if run is None or run.status in OVER:
                 return False
             self._db.write("UPDATE runs SET status = ?, reason = ?, engine = NULL WHERE name = ?", status, reason, name)
             self._abandon_round(name, f"run {status}")
@@ -323,8 +335,8 @@ class Runs:
             run: Name of the run.
             keep_rounds: Number of closed rounds to keep; None for the run's setting.
         """
-        row = self._db.row("SELECT name, keep_rounds, kept_from, config FROM runs WHERE name = ?", run) or {}
-        wanted = row["keep_rounds"] if keep_rounds is None else keep_rounds
+        kept = self.existing(run)
+        wanted = kept.keep_rounds if keep_rounds is None else keep_rounds
         closed = self._db.rows(
             "SELECT round FROM rounds WHERE run = ? AND status IN ('closed', 'undone') ORDER BY round DESC LIMIT ?",
             *(run, max(wanted, 1)),
@@ -333,7 +345,7 @@ class Runs:
             first = closed[0]["round"] + 1 if closed else 0
         else:
             first = closed[-1]["round"] if len(closed) == wanted else 0
-        return first_needed_round(self._asks, row, max(first, int(row["kept_from"])))
+        return first_needed_round(self._asks, kept, max(first, kept.kept_from))
 
     def prune_rounds(self, run: str, first_kept: int) -> tuple[int, int]:
         """Releases the payloads of all rounds before `first_kept` and deletes their events and figures.

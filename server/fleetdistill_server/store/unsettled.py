@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from fleetdistill_server.store.asks import Asks
-from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.database import Database
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.states import MOST_STALENESS, STALENESS
 from fleetdistill_server.store.sums import Sums
 
@@ -43,9 +44,9 @@ def report_late_answers(db: Database, run: str, number: int, why: str) -> None:
             )
 
 
-def first_needed_round(asks: Asks, row: Row, first: int) -> int:
+def first_needed_round(asks: Asks, run: Run, first: int) -> int:
     """Returns the first round with an unsettled ask of a run, or `first` if that is earlier."""
-    if not json.loads(row["config"]).get("run", {}).get("buffer_answers"):
+    if not run.config.get("run", {}).get("buffer_answers"):
         return first
-    found = asks.first_unsettled(row["name"], first - MOST_STALENESS, first)
+    found = asks.first_unsettled(run.name, first - MOST_STALENESS, first)
     return first if found is None else min(first, found)

@@ -66,9 +66,7 @@ class MemoryServer:
     @property
     def status(self) -> str:
         """Status of the run: `running`, `finished` or `stopped`."""
-        row = self.store.runs.get(self._config.run.name)
-        assert row is not None  # the engine registers the run
-        return str(row["status"])
+        return self.store.runs.existing(self._config.run.name).status
 
     def link(self) -> MemoryLink:
         """Returns a link for one device, to pass as `Device(server=...)`."""

@@ -10,7 +10,7 @@ from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import when
 from fleetdistill_server.views.progress import state_of
-from fleetdistill_server.views.runs import View, contract_of, device_rows, event_row, existing, rate
+from fleetdistill_server.views.runs import View, contract_of, device_rows, event_row, rate
 
 _COUNTED = {"refused": "refusals", "late": "late", "declined": "declined"}
 """Kinds of events that are counted by device, and the names of the columns."""
@@ -28,7 +28,7 @@ def participants(store: Store, run: str, only: str | None = None, *, served: boo
     Raises:
         ConfigurationError: The run does not exist.
     """
-    existing(store, run)
+    store.runs.existing(run)
     part = {row["device"]: row for row in store.summaries.participation(run, only)}
     events: defaultdict[str, Row] = defaultdict(lambda: dict.fromkeys(_COUNTED.values(), 0))
     for row in store.summaries.counted_events(run, list(_COUNTED)):
@@ -83,7 +83,7 @@ def classes(store: Store, run: str) -> View:
     Raises:
         ConfigurationError: The run does not exist.
     """
-    labels = list(contract_of(existing(store, run)).classes)
+    labels = list(contract_of(store.runs.existing(run)).classes)
     rows = []
     for part in store.summaries.participation(run):
         counted = _counts(store, run, part)

@@ -45,8 +45,8 @@ def failed_runs(store: Store) -> list[str]:
     """Returns a sentence for each run that its failing engine stopped, until the run is started again or deleted."""
     text = "run {name!r} stopped after a failure at {at}: {reason}; when it is mended, `fleetdistill runs start {name}`"
     return [
-        text.format(name=row["name"], at=when(row["at"]), reason=shortened(row["reason"], _LONGEST_REASON))
-        for row in store.led.failed()
+        text.format(name=run.name, at=when(run.at), reason=shortened(run.reason, _LONGEST_REASON))
+        for run in store.led.failed()
     ]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 from fleetdistill_server.service.served import NOT_SERVED, Served
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.views import figures
-from fleetdistill_server.views.runs import View, contract_of, event_row, existing, run_row
+from fleetdistill_server.views.runs import View, contract_of, event_row, run_row
 
 RECENT = 5
 """Number of the newest closed rounds whose mean duration is used for the time left."""
@@ -23,19 +22,25 @@ def overview(store: Store, served: Served = NOT_SERVED, *, present: bool = True)
         served: What a server currently works on.
         present: Whether devices can be present, as `may_be_present`.
     """
-    return View({"runs": [{**run_row(row, served), **_glance(store, row, present)} for row in store.runs.all()]})
+    devices = store.devices.counts()
+    return View(
+        {
+            "runs": [
+                {**run_row(run, devices.get(run.name, 0), served), **_glance(store, run, present)}
+                for run in store.runs.all()
+            ]
+        }
+    )
 
 
-def _glance(store: Store, row: Row, present: bool) -> Row:
-    run = row["name"]
-    wanted = json.loads(row["config"]).get("run", {}).get("rounds") or None
-    newest = figures.rounds(store, run, max(store.summaries.last_round(run) - 4 * RECENT, 0))
+def _glance(store: Store, run: Run, present: bool) -> Row:
+    newest = figures.rounds(store, run.name, max(store.summaries.last_round(run.name) - 4 * RECENT, 0))
     lasting = [one["seconds"] for one in newest if one["status"] == "closed"][-RECENT:]
     mean = sum(lasting) / len(lasting) if lasting else None
-    left = None if mean is None or wanted is None else mean * max(wanted - row["completed_rounds"], 0)
-    sent = {one["direction"]: one["sent"] for one in store.summaries.bytes(run, ("run",), 0, EVERY)}
+    left = None if mean is None or run.max_rounds is None else mean * max(run.max_rounds - run.completed_rounds, 0)
+    sent = {one["direction"]: one["sent"] for one in store.summaries.bytes(run.name, ("run",), 0, EVERY)}
     return {
-        "present": len(store.devices.present(run)) if present else 0,
+        "present": len(store.devices.present(run.name)) if present else 0,
         "round_seconds": None if mean is None else round(mean, 2),
         "seconds_left": None if left is None else round(left, 1),
         **{name: _last(newest, name) for name in ("test_accuracy", "server_accuracy", "global_accuracy")},
@@ -51,7 +56,7 @@ def _last(rounds: list[Row], name: str) -> float | None:
 
 def round_figures(store: Store, run: str, after: int) -> View:
     """Returns the figures of the rounds after a round, with their times in seconds since 1970."""
-    existing(store, run)
+    store.runs.existing(run)
     times = {row["round"]: row for row in store.summaries.times_of_rounds(run, after)}
     rows = figures.rounds(store, run, after + 1)
     return View({"rounds": [{**row, **_times(times[row["round"]])} for row in rows if row["round"] in times]})
@@ -63,13 +68,13 @@ def _times(row: Row) -> Row:
 
 def traffic(store: Store, run: str, after: int) -> View:
     """Returns the bytes by round and kind of part of the rounds after a round; round 0 is before the first round."""
-    existing(store, run)
+    store.runs.existing(run)
     return View({"bytes": figures.bytes_by_round_and_kind(store, run, after + 1, EVERY)})
 
 
 def events(store: Store, run: str, *, before: int | None, kind: str, device: str, text: str, most: int) -> View:
     """Returns a page of events, newest first, and the numbers of all events of the run by kind."""
-    existing(store, run)
+    store.runs.existing(run)
     found = store.summaries.events(run, before=before, kind=kind, device=device, text=text, most=most + 1)
     rows = [{"id": row["id"], **event_row(row)} for row in found[:most]]
     kinds = {row["kind"]: row["count"] for row in store.summaries.event_kinds(run)}
@@ -78,11 +83,11 @@ def events(store: Store, run: str, *, before: int | None, kind: str, device: str
 
 def settings(store: Store, run: str) -> View:
     """Returns a run's settings by section, and what its contract requires of devices."""
-    row = existing(store, run)
-    contract = contract_of(row)
+    shown = store.runs.existing(run)
+    contract = contract_of(shown)
     needs = {
         "classes": list(contract.classes),
         "input_shape": list(contract.input_shape),
         "columns": list(contract.requirements.columns),
     }
-    return View({}, {"run": run, "settings": json.loads(row["config"]), "contract": needs})
+    return View({}, {"run": run, "settings": shown.config, "contract": needs})

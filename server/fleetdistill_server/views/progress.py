@@ -5,7 +5,7 @@ from __future__ import annotations
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.states import DEADLINE_PASSED
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views.runs import View, existing
+from fleetdistill_server.views.runs import View
 
 _LEFT = ("device left", "device not present", "device revoked", "device to be forgotten", "lease ended")
 """Reasons stored for asks of devices that are gone."""
@@ -26,7 +26,7 @@ def round_progress(store: Store, run: str, number: int | None = None) -> View:
     Raises:
         ConfigurationError: The run does not exist.
     """
-    paused_at = existing(store, run)["paused_at"]
+    paused_at = store.runs.existing(run).paused_at
     if number is None:
         number = store.runs.open_number(run) or store.summaries.last_round(run)
     known = next(iter(store.summaries.rounds(run, number, number)), {})

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import GENERAL
 from fleetdistill.privacy.guarantee import Guarantee
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.served import NOT_SERVED, Served, state_of
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.run_names import no_such_run
-from fleetdistill_server.store.states import ACTIVE, FINISHED, QUEUED, WAITING
+from fleetdistill_server.store.records import Run
+from fleetdistill_server.store.states import ACTIVE, QUEUED, WAITING, RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.texts import to_json, when
@@ -58,7 +56,8 @@ class View:
 
 def runs(store: Store, served: Served = NOT_SERVED) -> View:
     """Returns a view of all runs; `served` is what a server currently works on."""
-    return View({"runs": [run_row(row, served) for row in store.runs.all()]})
+    devices = store.devices.counts()
+    return View({"runs": [run_row(one, devices.get(one.name, 0), served) for one in store.runs.all()]})
 
 
 def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
@@ -72,9 +71,7 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
     Raises:
         ConfigurationError: The run does not exist.
     """
-    found = {row["name"]: row for row in store.runs.all()}
-    if name not in found:
-        raise ConfigurationError(no_such_run(name, list(found)))
+    shown = store.runs.existing(name)
     expectations = expected(store, name)
     replaced = store.summaries.replacements(name, 0, EVERY)
     lists = {
@@ -93,14 +90,13 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
         **{f"models_{what}": sum(int(row[what]) for row in replaced) for what in ("replaced", "kept")},
         **_expected_of_the_fleet(expectations),
     }
-    return View(lists, {**run_row(found[name], served), **_end(store, found[name]), **totals, **_privacy(found[name])})
+    facts = {**run_row(shown, store.devices.count(name), served), **_end(store, shown), **totals, **_privacy(shown)}
+    return View(lists, facts)
 
 
 def devices(store: Store, only: str | None, *, served: bool = True) -> View:
     """Returns a view of the devices of one run, or of all runs if `only` is None; see `device_rows`."""
-    names = [row["name"] for row in store.runs.all() if only in (None, row["name"])]
-    if only is not None and not names:
-        raise ConfigurationError(no_such_run(only, store.runs.names()))
+    names = store.runs.names() if only is None else [store.runs.existing(only).name]
     return View({"devices": [row for name in names for row in device_rows(store, name, served=served)]})
 
 
@@ -119,57 +115,47 @@ def device_rows(store: Store, run: str, only: str | None = None, *, served: bool
     return [_device_row({**row, "present": served and row["present"]}, reported, revoked) for row in rows]
 
 
-def existing(store: Store, run: str) -> Row:
-    """Returns the row of a run. Raises ConfigurationError if it does not exist."""
-    row = store.runs.get(run)
-    if row is None:
-        raise ConfigurationError(no_such_run(run, store.runs.names()))
-    return row
-
-
-def contract_of(row: Row) -> contract_pb2.Contract:
+def contract_of(run: Run) -> contract_pb2.Contract:
     """Returns a run's contract; an empty one until the engine has prepared the run."""
-    return contract_pb2.Contract.FromString(row["contract"] or b"")
+    return contract_pb2.Contract.FromString(run.contract)
 
 
-def run_row(row: Row, served: Served) -> Row:
-    """Returns the summary of a run."""
-    config = json.loads(row["config"])
-    waits = served.includes(row["name"]) and state_of(row, served) == WAITING
+def run_row(run: Run, devices: int, served: Served) -> Row:
+    """Returns the summary of a run that `devices` devices have checked in to."""
+    waits = run.waits_for if served.includes(run.name) and state_of(run, served) == WAITING else None
     return {
-        "run": row["name"],
-        "method": config.get("run", {}).get("method", ""),
-        "status": _status(row, served),
-        "reason": row["reason"] or (_needs(row["waits_for"]) if waits else ""),
-        "completed_rounds": row["completed_rounds"],
-        "wanted_rounds": config.get("run", {}).get("rounds") or None,
-        "devices": row["devices"],
-        "created": when(row["created_at"]),
+        "run": run.name,
+        "method": run.method,
+        "status": shown_status(run, served),
+        "reason": run.reason or (_needs(waits) if waits is not None else ""),
+        "completed_rounds": run.completed_rounds,
+        "wanted_rounds": run.max_rounds,
+        "devices": devices,
+        "created": when(run.created_at),
     }
 
 
-def _status(row: Row, served: Served) -> str:
+def shown_status(run: Run, served: Served) -> str:
     """Returns a run's status, with what keeps its engine from working, such as `queued (1 of 2)`."""
-    name = row["name"]
-    state = state_of(row, served)
+    name = run.name
+    state = state_of(run, served)
     if state == QUEUED:
         return f"{state} ({served.queued.index(name) + 1} of {len(served.queued)})"
-    if row["status"] not in ACTIVE:
+    if run.status not in ACTIVE:
         return state
     idle = "engine hangs" if name in served.hanging else "" if served.includes(name) else NO_SERVER
     return f"{state} ({idle})" if idle else state
 
 
-def _end(store: Store, row: Row) -> Row:
+def _end(store: Store, run: Run) -> Row:
     """Returns when a finished run ended, with its last round; nothing for other runs."""
-    times = store.summaries.times_of_rounds(row["name"], store.summaries.last_round(row["name"]) - 1)
-    return {"ended": when(times[-1]["ended_at"])} if row["status"] == FINISHED and times else {}
+    times = store.summaries.times_of_rounds(run.name, store.summaries.last_round(run.name) - 1)
+    return {"ended": when(times[-1]["ended_at"])} if run.status is RunStatus.FINISHED and times else {}
 
 
-def _privacy(row: Row) -> Row:
+def _privacy(run: Run) -> Row:
     """Returns the meaning of a private run's epsilon; nothing for other runs."""
-    config = json.loads(row["config"])
-    return {"privacy": Guarantee(**config["privacy"]).sentence} if "privacy" in config else {}
+    return {"privacy": Guarantee(**run.config["privacy"]).sentence} if "privacy" in run.config else {}
 
 
 @dataclass(frozen=True)

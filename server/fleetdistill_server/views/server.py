@@ -28,7 +28,7 @@ from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import when
 from fleetdistill_server.views.health import failed_runs, problems
-from fleetdistill_server.views.runs import View, run_row
+from fleetdistill_server.views.runs import View, shown_status
 
 SOON_SECONDS = 21 * 86_400.0
 """Time left of a certificate of the server, the CA or a person from which it is to be renewed, as in the alerts."""
@@ -97,10 +97,10 @@ def _processes(directory: Path) -> list[Row]:
 
 
 def _queue(store: Store, works: Served) -> list[Row]:
-    rows = [run_row(row, works) for row in store.runs.all() if row["status"] in ACTIVE]
-    order = {row["name"]: number for number, row in enumerate(store.led.queue())}
-    known = sorted(rows, key=lambda row: order.get(row["run"], len(order)))
-    return [{"run": row["run"], "status": row["status"], "engine": row["run"] in works.runs} for row in known]
+    order = {run.name: number for number, run in enumerate(store.led.queue())}
+    active = [run for run in store.runs.all() if run.status in ACTIVE]
+    active.sort(key=lambda run: order.get(run.name, len(order)))
+    return [{"run": run.name, "status": shown_status(run, works), "engine": run.name in works.runs} for run in active]
 
 
 def _place(store: Store, directory: Path) -> Row:

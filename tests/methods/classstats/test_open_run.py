@@ -81,7 +81,7 @@ class Fleet:
         """Notes the space that the run has now."""
         row = self.store.runs.get(RUN)
         assert row is not None
-        self.spaces.append(unpack_state(self.store.blobs.get_state(row["checkpoint"]))["space"])
+        self.spaces.append(unpack_state(self.store.blobs.get_state(row.checkpoint))["space"])
 
     async def wait(self, seconds: float = 0.0) -> None:
         for device in list(self.devices.values()):
@@ -155,7 +155,7 @@ def test_newcomers_leavers_and_forgetting_change_the_space_exactly(fleet: Fleet)
         summarise("c") + learn("abc"),
         learn("ab"),
     ]
-    assert (fleet.store.runs.get(RUN) or {})["status"] == "running"
+    assert fleet.store.runs.existing(RUN).status == "running"
 
 
 def test_a_forgotten_device_is_told_so_when_it_comes_back(fleet: Fleet) -> None:

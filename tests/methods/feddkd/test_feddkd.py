@@ -304,7 +304,7 @@ def test_without_steps_a_run_ends_in_fedavgs_model(tmp_path: Path) -> None:
         store = run_in_memory(prepare(small(method=method, settings=settings), tmp_path / method))
         row = store.runs.get(RUN)
         assert row is not None
-        checkpoints.append(unpack_state(store.blobs.get_state(row["checkpoint"]))["model"])
+        checkpoints.append(unpack_state(store.blobs.get_state(row.checkpoint))["model"])
         store.close()
     assert_same(*checkpoints)
     assert FedAvgServer.needs(FedAvgConfig()).same_architecture
@@ -334,7 +334,7 @@ def test_devices_and_the_server_export_the_global_model(tmp_path: Path) -> None:
     assert server.max_difference < 1e-4
     row = store.runs.get(RUN)
     assert row is not None
-    state = unpack_state(store.blobs.get_state(row["checkpoint"]))["model"]
+    state = unpack_state(store.blobs.get_state(row.checkpoint))["model"]
     model = build_model("cdkt_digits_small")
     model.load_state_dict(state)
     with np.load(prepared[1][0].data_file) as data:

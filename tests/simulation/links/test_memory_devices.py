@@ -81,7 +81,7 @@ def test_another_process_can_read_the_store_of_a_running_simulation(tmp_path: Pa
     def look(store: Store) -> None:
         with closing(Store.open(Path(prepared[0].server.store))) as other:
             row = other.runs.get(RUN)
-            seen.append(None if row is None else row["completed_rounds"])
+            seen.append(None if row is None else row.completed_rounds)
 
     run_in_memory(prepared, look).close()
     assert sorted({one for one in seen if one is not None}) == [0, 1, 2]

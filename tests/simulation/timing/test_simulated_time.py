@@ -160,7 +160,7 @@ def test_every_method_completes_its_rounds_in_a_fleet_with_churn(name: str, tmp_
     settings: dict[str, Any] = {"train_limit": 150, "quorum": 0.5, "deadline_seconds": 90.0, "behaviour": CHURN}
     wanted = replace(RUNS[name], devices=5, min_devices=3, **settings)
     store = run(wanted, tmp_path / "work")
-    assert (store.runs.get(RUN) or {})["status"] == "finished"
+    assert store.runs.existing(RUN).status == "finished"
     assert_no_upload_lost(store)
     store.close()
 

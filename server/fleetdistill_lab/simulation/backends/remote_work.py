@@ -67,7 +67,7 @@ class RemoteWork:
             ask = service_pb2.Ask(**{name: row[name] for name in _FIELDS}, payload=row["payload"] or b"")
             task = self.answer_task(spec, state, delivered, ask, self._allow())
             return None if self._computed.get(spec.name) == task.ask else task
-        if (self._store.runs.get(self._run) or {"status": ""})["status"] in OVER:
+        if self._store.runs.status(self._run) in OVER:
             version = Versions(MemoryStorage(Path(spec.state_dir), contents), 1).in_use() or Version(0)
             return Task(spec, state, delivered, export_round=version.round)
         return None if contents else Task(spec, prepare_only=True)

@@ -20,6 +20,7 @@ from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.service.supervisor import Supervisor
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 _POLL_SECONDS = 0.1
@@ -119,6 +120,6 @@ def _watch_until_over(
 
 
 def _check_not_stopped(store: Store, run: str, log: Path) -> None:
-    row = store.runs.get(run)
-    if row is not None and row["status"] == "stopped":
-        raise RunError(f"{row['reason']}; the devices' log is {log}" if log.exists() else row["reason"])
+    found = store.runs.get(run)
+    if found is not None and found.status is RunStatus.STOPPED:
+        raise RunError(f"{found.reason}; the devices' log is {log}" if log.exists() else found.reason)

@@ -95,9 +95,7 @@ def _products(
 
 def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
     """Returns for each device the rounds in which the server has its answer to a step with metrics."""
-    row = store.runs.get(run)
-    assert row is not None  # the simulation has created the run
-    steps = _metrics_steps(json.loads(row["config"]))
+    steps = _metrics_steps(store.runs.existing(run).config)
     found = defaultdict[str, set[int]](set)
     for upload in store.asks.uploads(run):
         if upload["step"] in steps:
