@@ -34,6 +34,7 @@ from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.service.processes import front_environment
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 MB = 10**6
@@ -230,13 +231,13 @@ def _prepared_store(directory: Path, handed_out: list[Payload]) -> Store:
     store.runs.begin(RUN, {})
     store.runs.publish_contract(RUN, contract.SerializeToString())
     store.runs.start_round(RUN, [DEVICE])
-    ask = {"run": RUN, "round": 1, "device": DEVICE, "step": "train", "payload": None, "payload_bytes": 0}
+    ask = {"run": RUN, "round": 1, "device": DEVICE, "step": "train"}
     ask |= {"expects": {"knowledge": "sample_knowledge"}, "seed": 0, "deadline_at": time.time() + 3600}
     asks = [{**ask, "step_number": number} for number in range(1, MOST_ASKS + 1)]
     for asked, payload in zip(reversed(asks), handed_out, strict=False):
         store.blobs.put(payload)
         asked |= {"payload": payload.sha256, "payload_bytes": payload.data_bytes}
-    store.asks.write(asks)
+    store.asks.add([Ask(**row) for row in asks])
     return store
 
 

@@ -37,6 +37,7 @@ from fleetdistill_server.front.grpc_options import channel_options
 from fleetdistill_server.front.server import OPTIONS as FRONT_OPTIONS
 from fleetdistill_server.service.processes import allow_open_files, front_environment
 from fleetdistill_server.service.wakeups import Ends, make_ends
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 RUN = "bench"
@@ -378,7 +379,7 @@ async def ask_latency(store: Store, port: int, wake: Callable[[], None], asks: i
         times.append(time.perf_counter() - started)
         row = store.asks.get(RUN, number, step, ASKED)
         assert row is not None
-        store.asks.close(row["id"], "timed")
+        store.asks.close(row.id, "timed")
     await device.channel.close()
     return times
 
@@ -386,7 +387,7 @@ async def ask_latency(store: Store, port: int, wake: Callable[[], None], asks: i
 def write_ask(store: Store, number: int, step: int, wake: Callable[[], None]) -> None:
     """What the engine does."""
     row = {"run": RUN, "round": number, "step_number": step, "device": ASKED, "step": "train", "expects": {}}
-    store.asks.write([{**row, "payload": None, "payload_bytes": 0, "seed": 1, "deadline_at": time.time() + 600}])
+    store.asks.add([Ask(**row, seed=1, deadline_at=time.time() + 600)])
     wake()
 
 

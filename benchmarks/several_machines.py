@@ -46,6 +46,7 @@ from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.service.processes import front_environment
 from fleetdistill_server.store.location import Location, set_location
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 UNLIMITED = Limits(devices=1 << 30, **{name: 1 << 30 for name in Limits.model_fields if "_per_" in name})
@@ -179,10 +180,10 @@ class Kind:
             Caller(f"{title[:4].lower()}{len(fronts)}-{number}", fronts[number % len(fronts)].port)
             for number in range(callers)
         ]
-        row = {"run": RUN, "round": 1, "step": "train", "payload": None, "payload_bytes": 0, "seed": 0}
+        row = {"run": RUN, "round": 1, "step": "train", "seed": 0}
         row |= {"expects": {"knowledge": "sample_knowledge"}, "deadline_at": time.time() + 36_000}
         for caller in self.callers:
-            store.asks.write([{**row, "device": caller.name, "step_number": one + 1} for one in range(ASKS)])
+            store.asks.add([Ask(**row, device=caller.name, step_number=one + 1) for one in range(ASKS)])
 
     def turn(self, work: Callable[[Caller], object], seconds: float, most: int) -> tuple[float, float]:
         """Lets the first `most` callers work; returns calls a second, and the fronts' processor ms for a call."""

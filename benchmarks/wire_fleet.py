@@ -45,6 +45,7 @@ from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.service.processes import front_environment
 from fleetdistill_server.service.wakeups import Ends, make_ends
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 SAMPLES, ROUNDS = 20, 3
@@ -334,8 +335,8 @@ def write_asks(store: Store, cohort: list[str]) -> None:
     """Opens a round and asks, as the engine does."""
     number = store.runs.start_round(RUN, sorted(cohort))
     row = {"run": RUN, "round": number, "step_number": 1, "step": "train", "expects": {"metrics": "metrics"}}
-    row |= {"payload": None, "payload_bytes": 0, "seed": 1, "deadline_at": time.time() + 600}
-    store.asks.write([{**row, "device": device} for device in cohort])
+    row |= {"seed": 1, "deadline_at": time.time() + 600}
+    store.asks.add([Ask(**row, device=device) for device in cohort])
 
 
 ANSWER = encode({"metrics": Metrics(metrics=[Metric(name="loss", split="train", sum=1.0, count=1)])})

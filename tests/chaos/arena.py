@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -404,7 +404,7 @@ class Arena:
         store = Store.open(self._place.store)
         try:
             used = _used(store, self._config)
-            findings = check(logs, store.asks.uploads(self._config.run.name), used)
+            findings = check(logs, map(asdict, store.asks.uploads(self._config.run.name)), used)
             findings.wrong += wrong + self._failures() + _unfinished(store, self._config)
             findings.wrong += _damaged(store, self._damaged)
             figures = {**_figures(store, self._config), "answers damaged on the disk": len(self._damaged)}
@@ -507,18 +507,18 @@ def _damaged(store: Store, on_purpose: Container[bytes]) -> list[str]:
     for run in store.runs.all():
         closed = [row["round"] for row in store.runs.rounds(run.name) if row["status"] == "closed"]
         for row in store.asks.uploads(run.name):
-            if row["status"] == "used" and row["round"] == max(closed) and row["sha256"] not in on_purpose:
-                payload = store.blobs.open(row["sha256"])
+            if row.status == "used" and row.round == max(closed) and row.sha256 not in on_purpose:
+                payload = store.blobs.open(row.sha256)
                 algorithm = Algorithm.BLAKE3 if has_blake3() else Algorithm.SHA256
                 found = digest(payload.parts, wire.pieces(payload.source, 0, payload.data_bytes), algorithm)
-                if found != row["sha256"]:
-                    damaged.append(f"{row['device']}'s answer of round {row['round']} is damaged in the store")
+                if found != row.sha256:
+                    damaged.append(f"{row.device}'s answer of round {row.round} is damaged in the store")
     return damaged
 
 
 def _figures(store: Store, config: RunConfig) -> dict[str, int]:
     name = config.run.name
-    uploads = Counter(row["status"] for row in store.asks.uploads(name))
+    uploads = Counter(row.status for row in store.asks.uploads(name))
     rounds = Counter(row["status"] for row in store.runs.rounds(name))
     events = Counter(row["kind"] for row in store.history.events(name))
     return {

@@ -110,7 +110,7 @@ class Killer:
     def rounds(self) -> list[str]:
         """The statuses of the run's rounds; all receipts of the devices are of used answers."""
         with closing(Store.open(self._folder / "store")) as store:
-            used = [row["receipt"] for row in store.asks.uploads(LED) if row["status"] == "used"]
+            used = [row.receipt for row in store.asks.uploads(LED) if row.status == "used"]
             heard = [receipt for device in self.fleet.devices for receipt in device.receipts]
             assert set(heard) <= set(used), "an acknowledged answer is lost"
             assert len(used) == len(set(used)) == 2 * len(store.runs.rounds(LED))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 RECEIPT_BEFORE_COMMIT = "receipt before commit"
@@ -28,11 +29,12 @@ def _forget_what_was_accepted() -> None:
     """The front takes every upload for the first answer to its ask, and the store keeps them all."""
     from fleetdistill_server.intake.uploads import Uploads
     from fleetdistill_server.store.asks import Asks
+    from fleetdistill_server.store.states import AskStatus
 
     asked, accept = Uploads._asked, Asks.accept_upload
 
     def open_ask(self: Any, *about: Any) -> Any:
-        return {**asked(self, *about), "status": "open"}
+        return replace(asked(self, *about), status=AskStatus.OPEN)
 
     def accept_again(self: Any, ask: int, *about: Any) -> Any:
         for index in self._db.rows("PRAGMA index_list(uploads)"):

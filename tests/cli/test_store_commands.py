@@ -14,6 +14,7 @@ from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.service import serve_lock
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.units import readable_bytes
 
@@ -38,7 +39,7 @@ def directory(tmp_path: Path) -> Path:
         store.blobs.put(payload)
         row: dict[str, Any] = {"run": RUN, "round": number, "step_number": 1, "device": "d1", "step": "train"}
         row |= {"expects": {}, "payload": payload.sha256, "payload_bytes": 1, "seed": 1, "deadline_at": 1e12}
-        store.asks.write([row])
+        store.asks.add([Ask(**row)])
         store.runs.close_round(RUN, number, store.blobs.put_state(b"state"), [], {})
     store.close()
     return tmp_path / "store"

@@ -17,6 +17,7 @@ from support.processes import PATIENCE_SECONDS
 
 from fleetdistill.knowledge import ClassCount, Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
@@ -61,12 +62,19 @@ def fill(directory: Path) -> None:
     with store.transaction():
         number = store.runs.start_round(run, devices)
         digest = hashlib.sha256(b"answer").digest()
-        row = {"run": run, "round": number, "step_number": 1, "step": script("step"), "expects": {}, "payload": digest}
+        row: dict[str, Any] = {
+            "run": run,
+            "round": number,
+            "step_number": 1,
+            "step": script("step"),
+            "expects": {},
+            "payload": digest,
+        }
         row |= {"payload_bytes": 5, "seed": 1, "deadline_at": 4e9}
-        store.asks.write([{**row, "device": device} for device in devices])
+        store.asks.add([Ask(**row, device=device) for device in devices])
         asked = store.asks.get(run, number, 1, devices[0])
         assert asked is not None
-        store.asks.accept_upload(asked["id"], 1, digest, 5, 3)
+        store.asks.accept_upload(asked.id, 1, digest, 5, 3)
         counts = [ClassCount(label=label, sum=1, count=2) for label in range(len(classes))]
         for name, split in (("accuracy", "train"), ("accuracy", "test"), (script("variant") + "/accuracy", "test")):
             figure = Metric(name=name, split=split, sum=1, count=4, by_class=counts)
@@ -77,7 +85,7 @@ def fill(directory: Path) -> None:
         store.history.add_event(
             run, script("kind"), script("event"), number=number, device=devices[0], code=script("code")
         )
-        store.runs.close_round(run, number, digest, [asked["id"]], {})
+        store.runs.close_round(run, number, digest, [asked.id], {})
         store.runs.start_round(run, devices)
         store.runs.close_short_round(run, number + 1, script("reason of a round"))
         store.runs.end(run, "stopped", script("reason"))

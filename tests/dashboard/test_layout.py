@@ -15,6 +15,7 @@ from support.processes import wait_until
 from fleetdistill.knowledge import ClassCount, Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.service import leading
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
@@ -52,7 +53,7 @@ def fill(directory: Path) -> None:
         counts = [ClassCount(label=label, sum=1, count=2) for label in range(2)]
         for device, row in asked.items():
             assert row is not None
-            store.asks.accept_upload(row["id"], 1, hashlib.sha256(b"answer").digest(), 5, 3)
+            store.asks.accept_upload(row.id, 1, hashlib.sha256(b"answer").digest(), 5, 3)
             figures = [Metric(name="accuracy", split="test", sum=4, count=4, by_class=counts)]
             store.history.add_figures("digits", number, device, Metrics(metrics=figures))
         counted = Counted()
@@ -68,9 +69,16 @@ def fill(directory: Path) -> None:
 
 def ask(store: Store, number: int) -> None:
     """Asks each device in a round, with a deadline in a far future."""
-    row = {"run": "digits", "round": number, "step_number": 1, "step": "train", "expects": {}, "seed": 1}
+    row: dict[str, Any] = {
+        "run": "digits",
+        "round": number,
+        "step_number": 1,
+        "step": "train",
+        "expects": {},
+        "seed": 1,
+    }
     row |= {"payload": hashlib.sha256(b"answer").digest(), "payload_bytes": 5, "deadline_at": 4e9}
-    store.asks.write([{**row, "device": device} for device in DEVICES])
+    store.asks.add([Ask(**row, device=device) for device in DEVICES])
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def test_device_and_server_agree_on_blake3(fleet: Fleet, tmp_path: Path) -> None
         assert device.step(0) is Step.ANSWERED
         (header,), (upload,), entries = link.headers, fleet.store.asks.uploads(RUN), device.ledger.entries
         assert (len(header.blake3), header.sha256) == (32, b"")
-        assert upload["sha256"] == header.blake3
+        assert upload.sha256 == header.blake3
         assert fleet.store.blobs.open(header.blake3, verify=True).blake3 == header.blake3
         assert header.blake3.hex() in {one.sha256 for one in entries}
 
@@ -69,7 +69,7 @@ def test_an_end_without_blake3_gets_sha256(
         assert device.step(0) is Step.ANSWERED
     (header,), (upload,) = link.headers, fleet.store.asks.uploads(RUN)
     assert (len(header.sha256), header.blake3) == (32, b"")
-    assert upload["sha256"] == header.sha256
+    assert upload.sha256 == header.sha256
 
 
 def test_an_answer_under_its_blake3_goes_to_an_older_server_under_its_sha256(fleet: Fleet, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_an_answer_under_its_blake3_goes_to_an_older_server_under_its_sha256(fle
         assert device.step(0) is Step.ANSWERED  # the status has the receipt
     (header,), (upload,) = link.headers, fleet.store.asks.uploads(RUN)
     assert (len(header.sha256), header.blake3) == (32, b"")
-    assert upload["sha256"] == header.sha256
+    assert upload.sha256 == header.sha256
     assert "answered" in events.kinds()
 
 

@@ -221,7 +221,7 @@ def test_a_device_killed_before_the_app_has_heard_tells_it_after_the_restart(
         assert events.kinds() == ["checked-in", *told]
         assert device.step(0) is Step.WAITED
     assert len(events) == 4, "and not a third time"
-    assert events[2].values == {"receipt": fleet.store.asks.uploads(RUN)[0]["receipt"], "tries": 1}
+    assert events[2].values == {"receipt": fleet.store.asks.uploads(RUN)[0].receipt, "tries": 1}
 
 
 def test_an_app_that_exits_in_its_handler_gets_the_event_again(fleet: Fleet, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
         assert device.step(0) is Step.DECLINED
         assert (events[-1].kind, events[-1].text) == ("dropped", "it has no teacher")
         (ask,) = fleet.store.asks.of_step(RUN, 1, 1)
-        assert (ask["status"], ask["reason"]) == ("out", "declined")
+        assert (ask.status, ask.reason) == ("out", "declined")
         (event,) = fleet.store.history.events(RUN, "declined")
         assert (event["device"], event["round"], event["text"]) == ("d", 1, "step 'train': it has no teacher")
         assert state_of(device) == before
@@ -107,7 +107,7 @@ def test_an_answer_over_the_devices_bound_is_declined_and_the_device_goes_on(fle
         device._storage.outbox._max_answer_bytes = 1 << 30
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
-    assert [row["round"] for row in fleet.store.asks.uploads(RUN)] == [2]
+    assert [row.round for row in fleet.store.asks.uploads(RUN)] == [2]
 
 
 def test_a_question_over_the_devices_bound_is_declined_before_it_is_fetched(fleet: Fleet, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_question_over_the_devices_bound_is_declined_before_it_is_fetched(flee
         assert device.step(0) is Step.WAITED
     assert events[-1].kind == "dropped"
     assert "the limit is 100" in events[-1].text
-    assert fleet.store.asks.of_step(RUN, 1, 1)[0]["reason"] == "declined"
+    assert fleet.store.asks.of_step(RUN, 1, 1)[0].reason == "declined"
 
 
 def test_a_full_disk_declines_the_ask_and_keeps_the_state(
@@ -142,7 +142,7 @@ def test_a_full_disk_declines_the_ask_and_keeps_the_state(
         assert state_of(device) == before
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
-    assert [row["round"] for row in fleet.store.asks.uploads(RUN)] == [2]
+    assert [row.round for row in fleet.store.asks.uploads(RUN)] == [2]
 
 
 @pytest.mark.parametrize("newer", ["a step", "a payload"])
@@ -165,7 +165,7 @@ def test_what_a_newer_server_asks_is_declined_with_a_sentence_and_ends_nothing(
         assert (expected if newer == "a step" else "has unknown element type") in events[-1].text
         fleet.ask("d")
         device.step(0)
-    assert [row["round"] for row in fleet.store.asks.uploads(RUN)] == [2]
+    assert [row.round for row in fleet.store.asks.uploads(RUN)] == [2]
 
 
 def test_a_payload_that_serves_two_asks_is_fetched_once(fleet: Fleet, tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def test_a_device_checks_in_answers_and_finishes(fleet: Fleet, tmp_path: Path) -
         device.run()
     assert events.kinds() == ["checked-in", "ask", "scored", "answered", "delivered", "finished"]
     upload = fleet.store.asks.uploads(RUN)[0]
-    assert upload["samples"] == 24
-    assert events.of("answered").values == {"receipt": upload["receipt"], "tries": 1}
+    assert upload.samples == 24
+    assert events.of("answered").values == {"receipt": upload.receipt, "tries": 1}
     assert knowledge_of(fleet).features["cut"].dtype == np.float16
     assert [row["count"] for row in fleet.store.history.figures(RUN, "accuracy", "test")] == [9]
     assert fleet.store.devices.present(RUN) == []

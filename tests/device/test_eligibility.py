@@ -366,7 +366,7 @@ def test_an_interrupted_device_without_pytorch_answers_as_if_it_had_not_been(kin
             ) as device:
                 device.run()
             assert server.status == "finished"
-            results.append([row["sha256"] for row in server.store.asks.uploads("test")])
+            results.append([row.sha256 for row in server.store.asks.uploads("test")])
         assert (events.kinds().count("waiting") > 0) is (name == "disturbed")
         if private:
             releases = json.loads((tmp_path / name / "privacy.json").read_text())["releases"]

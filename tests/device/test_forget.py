@@ -49,7 +49,7 @@ def test_inspect_shows_identity_model_rounds_and_what_was_sent(fleet: Fleet, use
     found = inspect(used)
     assert (found.device, found.run, found.model) == ("d", RUN, "SplitModel")
     assert (found.samples, found.rounds, found.last_round, found.waiting) == (24, 1, 1, None)
-    assert found.last_receipt == fleet.store.asks.uploads(RUN)[0]["receipt"]
+    assert found.last_receipt == fleet.store.asks.uploads(RUN)[0].receipt
     assert found.ledger.totals.messages == {"answer": 1, "check-in": 1}
     assert len(bytes.fromhex(found.data_version)) == 16
     assert (found.damage, found.set_aside, found.erasing) == ([], [], False)

@@ -80,7 +80,7 @@ def test_replaced_rows_are_told_with_the_next_step_and_what_was_learned_stays(
         assert equal(weights(device), learned)
         fleet.ask("d")
         device.step(0)
-    assert [row["samples"] for row in fleet.store.asks.uploads(RUN)] == [24, len(other[1])]
+    assert [row.samples for row in fleet.store.asks.uploads(RUN)] == [24, len(other[1])]
 
 
 def test_an_answer_of_the_rows_of_before_is_settled_before_the_new_ones_are_told(fleet: Fleet, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_an_answer_of_the_rows_of_before_is_settled_before_the_new_ones_are_told
         device.replace_data(tiny_data(12))
         link.cut = False
         assert device.step(0) is Step.ANSWERED
-        assert [row["samples"] for row in fleet.store.asks.uploads(RUN)] == [24]
+        assert [row.samples for row in fleet.store.asks.uploads(RUN)] == [24]
         device.step(0)
         assert version_of(fleet) != first
 
@@ -127,7 +127,7 @@ def test_rows_may_be_replaced_from_within_any_event(fleet: Fleet, tmp_path: Path
         device.replace_data(tiny_data(seed=asked))
         device.step(0)
     assert version_of(fleet) == told
-    assert [row["samples"] for row in fleet.store.asks.uploads(RUN)] == [24, 24]
+    assert [row.samples for row in fleet.store.asks.uploads(RUN)] == [24, 24]
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["by the digest", "by the app before it died"])

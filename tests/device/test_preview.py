@@ -39,7 +39,7 @@ def test_a_preview_has_the_names_shapes_types_and_bytes_of_the_real_answer(fleet
         device.step(0)
         (sent,) = [one for one in device.ledger.entries if one.kind == "answer"]
     (upload,) = fleet.store.asks.uploads(RUN)
-    real = fleet.store.blobs.open(upload["sha256"])
+    real = fleet.store.blobs.open(upload.sha256)
     shown = [(one.name, one.dtype, one.shape, one.bytes) for part in preview.parts for one in part.tensors]
     assert shown == [(slot.path, slot.dtype.name, slot.shape, slot.nbytes) for slot in real.slots]
     assert {part.name: list(part.columns) for part in preview.parts} == sent.columns
@@ -84,9 +84,7 @@ def test_a_preview_changes_nothing_and_the_next_answer_is_the_same(fleet: Fleet,
                     device.preview()
                 assert contents(directory) == before
                 assert all(torch.equal(tensor, kept[name]) for name, tensor in device.model.state_dict().items())
-            parts = [
-                decode(other.store.blobs.open(one["sha256"]))["knowledge"] for one in other.store.asks.uploads(RUN)
-            ]
+            parts = [decode(other.store.blobs.open(one.sha256))["knowledge"] for one in other.store.asks.uploads(RUN)]
             return [part.logits.tobytes() for part in parts], state_of(device)  # type: ignore[attr-defined]
 
     assert answered(tmp_path / "a", previews=0) == answered(tmp_path / "b", previews=2)

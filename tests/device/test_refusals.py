@@ -73,7 +73,7 @@ def test_an_answer_that_waits_is_taken_though_the_app_has_come_back_with_fewer_s
         fleet.ask("d")
         device.step(0)
         assert declared_samples(fleet) == 9
-    assert [row["samples"] for row in fleet.store.asks.uploads(RUN)] == [24, 9]
+    assert [row.samples for row in fleet.store.asks.uploads(RUN)] == [24, 9]
     assert fleet.store.history.events(RUN, "refused") == []
 
 

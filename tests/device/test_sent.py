@@ -41,11 +41,11 @@ def test_an_answer_is_in_the_ledger_before_its_bytes_leave(fleet: Fleet, tmp_pat
         device.step(0)
         (before,), (after,) = seen, answers(device)
     (upload,) = fleet.store.asks.uploads(RUN)
-    assert (before.outcome, after.outcome, after.receipt) == ("may have been sent", "received", upload["receipt"])
+    assert (before.outcome, after.outcome, after.receipt) == ("may have been sent", "received", upload.receipt)
     assert (after.run, after.round, after.step, after.samples) == (RUN, 1, "train", 24)
     assert after.columns == {"knowledge": ["features", "logits", "labels"], "metrics": ["metrics"]}
-    assert after.sha256 == upload["sha256"].hex()
-    assert after.bytes > fleet.store.blobs.open(upload["sha256"]).data_bytes > 0
+    assert after.sha256 == upload.sha256.hex()
+    assert after.bytes > fleet.store.blobs.open(upload.sha256).data_bytes > 0
 
 
 def test_the_ledger_has_what_a_check_in_and_a_decline_say(fleet: Fleet, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_withdrawn_column_is_not_in_the_next_answer_and_the_server_is_told(fle
         fleet.ask("d")
         device.step(0)
         (upload,) = fleet.store.asks.uploads(RUN)
-        assert set(decode(fleet.store.blobs.open(upload["sha256"]))) == {"knowledge"}
+        assert set(decode(fleet.store.blobs.open(upload.sha256))) == {"knowledge"}
         assert allowed_at_the_server(fleet) == ["features", "labels", "logits"]
         assert device.allow == ("features", "logits", "labels")
 

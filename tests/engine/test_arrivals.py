@@ -70,7 +70,7 @@ def test_the_first_device_is_the_last_to_answer_and_all_others_are_prepared_befo
 
     monkeypatch.setattr(FedDKCServer, "refine", noted)
     asyncio.run(Engine(store, config_of(count), SlowFirst(devices)).run())
-    sent = [decode(store.blobs.open(row["sha256"]))["knowledge"] for row in store.asks.uploads(RUN)]
+    sent = [decode(store.blobs.open(row.sha256))["knowledge"] for row in store.asks.uploads(RUN)]
     assert sorted(prepared) == sorted(float(one.logits[0, 0]) for one in sent)  # type: ignore[attr-defined]
-    assert [row["device"] for row in store.asks.uploads(RUN)] == list(reversed(names))
-    assert all(row["status"] == "used" for row in store.asks.uploads(RUN))
+    assert [row.device for row in store.asks.uploads(RUN)] == list(reversed(names))
+    assert all(row.status == "used" for row in store.asks.uploads(RUN))

@@ -99,7 +99,7 @@ def store(location: Location, tmp_path: Path) -> Iterator[Store]:
 
 
 def used_of(store: Store, device: str) -> list[tuple[int, str]]:
-    return [(row["round"], row["status"]) for row in store.asks.uploads(RUN) if row["device"] == device]
+    return [(row.round, row.status) for row in store.asks.uploads(RUN) if row.device == device]
 
 
 def test_a_round_ends_at_k_answers_and_a_late_answer_counts_in_a_later_round(
@@ -147,7 +147,7 @@ def test_an_ask_ends_at_its_deadline_and_at_the_limit_of_staleness(settings: dic
     fleet.run(config_of(rounds=8, **settings))
     asks = [fleet.store.asks.get(RUN, number, 1, "d2") for number in range(1, 9)]
     assert len([ask for ask in asks if ask is not None]) > 1  # it is asked again
-    assert {ask["status"] for ask in asks if ask is not None} == {"out"}
+    assert {ask.status for ask in asks if ask is not None} == {"out"}
 
 
 @pytest.mark.slow
@@ -161,10 +161,10 @@ def test_an_engine_that_dies_uses_every_answer_once(moment: str, number: int, st
         fleet.run(config_of())
     fleet.run(config_of())
     assert_no_upload_lost(fleet.store)
-    receipts = [row["receipt"] for row in fleet.store.asks.uploads(RUN)]
+    receipts = [row.receipt for row in fleet.store.asks.uploads(RUN)]
     assert sorted(receipts) == sorted(receipt for one in fleet.devices for receipt in one.receipts)
     used = sum(len(one) for one in fleet.figures("staleness"))
-    assert used == sum(row["status"] == "used" for row in fleet.store.asks.uploads(RUN))
+    assert used == sum(row.status == "used" for row in fleet.store.asks.uploads(RUN))
 
 
 def test_a_rollback_reports_late_answers_of_undone_rounds_too(store: Store) -> None:
@@ -179,6 +179,13 @@ def test_a_rollback_reports_late_answers_of_undone_rounds_too(store: Store) -> N
     assert_no_upload_lost(fleet.store)
 
 
+def status_of_d2(fleet: Fleet) -> str:
+    """Status of d2's ask of round 1."""
+    ask = fleet.store.asks.get(RUN, 1, 1, "d2")
+    assert ask is not None
+    return ask.status
+
+
 def test_without_buffering_at_the_next_start_late_asks_are_settled(store: Store) -> None:
     fleet = Fleet(store, patience=1000)
 
@@ -189,11 +196,10 @@ def test_without_buffering_at_the_next_start_late_asks_are_settled(store: Store)
     fleet.on_wait = stop
     with suppress(FailpointError):
         fleet.run(config_of())
-    assert fleet.store.asks.get(RUN, 1, 1, "d2") is not None
-    assert (fleet.store.asks.get(RUN, 1, 1, "d2") or {})["status"] == "open"
+    assert status_of_d2(fleet) == "open"
     fleet.on_wait, fleet.patience = lambda: None, 1
     fleet.run(config_of(buffer_answers=0))
-    assert (fleet.store.asks.get(RUN, 1, 1, "d2") or {})["status"] == "out"
+    assert status_of_d2(fleet) == "out"
     assert_no_upload_lost(fleet.store)
 
 

@@ -50,6 +50,7 @@ from fleetdistill_server.methods.base import Notes  # type: ignore[attr-defined]
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
 from fleetdistill_server.store import retention
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.retention import sweep_all
 from fleetdistill_server.store.store import Store
 
@@ -143,13 +144,13 @@ def _part_of(device: str, store: Store) -> list[bytes]:
     """The means that a device has sent, and the directions of the space."""
     found = []
     for row in store.asks.uploads(RUN):
-        if (row["step"], row["device"]) == ("summarise", device):
-            sent = decode(store.blobs.open(row["sha256"]))["statistics"]
+        if (row.step, row.device) == ("summarise", device):
+            sent = decode(store.blobs.open(row.sha256))["statistics"]
             assert isinstance(sent, SharedStatistics)
             assert sent.means is not None
             found.append(sent.means.tobytes())
     for ask in store.asks.of_step(RUN, 1, 2):
-        space = decode(store.blobs.open(ask["payload"]))["space"]
+        space = decode(store.blobs.open(ask.payload))["space"]
         assert isinstance(space, ClassSpace)
         found.append(space.directions.tobytes())
     assert len(set(found)) == 2
@@ -173,11 +174,11 @@ def store(run: Halted) -> Iterator[Store]:
     opened.close()
 
 
-def told_with_the_part(run: Halted, store: Store) -> list[Row]:
+def told_with_the_part(run: Halted, store: Store) -> list[Ask]:
     """Asks of other devices whose payload has the forgotten device's part in it."""
-    asks = [ask for ask in store.asks.of_step(RUN, 1, 2) if ask["payload"] is not None]
+    asks = [ask for ask in store.asks.of_step(RUN, 1, 2) if ask.payload]
     found = {file.stem for file in run.files_with_the_part()}
-    return [ask for ask in asks if ask["device"] != run.device and ask["payload"].hex() in found]
+    return [ask for ask in asks if ask.device != run.device and ask.payload.hex() in found]
 
 
 def assert_forgotten(run: Halted, store: Store) -> None:
@@ -200,20 +201,20 @@ def assert_still_to_forget(run: Halted, store: Store) -> None:
 def test_nothing_is_left_of_what_a_forgotten_device_sent(run: Halted, store: Store) -> None:
     """Nor of the space that the other devices were sent."""
     assert run.device in run.parts(store)
-    assert {ask["device"] for ask in told_with_the_part(run, store)} == set(run.others())
+    assert {ask.device for ask in told_with_the_part(run, store)} == set(run.others())
     assert ask_to_forget(store, RUN, run.device, served=False)
     assert_forgotten(run, store)
 
 
 def test_nothing_is_left_in_quarantine_or_of_uploads_and_writes_that_broke_off(run: Halted, store: Store) -> None:
-    sent = next(row for row in store.asks.uploads(RUN) if row["device"] == run.device and row["step"] == "summarise")
-    lost = [sent["sha256"], told_with_the_part(run, store)[0]["payload"]]
+    sent = next(row for row in store.asks.uploads(RUN) if row.device == run.device and row.step == "summarise")
+    lost = [sent.sha256, told_with_the_part(run, store)[0].payload]
     for sha256 in lost:
         store.blobs.quarantine(sha256)
     store.blobs.put(make_payload())
     store.blobs.quarantine(make_payload().sha256)
     staging = run.directory / "blobs" / "staging"
-    for name in (f"ask-{sent['ask']}-attempt-2", f"put-{'ab' * 32}-1", "state-1"):
+    for name in (f"ask-{sent.ask}-attempt-2", f"put-{'ab' * 32}-1", "state-1"):
         (staging / f"{name}.part").write_bytes(b"torn" + run.part[0])
     (run.directory / "blobs" / "00").mkdir(exist_ok=True)
     (run.directory / "blobs" / "00" / f"{'00' * 32}.safetensors").write_bytes(run.part[0])  # an upload without a row
@@ -239,18 +240,18 @@ def test_figures_by_class_go_and_the_others_stay(run: Halted, store: Store) -> N
 
 def test_another_device_whose_receipt_was_lost_gets_it_all_the_same(run: Halted, store: Store) -> None:
     """It says which question it has answered; the answer is in the round's result."""
-    upload = next(row for row in store.asks.uploads(RUN) if row["device"] != run.device and row["status"] == "used")
-    ask = store.asks.get(RUN, upload["round"], upload["step_number"], upload["device"])
+    upload = next(row for row in store.asks.uploads(RUN) if row.device != run.device and row.status == "used")
+    ask = store.asks.get(RUN, upload.round, upload.step_number, upload.device)
     assert ask is not None
-    assert ask["payload"] is not None
+    assert ask.payload is not None
     assert ask_to_forget(store, RUN, run.device, served=False)
-    name = upload_name(upload["round"], upload["step_number"])
-    name.payload = ask["payload"]
+    name = upload_name(upload.round, upload.step_number)
+    name.payload = ask.payload
     api = DeviceApi(store)
-    identity = service_pb2.Identity(run=RUN, device=upload["device"], secret=b"")
+    identity = service_pb2.Identity(run=RUN, device=upload.device, secret=b"")
     store.database.write("UPDATE devices SET secret_hash = ?", hashlib.sha256(b"").digest())
     said = api.uploads.status(service_pb2.UploadStatusRequest(identity=identity, name=name))
-    assert said.receipt.id == upload["receipt"]
+    assert said.receipt.id == upload.receipt
 
 
 # --- who dies, and who holds things up
@@ -456,7 +457,7 @@ def test_a_round_that_a_server_left_open_is_closed_as_a_short_one(status: str, r
     assert_forgotten(run, store)
     closed = store.runs.rounds(RUN)[-1]
     assert (closed["round"], closed["status"]) == (number, "short")
-    assert {ask["status"] for ask in store.asks.of_step(RUN, number, 1)} == {"out"}
+    assert {ask.status for ask in store.asks.of_step(RUN, number, 1)} == {"out"}
     with pytest.raises(RunError, match="taken over"):  # one that still lives gets no further
         left._store.runs.assert_owner(RUN, left.token)
 
@@ -534,7 +535,7 @@ class Joined:
 
     def status(self, step_number: int) -> str:
         (ask,) = self.store.asks.of_step(MADE_RUN, self.round, step_number)
-        return str(ask["status"])
+        return str(ask.status)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.methods.fedavg import FedAvgServer
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Upload
 from fleetdistill_server.store.store import Store
 
 
@@ -60,7 +60,7 @@ class Fleet:
         self.store = Store.open(directory)
         self.api = DeviceApi(self.store)
         self.devices = [ParrotDevice(MemoryLink(self.api), RUN, name) for name in DEVICES]
-        self.after_answer: Callable[[list[Row]], None] = lambda uploads: None
+        self.after_answer: Callable[[list[Upload]], None] = lambda uploads: None
         self.before_wait: Callable[[], None] = lambda: None
         self._seen = 0
 
@@ -79,8 +79,8 @@ class Fleet:
     def run(self) -> None:
         asyncio.run(Engine(self.store, recorded_config(self.directory), self).run())
 
-    def blob(self, row: Row) -> Path:
-        name = row["sha256"].hex()
+    def blob(self, sha256: bytes) -> Path:
+        name = sha256.hex()
         return self.directory / "blobs" / name[:2] / f"{name}.safetensors"
 
     def quarantined(self) -> list[str]:
@@ -95,16 +95,16 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 
 def damage_first_answer_of_round_2(fleet: Fleet, damage: Callable[[Path], None]) -> None:
-    def act(uploads: list[Row]) -> None:
-        if uploads[-1]["round"] == 2 and uploads[-1]["device"] == "d0" and len(uploads) == 3:
-            damage(fleet.blob(uploads[-1]))
+    def act(uploads: list[Upload]) -> None:
+        if uploads[-1].round == 2 and uploads[-1].device == "d0" and len(uploads) == 3:
+            damage(fleet.blob(uploads[-1].sha256))
 
     fleet.after_answer = act
 
 
-def first_and_second(store: Store) -> list[Row]:
+def first_and_second(store: Store) -> list[Upload]:
     """Both answers of d0 to round 2."""
-    return [row for row in store.asks.uploads(RUN) if (row["round"], row["device"]) == (2, "d0")]
+    return [row for row in store.asks.uploads(RUN) if (row.round, row.device) == (2, "d0")]
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -112,14 +112,14 @@ def test_a_damaged_answer_is_reported_and_its_device_asked_again(fleet: Fleet, n
     damage_first_answer_of_round_2(fleet, DAMAGES[name])
     fleet.run()
     lost, again = first_and_second(fleet.store)
-    assert (lost["status"], lost["attempt"]) == ("reported", 1)
-    assert lost["reason"].startswith(f"the payload was lost on the server: payload {lost['sha256'].hex()} is ")
-    assert (again["status"], again["attempt"], again["quarantined_at"]) == ("used", 2, None)
+    assert (lost.status, lost.attempt) == ("reported", 1)
+    assert lost.reason.startswith(f"the payload was lost on the server: payload {lost.sha256.hex()} is ")
+    assert (again.status, again.attempt, again.quarantined_at) == ("used", 2, None)
     (event,) = fleet.store.history.events(RUN, "quarantined")
     assert (event["round"], event["device"]) == (2, "d0")
-    assert lost["sha256"].hex() in event["text"]
+    assert lost.sha256.hex() in event["text"]
     assert "the device is asked again" in event["text"]
-    assert fleet.quarantined() == ([] if name == "gone" else [lost["sha256"].hex()])
+    assert fleet.quarantined() == ([] if name == "gone" else [lost.sha256.hex()])
     assert fleet.store.runs.existing(RUN).completed_rounds == 4
     assert_no_upload_lost(fleet.store, {one.id for device in fleet.devices for one in device.receipts}, RUN)
 
@@ -129,24 +129,24 @@ def test_an_answer_that_is_damaged_after_it_was_read_early_is_asked_again(fleet:
     both = fleet.devices
 
     def only_the_second_then_both() -> None:
-        rows = [row for row in fleet.store.asks.uploads(RUN) if row["round"] == 2]
-        if [row["device"] for row in rows] == ["d1"] and fleet.devices != both:  # read, as the engine waits again
-            flip_a_bit(fleet.blob(rows[0]))
+        rows = [row for row in fleet.store.asks.uploads(RUN) if row.round == 2]
+        if [row.device for row in rows] == ["d1"] and fleet.devices != both:  # read, as the engine waits again
+            flip_a_bit(fleet.blob(rows[0].sha256))
             fleet.devices = both
         elif fleet.store.runs.open_number(RUN) == 2 and not rows:
             fleet.devices = both[1:]
 
     fleet.before_wait = only_the_second_then_both
     fleet.run()
-    lost, again = [row for row in fleet.store.asks.uploads(RUN) if (row["round"], row["device"]) == (2, "d1")]
-    assert (lost["status"], again["status"]) == ("reported", "used")
+    lost, again = [row for row in fleet.store.asks.uploads(RUN) if (row.round, row.device) == (2, "d1")]
+    assert (lost.status, again.status) == ("reported", "used")
     assert_no_upload_lost(fleet.store, {one.id for device in both for one in device.receipts}, RUN)
 
 
 def test_an_undamaged_run_quarantines_nothing(fleet: Fleet) -> None:
     fleet.run()
     assert fleet.store.history.events(RUN, "quarantined") == []
-    assert {row["status"] for row in fleet.store.asks.uploads(RUN)} == {"used"}
+    assert {row.status for row in fleet.store.asks.uploads(RUN)} == {"used"}
 
 
 @pytest.mark.parametrize("point", ["before-move", "after-move", "after-commit"])
@@ -156,9 +156,9 @@ def test_an_engine_that_fails_in_the_middle_ends_where_an_undisturbed_one_does(f
         fleet.run()
     fleet.run()
     lost, again = first_and_second(fleet.store)
-    assert (lost["status"], again["status"]) == ("reported", "used")
+    assert (lost.status, again.status) == ("reported", "used")
     assert len(fleet.store.history.events(RUN, "quarantined")) == 1
-    assert fleet.quarantined() == [lost["sha256"].hex()]
+    assert fleet.quarantined() == [lost.sha256.hex()]
     assert_no_upload_lost(fleet.store, {one.id for device in fleet.devices for one in device.receipts}, RUN)
 
 
@@ -166,50 +166,50 @@ def test_an_answer_that_was_read_before_a_crash_is_verified_again_after_it(fleet
     class Crash(Exception):
         pass
 
-    def act(uploads: list[Row]) -> None:
-        if uploads[-1]["round"] == 2 and uploads[-1]["device"] == "d1":
+    def act(uploads: list[Upload]) -> None:
+        if uploads[-1].round == 2 and uploads[-1].device == "d1":
             raise Crash
 
     fleet.after_answer = act
     with suppress(Crash):
         fleet.run()
     fleet.after_answer = lambda uploads: None
-    flip_a_bit(fleet.blob(first_and_second(fleet.store)[0]))
+    flip_a_bit(fleet.blob(first_and_second(fleet.store)[0].sha256))
     fleet.run()
-    assert [row["status"] for row in first_and_second(fleet.store)] == ["reported", "used"]
+    assert [row.status for row in first_and_second(fleet.store)] == ["reported", "used"]
 
 
-def answered_round(fleet: Fleet, deadline_at: float = math.inf) -> Row:
+def answered_round(fleet: Fleet, deadline_at: float = math.inf) -> Upload:
     """An open round with an ask that d0 has answered; returns the upload's row."""
     with failpoints.switched_on("engine.answer.after-read=error"), suppress(OSError):
         fleet.run()
     fleet.store.database.write("UPDATE asks SET deadline_at = ?", min(deadline_at, 1e10))
-    (upload,) = [row for row in fleet.store.asks.uploads(RUN) if row["device"] == "d0"]
+    (upload,) = [row for row in fleet.store.asks.uploads(RUN) if row.device == "d0"]
     return upload
 
 
 def test_after_the_deadline_the_device_is_out_with_the_reason(fleet: Fleet) -> None:
     upload = answered_round(fleet, deadline_at=1.0)
-    fleet.store.asks.withdraw_upload(upload["ask"], "payload is damaged")
+    fleet.store.asks.withdraw_upload(upload.ask, "payload is damaged")
     ask = fleet.store.asks.get(RUN, 1, 1, "d0")
     assert ask is not None
-    assert (ask["status"], ask["reason"]) == ("out", "the answer was lost on the server, deadline passed")
+    assert (ask.status, ask.reason) == ("out", "the answer was lost on the server, deadline passed")
     assert "drops out of the round: deadline passed" in fleet.store.history.events(RUN, "quarantined")[0]["text"]
 
 
 def test_a_device_that_has_gone_is_not_waited_for(fleet: Fleet) -> None:
     upload = answered_round(fleet)
     fleet.store.devices.mark_absent(RUN, "d0", "lease ended")
-    fleet.store.asks.withdraw_upload(upload["ask"], "payload is damaged")
+    fleet.store.asks.withdraw_upload(upload.ask, "payload is damaged")
     ask = fleet.store.asks.get(RUN, 1, 1, "d0")
     assert ask is not None
-    assert (ask["status"], ask["reason"]) == ("out", "the answer was lost on the server, device not present")
+    assert (ask.status, ask.reason) == ("out", "the answer was lost on the server, device not present")
 
 
 def test_taking_back_twice_is_once(fleet: Fleet) -> None:
     upload = answered_round(fleet)
     for _ in range(2):
-        fleet.store.asks.withdraw_upload(upload["ask"], "payload is damaged")
+        fleet.store.asks.withdraw_upload(upload.ask, "payload is damaged")
     assert len(fleet.store.history.events(RUN, "quarantined")) == 1
     assert fleet.store.asks.next_open(RUN, "d0") is not None
 
@@ -219,16 +219,16 @@ def test_the_old_attempt_has_no_receipt_until_its_data_are_there_again(fleet: Fl
     device = fleet.devices[0]
     name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
     status = service_pb2.UploadStatusRequest(identity=device.identity, name=name)
-    assert fleet.api.uploads.status(status).receipt.id == upload["receipt"]
-    fleet.blob(upload).unlink()
-    fleet.store.asks.withdraw_upload(upload["ask"], "payload is gone")
+    assert fleet.api.uploads.status(status).receipt.id == upload.receipt
+    fleet.blob(upload.sha256).unlink()
+    fleet.store.asks.withdraw_upload(upload.ask, "payload is gone")
     told = fleet.api.uploads.status(status)
     assert (told.HasField("receipt"), told.next_byte, told.ask_open) == (False, 0, True)
     ask = fleet.api.next_ask(device.identity)
     assert ask is not None
     assert ask.ask.first_attempt == 2
     receipt = device.answer(ask.ask, attempt=1)  # it still had them
-    assert receipt.id != upload["receipt"]
+    assert receipt.id != upload.receipt
     assert fleet.api.uploads.status(status).receipt == receipt
     assert fleet.store.blobs.open(receipt.sha256, verify=True).data_bytes == receipt.data_bytes
 
@@ -266,9 +266,9 @@ def test_a_damaged_payload_of_an_open_ask_is_made_again(fleet: Fleet, damage: Ca
     answered_round(fleet)
     ask = fleet.store.asks.get(RUN, 1, 1, "d1")
     assert ask is not None
-    fleet.store.database.write("UPDATE asks SET status = 'open' WHERE id = ?", ask["id"])
-    fleet.store.database.write("DELETE FROM uploads WHERE ask = ?", ask["id"])
-    damage(fleet.blob({"sha256": ask["payload"]}))
+    fleet.store.database.write("UPDATE asks SET status = 'open' WHERE id = ?", ask.id)
+    fleet.store.database.write("DELETE FROM uploads WHERE ask = ?", ask.id)
+    damage(fleet.blob(ask.payload))
     started_again = Fleet(fleet.directory)
     started_again.run()
     assert fleet.store.runs.existing(RUN).status == "finished"
@@ -299,8 +299,8 @@ def test_what_the_fleet_is_asked_with_is_mended_after_a_round_that_failed_of_it(
     def look() -> None:
         ask = fleet.store.asks.get(RUN, 1, 1, "d1")
         if ask is not None and not damaged:
-            damaged.append(ask["payload"])
-            flip_a_bit(fleet.blob({"sha256": ask["payload"]}))
+            damaged.append(ask.payload)
+            flip_a_bit(fleet.blob(ask.payload))
         assert len(fleet.store.runs.rounds(RUN)) < 10, "round after round fails"
 
     fleet.before_wait = look
@@ -309,21 +309,21 @@ def test_what_the_fleet_is_asked_with_is_mended_after_a_round_that_failed_of_it(
     assert fleet.quarantined() == [damaged[0].hex()]
     again = fleet.store.asks.get(RUN, 2, 1, "d1")
     assert again is not None
-    assert again["payload"] == damaged[0]
+    assert again.payload == damaged[0]
 
 
 def test_what_devices_cannot_fetch_is_told_once(fleet: Fleet) -> None:
     answered_round(fleet)
     ask = fleet.store.asks.get(RUN, 1, 1, "d1")
     assert ask is not None
-    fleet.store.database.write("UPDATE asks SET status = 'open' WHERE id = ?", ask["id"])
-    fleet.blob({"sha256": ask["payload"]}).unlink()
-    wanted = service_pb2.DownloadRequest(identity=fleet.devices[1].identity, sha256=ask["payload"])
+    fleet.store.database.write("UPDATE asks SET status = 'open' WHERE id = ?", ask.id)
+    fleet.blob(ask.payload).unlink()
+    wanted = service_pb2.DownloadRequest(identity=fleet.devices[1].identity, sha256=ask.payload)
     for _ in range(2):
         with pytest.raises(DamagedError, match="is not in the store"):
             fleet.api.downloads.open(wanted)
     (event,) = fleet.store.history.events(RUN, "quarantined")
-    assert (event["round"], ask["payload"].hex() in event["text"]) == (1, True)
+    assert (event["round"], ask.payload.hex() in event["text"]) == (1, True)
 
 
 def test_a_lost_payload_that_a_replay_makes_otherwise_puts_its_device_out_not_the_run(fleet: Fleet) -> None:
@@ -332,14 +332,14 @@ def test_a_lost_payload_that_a_replay_makes_otherwise_puts_its_device_out_not_th
     assert ask is not None
     other = make_payload()
     fleet.store.blobs.put(other)
-    flip_a_bit(fleet.blob({"sha256": other.sha256}))
-    fleet.store.database.write("UPDATE asks SET status = 'open', payload = ? WHERE id = ?", other.sha256, ask["id"])
-    fleet.store.database.write("DELETE FROM uploads WHERE ask = ?", ask["id"])
+    flip_a_bit(fleet.blob(other.sha256))
+    fleet.store.database.write("UPDATE asks SET status = 'open', payload = ? WHERE id = ?", other.sha256, ask.id)
+    fleet.store.database.write("DELETE FROM uploads WHERE ask = ?", ask.id)
     fleet.run()
     now = fleet.store.asks.get(RUN, 1, 1, "d1")
     assert now is not None
-    assert now["status"] == "out"
-    assert now["reason"].startswith(f"the payload of the ask was lost on the server: payload {other.sha256.hex()}")
+    assert now.status == "out"
+    assert now.reason.startswith(f"the payload of the ask was lost on the server: payload {other.sha256.hex()}")
     (event,) = fleet.store.history.events(RUN, "quarantined")
     assert (event["round"], event["device"]) == (1, "d1")
     assert fleet.quarantined() == [other.sha256.hex()]
@@ -358,7 +358,7 @@ def test_a_payload_that_is_deleted_before_it_is_asked_with_is_made_again(
         if fleet.store.runs.open_round(RUN) is not None:
             written.append(payload.sha256)
             if len(written) == 1:  # all devices are asked with the same one
-                fleet.blob({"sha256": payload.sha256}).unlink()
+                fleet.blob(payload.sha256).unlink()
 
     monkeypatch.setattr(fleet.store.blobs, "put", put_and_lose)
     fleet.run()
@@ -376,11 +376,11 @@ class Answering:
     async def wait(self, seconds: float = 0.0) -> None:
         for step in (1, 2):
             for ask in self._store.asks.of_step(RUN, 1, step):
-                if ask["status"] == "open":
-                    payload = make_payload(10 * step + int(ask["device"][1:]))
+                if ask.status == "open":
+                    payload = make_payload(10 * step + int(ask.device[1:]))
                     self._store.blobs.put(payload)
-                    self._store.asks.accept_upload(ask["id"], 1, payload.sha256, payload.data_bytes, 1)
-                    self.answers[step, ask["device"]] = payload.sha256
+                    self._store.asks.accept_upload(ask.id, 1, payload.sha256, payload.data_bytes, 1)
+                    self.answers[step, ask.device] = payload.sha256
 
     def wake_other(self) -> None:
         return
@@ -415,13 +415,13 @@ def test_who_is_out_when_a_round_is_played_again_is_not_in_its_later_steps(tmp_p
     assert asyncio.run(play(cohort())) == [names, names]
     store.blobs.path_of(waker.answers[1, "d1"]).unlink()  # type: ignore[attr-defined]
     store.database.write("UPDATE asks SET deadline_at = 1 WHERE step_number = 1")
-    (third,) = [ask for ask in store.asks.of_step(RUN, 1, 2) if ask["device"] == "d3"]
-    store.database.write("DELETE FROM uploads WHERE ask = ?", third["id"])
-    store.database.write("UPDATE asks SET status = 'open' WHERE id = ?", third["id"])
+    (third,) = [ask for ask in store.asks.of_step(RUN, 1, 2) if ask.device == "d3"]
+    store.database.write("DELETE FROM uploads WHERE ask = ?", third.id)
+    store.database.write("UPDATE asks SET status = 'open' WHERE id = ?", third.id)
     again = cohort()
     assert asyncio.run(play(again)) == [["d2", "d3"], ["d2", "d3"]]
     assert sorted(again.used) == sorted(
-        ask["id"] for step in (1, 2) for ask in store.asks.of_step(RUN, 1, step) if ask["device"] != "d1"
+        ask.id for step in (1, 2) for ask in store.asks.of_step(RUN, 1, step) if ask.device != "d1"
     )
     store.close()
 
@@ -430,7 +430,7 @@ def test_who_is_out_when_a_round_is_played_again_is_not_in_its_later_steps(tmp_p
 def test_damaged_initial_weights_are_made_again_from_the_seed(fleet: Fleet, name: str) -> None:
     answered_round(fleet)
     sha256 = fleet.api.sessions.contract(RUN).initial_weights
-    DAMAGES[name](fleet.blob({"sha256": sha256}))
+    DAMAGES[name](fleet.blob(sha256))
     with pytest.raises(DamagedError):
         fleet.store.blobs.open(sha256, verify=True)
     fleet.run()
@@ -441,7 +441,7 @@ def test_initial_weights_that_cannot_be_made_again_end_the_engine_with_a_sentenc
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered_round(fleet)
-    flip_a_bit(fleet.blob({"sha256": fleet.api.sessions.contract(RUN).initial_weights}))
+    flip_a_bit(fleet.blob(fleet.api.sessions.contract(RUN).initial_weights))
     monkeypatch.setattr(FedAvgServer, "initial", lambda self: None)
     with pytest.raises(DamagedError, match="is damaged: its BLAKE3 does not match"):
         fleet.run()
@@ -460,7 +460,7 @@ def test_a_damaged_extractor_file_is_made_again(fleet: Fleet, name: str, monkeyp
     give_extractor(monkeypatch, FILE)
     answered_round(fleet)
     sha256 = fleet.api.sessions.contract(RUN).extractor_file
-    DAMAGES[name](fleet.blob({"sha256": sha256}))
+    DAMAGES[name](fleet.blob(sha256))
     with pytest.raises(DamagedError):
         fleet.store.blobs.open(sha256, verify=True)
     fleet.run()
@@ -484,7 +484,7 @@ def test_an_extractor_file_that_cannot_be_made_again_ends_the_engine(
 ) -> None:
     give_extractor(monkeypatch, FILE)
     answered_round(fleet)
-    flip_a_bit(fleet.blob({"sha256": fleet.api.sessions.contract(RUN).extractor_file}))
+    flip_a_bit(fleet.blob(fleet.api.sessions.contract(RUN).extractor_file))
     give_extractor(monkeypatch, OTHER)
     with pytest.raises(DamagedError, match="is damaged: its BLAKE3 does not match"):
         fleet.run()
@@ -515,21 +515,21 @@ def test_a_device_of_the_sdk_answers_anew_from_the_state_that_it_has(tmp_path: P
     config, specs, work = prepare(replace(SMALL, method="fedavg"), tmp_path / "work")
     store = Store.open(work / "store")
     api = DeviceApi(store)
-    damaged: list[Row] = []
+    damaged: list[Upload] = []
 
     def damage_the_first() -> None:
         uploads = store.asks.uploads(config.run.name)
         if uploads and not damaged:
             damaged.append(uploads[0])
-            name = uploads[0]["sha256"].hex()
+            name = uploads[0].sha256.hex()
             flip_a_bit(work / "store" / "blobs" / name[:2] / f"{name}.safetensors")
 
     with ExitStack() as stack:
         link = NotingLink(api)
         devices = [stack.enter_context(make_device(spec, link)) for spec in specs]  # type: ignore[arg-type]
         asyncio.run(Engine(store, config, DriveDevices(devices, damage_the_first)).run())
-    answers = [row for row in store.asks.uploads(config.run.name) if row["ask"] == damaged[0]["ask"]]
-    assert [(row["attempt"], row["status"]) for row in answers] == [(1, "reported"), (2, "used")]
-    assert {row["receipt"] for row in answers} <= link.receipts
+    answers = [row for row in store.asks.uploads(config.run.name) if row.ask == damaged[0].ask]
+    assert [(row.attempt, row.status) for row in answers] == [(1, "reported"), (2, "used")]
+    assert {row.receipt for row in answers} <= link.receipts
     assert_no_upload_lost(store, link.receipts)
     store.close()

@@ -111,7 +111,7 @@ def test_an_engine_may_die_between_any_two_steps() -> None:
         store = run_with_crash(Fuse(blows_at=moment))
         assert checkpoint(store) == checkpoint(expected), f"step {moment} of {undisturbed.touched}"
         assert_no_upload_lost(store)
-        assert [row["status"] for row in store.asks.uploads(RUN)] == ["used"] * (2 * ROUNDS)
+        assert [row.status for row in store.asks.uploads(RUN)] == ["used"] * (2 * ROUNDS)
         assert [(row["round"], row["status"]) for row in store.runs.rounds(RUN)] == [(1, "closed"), (2, "closed")]
         assert store.history.events(RUN, "replay-differs") == []
         store.close()
@@ -246,9 +246,9 @@ def test_a_short_round_is_taken_back_and_the_next_one_counts() -> None:
     assert first["reason"] == "step 'train': 1 devices answered, the quorum is 2"
     closed = [row["round"] for row in others if row["status"] == "closed"]
     assert len(closed) == ROUNDS
-    (lost,) = [row for row in store.asks.uploads(RUN) if row["round"] == 1]
-    assert (lost["device"], lost["status"]) == ("d0", "reported")
-    assert lost["reason"].startswith("round short")
+    (lost,) = [row for row in store.asks.uploads(RUN) if row.round == 1]
+    assert (lost.device, lost.status) == ("d0", "reported")
+    assert lost.reason.startswith("round short")
     late = store.history.events(RUN, "late")
     assert (late[0]["round"], late[0]["device"]) == (1, "d1")
     assert_no_upload_lost(store)
@@ -305,7 +305,7 @@ def test_a_device_whose_round_is_over_when_it_downloads_stays_in_the_run(tmp_pat
             self, identity: service_pb2.Identity, sha256: bytes, first_byte: int
         ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[knowledge_pb2.TensorChunk]]:
             ask = store.asks.next_open(RUN, identity.device)
-            if ask is not None and ask["payload"] == sha256 and not refused:
+            if ask is not None and ask.payload == sha256 and not refused:
                 refused.append(sha256)
                 raise RefusedError(Code.NOT_FOUND, "the round that it belonged to is over")
             return super().download(identity, sha256, first_byte)  # type: ignore[return-value]
@@ -350,7 +350,7 @@ class Failing(Drive):
             for device in self.store.asks.devices_with_open(RUN):
                 ask = self.store.asks.next_open(RUN, device)
                 assert ask is not None
-                self.store.asks.close(ask["id"], "declined")
+                self.store.asks.close(ask.id, "declined")
             return
         if row is None and (short := self.store.runs.short_rounds_in_a_row(RUN)):
             self.waited[short] = self.waited.get(short, 0.0) + seconds
@@ -492,8 +492,8 @@ def test_a_round_asks_more_devices_than_it_wants_and_ends_with_enough_answers() 
     cohorts = [tuple(json.loads(row["cohort"])) for row in rounds]
     assert {len(cohort) for cohort in cohorts} == {3}
     assert len(set(cohorts)) > 1  # chosen anew in every round
-    (surplus,) = [row for row in store.asks.of_step(RUN, 1, 1) if row["status"] == "out"]
-    assert surplus["reason"] == "enough devices answered"
+    (surplus,) = [row for row in store.asks.of_step(RUN, 1, 1) if row.status == "out"]
+    assert surplus.reason == "enough devices answered"
     assert int(method.total) == 6 * 2 * 6
     assert_no_upload_lost(store)
 

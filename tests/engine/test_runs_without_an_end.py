@@ -38,6 +38,7 @@ from fleetdistill_server.methods.base import Notes, ServerMethod  # type: ignore
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 from fleetdistill_server.store.clock import Clock
+from fleetdistill_server.store.states import UploadStatus
 from fleetdistill_server.store.store import Store
 
 RUN = "open"
@@ -147,7 +148,7 @@ class Fleet:
     def asked(self) -> list[list[str]]:
         """Whom each round has asked."""
         numbers = [row["round"] for row in self.store.runs.rounds(RUN)]
-        return [[ask["device"] for ask in self.store.asks.of_step(RUN, number, 1)] for number in numbers]
+        return [[ask.device for ask in self.store.asks.of_step(RUN, number, 1)] for number in numbers]
 
     def statuses(self) -> list[str]:
         return [row["status"] for row in self.store.runs.rounds(RUN)]
@@ -367,7 +368,7 @@ def test_rounds_that_nobody_answers_come_ever_more_rarely() -> None:
             for device in self.store.asks.devices_with_open(RUN):
                 ask = self.store.asks.next_open(RUN, device)
                 assert ask is not None
-                self.store.asks.close(ask["id"], "declined")
+                self.store.asks.close(ask.id, "declined")
 
     fleet = Declining()
     fleet.pauses = {}
@@ -418,6 +419,6 @@ def test_an_engines_process_is_killed_goes_on_and_ends_well_when_it_is_stopped(t
         engine.wait_for_the_end()
         assert store.runs.existing(config.run.name).status == "running"
         assert {row["status"] for row in store.runs.rounds(config.run.name)} <= {"closed", "open"}
-        used = [row["status"] for row in store.asks.uploads(config.run.name)]
+        used = [row.status for row in store.asks.uploads(config.run.name)]
         assert set(used) <= {"used", "acknowledged"}
-        assert used.count("used") >= 5 * len(devices)
+        assert used.count(UploadStatus.USED) >= 5 * len(devices)

@@ -67,7 +67,7 @@ class ThirdDevice(AnsweringDevice):
 
     def is_open(self, ask: service_pb2.Ask) -> bool:
         row = self._store.asks.get(RUN, ask.round, ask.step_number, THIRD)
-        return row is not None and row["status"] == "open"
+        return row is not None and row.status == "open"
 
     def name(self, ask: service_pb2.Ask, attempt: int = 1) -> service_pb2.UploadName:
         return service_pb2.UploadName(round=ask.round, step_number=ask.step_number, attempt=attempt)
@@ -275,9 +275,9 @@ def test_a_run_completes_whatever_one_of_its_devices_does(tmp_path: Path) -> Non
     for name, number in third.met.items():
         ask = store.asks.get(RUN, number, 1, THIRD)
         assert ask is not None
-        assert (ask["reason"] or "").startswith(REASONS[name] or ""), f"{name}: {ask['reason']}"
-        assert ask["status"] == ("answered" if REASONS[name] is None else "out"), name
-    used = {(one["round"], one["device"]) for one in store.asks.uploads(RUN) if one["status"] == "used"}
+        assert (ask.reason or "").startswith(REASONS[name] or ""), f"{name}: {ask.reason}"
+        assert ask.status == ("answered" if REASONS[name] is None else "out"), name
+    used = {(one.round, one.device) for one in store.asks.uploads(RUN) if one.status == "used"}
     honest = {(number, device) for number in range(1, ROUNDS + 1) for device in ("d0", "d1")}
     again = {(number, THIRD) for number in range(2, ROUNDS + 1, 2)}
     assert used == honest | again | {(third.met["dies_after_its_receipt_and_sends_it_all_again"], THIRD)}
@@ -311,9 +311,9 @@ def test_a_round_that_falls_short_over_the_wire_is_closed_as_such(tmp_path: Path
     first, *others = store.runs.rounds(RUN)
     assert (first["status"], first["reason"]) == ("short", "step 'train': 1 devices answered, the quorum is 2")
     assert [one["status"] for one in others] == ["closed"]
-    (lost,) = [one for one in store.asks.uploads(RUN) if one["round"] == 1]
-    assert (lost["device"], lost["status"]) == ("w2", "reported")
-    assert lost["reason"].startswith("round short: step 'train'")
+    (lost,) = [one for one in store.asks.uploads(RUN) if one.round == 1]
+    assert (lost.device, lost.status) == ("w2", "reported")
+    assert lost.reason.startswith("round short: step 'train'")
     assert {one["device"] for one in store.history.events(RUN, "late")} == {"w0", "w1"}
     assert_no_upload_lost(store)
     store.close()

@@ -136,5 +136,5 @@ def test_features_as_large_as_the_wire_goes_do_not_end_a_feddkc_run() -> None:
     assert {row["device"] for row in store.history.events(RUN, "knowledge-left-out")} == {"d2"}
     valid = {device: bool(one[2]) for device, one in state_of(store)["knowledge"].items()}
     assert valid == {"d0": True, "d1": True, "d2": False}
-    assert {row["status"] for row in store.asks.uploads(RUN)} == {"used"}
+    assert {row.status for row in store.asks.uploads(RUN)} == {"used"}
     store.close()

@@ -120,6 +120,6 @@ def test_an_upload_goes_on_after_the_death_of_the_device(front: LiveFront, store
         assert device.step(0) is Step.ANSWERED
     (first,) = link.first_bytes
     assert first > 0, "what the dead process had sent was not sent again"
-    (row,) = [row for row in store.asks.uploads(RUN) if row["device"] == PHONE]
+    (row,) = [row for row in store.asks.uploads(RUN) if row.device == PHONE]
     assert events.kinds() == ["checked-in", "answered", "delivered"], "nothing was computed again"
-    assert events.of("answered").values == {"receipt": row["receipt"], "tries": 2}
+    assert events.of("answered").values == {"receipt": row.receipt, "tries": 2}

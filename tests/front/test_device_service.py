@@ -42,6 +42,7 @@ from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.front.device_service import DeviceService
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.service.wakeups import Ends
+from fleetdistill_server.store.records import Upload
 from fleetdistill_server.store.store import Store
 
 PIECE = 64
@@ -61,8 +62,8 @@ def refusals(store: Store, client: Client) -> list[str]:
     return [row["code"] for row in store.history.events(RUN, "refused") if row["device"] == client.device]
 
 
-def uploads_of(store: Store, client: Client) -> list[dict[str, Any]]:
-    return [row for row in store.asks.uploads(RUN) if row["device"] == client.device]
+def uploads_of(store: Store, client: Client) -> list[Upload]:
+    return [row for row in store.asks.uploads(RUN) if row.device == client.device]
 
 
 # --- standard services
@@ -273,7 +274,7 @@ def test_leaving_closes_the_ask(client: Client, store: Store) -> None:
     client.stub.Leave(service_pb2.LeaveRequest(identity=client.identity), timeout=PATIENCE_SECONDS)
     row = store.asks.get(RUN, name.round, 1, client.device)
     assert row is not None
-    assert (row["status"], row["reason"]) == ("out", "device left")
+    assert (row.status, row.reason) == ("out", "device left")
     assert client.device not in store.devices.present(RUN)
 
 
@@ -305,7 +306,7 @@ def test_an_upload_in_many_chunks_gets_a_receipt_and_is_stored(client: Client, s
     receipt = client.send([client.header(name, payload, samples=3), *as_messages(chunks)])
     assert (receipt.name, receipt.sha256, receipt.data_bytes) == (name, payload.sha256, payload.data_bytes)
     (row,) = uploads_of(store, client)
-    assert (row["receipt"], row["samples"], row["status"]) == (receipt.id, 3, "acknowledged")
+    assert (row.receipt, row.samples, row.status) == (receipt.id, 3, "acknowledged")
     assert data_of(store.blobs.open(payload.sha256)) == data_of(payload)
 
 
@@ -372,7 +373,7 @@ def test_a_refused_device_is_out_for_the_round(client: Client, store: Store) -> 
         client.upload(name, make_payload(labels=np.full(4, 3, np.int32)))
     row = store.asks.get(RUN, name.round, 1, client.device)
     assert row is not None
-    assert row["status"] == "out"
+    assert row.status == "out"
     with refused() as found:
         client.upload(name, make_payload())
     assert found[0].reason == "closed"

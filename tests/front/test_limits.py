@@ -326,7 +326,7 @@ def test_an_upload_too_many_waits_and_is_not_lost(client: Client, store: Store) 
     assert client.status(name).ask_open
     row = store.asks.get(RUN, name.round, 1, client.device)
     assert row is not None
-    assert row["status"] == "open"
+    assert row.status == "open"
 
 
 @pytest.mark.parametrize("brought", ["nothing", "header", "some"])

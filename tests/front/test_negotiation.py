@@ -97,7 +97,7 @@ def test_an_answer_is_stored_and_counted_the_same_packed_or_not() -> None:
         api = asked(question())
         upload(api, payload, compression)
         (row,) = api.store.asks.uploads(RUN)
-        assert data_of(api.store.blobs.open(row["sha256"])) == data_of(payload)
+        assert data_of(api.store.blobs.open(row.sha256)) == data_of(payload)
         found[compression] = counted(api, "up")
         assert found[compression]["envelope"] == (0, payload.header().ByteSize())
         (total,) = [one for one in api.store.history.traffic(RUN) if one["direction"] == "up"]

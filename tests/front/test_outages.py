@@ -83,7 +83,7 @@ def test_every_call_is_refused_for_now_while_postgres_is_away(own_server: Postgr
             receipt = [call(client) for call in CALLS.values()][list(CALLS).index("Upload")]
         (row,) = store.asks.uploads(RUN)
         assert isinstance(receipt, service_pb2.Receipt)
-        assert (row["receipt"], row["status"]) == (receipt.id, "acknowledged")
+        assert (row.receipt, row.status) == (receipt.id, "acknowledged")
         store.close()
 
 

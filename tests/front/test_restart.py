@@ -18,7 +18,7 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill.wire.v1.knowledge_pb2 import PayloadHeader, TensorChunk
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Upload
 from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
@@ -30,8 +30,8 @@ def ask(store: Store, client: Client, payload: Payload | None = None) -> service
     return upload_name(number)
 
 
-def uploads_of(store: Store, client: Client) -> list[Row]:
-    return [row for row in store.asks.uploads(RUN) if row["device"] == client.device]
+def uploads_of(store: Store, client: Client) -> list[Upload]:
+    return [row for row in store.asks.uploads(RUN) if row.device == client.device]
 
 
 def chunks_of(payload: Payload, first_byte: int = 0) -> list[service_pb2.UploadRequest]:
@@ -64,7 +64,7 @@ def test_an_upload_survives_kills_of_the_front(client: Client, front: LiveFront,
     receipt = client.send([client.header(name, payload, first_byte=sent), *rest])
     assert sent + bytes_of(rest) == payload.data_bytes  # nothing went twice
     (row,) = uploads_of(store, client)
-    assert (row["receipt"], row["status"]) == (receipt.id, "acknowledged")
+    assert (row.receipt, row.status) == (receipt.id, "acknowledged")
     assert data_of(store.blobs.open(payload.sha256)) == data_of(payload)
 
 
@@ -75,8 +75,8 @@ def test_the_receipt_is_found_again_when_its_reply_was_lost(client: Client, fron
         front.kill()  # the reply, if it was sent at all, is never read
     front.start_again()
     (row,) = uploads_of(store, client)
-    assert client.status(name).receipt.id == row["receipt"]
-    assert client.upload(name, payload).id == row["receipt"]
+    assert client.status(name).receipt.id == row.receipt
+    assert client.upload(name, payload).id == row.receipt
     assert len(uploads_of(store, client)) == 1
 
 

@@ -28,6 +28,7 @@ from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.testing import EventLog
 from fleetdistill.wire.codec import Payload
+from fleetdistill_server.store.records import Upload
 from fleetdistill_server.store.store import Store
 
 FOREVER = 1e12  # a clock that is past every deadline
@@ -96,8 +97,8 @@ class Case:
         return client
 
     @property
-    def uploads(self) -> list[dict[str, Any]]:
-        return [row for row in self.store.asks.uploads(RUN) if row["device"] == self.name]
+    def uploads(self) -> list[Upload]:
+        return [row for row in self.store.asks.uploads(RUN) if row.device == self.name]
 
 
 @pytest.fixture
@@ -144,9 +145,9 @@ def test_an_answer_beside_an_accepted_one_is_superseded(case: Case, moment: str,
     case.turn(moment, overtake)
     (row,) = case.uploads
     dropped = case.events.of("dropped")
-    assert (dropped.values["code"], dropped.values["receipt"]) == ("superseded", row["receipt"])
-    assert f"already has an answer, attempt {attempt}, receipt {row['receipt']}" in dropped.text
-    assert row["sha256"] == make_payload(rows=3).sha256
+    assert (dropped.values["code"], dropped.values["receipt"]) == ("superseded", row.receipt)
+    assert f"already has an answer, attempt {attempt}, receipt {row.receipt}" in dropped.text
+    assert row.sha256 == make_payload(rows=3).sha256
     assert case.went_back
 
 
@@ -170,7 +171,7 @@ def test_an_answer_that_breaks_the_contract_is_refused_with_its_code(case: Case)
 def test_an_accepted_answer_tells_its_receipt_and_its_tries(case: Case) -> None:
     case.turn("", lambda: None)
     (row,) = case.uploads
-    assert case.events.of("answered").values == {"receipt": row["receipt"], "tries": 1}
+    assert case.events.of("answered").values == {"receipt": row.receipt, "tries": 1}
 
 
 def test_after_a_lost_connection_the_answer_goes_on_and_says_how_often_it_was_sent(case: Case) -> None:
@@ -209,7 +210,7 @@ def test_a_server_that_no_longer_knows_the_device_does_not_cost_it_its_answer(ca
     with case.device() as device:
         assert device.step(0) is Step.ANSWERED
     assert len(case.uploads) == 1
-    assert case.events.of("answered").values["receipt"] == case.uploads[0]["receipt"]
+    assert case.events.of("answered").values["receipt"] == case.uploads[0].receipt
 
 
 def test_a_device_whose_acknowledged_answer_is_lost_on_the_server_hears_that_and_answers_anew(case: Case) -> None:
@@ -219,10 +220,10 @@ def test_a_device_whose_acknowledged_answer_is_lost_on_the_server_hears_that_and
         device.step(0)
         ask = case.store.asks.get(RUN, case.round, 1, case.name)
         assert ask is not None
-        case.store.asks.withdraw_upload(ask["id"], "its file has another SHA-256")
+        case.store.asks.withdraw_upload(ask.id, "its file has another SHA-256")
         assert device.step(0) is Step.ANSWERED
     first, second = case.uploads
-    assert (first["attempt"], first["status"], second["attempt"], second["status"]) == (
+    assert (first.attempt, first.status, second.attempt, second.status) == (
         1,
         "reported",
         2,
@@ -230,7 +231,7 @@ def test_a_device_whose_acknowledged_answer_is_lost_on_the_server_hears_that_and
     )
     assert case.events.of("asked-again").values == {"first_attempt": 2}
     told = [event.values["receipt"] for event in case.events if event.kind == "answered"]
-    assert told == [first["receipt"], second["receipt"]]
+    assert told == [first.receipt, second.receipt]
 
 
 def test_a_device_that_vanishes_and_comes_back_in_the_round_answers_once(case: Case) -> None:
@@ -253,7 +254,7 @@ def test_a_device_that_vanishes_and_comes_back_in_the_round_answers_once(case: C
         assert device.step(0) is Step.ANSWERED
         assert device.step(0) is Step.WAITED
     (row,) = case.uploads
-    assert case.events.of("answered").values["receipt"] == row["receipt"]
+    assert case.events.of("answered").values["receipt"] == row.receipt
     assert case.events.kinds().count("ask") == 1
 
 
@@ -292,7 +293,7 @@ def test_an_upload_that_breaks_off_again_and_again_and_grows_each_time_is_not_gi
     assert case.events.of("answered").values["tries"] == Short.left + 1
     assert case.events.kinds().count("ask") == 1
     (row,) = case.uploads
-    assert row["attempt"] == 1
+    assert row.attempt == 1
 
 
 def ask_something_else(case: Case, payload: Payload) -> None:
@@ -326,7 +327,7 @@ def test_an_answer_to_a_question_of_before_a_restore_is_not_taken_for_the_new_on
         assert state_of(device) == b"0"
         assert device.step(0) is Step.ANSWERED, "the ask is still open, for an answer of its own"
     assert len(case.uploads) == 1
-    assert case.events.of("answered").values["receipt"] == case.uploads[0]["receipt"]
+    assert case.events.of("answered").values["receipt"] == case.uploads[0].receipt
 
 
 def test_a_device_that_does_not_say_which_question_it_answers_is_taken_at_its_word(case: Case) -> None:
@@ -369,7 +370,7 @@ def test_a_full_disk_around_the_receipt_costs_neither_the_answer_nor_the_device(
             assert device.step(0) is Step.ANSWERED
         assert state_of(device) == b"1"
         (row,) = case.uploads
-        assert case.events.of("answered").values["receipt"] == row["receipt"]
+        assert case.events.of("answered").values["receipt"] == row.receipt
         case.store.runs.close_short_round(RUN, case.round, "too few devices")
         case.open()
         assert device.step(0) is Step.ANSWERED

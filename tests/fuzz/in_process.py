@@ -25,6 +25,7 @@ from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 RUN = "digits"
@@ -211,7 +212,7 @@ class ApiTarget:
         self._store.close()
 
     def _write_asks(self) -> None:
-        rows = [
+        rows: list[dict[str, Any]] = [
             {
                 "run": RUN,
                 "round": 1,
@@ -226,7 +227,7 @@ class ApiTarget:
             }
             for number, name in enumerate(self._names, 1)
         ]
-        self._store.asks.write(rows)
+        self._store.asks.add([Ask(**row) for row in rows])
 
     def _reopen(self) -> None:
         """As if nobody had answered, so that a refusal or an accepted answer does not end the game."""

@@ -29,6 +29,7 @@ from fleetdistill.wire.codes import MEANINGS, Code
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import Authority
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 _SECONDS = PATIENCE_SECONDS
@@ -208,16 +209,23 @@ def socket_target(directory: Path) -> Iterator[SocketTarget]:
     store.runs.start_round(RUN, [DEVICE])
     with secured_front(directory / "store", directory / "pki", log=directory / "front.log") as front:
         target = SocketTarget(front, store)
-        common = {"run": RUN, "round": 1, "device": DEVICE, "payload": None, "payload_bytes": 0, "seed": 1}
-        store.asks.write(
+        common: dict[str, Any] = {
+            "run": RUN,
+            "round": 1,
+            "device": DEVICE,
+            "payload": None,
+            "payload_bytes": 0,
+            "seed": 1,
+        }
+        store.asks.add(
             [
-                {
+                Ask(
                     **common,
-                    "step_number": number,
-                    "step": name,
-                    "expects": all_of_them[name].expects,
-                    "deadline_at": time.time() + 86_400,
-                }
+                    step_number=number,
+                    step=name,
+                    expects=all_of_them[name].expects,
+                    deadline_at=time.time() + 86_400,
+                )
                 for number, name in enumerate(sorted(all_of_them), 1)
             ]
         )

@@ -335,4 +335,4 @@ def test_every_call_needs_the_secret(fleet: Fleet, call: str, who: service_pb2.I
         Code.BAD_IDENTITY,
         f"device {who.device!r} is not checked in with this secret",
     )
-    assert fleet.ask_state() == ("open", None)
+    assert fleet.ask_state() == ("open", "")

@@ -60,7 +60,7 @@ def test_there_is_no_receipt_for_a_payload_that_was_deleted(fleet: Fleet, strike
     with pytest.raises(RefusedError, match="the payload is missing; send it again") as error:
         fleet.send(identity, ANSWER)
     assert error.value.code == Code.INCOMPLETE
-    assert fleet.ask_state() == ("open", None)
+    assert fleet.ask_state() == ("open", "")
     assert fleet.send(identity, ANSWER).sha256 == ANSWER.sha256
     assert data_of(fleet.store.blobs.open(ANSWER.sha256)) == data_of(ANSWER)
 

@@ -112,7 +112,7 @@ def test_a_lease_that_ends_closes_the_open_asks_and_shows_in_the_events(fleet: F
     wakes = fleet.wakes
     fleet.api.sessions.end_leases()
     assert fleet.store.devices.present(RUN) == ["d2"]
-    assert (fleet.ask_state("d1"), fleet.ask_state("d2")) == (("out", "lease ended"), ("open", None))
+    assert (fleet.ask_state("d1"), fleet.ask_state("d2")) == (("out", "lease ended"), ("open", ""))
     (event,) = fleet.store.history.events(RUN, "lease-ended")
     assert (event["device"], event["text"]) == ("d1", "d1 made no call for 60 s")
     assert fleet.wakes > wakes
@@ -166,7 +166,7 @@ def test_many_leases_end_in_one_commit_but_not_of_who_just_called(fleet: Fleet) 
     fleet.api.sessions.end_leases()
     assert len(commits) == 1
     assert fleet.store.devices.present(RUN) == ["d3"]
-    assert fleet.ask_state("d3") == ("open", None)
+    assert fleet.ask_state("d3") == ("open", "")
     assert [event["device"] for event in fleet.store.history.events(RUN, "lease-ended")] == ["d0", "d1", "d2", "d4"]
 
 
@@ -251,7 +251,7 @@ def test_a_device_that_declines_an_ask_is_out_of_it_alone_and_says_why(fleet: Fl
     decline = service_pb2.DeclineRequest(identity=identity, round=1, step_number=1, reason="no teacher " * 1000)
     other = service_pb2.DeclineRequest(identity=identity, round=1, step_number=2, reason="of another ask")
     fleet.api.decline(other)
-    assert fleet.ask_state() == ("open", None), "a device that is late must not close what it was asked since"
+    assert fleet.ask_state() == ("open", ""), "a device that is late must not close what it was asked since"
     fleet.api.decline(decline)
     assert fleet.ask_state() == ("out", "declined")
     (event,) = fleet.store.history.events(RUN)

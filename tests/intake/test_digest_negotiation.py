@@ -34,7 +34,7 @@ def test_an_answer_is_received_under_its_blake3(any_fleet: Fleet) -> None:
     assert any_fleet.send(identity, payload) == receipt
     stored = any_fleet.store.blobs.open(payload.blake3, verify=True)
     assert (stored.header(), data_of(stored)) == (payload.header(), data_of(payload))
-    assert any_fleet.store.asks.uploads(RUN)[0]["sha256"] == payload.blake3
+    assert any_fleet.store.asks.uploads(RUN)[0].sha256 == payload.blake3
 
 
 def test_an_answer_under_its_blake3_is_resumed(any_fleet: Fleet) -> None:

@@ -20,6 +20,7 @@ from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 
@@ -114,7 +115,7 @@ def test_a_download_counts_for_the_round_of_its_ask(fleet: Fleet) -> None:
     fleet.store.blobs.put(new)
     row: Row = {"run": RUN, "round": 2, "step_number": 1, "step": "train", "expects": EXPECTS, "seed": 7}
     row |= {"payload": new.sha256, "payload_bytes": new.data_bytes, "deadline_at": time.time() + 600, "device": "d1"}
-    fleet.store.asks.write([row])
+    fleet.store.asks.add([Ask(**row)])
     fetch(fleet, identity, new.sha256)
     fleet.store.asks.close(1, "round closed")
     fetch(fleet, identity, old.sha256)

@@ -127,7 +127,7 @@ def to_front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Send]:
 
 
 def assert_nothing_is_kept(store: Store, device: str, payload: Payload) -> None:
-    assert device not in [row["device"] for row in store.asks.uploads(RUN)]
+    assert device not in [row.device for row in store.asks.uploads(RUN)]
     assert not list(store.blobs.staging())
     with pytest.raises(StoreError):
         store.blobs.open(payload.sha256)

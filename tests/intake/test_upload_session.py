@@ -54,7 +54,7 @@ def test_of_two_streams_of_one_upload_the_newest_wins(any_fleet: Fleet) -> None:
     feed(newer, chunks[3:])
     assert newer.finish().sha256 == payload.sha256
     assert data_of(any_fleet.store.blobs.open(payload.sha256)) == data_of(payload)
-    assert any_fleet.ask_state() == ("answered", None)
+    assert any_fleet.ask_state() == ("answered", "")
 
 
 def test_of_two_streams_that_begin_at_the_same_moment_only_one_writes(
@@ -168,7 +168,7 @@ def test_an_upload_that_goes_on_elsewhere_is_told_to_ask_for_its_status(any_flee
         "request the upload's status",
     )
     assert any_fleet.status(identity).next_byte == 80  # nothing was lost
-    assert any_fleet.ask_state() == ("open", None)
+    assert any_fleet.ask_state() == ("open", "")
 
 
 def test_a_restarted_device_with_another_answer_begins_afresh(any_fleet: Fleet) -> None:

@@ -44,9 +44,9 @@ def test_an_answer_gets_a_receipt_once_it_is_stored(any_fleet: Fleet) -> None:
     assert (receipt.sha256, receipt.data_bytes, receipt.name.attempt) == (payload.sha256, payload.data_bytes, 1)
     assert abs(receipt.received_at_ms / 1000 - time.time()) < 60
     (row,) = any_fleet.store.asks.uploads(RUN)
-    assert (row["receipt"], row["samples"], row["status"]) == (receipt.id, 3, "acknowledged")
+    assert (row.receipt, row.samples, row.status) == (receipt.id, 3, "acknowledged")
     assert data_of(any_fleet.store.blobs.open(payload.sha256)) == data_of(payload)
-    assert any_fleet.ask_state() == ("answered", None)
+    assert any_fleet.ask_state() == ("answered", "")
     (figure,) = any_fleet.store.history.figures(RUN, "accuracy", "test")
     assert (figure["device"], figure["sum"], figure["count"]) == ("d1", 3.0, 4)
     assert any_fleet.wakes > wakes
@@ -73,7 +73,7 @@ def test_an_answer_that_nobody_asked_for_is_refused(fleet: Fleet, name: dict[str
             call()
         assert (error.value.code, str(error.value)) == (Code.NOT_ASKED, sentence)
     assert fleet.refused() == [("d1", "not-asked")] * 2
-    assert fleet.ask_state() == ("open", None)
+    assert fleet.ask_state() == ("open", "")
 
 
 def test_an_answer_to_another_device_s_ask_is_refused(fleet: Fleet) -> None:
@@ -143,7 +143,7 @@ def test_a_later_attempt_gets_the_receipt_of_the_first(fleet: Fleet) -> None:
     status = fleet.status(identity, attempt=2)
     assert status.receipt == receipt
     assert (status.receipt.name.attempt, status.ask_open) == (1, False)
-    assert [row["sha256"] for row in fleet.store.asks.uploads(RUN)] == [make_payload().sha256]
+    assert [row.sha256 for row in fleet.store.asks.uploads(RUN)] == [make_payload().sha256]
 
 
 def test_two_attempts_that_end_at_the_same_moment_count_once(any_fleet: Fleet) -> None:
@@ -297,7 +297,7 @@ def test_an_answer_weighs_no_more_than_the_samples_that_its_device_has_declared_
     fleet.check_in(secret=identity.secret, profile=make_profile(samples=21))  # its data have grown
     fleet.ask(step_number=2)
     fleet.send(identity, make_payload(), samples=21, step_number=2)
-    assert [row["samples"] for row in fleet.store.asks.uploads(RUN)] == [21]
+    assert [row.samples for row in fleet.store.asks.uploads(RUN)] == [21]
 
 
 @pytest.mark.parametrize("how", ["chunk", "digest", "short"])
@@ -315,7 +315,7 @@ def test_what_went_wrong_on_the_way_may_be_sent_again(any_fleet: Fleet, how: str
     code = Code.INCOMPLETE if how == "short" else Code.CHECKSUM
     assert error.value.code == code
     assert any_fleet.refused() == ([] if how == "short" else [("d1", code)]), "a lost connection refuses nothing"
-    assert any_fleet.ask_state() == ("open", None)
+    assert any_fleet.ask_state() == ("open", "")
     first = any_fleet.status(identity).next_byte
     assert first == (payload.data_bytes - 16 if how == "short" else 0)  # nothing doubtful is kept
     again = any_fleet.begin(identity, payload, first_byte=first)
@@ -337,7 +337,7 @@ def test_a_store_that_fails_while_chunks_come_leaves_the_ask_open(
     monkeypatch.setattr(session._staging, "append", full)
     with pytest.raises(StoreError, match="the disk is full"):
         session.feed(in_pieces(payload, 16)[0])
-    assert any_fleet.ask_state() == ("open", None)
+    assert any_fleet.ask_state() == ("open", "")
     monkeypatch.undo()
     assert any_fleet.send(identity, payload).sha256 == payload.sha256
 
@@ -350,9 +350,9 @@ def test_a_round_closes_with_every_receipt_used_or_reported(fleet: Fleet) -> Non
     receipt = fleet.send(good, make_payload())
     with pytest.raises(RefusedError):
         fleet.send(bad, make_payload(sample_ids=i64([0, 1, 2, -1])))
-    (accepted,) = (row for row in fleet.store.asks.of_step(RUN, number, 1) if row["receipt"])
-    fleet.store.runs.close_round(RUN, number, b"c", [accepted["id"]], {})
-    assert [(row["receipt"], row["status"]) for row in fleet.store.asks.uploads(RUN)] == [(receipt.id, "used")]
+    (accepted,) = (row for row in fleet.store.asks.of_step(RUN, number, 1) if row.status == "answered")
+    fleet.store.runs.close_round(RUN, number, b"c", [accepted.id], {})
+    assert [(row.receipt, row.status) for row in fleet.store.asks.uploads(RUN)] == [(receipt.id, "used")]
     assert fleet.refused() == [("bad", "bad-value")]
     with pytest.raises(RefusedError, match="no longer accepts answers"):
         fleet.send(silent, make_payload())

@@ -64,7 +64,7 @@ def test_every_form_gives_the_same_statistics(tmp_path: Path, form: str) -> None
         events = EventLog()
         with MemoryServer(SETTINGS) as server, light_device(server.link(), tmp_path / name, data, events) as device:
             device.run()
-            sent.append([row["sha256"] for row in server.store.asks.uploads("test")])
+            sent.append([row.sha256 for row in server.store.asks.uploads("test")])
     assert sent[0] == sent[1]
 
 

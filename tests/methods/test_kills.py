@@ -62,7 +62,7 @@ class Fleet:
         number, last = row["round"], 0
         while self.store.asks.of_step(RUN, number, last + 1):
             last += 1
-        return number, last, sum(ask["status"] == "answered" for ask in self.store.asks.of_step(RUN, number, last))
+        return number, last, sum(ask.status == "answered" for ask in self.store.asks.of_step(RUN, number, last))
 
     def answer_one(self) -> None:
         """One device answers, or all have nothing to do."""
@@ -177,6 +177,6 @@ def test_a_device_killed_at_any_moment_of_any_answer_changes_nothing(
             if not fragile.was_killed:
                 break
         fleet.finish()
-        answers = sum(row["device"] == prepared[1][0].name for row in fleet.store.asks.uploads(RUN))
+        answers = sum(row.device == prepared[1][0].name for row in fleet.store.asks.uploads(RUN))
         assert fragile.lives > len(DEATHS) * answers
         assert_like(undisturbed(name), prepared, fleet.store)

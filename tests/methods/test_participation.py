@@ -23,7 +23,7 @@ every_method = pytest.mark.parametrize("method", sorted(METHODS))
 def asked_in(store: Store, number: int) -> list[str]:
     """Whom a round asks for knowledge; its first step may be for newcomers alone."""
     asks = [row for step in (1, 2) for row in store.asks.of_step(RUN, number, step)]
-    return sorted({row["device"] for row in asks if row["step"] != DELIVER})
+    return sorted({row.device for row in asks if row.step != DELIVER})
 
 
 @every_method

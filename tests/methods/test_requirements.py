@@ -180,7 +180,7 @@ def test_exactly_the_declared_columns_leave_a_device(name: str, tmp_path: Path) 
     with ExitStack() as stack:
         devices = [stack.enter_context(an_app(spec, api, allow=allowed)) for spec in specs]
         asyncio.run(Engine(store, config, DriveDevices(devices, lambda: None)).run())
-    parts = [part for row in store.asks.uploads(RUN) for part in decode(store.blobs.open(row["sha256"])).values()]
+    parts = [part for row in store.asks.uploads(RUN) for part in decode(store.blobs.open(row.sha256)).values()]
     assert {column for part in parts for column in part.columns()} == set(allowed)
     store.close()
 

@@ -25,6 +25,7 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.digests import digest
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 Work = Callable[[RecordedDisk], None]
@@ -138,7 +139,7 @@ def serve(disk: RecordedDisk) -> None:
         api.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile))
         number = store.runs.start_round(RUN, ["d1"])
         store.blobs.put(asked)
-        store.asks.write([ask_row(number, asked.sha256)])
+        store.asks.add([Ask(**ask_row(number, asked.sha256))])
         name = service_pb2.UploadName(round=number, step_number=1, attempt=1)
         session = api.uploads.begin(
             service_pb2.UploadHeader(identity=identity, name=name, payload=PAYLOAD.header(), samples=4)
@@ -173,16 +174,16 @@ def check_store(root: Path, said: tuple[Any, ...]) -> None:
     with contextlib.closing(Store.open(root / "data" / "store")) as store:
         run = store.runs.get(RUN)
         uploads = store.asks.uploads(RUN)
-        assert {receipt for word, receipt in said if word == SHOWN} <= {row["receipt"] for row in uploads}
+        assert {receipt for word, receipt in said if word == SHOWN} <= {row.receipt for row in uploads}
         if run is None:
             return
         if run.checkpoint:
             assert store.blobs.get_state(run.checkpoint) in (b"state 0", b"state 1")
-        spoken = [row["sha256"] for row in uploads]
+        spoken = [row.sha256 for row in uploads]
         if run.contract:
             spoken.append(make_contract().FromString(run.contract).initial_weights)
         if store.runs.open_round(RUN) is not None:
-            spoken += [row["payload"] for row in store.asks.of_step(RUN, 1, 1)]
+            spoken += [row.payload for row in store.asks.of_step(RUN, 1, 1)]
         for sha256 in spoken:
             payload = store.blobs.open(sha256)
             assert digest(payload.parts, iter([data_of(payload)])) == sha256

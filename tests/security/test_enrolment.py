@@ -107,7 +107,7 @@ def test_a_device_enrols_by_itself_takes_part_and_comes_back_without_its_token(
         ask(service.store, "app")
         assert again.step(0) is Step.ANSWERED
     assert events.kinds() == ["checked-in", "ask", "answered", "delivered"]
-    assert len([row for row in service.store.asks.uploads(RUN) if row["device"] == "app"]) == 2
+    assert len([row for row in service.store.asks.uploads(RUN) if row.device == "app"]) == 2
 
 
 def test_the_key_is_made_on_the_device_and_only_its_owner_can_read_it(service: Service, tmp_path: Path) -> None:

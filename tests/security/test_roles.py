@@ -367,7 +367,7 @@ def test_a_device_cannot_have_another_ones_ask_by_its_own_name(world: World) -> 
     assert verdict(world, world.everyone["device"], f"{_service}/Decline", decline) == "served"
     row = world.store.asks.get(RUN, name.round, 1, NEIGHBOUR)
     assert row is not None
-    assert row["status"] == "open"
+    assert row.status == "open"
 
 
 @pytest.mark.parametrize("path", ALL)
@@ -428,7 +428,7 @@ def test_a_revoked_devices_open_upload_ends_at_its_next_message(world: World) ->
         with refused() as found:
             stub.Upload(messages(), timeout=CALL_SECONDS)
     assert found[0].reason == "revoked"
-    assert [row for row in world.store.asks.uploads(RUN) if row["device"] == "uploading"] == []
+    assert [row for row in world.store.asks.uploads(RUN) if row.device == "uploading"] == []
 
 
 def test_a_revoked_devices_long_poll_brings_nothing(world: World) -> None:

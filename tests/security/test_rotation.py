@@ -93,7 +93,7 @@ def test_a_device_renews_before_expiry_and_an_upload_under_way_goes_on(
         yield from pieces
 
     receipt = link.upload(header, chunks())
-    assert [row["receipt"] for row in store.asks.uploads(RUN)] == [receipt.id]
+    assert [row.receipt for row in store.asks.uploads(RUN)] == [receipt.id]
     second = load_credentials(tmp_path / "state" / "tls")
     assert second.key == first.key
     assert serial_of(second) != serial_of(first)

@@ -44,15 +44,15 @@ def play(store: Store) -> None:
         write_asks(store, number, *DEVICES)
         asks = store.asks.of_step(RUN, number, 1)
         for ask in asks:
-            store.asks.accept_upload(ask["id"], 1, bytes(32), 10, 5)
-            store.history.add_figures(RUN, number, ask["device"], told(number))
+            store.asks.accept_upload(ask.id, 1, bytes(32), 10, 5)
+            store.history.add_figures(RUN, number, ask.device, told(number))
         for direction in ("up", "down"):
             sizes = Counted(Counter(plan=900), Counter(plan=400))  # 400 travel, and the header
             store.history.add_traffic(RUN, number, "a", direction, sizes, 100 * number)
         if number > 1:
             store.history.add_event(RUN, "update-left-out", "far off", number=number, device="a")
         store.history.add_event(RUN, "teacher-guard", "worse")
-        used = [ask["id"] for ask in asks if number < 4 or ask["device"] == "a"]
+        used = [ask.id for ask in asks if number < 4 or ask.device == "a"]
         store.runs.close_round(RUN, number, b"c", used, FIGURES)
     store.runs.end(RUN, "finished", "all rounds done")
 

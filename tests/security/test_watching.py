@@ -43,13 +43,13 @@ class Watched:
     def end_round(self, number: int) -> None:
         """One has answered, the other has not."""
         first, second = self.store.asks.of_step(RUN, number, 1)
-        self.store.asks.accept_upload(first["id"], 1, b"u" * 32, 10, 5)
+        self.store.asks.accept_upload(first.id, 1, b"u" * 32, 10, 5)
         self.store.history.add_traffic(RUN, number, "a", "up", Counted(Counter(plan=900), Counter(plan=400)), 100)
         right = Metric(name="accuracy", split="test", sum=1, count=3)
         self.store.history.add_figures(RUN, number, "a", Metrics(metrics=[right]))
-        self.store.asks.close(second["id"], "refused: NaN")
+        self.store.asks.close(second.id, "refused: NaN")
         self.store.history.add_event(RUN, "refused", "device b: NaN", number=number, device="b", code="bad-value")
-        self.store.runs.close_round(RUN, number, b"c", [first["id"]], {})
+        self.store.runs.close_round(RUN, number, b"c", [first.id], {})
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from fleetdistill_server.service import call_log, leading
 from fleetdistill_server.service.call_log import CallLog
 from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.store.operator_calls import LOCAL, Call
-from fleetdistill_server.store.records import Run
+from fleetdistill_server.store.records import Ask, Run
 from fleetdistill_server.store.store import Store
 
 RUN = "digits"
@@ -60,12 +60,19 @@ def ask_one(store: Store) -> int:
     """An open round with an open ask."""
     store.devices.register(RUN, "d1", b"hash", b"")
     number = store.runs.start_round(RUN, ["d1"])
-    ask = {"run": RUN, "round": number, "step_number": 1, "device": "d1", "step": "train", "expects": {}}
+    ask: dict[str, Any] = {
+        "run": RUN,
+        "round": number,
+        "step_number": 1,
+        "device": "d1",
+        "step": "train",
+        "expects": {},
+    }
     deadline = store.asks.clock.now() + 60
     payload = make_payload(1)
     store.blobs.put(payload)
-    sent = {"payload": payload.sha256, "payload_bytes": 1, "seed": 1, "deadline_at": deadline}
-    store.asks.write([{**ask, **sent}])
+    sent: dict[str, Any] = {"payload": payload.sha256, "payload_bytes": 1, "seed": 1, "deadline_at": deadline}
+    store.asks.add([Ask(**ask, **sent)])
     return number
 
 
@@ -167,9 +174,9 @@ def test_a_pause_keeps_the_open_round_and_extends_its_deadlines(store: Store) ->
     assert store.runs.open_number(RUN) == 1
     store.led.assign(RUN)
     (after,) = store.asks.all_open(RUN)
-    assert after["deadline_at"] - before["deadline_at"] == pytest.approx(1000.0)
+    assert after.deadline_at - before.deadline_at == pytest.approx(1000.0)
     store.led.assign(RUN)
-    assert store.asks.all_open(RUN)[0]["deadline_at"] == after["deadline_at"], "once"
+    assert store.asks.all_open(RUN)[0].deadline_at == after.deadline_at, "once"
 
 
 def test_a_stop_closes_the_open_round_and_reports_its_answers(store: Store) -> None:
@@ -179,12 +186,10 @@ def test_a_stop_closes_the_open_round_and_reports_its_answers(store: Store) -> N
     assert asked is not None
     answer = make_payload(2)
     store.blobs.put(answer)
-    store.asks.accept_upload(asked["id"], 1, answer.sha256, 10, 1)
+    store.asks.accept_upload(asked.id, 1, answer.sha256, 10, 1)
     leading.stop(store, RUN)
     assert [(row["status"], row["reason"]) for row in store.runs.rounds(RUN)] == [("short", "run stopped")]
-    assert [(row["status"], row["reason"]) for row in store.asks.uploads(RUN)] == [
-        ("reported", "round short: run stopped")
-    ]
+    assert [(row.status, row.reason) for row in store.asks.uploads(RUN)] == [("reported", "round short: run stopped")]
 
 
 def test_devices_of_a_paused_run_wait_and_what_they_have_begun_is_accepted(store: Store) -> None:

@@ -23,7 +23,7 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.records import Run
+from fleetdistill_server.store.records import Ask, Run
 from fleetdistill_server.store.store import Store
 
 OPERATED: dict[str, Any] = {
@@ -171,10 +171,10 @@ def test_a_replacement_says_that_devices_had_answered(store: Store) -> None:
     begin(store)
     number = store.runs.start_round("digits", ["a"])
     ask: Row = {"run": "digits", "round": number, "step_number": 1, "device": "a", "step": "train", "expects": {}}
-    store.asks.write([{**ask, "payload": None, "payload_bytes": 0, "seed": 1, "deadline_at": 1e12}])
+    store.asks.add([Ask(**ask, seed=1, deadline_at=1e12)])
     asked = store.asks.get("digits", number, 1, "a")
     assert asked is not None
-    store.asks.accept_upload(asked["id"], 1, bytes(32), 10, 1)
+    store.asks.accept_upload(asked.id, 1, bytes(32), 10, 1)
     register(store, CHANGED["seed"])
     (event,) = store.history.events("digits")
     assert event["text"].endswith("; 1 answer was deleted, so the device that sent it needs a new state_dir")

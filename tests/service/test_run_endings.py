@@ -32,7 +32,7 @@ from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.run_endings import delete, roll_back
 from fleetdistill_server.service.supervisor import Supervisor
-from fleetdistill_server.store.records import Run
+from fleetdistill_server.store.records import Ask, Run
 from fleetdistill_server.store.store import Store
 
 RUN = "digits"
@@ -65,12 +65,12 @@ def play(store: Store, name: str) -> None:
             store.blobs.put(payload)
         ask: dict[str, Any] = {"run": name, "round": number, "step_number": 1, "device": "d1", "step": "train"}
         ask |= {"expects": {}, "payload": sent.sha256, "payload_bytes": 1, "seed": 1, "deadline_at": 1e12}
-        store.asks.write([ask])
+        store.asks.add([Ask(**ask)])
         asked = store.asks.get(name, number, 1, "d1")
         assert asked is not None
-        store.asks.accept_upload(asked["id"], 1, answer.sha256, 10, 1)
+        store.asks.accept_upload(asked.id, 1, answer.sha256, 10, 1)
         if rows == 1:
-            store.runs.close_round(name, number, store.blobs.put_state(name.encode()), [asked["id"]], {})
+            store.runs.close_round(name, number, store.blobs.put_state(name.encode()), [asked.id], {})
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_cancelled_run_is_over_for_good(store: Store) -> None:
     assert cancel(store, RUN)
     assert (row_of(store).status, row_of(store).reason) == ("cancelled", "by the operator, after 1 round")
     assert [(row["status"], row["reason"]) for row in store.runs.rounds(RUN)][1:] == [("short", "run cancelled")]
-    assert [row["status"] for row in store.asks.uploads(RUN)] == ["used", "reported"]
+    assert [row.status for row in store.asks.uploads(RUN)] == ["used", "reported"]
     with pytest.raises(RunError, match="run 'digits' was cancelled"):
         store.runs.assert_owner(RUN, token)
     with pytest.raises(RunError, match="run 'digits' was cancelled"):
@@ -199,7 +199,7 @@ def test_a_run_is_deleted_in_any_state_with_its_files(directory: Path, store: St
     assert files(directory) == {row.hex() for row in store.runs.payloads_between("other", 0, 9)} | {
         row_of(store, "other").checkpoint.hex()
     }
-    assert store.devices.all(RUN) == store.runs.rounds(RUN) == store.asks.uploads(RUN) == []
+    assert not [*store.devices.all(RUN), *store.runs.rounds(RUN), *store.asks.uploads(RUN)]
     assert delete(directory, store, RUN) is None
     register(store, config())
     assert row_of(store).completed_rounds == 0

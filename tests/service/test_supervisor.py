@@ -124,8 +124,8 @@ def completed(store: Store) -> int:
 def settled(store: Store) -> bool:
     """Every acknowledged upload of an ended round is used or reported with a reason."""
     ended = {row["round"] for row in store.runs.rounds(RUN) if row["status"] != "open"}
-    uploads = [row for row in store.asks.uploads(RUN) if row["round"] in ended]
-    return all(row["status"] == "used" or (row["status"] == "reported" and row["reason"]) for row in uploads)
+    uploads = [row for row in store.asks.uploads(RUN) if row.round in ended]
+    return all(row.status == "used" or (row.status == "reported" and row.reason) for row in uploads)
 
 
 @pytest.fixture
@@ -298,13 +298,13 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
     assert row.reason.endswith("failed 3 times at the same point: ValueError: this predictor always fails")
     assert children(os.getpid(), ENGINE) == children(os.getpid(), FRONT) == []
     assert store.runs.open_round(RUN) is not None  # intact, for a start after the mend
-    receipts = {upload["receipt"] for upload in store.asks.uploads(RUN)}
+    receipts = {upload.receipt for upload in store.asks.uploads(RUN)}
     assert receipts
     (tmp_path / "broken_predictor.py").write_text(MENDED)
     with serve(write_config(tmp_path, model_server="broken_predictor:make")):
         wait_until(lambda: completed(store) >= 1, "the round to end with the answers of before")
     assert run_row(store).status == "running"
-    assert {upload["receipt"] for upload in store.asks.uploads(RUN) if upload["status"] == "used"} >= receipts
+    assert {upload.receipt for upload in store.asks.uploads(RUN) if upload.status == "used"} >= receipts
     assert settled(store)
     store.close()
 

@@ -204,7 +204,7 @@ def test_a_device_that_has_lost_its_teacher_declines_the_step_and_the_run_goes_o
     assert "needs a teacher of that round, but it has not trained yet" in event["text"]
     assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed", "closed"]
     rows = [store.asks.of_step(RUN, 1, step) for step in (1, 2, 3, 4)]
-    asked = [len([ask for ask in asks if ask["status"] == "answered"]) for asks in rows]
+    asked = [len([ask for ask in asks if ask.status == "answered"]) for asks in rows]
     assert asked == [3, 2, 3, 3], "out for the step; with its committed state, which has the teacher, it goes on"
     assert len(store.asks.of_step(RUN, 2, 2)) == 3, "not for the run"
     assert_no_upload_lost(store)
@@ -225,7 +225,7 @@ def test_a_device_that_has_gone_is_not_waited_for(tmp_path: Path) -> None:
 
     assert asyncio.run(answers()) == []
     (ask,) = store.asks.of_step("r", 1, 1)
-    assert (ask["status"], ask["reason"]) == ("out", "device not present")
+    assert (ask.status, ask.reason) == ("out", "device not present")
     store.close()
 
 
@@ -258,5 +258,5 @@ def test_a_device_that_goes_while_its_ask_is_made_is_not_waited_for(how: str) ->
         return [answer async for answer in cohort_of(store, 1).ask("train", payload, quorum=0.0)]
 
     assert asyncio.run(answers()) == []
-    assert [ask["status"] for ask in store.asks.of_step("r", 1, 1)] == ["out", "out"]
+    assert [ask.status for ask in store.asks.of_step("r", 1, 1)] == ["out", "out"]
     store.close()

@@ -119,6 +119,6 @@ def test_killed_processes_change_nothing(tmp_path: Path, undisturbed: object) ->
     store = Store.open(directory)
     assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
     assert_no_upload_lost(store)
-    assert [row["status"] for row in store.asks.uploads(RUN)] == ["used"] * (ROUNDS * DEVICES)
+    assert [row.status for row in store.asks.uploads(RUN)] == ["used"] * (ROUNDS * DEVICES)
     assert outcome(store) == undisturbed
     store.close()

@@ -35,6 +35,7 @@ from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.engine import build_method, make_contract  # type: ignore[attr-defined]
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 GOLDEN = Path(__file__).parent / "golden" / "state"
@@ -74,9 +75,15 @@ def ask(store: Store, payload: Payload) -> None:
     """Asks the device in a new round."""
     if (last := store.runs.open_round(RUN)) is not None:
         store.runs.close_short_round(RUN, last["round"], "the next one begins")
-    row = {"run": RUN, "round": store.runs.start_round(RUN, ["d"]), "step_number": 1, "device": "d", "step": "train"}
+    row: dict[str, Any] = {
+        "run": RUN,
+        "round": store.runs.start_round(RUN, ["d"]),
+        "step_number": 1,
+        "device": "d",
+        "step": "train",
+    }
     row |= {"seed": 5, "payload": payload.sha256, "payload_bytes": payload.data_bytes, "deadline_at": time.time() + 60}
-    store.asks.write([row | {"expects": {"parameters": "model_parameters"}}])
+    store.asks.add([Ask(**row | {"expects": {"parameters": "model_parameters"}})])
 
 
 def device(link: MemoryLink, state_dir: Path, **settings: Any) -> Device:
@@ -159,7 +166,7 @@ def test_a_device_goes_on_with_it(state_dir: Path) -> None:
         assert one.step(0) is Step.WAITED
     assert [event.kind for event in events] == ["checked-in", *["scored"] * 4, "answered", "delivered"]
     (upload,) = store.asks.uploads(RUN)
-    assert (upload["round"], upload["attempt"], upload["status"]) == (2, 1, "acknowledged")
+    assert (upload.round, upload.attempt, upload.status) == (2, 1, "acknowledged")
     assert (state_dir / "state.safetensors").read_bytes() == candidate
     assert json.loads((state_dir / "device.json").read_text())["format"] == FORMAT
     store.close()

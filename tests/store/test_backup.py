@@ -70,7 +70,7 @@ class Server:
         self.after_step = lambda: None
 
     def receipts(self) -> set[str]:
-        return {row["receipt"] for row in self.store.asks.uploads(RUN)}
+        return {row.receipt for row in self.store.asks.uploads(RUN)}
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_restored_run_goes_on_and_no_receipt_of_before_is_lost(server: Server,
 
 
 def test_engines_and_devices_of_then_are_not_in_a_restored_store(server: Server, tmp_path: Path) -> None:
-    asked = [(row["device"], row["status"]) for row in server.store.asks.of_step(RUN, 3, 1)]
+    asked = [(row.device, row.status) for row in server.store.asks.of_step(RUN, 3, 1)]
     assert server.store.runs.existing(RUN).engine is not None
     assert server.store.devices.present(RUN) == list(DEVICES)
     backup(server.directory, tmp_path / "backup")
@@ -118,7 +118,7 @@ def test_engines_and_devices_of_then_are_not_in_a_restored_store(server: Server,
     store = Store.open(tmp_path / "restored")
     assert store.runs.existing(RUN).engine is None, "no server of this store has crashed"
     assert store.devices.present(RUN) == []
-    assert [(row["device"], row["status"]) for row in store.asks.of_step(RUN, 3, 1)] == asked != []
+    assert [(row.device, row.status) for row in store.asks.of_step(RUN, 3, 1)] == asked != []
     store.close()
 
 
@@ -237,10 +237,10 @@ def test_nothing_is_deleted_while_a_backup_is_made(
 
 def test_what_the_store_has_lost_is_named_and_the_rest_is_kept(server: Server, tmp_path: Path) -> None:
     upload = server.store.asks.uploads(RUN)[-1]
-    path = server.store.blobs.path_of(upload["sha256"])  # type: ignore[attr-defined]
+    path = server.store.blobs.path_of(upload.sha256)  # type: ignore[attr-defined]
     path.write_bytes(path.read_bytes()[:-1] + b"#")
     made = backup(server.directory, tmp_path / "backup")
-    assert made.lost == [f"payload {upload['sha256'].hex()} is damaged: its SHA-256 does not match"]
+    assert made.lost == [f"payload {upload.sha256.hex()} is damaged: its SHA-256 does not match"]
     restore(tmp_path / "backup", tmp_path / "restored")
     again = Server(tmp_path / "restored", server.devices)
     again.run()  # asks the device again

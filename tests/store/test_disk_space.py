@@ -318,8 +318,8 @@ def test_a_small_disk_is_never_filled_by_uploads_and_none_is_lost(small_disk: Pa
     refusals = [outcome for outcome in outcomes.values() if outcome == "no-space"]
     receipts = {outcome for outcome in outcomes.values() if outcome != "no-space"}
     assert len(refusals) >= 5
-    assert receipts == {row["receipt"] for row in store.asks.uploads("digits")}
+    assert receipts == {row.receipt for row in store.asks.uploads("digits")}
     assert receipts
     for row in store.asks.uploads("digits"):
-        store.blobs.open(row["sha256"], verify=True)
+        store.blobs.open(row.sha256, verify=True)
     store.close()

@@ -62,14 +62,14 @@ def test_the_run_of_a_migrated_store_goes_on_to_its_end(directory: Path) -> None
 
     with later_version():
         store = Store.open(directory)
-    old = {row["receipt"]: row["status"] for row in store.asks.uploads(RUN)}
+    old = {row.receipt: row.status for row in store.asks.uploads(RUN)}
     assert sorted(old.values()) == ["acknowledged", "used", "used", "used", "used"]
     api = DeviceApi(store)
     devices = [ParrotDevice(MemoryLink(api), RUN, name) for name in DEVICES]
     asyncio.run(Engine(store, recorded_config(directory), _Driver(devices)).run())
     uploads = store.asks.uploads(RUN)
-    assert {row["receipt"]: row["status"] for row in uploads if row["receipt"] in old} == dict.fromkeys(old, "used")
-    answered = [(row["round"], row["step_number"], row["device"]) for row in uploads]
+    assert {row.receipt: row.status for row in uploads if row.receipt in old} == dict.fromkeys(old, "used")
+    answered = [(row.round, row.step_number, row.device) for row in uploads]
     assert len(set(answered)) == len(answered) == 2 * 4 + 2  # four rounds, and the delivery of the end result
     assert store.runs.existing(RUN).status == "finished"
     assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * 4

@@ -21,7 +21,7 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Ask, Upload
 from fleetdistill_server.store.retention import free_after_round, needed, prune, sweep
 from fleetdistill_server.store.rollback import roll_back
 from fleetdistill_server.store.store import Store
@@ -58,10 +58,10 @@ class Retention(RuleBasedStateMachine):
         opened = self.store.runs.open_round(run)
         number = opened["round"] if opened else self.store.runs.start_round(run, DEVICES)
         steps = [one for one in range(1, 9) if not self.store.asks.of_step(run, number, one)]
-        row = {"run": run, "round": number, "step_number": steps[0] if steps else 8, "step": "train"}
+        row: dict[str, Any] = {"run": run, "round": number, "step_number": steps[0] if steps else 8, "step": "train"}
         row |= {"expects": EXPECTS, "payload": payload.sha256, "payload_bytes": payload.data_bytes, "seed": 1}
         self.store.blobs.put(payload)
-        self.store.asks.write([{**row, "device": device, "deadline_at": time.time() + 600} for device in DEVICES])
+        self.store.asks.add([Ask(**row, device=device, deadline_at=time.time() + 600) for device in DEVICES])
         self.lost.discard(payload.sha256)
 
     @rule(run=runs, device=devices, payload=payloads, struck=st.booleans(), dies=st.booleans())
@@ -83,14 +83,14 @@ class Retention(RuleBasedStateMachine):
                 self.codes.append(refusal.code)
                 self.api.uploads._commit = commit
         self.api.uploads._commit = commit
-        assert self.store.asks.upload_of(ask["id"]) is not None
+        assert self.store.asks.upload_of(ask.id) is not None
         assert set(self.codes) <= {Code.INCOMPLETE, Code.OUT_OF_STEP}
         self.lost.discard(payload.sha256)
 
-    def _upload(self, run: str, ask: Row, payload: Any) -> None:
+    def _upload(self, run: str, ask: Ask, payload: Any) -> None:
         """Goes on where the server stands, as a device does."""
-        identity = make_identity(ask["device"], self.secrets[run, ask["device"]], run)
-        name = service_pb2.UploadName(round=ask["round"], step_number=ask["step_number"], attempt=1)
+        identity = make_identity(ask.device, self.secrets[run, ask.device], run)
+        name = service_pb2.UploadName(round=ask.round, step_number=ask.step_number, attempt=1)
         first = self.api.uploads.status(service_pb2.UploadStatusRequest(identity=identity, name=name)).next_byte
         header = service_pb2.UploadHeader(
             identity=identity, name=name, payload=payload.header(), samples=1, first_byte=first
@@ -114,7 +114,7 @@ class Retention(RuleBasedStateMachine):
     def an_upload_dies_on_its_way(self, run: str, device: str, payload: Any) -> None:
         ask = self.store.asks.next_open(run, device)
         if ask is not None:
-            staging = self.store.blobs.stage(f"ask-{ask['id']}-attempt-1", payload.parts)
+            staging = self.store.blobs.stage(f"ask-{ask.id}-attempt-1", payload.parts)
             staging.append(payload.source.read(staging.length, 1))
 
     @rule(payload=payloads)
@@ -131,7 +131,7 @@ class Retention(RuleBasedStateMachine):
         if data.draw(st.booleans()):
             self.store.runs.close_short_round(run, number, "too few")
             return
-        answered = [row["ask"] for row in self._acknowledged(run)]
+        answered = [row.ask for row in self._acknowledged(run)]
         state = self.store.blobs.put_state(
             data.draw(st.sampled_from([b"one state", b"another", b"state of the start"]))
         )
@@ -155,9 +155,9 @@ class Retention(RuleBasedStateMachine):
     @rule(run=runs)
     def the_disk_damages_an_answer(self, run: str) -> None:
         for upload in self._acknowledged(run)[:1]:
-            self.store.blobs.quarantine(upload["sha256"])
-            self.store.asks.withdraw_upload(upload["ask"], "a flipped bit")
-            self.lost.add(upload["sha256"])
+            self.store.blobs.quarantine(upload.sha256)
+            self.store.asks.withdraw_upload(upload.ask, "a flipped bit")
+            self.lost.add(upload.sha256)
 
     @rule()
     def sweep(self) -> None:
@@ -196,18 +196,18 @@ class Retention(RuleBasedStateMachine):
             self.store.blobs.get_state(self.store.runs.existing(run).checkpoint)
             for kept in self.store.runs.checkpoints(run):
                 self.store.blobs.get_state(kept["sha256"])
-            wanted = {row["sha256"] for row in self._acknowledged(run)}
+            wanted = {row.sha256 for row in self._acknowledged(run)}
             opened = self.store.runs.open_round(run)
             for step in range(1, 9) if opened else ():
-                wanted |= {one["payload"] for one in self.store.asks.of_step(run, opened["round"], step)}  # type: ignore[index]
+                wanted |= {one.payload for one in self.store.asks.of_step(run, opened["round"], step) if one.payload}  # type: ignore[index]
             newest = [one["round"] for one in self.store.runs.rounds(run) if one["status"] == "closed"][-1:]
             newest = [one for one in newest if one >= self.store.runs.first_kept_round(run)]  # a prune released others
-            wanted |= {row["sha256"] for row in self.store.asks.uploads(run) if row["round"] in newest and _counts(row)}
+            wanted |= {row.sha256 for row in self.store.asks.uploads(run) if row.round in newest and _counts(row)}
             for sha256 in wanted - self.lost:
                 self.store.blobs.open(sha256, verify=True)
 
-    def _acknowledged(self, run: str) -> list[Row]:
-        return [row for row in self.store.asks.uploads(run) if row["status"] == "acknowledged"]
+    def _acknowledged(self, run: str) -> list[Upload]:
+        return [row for row in self.store.asks.uploads(run) if row.status == "acknowledged"]
 
     def teardown(self) -> None:
         """In the end nothing is left but what is needed."""
@@ -221,8 +221,8 @@ class Retention(RuleBasedStateMachine):
         self.store.close()
 
 
-def _counts(row: Row) -> bool:
-    return row["quarantined_at"] is None
+def _counts(row: Upload) -> bool:
+    return row.quarantined_at is None
 
 
 TestRetention = pytest.mark.slow(Retention.TestCase)

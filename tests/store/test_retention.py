@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.wire_samples import make_contract, make_metrics, make_payload
@@ -20,6 +21,7 @@ from fleetdistill_server.store import retention
 from fleetdistill_server.store.blobs import Held
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.location import Location
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.retention import Freed, Pruned, free_after_round, prune, sweep
 from fleetdistill_server.store.store import Store
 
@@ -31,19 +33,19 @@ def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path) -> No
     uploads = store.asks.uploads(RUN)
     assert len(uploads) == 8, "the receipts of every round stay"
     for upload in uploads:
-        if upload["round"] == 4:
-            assert store.blobs.open(upload["sha256"]).data_bytes == upload["data_bytes"]
+        if upload.round == 4:
+            assert store.blobs.open(upload.sha256).data_bytes == upload.data_bytes
         else:
             with pytest.raises(StoreError, match="is not in the store"):
-                store.blobs.open(upload["sha256"])
+                store.blobs.open(upload.sha256)
     row = store.runs.get(RUN)
     assert row is not None
     contract = contract_pb2.Contract.FromString(row.contract)
     assert store.blobs.open(contract.initial_weights).data_bytes > 0
     assert [one["round"] for one in store.runs.checkpoints(RUN)] == [2, 3, 4]
     states = {one["sha256"] for one in store.runs.checkpoints(RUN)}
-    asked = {one["payload"] for one in store.asks.of_step(RUN, 4, 1)}
-    newest = {one["sha256"] for one in uploads if one["round"] == 4}
+    asked = {one.payload for one in store.asks.of_step(RUN, 4, 1)}
+    newest = {one.sha256 for one in uploads if one.round == 4}
     assert {one.sha256 for one in store.blobs.held()} == {contract.initial_weights, *asked, *newest, *states}
     assert len(states) == 3
     store.close()
@@ -78,8 +80,15 @@ def play(store: Store, states: str, run: str = RUN) -> dict[int, bytes]:
 
 
 def write_ask(store: Store, run: str, number: int, payload: bytes, step_number: int = 1) -> None:
-    row = {"run": run, "round": number, "step_number": step_number, "device": "d1", "step": "train", "expects": {}}
-    store.asks.write([{**row, "payload": payload, "payload_bytes": 0, "seed": 0, "deadline_at": time.time() + 600}])
+    row: dict[str, Any] = {
+        "run": run,
+        "round": number,
+        "step_number": step_number,
+        "device": "d1",
+        "step": "train",
+        "expects": {},
+    }
+    store.asks.add([Ask(**row, payload=payload, seed=0, deadline_at=time.time() + 600)])
 
 
 def readable(store: Store, asked: dict[int, bytes]) -> list[int]:
@@ -208,8 +217,15 @@ def test_what_is_staged_goes_once_its_ask_takes_no_answer(on_disk: Store) -> Non
     on_disk.runs.start_round(RUN, ["d1"])
     payload = make_payload()
     for step in (1, 2):
-        row = {"run": RUN, "round": 1, "step_number": step, "device": "d1", "step": "train", "expects": {}}
-        on_disk.asks.write([{**row, "payload": None, "payload_bytes": 0, "seed": 0, "deadline_at": 1e12}])
+        row: dict[str, Any] = {
+            "run": RUN,
+            "round": 1,
+            "step_number": step,
+            "device": "d1",
+            "step": "train",
+            "expects": {},
+        }
+        on_disk.asks.add([Ask(**row, seed=0, deadline_at=1e12)])
     for key in ("ask-1-attempt-1", "ask-1-attempt-2", "ask-2-attempt-1", "put-abc-1", "state-1"):
         staging = on_disk.blobs.stage(key, payload.parts)
         staging.append(b"x")

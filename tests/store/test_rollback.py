@@ -69,11 +69,11 @@ def test_devices_of_every_method_go_on_from_the_state_that_a_run_was_set_back_to
     row = row_of(store)
     assert (row.status, row.completed_rounds, row.checkpoint) == ("stopped", to, kept[to]["sha256"])
     assert statuses(store) == ["closed"] * to + ["undone"] * (2 - to)
-    assert {one["status"] for one in store.asks.uploads(RUN) if one["round"] > to} <= {"reported"}
+    assert {one.status for one in store.asks.uploads(RUN) if one.round > to} <= {"reported"}
     play(prepared, store)
     assert (row_of(store).status, row_of(store).completed_rounds) == ("finished", 2)
     assert statuses(store) == ["closed"] * to + ["undone"] * (2 - to) + ["closed"] * (2 - to)
-    assert {one["status"] for one in store.asks.uploads(RUN) if one["round"] > 2} <= {"used"}
+    assert {one.status for one in store.asks.uploads(RUN) if one.round > 2} <= {"used"}
     assert [one["kind"] for one in store.history.events(RUN, "rolled-back")] == ["rolled-back"]
     assert_no_upload_lost(store)
     store.close()
@@ -251,7 +251,7 @@ def test_an_engine_that_nobody_knows_of_loses_the_run_and_its_open_round(tmp_pat
         devices = [stack.enter_context(make_device(spec, MemoryLink(api))) for spec in specs]
 
         def operator() -> None:
-            if row_of(store).completed_rounds == 1 and store.asks.uploads(RUN)[-1]["round"] == 2:
+            if row_of(store).completed_rounds == 1 and store.asks.uploads(RUN)[-1].round == 2:
                 roll_back(store, RUN, 0)
 
         with pytest.raises(RunError, match="was taken over by another engine"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fleetdistill.testing import ManualClock
 from fleetdistill_server.store.clock import Clock
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 
@@ -15,13 +18,21 @@ def test_all_rows_have_the_times_of_the_stores_clock() -> None:
     store.devices.register("r", "a", b"", b"")
     clock.advance(5)
     number = store.runs.start_round("r", ["a"])
-    ask = {"run": "r", "round": number, "step_number": 1, "device": "a", "step": "train", "expects": {}, "seed": 1}
-    store.asks.write([{**ask, "payload": None, "payload_bytes": 0, "deadline_at": store.asks.clock.now() + 10}])
+    ask: dict[str, Any] = {
+        "run": "r",
+        "round": number,
+        "step_number": 1,
+        "device": "a",
+        "step": "train",
+        "expects": {},
+        "seed": 1,
+    }
+    store.asks.add([Ask(**ask, deadline_at=store.asks.clock.now() + 10)])
     clock.advance(10)
     assert store.asks.expire("r", store.asks.clock.now()) == [], "exactly at the deadline"
     clock.advance_to(1015.5)
     (late,) = store.asks.expire("r", store.asks.clock.now())
-    assert late["device"] == "a"
+    assert late.device == "a"
     store.runs.close_short_round("r", number, "quorum")
     store.devices.mark_absent("r", "a", "device left")
     (row,) = store.runs.rounds("r")

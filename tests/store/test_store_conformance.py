@@ -19,7 +19,7 @@ from fleetdistill.errors import RunError, StoreError
 from fleetdistill.knowledge import ClassCount, Metric, Metrics
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.records import Run
+from fleetdistill_server.store.records import Ask, Run, Upload
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.states import STALENESS
 from fleetdistill_server.store.store import Store
@@ -55,17 +55,22 @@ def ask_row(device: str, step_number: int = 1, number: int = 1, **changes: Any) 
 
 def ask_devices(store: Store, *devices: str, **changes: Any) -> list[int]:
     """Writes an ask for each device; returns their ids."""
-    store.asks.write([ask_row(device, **changes) for device in devices])
+    store.asks.add([Ask(**ask_row(device, **changes)) for device in devices])
     number, step = changes.get("number", 1), changes.get("step_number", 1)
-    return [ask["id"] for ask in store.asks.of_step(RUN, number, step) if ask["device"] in devices]
+    return [ask.id for ask in store.asks.of_step(RUN, number, step) if ask.device in devices]
 
 
-def accept(store: Store, ask: int, attempt: int = 1) -> Row | None:
+def next_open(store: Store) -> int | None:
+    ask = store.asks.next_open(RUN, "a")
+    return None if ask is None else ask.id
+
+
+def accept(store: Store, ask: int, attempt: int = 1) -> Upload | None:
     return store.asks.accept_upload(ask, attempt, bytes([attempt]) * 32, 1000, 12)
 
 
 def upload_states(store: Store) -> dict[str, tuple[str, str | None]]:
-    return {row["device"]: (row["status"], row["reason"]) for row in store.asks.uploads(RUN)}
+    return {row.device: (row.status, row.reason) for row in store.asks.uploads(RUN)}
 
 
 def run_row(store: Store) -> Run:
@@ -174,9 +179,9 @@ def test_a_device_that_is_gone_leaves_its_open_asks_and_keeps_its_answers(store:
     accept(store, done)
     ask_devices(store, "a", "b", step_number=2)
     store.devices.mark_absent(RUN, "a", "lease ended")
-    asks = [(one["device"], one["status"], one["reason"]) for one in store.asks.of_step(RUN, 1, 2)]
-    assert asks == [("a", "out", "lease ended"), ("b", "open", None)]
-    assert store.asks.of_step(RUN, 1, 1)[0]["status"] == "answered"
+    asks = [(one.device, one.status, one.reason) for one in store.asks.of_step(RUN, 1, 2)]
+    assert asks == [("a", "out", "lease ended"), ("b", "open", "")]
+    assert store.asks.of_step(RUN, 1, 1)[0].status == "answered"
     assert store.devices.present(RUN) == []
 
 
@@ -206,10 +211,10 @@ def test_who_has_gone_is_asked_nothing(store: Store) -> None:
     store.devices.mark_absent(RUN, "a", "device left")
     revoke_device(store, "b", "stolen")
     ask_devices(store, "a", "b", "c", "unknown")
-    asks = {one["device"]: (one["status"], one["reason"]) for one in store.asks.of_step(RUN, 1, 1)}
+    asks = {one.device: (one.status, one.reason) for one in store.asks.of_step(RUN, 1, 1)}
     assert asks.pop("a") == ("out", "device not present")
     assert asks.pop("b") == ("out", "device revoked")
-    assert asks == dict.fromkeys(("c", "unknown"), ("open", None))
+    assert asks == dict.fromkeys(("c", "unknown"), ("open", ""))
     store.devices.mark_present(RUN, "a")
     ask_devices(store, "a")
     assert store.asks.next_open(RUN, "a") is None, "an ask that is there is left as it is"
@@ -240,11 +245,11 @@ def test_a_closed_round_marks_every_upload_used_or_reported(store: Store) -> Non
     accept(store, used)
     accept(store, unused)
     store.runs.close_round(RUN, number, b"c" * 32, [used], {"accuracy": 0.5})
-    assert upload_states(store) == {"a": ("used", None), "b": ("reported", "the round ended without using the answer")}
+    assert upload_states(store) == {"a": ("used", ""), "b": ("reported", "the round ended without using the answer")}
     (row,) = store.runs.rounds(RUN)
     assert (row["used"], row["reported"], json.loads(row["figures"])) == (1, 1, {"accuracy": 0.5})
     assert (run_row(store).checkpoint, run_row(store).completed_rounds) == (b"c" * 32, 1)
-    assert [ask["reason"] for ask in store.asks.of_step(RUN, number, 1)] == [None, None, "round closed"]
+    assert [ask.reason for ask in store.asks.of_step(RUN, number, 1)] == ["", "", "round closed"]
     assert store.asks.next_open(RUN, "c") is None
 
 
@@ -262,12 +267,12 @@ def test_a_short_round_reports_its_uploads_and_costs_nothing(store: Store) -> No
 def test_closing_a_round_leaves_other_rounds_and_runs_alone(store: Store) -> None:
     store.runs.begin("other", {})
     store.runs.start_round("other", ["a"])
-    store.asks.write([{**ask_row("a"), "run": "other"}])
-    foreign = store.asks.of_step("other", 1, 1)[0]["id"]
+    store.asks.add([Ask(**ask_row("a", run="other"))])
+    foreign = store.asks.of_step("other", 1, 1)[0].id
     accept(store, foreign)
     store.runs.start_round(RUN, ["a"])
     store.runs.close_round(RUN, 1, b"c", [], {})
-    assert store.asks.uploads("other")[0]["status"] == "acknowledged"
+    assert store.asks.uploads("other")[0].status == "acknowledged"
     assert store.runs.open_round("other") is not None
 
 
@@ -321,9 +326,9 @@ def test_every_receipt_is_used_or_reported_once_its_round_is_over(data: st.DataO
         with_memory.runs.close_short_round(RUN, number, "short")
         expected = dict.fromkeys(answered, "reported")
     rows = with_memory.asks.uploads(RUN)
-    assert {row["ask"]: row["status"] for row in rows} == expected
+    assert {row.ask: row.status for row in rows} == expected
     assert len(rows) == len(set(answered))
-    assert all(row["reason"] for row in rows if row["status"] == "reported")
+    assert all(row.reason for row in rows if row.status == "reported")
     assert all(accept(with_memory, ask) is None for ask in set(asks) - set(answered))
 
 
@@ -333,36 +338,36 @@ def test_every_receipt_is_used_or_reported_once_its_round_is_over(data: st.DataO
 def test_asks_written_again_stay_as_they_are(store: Store) -> None:
     (first,) = ask_devices(store, "a")
     accept(store, first)
-    store.asks.write([ask_row("a", payload=b"x" * 32), ask_row("b", payload=None, payload_bytes=0)])
+    store.asks.add([Ask(**ask_row("a", payload=b"x" * 32)), Ask(**ask_row("b", payload=None, payload_bytes=0))])
     asks = store.asks.of_step(RUN, 1, 1)
-    assert [(one["device"], one["status"], one["payload"]) for one in asks] == [
+    assert [(one.device, one.status, one.payload) for one in asks] == [
         ("a", "answered", b"p" * 32),
-        ("b", "open", None),
+        ("b", "open", b""),
     ]
-    assert asks[0]["id"] == first
+    assert asks[0].id == first
 
 
 def test_asks_come_in_device_order_joined_with_their_answers(store: Store) -> None:
     ids = ask_devices(store, "b", "a", "c")
     accept(store, ids[1], attempt=2)
-    rows = store.asks.of_step(RUN, 1, 1)
-    assert [(row["device"], row["sha256"], row["samples"]) for row in rows] == [
-        ("a", None, None),
-        ("b", b"\2" * 32, 12),
-        ("c", None, None),
+    pairs = store.summaries.asks_of_round(RUN, 1)
+    assert [(ask.device, upload and (upload.sha256, upload.samples)) for ask, upload in pairs] == [
+        ("a", None),
+        ("b", (b"\2" * 32, 12)),
+        ("c", None),
     ]
     one = store.asks.get(RUN, 1, 1, "b")
     assert one is not None
-    assert (one["seed"], json.loads(one["expects"])) == (2**63 - 1, {"knowledge": "sample_knowledge"})
+    assert (one.seed, one.expects) == (2**63 - 1, {"knowledge": "sample_knowledge"})
     assert store.asks.get(RUN, 1, 2, "b") is None
 
 
 def test_the_next_ask_is_the_oldest_open_one(store: Store) -> None:
     (first,) = ask_devices(store, "a")
     (second,) = ask_devices(store, "a", step_number=2)
-    assert (store.asks.next_open(RUN, "a") or {})["id"] == first
+    assert next_open(store) == first
     store.asks.close(first, "why not")
-    assert (store.asks.next_open(RUN, "a") or {})["id"] == second
+    assert next_open(store) == second
     assert store.asks.devices_with_open(RUN) == {"a"}
     accept(store, second)
     assert store.asks.next_open(RUN, "a") is None
@@ -371,10 +376,10 @@ def test_the_next_ask_is_the_oldest_open_one(store: Store) -> None:
 
 def test_a_payload_is_meant_for_the_devices_whose_asks_name_it(store: Store) -> None:
     ask_devices(store, "a")
-    assert store.asks.naming(RUN, "a", b"p" * 32)
-    assert not store.asks.naming(RUN, "b", b"p" * 32)
-    assert not store.asks.naming(RUN, "a", b"q" * 32)
-    assert not store.asks.naming("other", "a", b"p" * 32)
+    assert store.asks.with_payload(RUN, "a", b"p" * 32)
+    assert not store.asks.with_payload(RUN, "b", b"p" * 32)
+    assert not store.asks.with_payload(RUN, "a", b"q" * 32)
+    assert not store.asks.with_payload("other", "a", b"p" * 32)
 
 
 def test_a_note_of_refusals_has_the_time_of_the_newest(store: Store) -> None:
@@ -406,12 +411,12 @@ def test_the_first_answer_wins_and_later_ones_get_its_receipt(store: Store) -> N
     assert accept(store, ask, attempt=1) == first
     assert accept(store, ask, attempt=2) == first
     assert store.asks.upload_of(ask) == first
-    assert (first["attempt"], first["status"], len(first["receipt"])) == (1, "acknowledged", 32)
+    assert (first.attempt, first.status, len(first.receipt)) == (1, "acknowledged", 32)
 
 
 def test_receipts_are_different(store: Store) -> None:
     rows = [accept(store, ask) for ask in ask_devices(store, "a", "b")]
-    assert len({row["receipt"] for row in rows if row}) == 2
+    assert len({row.receipt for row in rows if row}) == 2
 
 
 def test_a_closed_ask_takes_no_answer(store: Store) -> None:
@@ -427,7 +432,7 @@ def test_an_answered_ask_is_not_closed_any_more(store: Store) -> None:
     store.asks.close(ask, "too late")
     row = store.asks.get(RUN, 1, 1, "a")
     assert row is not None
-    assert (row["status"], row["reason"]) == ("answered", None)
+    assert (row.status, row.reason) == ("answered", "")
 
 
 def test_asks_past_their_deadline_are_closed_with_an_event_each(store: Store) -> None:
@@ -435,10 +440,10 @@ def test_asks_past_their_deadline_are_closed_with_an_event_each(store: Store) ->
     ask_devices(store, "in time", deadline_at=200.0)
     (answered,) = ask_devices(store, "quick", deadline_at=100.0)
     accept(store, answered)
-    assert [ask["device"] for ask in store.asks.expire(RUN, 150.0)] == ["late"]
+    assert [ask.device for ask in store.asks.expire(RUN, 150.0)] == ["late"]
     assert store.asks.expire(RUN, 150.0) == []
-    states = {ask["device"]: (ask["status"], ask["reason"]) for ask in store.asks.of_step(RUN, 1, 1)}
-    assert states == {"late": ("out", "deadline passed"), "in time": ("open", None), "quick": ("answered", None)}
+    states = {ask.device: (ask.status, ask.reason) for ask in store.asks.of_step(RUN, 1, 1)}
+    assert states == {"late": ("out", "deadline passed"), "in time": ("open", ""), "quick": ("answered", "")}
     (event,) = store.history.events(RUN, "late")
     assert (event["text"], event["round"], event["device"]) == (
         "late did not answer step 'train' before its deadline",
@@ -456,9 +461,9 @@ def test_a_restart_bounds_deadlines_and_extends_none(store: Store) -> None:
         ask_devices(store, device, deadline_at=began + seconds)
     store.asks.bound_deadlines(RUN, 600.0)
     ended = store.asks.clock.now()
-    soon, late = (store.asks.get(RUN, 1, 1, device) or {} for device in ("soon", "late"))
-    assert soon["deadline_at"] == began + 10.0
-    assert began + 600.0 <= late["deadline_at"] <= ended + 600.0
+    late, soon = store.asks.of_step(RUN, 1, 1)
+    assert soon.deadline_at == began + 10.0
+    assert began + 600.0 <= late.deadline_at <= ended + 600.0
 
 
 def test_a_lost_answer_is_asked_for_again_only_in_time(store: Store) -> None:
@@ -477,13 +482,13 @@ def test_a_lost_answer_is_asked_for_again_only_in_time(store: Store) -> None:
     for ask in asks.values():
         store.asks.withdraw_upload(ask, "it is damaged")
     rows = [*store.asks.of_step(RUN, over, 1), *store.asks.of_step(RUN, number, 1)]
-    assert {row["device"]: (row["status"], (row["reason"] or "").rpartition(", ")[2]) for row in rows} == {
+    assert {row.device: (row.status, (row.reason or "").rpartition(", ")[2]) for row in rows} == {
         "a": ("open", ""),
         "late": ("out", "deadline passed"),
         "away": ("out", "device not present"),
         "d": ("out", "round closed"),
     }
-    assert [row["status"] for row in store.asks.uploads(RUN)] == ["reported"] * 4
+    assert [row.status for row in store.asks.uploads(RUN)] == ["reported"] * 4
     assert all(store.asks.last_lost_attempt(ask) == 1 for ask in asks.values())
 
 
@@ -497,8 +502,8 @@ def test_a_step_ends_with_the_answers_of_devices_that_count(store: Store) -> Non
     assert store.asks.devices_with_open(RUN) == {"c", "d"}
     accept(store, c)
     assert store.asks.end_step(RUN, 1, 1, 2, among)
-    assert {row["device"]: (row["status"], row["reason"]) for row in store.asks.of_step(RUN, 1, 1)} == {
-        **dict.fromkeys("abc", ("answered", None)),
+    assert {row.device: (row.status, row.reason) for row in store.asks.of_step(RUN, 1, 1)} == {
+        **dict.fromkeys("abc", ("answered", "")),
         "d": ("out", "enough devices answered"),
     }
 

@@ -41,6 +41,7 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.blobs import stated
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.group_commit import CommitThread
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.round_store import RoundStore
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.store import Store
@@ -63,10 +64,10 @@ def store(directory: Path) -> Iterator[Store]:
 
 
 def ask_device(store: Store, device: str = "d1") -> int:
-    row = {"run": RUN, "round": 1, "step_number": 1, "device": device, "step": "train"}
+    row: dict[str, Any] = {"run": RUN, "round": 1, "step_number": 1, "device": device, "step": "train"}
     row |= {"expects": {"knowledge": "sample_knowledge"}, "payload": None, "payload_bytes": 0, "seed": 1}
-    store.asks.write([{**row, "deadline_at": 4e9}])
-    return int(store.asks.of_step(RUN, 1, 1)[-1]["id"])
+    store.asks.add([Ask(**row, deadline_at=4e9)])
+    return int(store.asks.of_step(RUN, 1, 1)[-1].id)
 
 
 def blob_path(directory: Path, sha256: bytes) -> Path:
@@ -196,7 +197,7 @@ def test_one_answer_wins_whichever_process_takes_it(store: Store, directory: Pat
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({row["receipt"] for row in rows}) == 1
+    assert len({row.receipt for row in rows}) == 1
     assert len(store.asks.uploads(RUN)) == 1
     for one in others:
         one.close()
@@ -593,7 +594,7 @@ def test_many_threads_jobs_are_all_committed(store: Store, directory: Path, comm
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(answers[ask]["samples"] == ask for ask in asks)
+    assert all(answers[ask].samples == ask for ask in asks)
     assert all(seen.values())
     assert len(store.asks.uploads(RUN)) == 200
     reader.close()

@@ -17,7 +17,8 @@ from support.stores import IN_POSTGRES, place_store
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.states import STALENESS
+from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.states import STALENESS, UploadStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.store.traffic import Counted
@@ -44,13 +45,13 @@ class Changing:
         for device in DEVICES:
             store.devices.register(self.run, device, device.encode(), b"")
 
-    def asks(self) -> list[Row]:
+    def asks(self) -> list[Ask]:
         rounds = [row["round"] for row in self.store.runs.rounds(self.run)]
         return [ask for number in rounds for ask in self.store.asks.of_step(self.run, number, 1)]
 
-    def ask(self, choice: int, *statuses: str) -> Row | None:
+    def ask(self, choice: int, *statuses: str) -> Ask | None:
         """An ask of these statuses, 0 for the newest; None if there is none."""
-        asks = [ask for ask in self.asks() if not statuses or ask["status"] in statuses]
+        asks = [ask for ask in self.asks() if not statuses or ask.status in statuses]
         return asks[-1 - choice % len(asks)] if asks else None
 
     def open_number(self) -> int:
@@ -58,9 +59,16 @@ class Changing:
         number = self.store.runs.open_number(self.run)
         if number is None:
             number = self.store.runs.start_round(self.run, list(DEVICES))
-            row = {"run": self.run, "round": number, "step_number": 1, "step": "train", "expects": {}, "seed": 1}
+            row: dict[str, Any] = {
+                "run": self.run,
+                "round": number,
+                "step_number": 1,
+                "step": "train",
+                "expects": {},
+                "seed": 1,
+            }
             row |= {"payload": b"p" * 32, "payload_bytes": 1, "deadline_at": time.time() + 600}
-            self.store.asks.write([{**row, "device": device} for device in DEVICES])
+            self.store.asks.add([Ask(**row, device=device) for device in DEVICES])
         return number
 
     def begin_round(self, choice: int, amount: int) -> None:
@@ -70,8 +78,8 @@ class Changing:
         ask = self.ask(choice, "open")
         if ask is not None:
             with self.store.transaction():
-                self.store.asks.accept_upload(ask["id"], amount, b"s" * 32, 10, 1)
-                self.send("up", ask["round"], ask["device"], amount)
+                self.store.asks.accept_upload(ask.id, amount, b"s" * 32, 10, 1)
+                self.send("up", ask.round, ask.device, amount)
                 self.report(choice, amount)
 
     def report(self, choice: int, amount: int) -> None:
@@ -83,7 +91,7 @@ class Changing:
                 Metric(name=REPLACED, split=SPLIT, sum=amount % 2, count=1),
                 *([Metric(name="own/accuracy", split="test", sum=amount, count=8)] if amount % 2 else []),
             ]
-            self.store.history.add_figures(self.run, ask["round"], ask["device"], Metrics(metrics=figures))
+            self.store.history.add_figures(self.run, ask.round, ask.device, Metrics(metrics=figures))
 
     def send(self, direction: str, number: int, device: str, amount: int) -> None:
         counted = Counted(Counter({"model": amount}), Counter({"model": amount + 1, "logits": 2}))
@@ -91,30 +99,30 @@ class Changing:
 
     def download(self, choice: int, amount: int) -> None:
         ask = self.ask(choice)
-        self.send("down", ask["round"] if ask is not None and amount else 0, DEVICES[choice % 3], amount)
+        self.send("down", ask.round if ask is not None and amount else 0, DEVICES[choice % 3], amount)
 
     def refuse(self, choice: int, amount: int) -> None:
         ask = self.ask(choice)
         if ask is not None:
-            self.store.history.add_refused_traffic(ask["id"], amount)
+            self.store.history.add_refused_traffic(ask.id, amount)
 
     def drop_out(self, choice: int, amount: int) -> None:
         ask = self.ask(choice, "open")
         if ask is not None:
-            self.store.asks.close(ask["id"], "late")
+            self.store.asks.close(ask.id, "late")
 
     def lose_answer(self, choice: int, amount: int) -> None:
         ask = self.ask(choice, "answered")
         if ask is not None:
-            self.store.asks.withdraw_upload(ask["id"], "the file is empty")
+            self.store.asks.withdraw_upload(ask.id, "the file is empty")
 
     def close(self, choice: int, amount: int) -> None:
         """Closes a round: with late asks left open, or not, and with late answers used, or not."""
         number = self.open_number()
-        used = [ask["id"] for ask in self.asks() if ask["id"] % (1 + choice % 3) == 0]
+        used = [ask.id for ask in self.asks() if ask.id % (1 + choice % 3) == 0]
         settles = (number - amount, number - amount) if amount % 4 else None
-        new = [row for row in self.store.asks.uploads(self.run) if row["status"] == "acknowledged"]
-        late = {row["device"]: number - row["round"] for row in new if row["ask"] in used and row["round"] < number}
+        new = [row for row in self.store.asks.uploads(self.run) if row.status == "acknowledged"]
+        late = {row.device: number - row.round for row in new if row.ask in used and row.round < number}
         self.store.runs.close_round(self.run, number, bytes([number]) * 32, used, {STALENESS: late}, settles)
 
     def end_short(self, choice: int, amount: int) -> None:
@@ -170,11 +178,11 @@ def answers_of(store: Store, run: str) -> tuple[Any, ...]:
     assert progress is not None
     summed = {row["round"]: (row["used"], row["reported"]) for row in store.summaries.rounds(run, 0, EVERY)}
     followed = {row["round"]: (row["answers"], row["used"], row["reported"]) for row in progress.rounds}
-    found = Counter((row["round"], row["status"]) for row in uploads)
-    counted = {number: (found[number, "used"], found[number, "reported"]) for number in summed}
+    found = Counter((row.round, row.status) for row in uploads)
+    counted = {number: (found[number, UploadStatus.USED], found[number, UploadStatus.REPORTED]) for number in summed}
     in_all = {number: (sum(n for key, n in found.items() if key[0] == number), *counted[number]) for number in summed}
-    reported = sorted(row["receipt"] for row in store.summaries.reported_uploads(run))
-    listed = sorted(row["receipt"] for row in uploads if row["status"] == "reported")
+    reported = sorted(row.receipt for row in store.summaries.reported_uploads(run))
+    listed = sorted(row.receipt for row in uploads if row.status == "reported")
     return (summed, followed, reported), (counted, in_all, listed)
 
 

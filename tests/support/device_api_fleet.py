@@ -20,6 +20,7 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.upload_session import UploadSession
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 RUN = "digits"
@@ -66,7 +67,7 @@ class Fleet:
         row: Row = {"run": RUN, "round": 1, "step_number": step_number, "step": "train", "expects": EXPECTS, "seed": 7}
         row |= {"payload": payload.sha256 if payload else None, "payload_bytes": payload.data_bytes if payload else 0}
         row["deadline_at"] = time.time() + 600
-        self.store.asks.write([{**row, "device": device} for device in devices or ("d1",)])
+        self.store.asks.add([Ask(**row, device=device) for device in devices or ("d1",)])
 
     def begin(
         self,
@@ -107,7 +108,7 @@ class Fleet:
     def ask_state(self, device: str = "d1") -> tuple[str, str | None]:
         row = self.store.asks.get(RUN, 1, 1, device)
         assert row is not None
-        return row["status"], row["reason"]
+        return row.status, row.reason
 
 
 def feed(session: UploadSession, chunks: Iterable[knowledge_pb2.TensorChunk]) -> None:

@@ -23,7 +23,7 @@ from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.spec.plan import RUN, hold_out_proxy, make_run_config, make_specs
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.run_config import RunConfig
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Ask, Upload
 from fleetdistill_server.store.store import Store
 
 Prepared = tuple[RunConfig, list[DeviceSpec], Path]
@@ -128,26 +128,26 @@ def record(store: Store) -> dict[str, Any]:
     checkpoint, accuracies = outcome(store)
     rounds = store.runs.rounds(RUN)
     asks = [ask for row in rounds for ask in _asks(store, row["round"])]
-    uploads = [(*_name(row), row["samples"], row["status"], row["sha256"]) for row in store.asks.uploads(RUN)]
+    uploads = [(*_name(row), row.samples, row.status, row.sha256) for row in store.asks.uploads(RUN)]
     return {
         "checkpoint": checkpoint,
         "accuracies": accuracies,
         "rounds": [(row["round"], row["status"], row["cohort"], row["figures"]) for row in rounds],
-        "asks": [(*_name(ask), ask["expects"], ask["seed"], ask["status"], ask["payload"]) for ask in asks],
+        "asks": [(*_name(ask), ask.expects, ask.seed, ask.status, ask.payload) for ask in asks],
         "uploads": sorted(uploads),
         "events": sorted((row["round"], row["device"], row["kind"], row["text"]) for row in store.history.events(RUN)),
     }
 
 
-def _asks(store: Store, number: int) -> Iterator[Row]:
+def _asks(store: Store, number: int) -> Iterator[Ask]:
     for step_number in itertools.count(1):
         if not (asks := store.asks.of_step(RUN, number, step_number)):
             return
         yield from asks
 
 
-def _name(row: Row) -> tuple[int, int, str, str]:
-    return row["round"], row["step_number"], row["step"], row["device"]
+def _name(row: Ask | Upload) -> tuple[int, int, str, str]:
+    return row.round, row.step_number, row.step, row.device
 
 
 def device_files(prepared: Prepared) -> dict[str, bytes]:
@@ -168,13 +168,13 @@ def _device_file(prepared: Prepared, spec: DeviceSpec, name: str) -> bytes:
 def assert_no_upload_lost(store: Store, receipts: set[str] | None = None, run: str = RUN) -> None:
     """Every receipt is used once or reported with a reason; no ask has two answers that count."""
     uploads = store.asks.uploads(run)
-    ids = [row["receipt"] for row in uploads]
+    ids = [row.receipt for row in uploads]
     assert len(set(ids)) == len(ids)
     if receipts is not None:
         assert receipts <= set(ids)
-    asks = [row["ask"] for row in uploads if row["quarantined_at"] is None]
+    asks = [row.ask for row in uploads if row.quarantined_at is None]
     assert len(set(asks)) == len(asks)
-    used = {row["receipt"] for row in uploads if row["status"] == "used"}
-    reported = {row["receipt"] for row in uploads if row["status"] == "reported" and row["reason"]}
+    used = {row.receipt for row in uploads if row.status == "used"}
+    reported = {row.receipt for row in uploads if row.status == "reported" and row.reason}
     assert used | reported == set(ids)
     assert not used & reported

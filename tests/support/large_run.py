@@ -6,9 +6,11 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
@@ -65,10 +67,17 @@ def _begin(store: Store, names: Sequence[str], rounds: int) -> None:
 
 def _ask(store: Store, cohort: Sequence[str]) -> list[int]:
     number = store.runs.start_round(RUN, cohort)
-    row = {"run": RUN, "round": number, "step_number": 1, "step": "train", "expects": {}, "payload": _DIGEST}
+    row: dict[str, Any] = {
+        "run": RUN,
+        "round": number,
+        "step_number": 1,
+        "step": "train",
+        "expects": {},
+        "payload": _DIGEST,
+    }
     row |= {"payload_bytes": 5_000, "seed": number, "deadline_at": 4e9}
-    store.asks.write([{**row, "device": name} for name in cohort])
-    ids = {ask["device"]: int(ask["id"]) for ask in store.asks.of_step(RUN, number, 1)}
+    store.asks.add([Ask(**row, device=name) for name in cohort])
+    ids = {ask.device: int(ask.id) for ask in store.asks.of_step(RUN, number, 1)}
     return [ids[name] for name in cohort]
 
 

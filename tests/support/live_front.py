@@ -32,6 +32,7 @@ from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.service.processes import front_environment
 from fleetdistill_server.service.wakeups import Ends
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 RUN = "digits"
@@ -63,7 +64,7 @@ def write_asks(
     """Asks `train` of devices, as the engine's cohort does."""
     if payload is not None:
         store.blobs.put(payload)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "run": run,
             "round": number,
@@ -78,7 +79,7 @@ def write_asks(
         }
         for device in devices
     ]
-    store.asks.write(rows)
+    store.asks.add([Ask(**row) for row in rows])
 
 
 def write_server_config(store: Path, config: ServerConfig) -> Path:

@@ -23,6 +23,7 @@ from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 RUN, CLASSES, SIZE = "private", 3, 8
@@ -52,16 +53,16 @@ class PrivateFleet:
         number = self.store.runs.start_round(RUN, [device])
         payload = encode(parts or {})
         self.store.blobs.put(payload)
-        row = {"run": RUN, "round": number, "step_number": 1, "device": device, "step": step, "seed": 5}
+        row: dict[str, Any] = {"run": RUN, "round": number, "step_number": 1, "device": device, "step": step, "seed": 5}
         row |= {"payload": payload.sha256, "payload_bytes": payload.data_bytes, "deadline_at": time.time() + 600}
         expects = {"statistics": "class_sums"} if step == "summarise" else {}
-        self.store.asks.write([{**row, "expects": expects}])
+        self.store.asks.add([Ask(**row, expects=expects)])
 
 
 def received(store: Store) -> list[ClassSums]:
     """The sums in every answer that the server has."""
-    uploads = [one for one in store.asks.uploads(RUN) if one["step"] == "summarise"]
-    found = [decode(store.blobs.open(one["sha256"]))["statistics"] for one in uploads]
+    uploads = [one for one in store.asks.uploads(RUN) if one.step == "summarise"]
+    found = [decode(store.blobs.open(one.sha256))["statistics"] for one in uploads]
     return [one for one in found if isinstance(one, ClassSums)]
 
 

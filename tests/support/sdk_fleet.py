@@ -20,6 +20,7 @@ from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import build_method, make_contract  # type: ignore[attr-defined]
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 RUN = "sdk"
@@ -71,9 +72,16 @@ class Fleet:
         self.round = self.store.runs.start_round(RUN, [device])
         payload = encode({"knowledge": knowledge or RefinedKnowledge(valid=False)}, np.float16)
         self.store.blobs.put(payload)
-        row = {"run": RUN, "round": self.round, "step_number": 1, "device": device, "step": "train", "seed": 5}
+        row: dict[str, Any] = {
+            "run": RUN,
+            "round": self.round,
+            "step_number": 1,
+            "device": device,
+            "step": "train",
+            "seed": 5,
+        }
         row |= {"payload": payload.sha256, "payload_bytes": payload.data_bytes, "deadline_at": time.time() + 60}
-        self.store.asks.write([{**row, "expects": {"knowledge": "sample_knowledge"}, **changes}])
+        self.store.asks.add([Ask(**{**row, "expects": {"knowledge": "sample_knowledge"}, **changes})])
 
 
 def make_device(
@@ -96,7 +104,7 @@ def make_device(
 
 def knowledge_of(fleet: Fleet, number: int = -1) -> SampleKnowledge:
     upload = fleet.store.asks.uploads(RUN)[number]
-    found = decode(fleet.store.blobs.open(upload["sha256"]))["knowledge"]
+    found = decode(fleet.store.blobs.open(upload.sha256))["knowledge"]
     assert isinstance(found, SampleKnowledge)
     return found
 

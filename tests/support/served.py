@@ -60,8 +60,8 @@ def answers_in(work: Path) -> list[tuple[int, str, str]]:
     """Round, step and device of each answer that the run used; the server must have ended."""
     store = Store.open(work / "store")
     try:
-        used = [row for row in store.asks.uploads(RUN) if row["status"] == "used"]
-        return sorted((row["round"], row["step"], row["device"]) for row in used)
+        used = [row for row in store.asks.uploads(RUN) if row.status == "used"]
+        return sorted((row.round, row.step, row.device) for row in used)
     finally:
         store.close()
 
@@ -71,6 +71,6 @@ def payload_bytes(work: Path, number: int, device: str) -> int:
     store = Store.open(work / "store")
     try:
         ask = store.asks.get(RUN, number, 1, device)
-        return int(ask["payload_bytes"]) if ask else 0
+        return int(ask.payload_bytes) if ask else 0
     finally:
         store.close()

@@ -111,7 +111,7 @@ def test_several_devices_take_turns(tmp_path: Path) -> None:
         devices = [device_of(server.link(), tmp_path / name, device_id=name) for name in ("a", "b")]
         server.play(*devices)
         assert server.status == "finished"
-        assert {row["device"] for row in server.store.asks.uploads("test")} == {"a", "b"}
+        assert {row.device for row in server.store.asks.uploads("test")} == {"a", "b"}
         for device in devices:
             device.close()
 

@@ -25,6 +25,7 @@ from fleetdistill_console.tracking.results import ACCURACY, ALONE, BYTES, result
 from fleetdistill_console.tracking.run_figures import points_since, settings_of
 from fleetdistill_console.tracking.tensorboard_tracker import TensorBoardTracker
 from fleetdistill_console.tracking.tracker import Description, Tracker
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
@@ -113,10 +114,10 @@ def test_a_round_has_its_answers_its_bytes_and_its_seconds(store: Store) -> None
     store.database.now = lambda: now[0]
     store.devices.register(RUN, "c", b"", contract_pb2.DeviceProfile().SerializeToString())
     number = store.runs.start_round(RUN, ["a", "b", "c"])
-    row = {"run": RUN, "round": number, "step_number": 1, "step": "train", "expects": {}, "seed": 1}
+    row: dict[str, Any] = {"run": RUN, "round": number, "step_number": 1, "step": "train", "expects": {}, "seed": 1}
     row |= {"payload": None, "payload_bytes": 0, "deadline_at": 2000.0}
-    store.asks.write([{**row, "device": device} for device in "abc"])
-    asks = [ask["id"] for ask in store.asks.of_step(RUN, number, 1)]
+    store.asks.add([Ask(**row, device=device) for device in "abc"])
+    asks = [ask.id for ask in store.asks.of_step(RUN, number, 1)]
     for ask in asks:
         store.asks.accept_upload(ask, 1, bytes(32), 10, 1)
     store.history.add_traffic(RUN, number, "a", "up", Counted(Counter(logits=100), Counter(logits=40)), 10)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store.progress import Progress
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.run_figures import run_figures
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
@@ -28,9 +30,9 @@ DOWN = Counted(Counter(parameters=1000), Counter(parameters=700))
 
 def opened_round(store: Store, run: str, devices: str) -> int:
     number = store.runs.start_round(run, list(devices))
-    row = {"run": run, "round": number, "step_number": 1, "step": "train", "expects": {}, "seed": 1}
+    row: dict[str, Any] = {"run": run, "round": number, "step_number": 1, "step": "train", "expects": {}, "seed": 1}
     row |= {"payload": b"p" * 32, "payload_bytes": 1, "deadline_at": time.time() + 600}
-    store.asks.write([{**row, "device": device} for device in devices])
+    store.asks.add([Ask(**row, device=device) for device in devices])
     return number
 
 
@@ -42,10 +44,10 @@ def progress(store: Store, run: str) -> Progress:
 
 def answer(store: Store, number: int, device: str, right: int, rows: int) -> None:
     """One answer to a download, with the accuracy of the device's own rows."""
-    ask = next(ask for ask in store.asks.of_step("r", number, 1) if ask["device"] == device)
+    ask = next(ask for ask in store.asks.of_step("r", number, 1) if ask.device == device)
     metric = Metric(name="accuracy", split="test", sum=right, count=rows)
     with store.transaction():
-        store.asks.accept_upload(ask["id"], 1, device.encode() * 32, rows, 1)
+        store.asks.accept_upload(ask.id, 1, device.encode() * 32, rows, 1)
         store.history.add_traffic("r", number, device, "down", DOWN, 20)
         store.history.add_traffic("r", number, device, "up", COMPRESSED, 10)
         store.history.add_figures("r", number, device, Metrics(metrics=[metric]))
@@ -61,7 +63,7 @@ def store() -> Iterator[Store]:
     number = opened_round(made, "r", "ab")
     answer(made, number, "a", right=9, rows=10)
     answer(made, number, "b", right=10, rows=100)
-    used = [ask["id"] for ask in made.asks.of_step("r", number, 1)]
+    used = [ask.id for ask in made.asks.of_step("r", number, 1)]
     made.runs.close_round("r", number, b"", used, {"global_accuracy": 0.8})
     answer(made, opened_round(made, "r", "ab"), "a", right=7, rows=10)
     opened_round(made, "other", "xy")
@@ -125,7 +127,7 @@ def test_answers_that_a_round_did_not_use_are_counted_apart() -> None:
     number = opened_round(made, "r", "abc")
     for device in "abc":
         answer(made, number, device, right=1, rows=10)
-    used = [ask["id"] for ask in made.asks.of_step("r", number, 1)][:2]
+    used = [ask.id for ask in made.asks.of_step("r", number, 1)][:2]
     made.runs.close_round("r", number, b"", used, {})
     for (row,) in (figures.rounds(made, "r"), progress(made, "r").rounds):
         assert (row["used"], row["reported"]) == (2, 1)

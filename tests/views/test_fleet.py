@@ -10,6 +10,7 @@ import pytest
 
 from fleetdistill.knowledge import ClassCount, Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import fleet
 
@@ -20,9 +21,9 @@ def open_round(store: Store) -> tuple[int, int]:
     """Asks device a in the next round; returns the numbers of the round and of the ask."""
     number = store.runs.start_round(RUN, ["a"])
     row: dict[str, Any] = {"run": RUN, "round": number, "step_number": 1, "device": "a", "step": "train", "seed": 1}
-    store.asks.write([{**row, "expects": {}, "payload": None, "payload_bytes": 0, "deadline_at": time.time() + 600}])
+    store.asks.add([Ask(**row, expects={}, deadline_at=time.time() + 600)])
     (ask,) = store.asks.of_step(RUN, number, 1)
-    return number, int(ask["id"])
+    return number, int(ask.id)
 
 
 def report(store: Store, number: int, split: str, by_class: dict[int, tuple[float, int]]) -> None:
@@ -69,7 +70,7 @@ def test_classes_are_of_the_training_data_where_it_is_known(store: Store) -> Non
     third = store.runs.open_number(RUN)
     assert third is not None
     (ask,) = store.asks.of_step(RUN, third, 1)
-    store.asks.accept_upload(ask["id"], 1, bytes(32), 0, 1)
+    store.asks.accept_upload(ask.id, 1, bytes(32), 0, 1)
     report(store, third, "test", {1: (1, 4)})
     assert fleet.classes(store, RUN).lists["devices"] == [{"device": "a", "split": "test", "counts": {"1": 4}}]
 

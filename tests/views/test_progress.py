@@ -10,14 +10,14 @@ import pytest
 
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.revocation import revoke_device
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.progress import round_progress
 
 RUN = "r"
 
 
-def asked(payload: bytes | None) -> tuple[Store, Row]:
+def asked(payload: bytes | None) -> tuple[Store, Ask]:
     """A store with one open ask of device a, and its row."""
     store = Store.in_memory()
     store.runs.begin(RUN, {"run": {"name": RUN, "method": "feddkc", "rounds": 2}})
@@ -25,7 +25,7 @@ def asked(payload: bytes | None) -> tuple[Store, Row]:
     number = store.runs.start_round(RUN, ["a"])
     row: dict[str, Any] = {"run": RUN, "round": number, "step_number": 1, "device": "a", "step": "train", "seed": 1}
     row |= {"expects": {}, "payload": payload, "payload_bytes": 1, "deadline_at": time.time() + 600}
-    store.asks.write([row])
+    store.asks.add([Ask(**row)])
     (ask,) = store.asks.of_step(RUN, number, 1)
     return store, ask
 
@@ -39,16 +39,16 @@ def test_an_ask_with_a_payload_is_downloaded_before_it_trains() -> None:
     store, ask = asked(bytes(32))
     states = [state(store)]
     for at, column in enumerate(("sent_at", "download_at", "downloaded_at", "upload_at")):
-        store.asks.record_times({(ask["id"], column): float(at)})
+        store.asks.record_times({(ask.id, column): float(at)})
         states.append(state(store))
-    store.asks.accept_upload(ask["id"], 1, bytes(32), 0, 1)
+    store.asks.accept_upload(ask.id, 1, bytes(32), 0, 1)
     assert [*states, state(store)] == ["asked", "asked", "downloading", "training", "uploading", "acknowledged"]
 
 
 def test_an_ask_without_a_payload_trains_once_it_is_sent() -> None:
     store, ask = asked(None)
     assert state(store) == "asked"
-    store.asks.record_times({(ask["id"], "sent_at"): 1.0})
+    store.asks.record_times({(ask.id, "sent_at"): 1.0})
     assert state(store) == "training"
 
 
@@ -67,5 +67,5 @@ def test_an_ask_without_a_payload_trains_once_it_is_sent() -> None:
 )
 def test_a_device_that_does_not_answer_says_why(end: Callable[[Store, int], object], shown: str) -> None:
     store, ask = asked(None)
-    end(store, ask["id"])
+    end(store, ask.id)
     assert state(store) == shown

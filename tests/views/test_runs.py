@@ -24,6 +24,7 @@ from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_console.tables import heading, tables
 from fleetdistill_server.service.served import Served
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 
@@ -258,13 +259,13 @@ def test_suspects_are_those_left_out_in_three_rounds_running_that_they_took_part
         store.runs.start_round("r", cohort)
         row: dict[str, Any] = {"run": "r", "round": number, "step_number": 1, "step": "train", "expects": {}, "seed": 1}
         row |= {"payload": None, "payload_bytes": 0, "deadline_at": 1e12}
-        store.asks.write([{**row, "device": device} for device in cohort])
+        store.asks.add([Ask(**row, device=device) for device in cohort])
         asks = store.asks.of_step("r", number, 1)
         for ask in asks:
-            store.asks.accept_upload(ask["id"], 1, bytes(32), 0, 1)
-            if number in left_out[ask["device"]]:
-                store.history.add_event("r", "update-left-out", "far off", number=number, device=ask["device"])
-        store.runs.close_round("r", number, b"", [ask["id"] for ask in asks], {})
+            store.asks.accept_upload(ask.id, 1, bytes(32), 0, 1)
+            if number in left_out[ask.device]:
+                store.history.add_event("r", "update-left-out", "far off", number=number, device=ask.device)
+        store.runs.close_round("r", number, b"", [ask.id for ask in asks], {})
     rounds = views.run(store, "r").lists["rounds"]
     assert [row["suspects"] for row in rounds] == ["", "", "", "a", "a"]
     store.close()

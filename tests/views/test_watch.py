@@ -25,6 +25,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_console.watch import LiveTable, sentence, show_changes
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 from fleetdistill_server.views import runs
@@ -50,7 +51,7 @@ class Played:
         store.runs.publish_contract(RUN, b"")
         yield "started"
         store.runs.start_round(RUN, DEVICES)
-        store.asks.write([self._ask(device) for device in DEVICES])
+        store.asks.add([Ask(**self._ask(device)) for device in DEVICES])
         yield "asked"
         self._answer("a", 1)
         yield "answered"

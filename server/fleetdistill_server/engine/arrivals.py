@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fleetdistill_server.methods.cohort import DeviceAnswer, Prepare
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Ask
 
 MOST_ROWS = 64
 """Number of answers that are looked up at once, so that the work between two checks of the waking device is bounded."""
@@ -22,8 +22,8 @@ class Arrivals:
 
     def __init__(
         self,
-        answered_after: Callable[[str], Sequence[Row]],
-        read: Callable[[Row], DeviceAnswer | None],
+        answered_after: Callable[[str], Sequence[Ask]],
+        read: Callable[[Ask], DeviceAnswer | None],
         prepare: Prepare | None,
     ) -> None:
         self._answered_after = answered_after
@@ -35,23 +35,23 @@ class Arrivals:
 
     def read_one(self, after: str) -> bool:
         """Reads one answer that has arrived from a device after `after`; returns False if there is no new one."""
-        rows = self._answered_after(max(self._cursor, after))
-        new = next((row for row in rows if row["id"] not in self._seen), None)
+        asks = self._answered_after(max(self._cursor, after))
+        new = next((ask for ask in asks if ask.id not in self._seen), None)
         if new is None:
-            self._cursor = rows[-1]["device"] if len(rows) == MOST_ROWS else ""
+            self._cursor = asks[-1].device if len(asks) == MOST_ROWS else ""
             return False
-        self._seen.add(new["id"])
+        self._seen.add(new.id)
         answer = self._read(new)
         if answer is None:
-            self._seen.discard(new["id"])  # the device is asked again or drops out
+            self._seen.discard(new.id)  # the device is asked again or drops out
         elif self._prepare is not None:
             answer.prepared = self._prepare(answer)
-            self._ready[new["id"]] = answer
+            self._ready[new.id] = answer
         return True
 
-    def take(self, ask: Row) -> DeviceAnswer | None:
+    def take(self, ask: Ask) -> DeviceAnswer | None:
         """Returns the prepared answer to an ask; None if its payload is lost."""
-        ready = self._ready.pop(ask["id"], None)
+        ready = self._ready.pop(ask.id, None)
         if ready is not None:
             return ready
         answer = self._read(ask)

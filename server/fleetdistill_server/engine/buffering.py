@@ -21,7 +21,8 @@ from fleetdistill_server.config.run_config import RunSection
 from fleetdistill_server.engine.arrivals import MOST_ROWS
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.store.asks import Asks
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.states import AskStatus
 
 if TYPE_CHECKING:
     from fleetdistill_server.engine.cohort import Waker
@@ -88,13 +89,13 @@ class Buffer:
         self._pool = partial(asks.unsettled, run, step, first)
         self._count = partial(asks.count_unsettled, run, step, first, number)
         self._number = number
-        self.busy = {row["device"] for row in self._pool(number - 1)}
+        self.busy = {ask.device for ask in self._pool(number - 1)}
 
-    def answered_after(self, device: str) -> list[Row]:
+    def answered_after(self, device: str) -> list[Ask]:
         """Returns the answered asks for devices after `device`, ordered by device, at most `MOST_ROWS`."""
-        return self._pool(self._number, status="answered", after=device, most=MOST_ROWS)
+        return self._pool(self._number, status=AskStatus.ANSWERED, after=device, most=MOST_ROWS)
 
-    async def filled(self, read_one: Callable[[], bool], waker: Waker) -> list[Row]:
+    async def filled(self, read_one: Callable[[], bool], waker: Waker) -> list[Ask]:
         """Waits until the round has its answers; returns their asks ordered by device.
 
         Args:
@@ -107,6 +108,6 @@ class Buffer:
             answered, still_open = self._count()
             late = self._terms.seconds and self._asks.clock.now() - begun >= self._terms.seconds
             if answered >= self._terms.answers or not still_open or (answered and late):
-                return self._pool(self._number, status="answered")
+                return self._pool(self._number, status=AskStatus.ANSWERED)
             if not read_one():
                 await waker.wait()

@@ -37,8 +37,8 @@ from fleetdistill_server.methods.cohort import (
     sample_devices,
 )
 from fleetdistill_server.phases import phase
-from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.states import STALENESS
+from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.states import STALENESS, AskStatus
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.cohort")
@@ -138,8 +138,8 @@ class StoreCohort:
         asked = sorted(self._in_round if to is None else to)
         self._steps += 1
         if self._terms.buffer is not None and quorum != 0:
-            async for one in self._ask_buffered(step, payload, asked, columns, prepare):
-                yield one
+            async for result in self._ask_buffered(step, payload, asked, columns, prepare):
+                yield result
             return
         await self._retry_until_written(step, partial(self._write_asks, step, self._steps, asked, payload, columns))
         self._waker.wake_other()
@@ -147,20 +147,20 @@ class StoreCohort:
         enough = 0 if quorum == 0 else self._terms.devices_per_round
         answered = 0
         among = set(asked)
-        rows = self._store.asks.of_step(self._terms.run, self.round, self._steps)
+        asks = self._store.asks.of_step(self._terms.run, self.round, self._steps)
         answered_after = partial(self._store.asks.answered_after, self._terms.run, self.round, self._steps, MOST_ROWS)
         arrivals = Arrivals(answered_after, self._accepted, prepare if self.group is None else None)
-        self._in_round -= among - {row["device"] for row in rows}
-        for row in rows:
-            if row["device"] not in among:  # asked before a crash, but its answer to an earlier step is lost now
-                self._store.asks.close(row["id"], "no longer part of this step after the round was replayed")
+        self._in_round -= among - {one.device for one in asks}
+        for one in asks:
+            if one.device not in among:  # asked before a crash, but its answer to an earlier step is lost now
+                self._store.asks.close(one.id, "no longer part of this step after the round was replayed")
                 continue
-            answer = await self._answer_to(row, enough, asked, arrivals)
+            answer = await self._answer_to(one, enough, asked, arrivals)
             if answer is None:
-                self._in_round.discard(row["device"])
+                self._in_round.discard(one.device)
                 continue
             answered += 1
-            yield self._passed_on(row, answer, prepare)
+            yield self._passed_on(one, answer, prepare)
         self._end_step(step, answered, self.needed(min(len(asked), enough or len(asked)), quorum))
 
     async def _ask_buffered(
@@ -179,18 +179,18 @@ class StoreCohort:
         self._waker.wake_other()
         arrivals = Arrivals(buffer.answered_after, self._accepted, prepare if self.group is None else None)
         answered = 0
-        for row in await buffer.filled(lambda: arrivals.read_one(""), self._waker):
-            found = arrivals.take(row)
-            if found is not None:
+        for one in await buffer.filled(lambda: arrivals.read_one(""), self._waker):
+            answer = arrivals.take(one)
+            if answer is not None:
                 answered += 1
-                self.report(STALENESS, {found.device: found.staleness})
-                self.report("staleness_weight", {found.device: found.decay})
-                yield self._passed_on(row, found, prepare)
+                self.report(STALENESS, {answer.device: answer.staleness})
+                self.report("staleness_weight", {answer.device: answer.decay})
+                yield self._passed_on(one, answer, prepare)
         self._end_step(step, answered, 1)
 
-    def _passed_on(self, row: Row, answer: DeviceAnswer, prepare: Prepare | None) -> DeviceAnswer:
+    def _passed_on(self, ask: Ask, answer: DeviceAnswer, prepare: Prepare | None) -> DeviceAnswer:
         """Notes that the method uses an answer, and passes it to the other processes."""
-        self.used.append(row["id"])
+        self.used.append(ask.id)
         if self.group is not None:  # all processes prepare the same answers in the same order
             self.group.send(Answer(answer.device, answer.samples, answer.digest, answer.staleness, answer.decay))
             answer.prepared = None if prepare is None else prepare(answer)
@@ -279,42 +279,42 @@ class StoreCohort:
     ) -> bool:
         run = self._terms.run
         kinds = self._terms.steps.get(step, {})
-        known = {row["device"]: row for row in self._store.asks.of_step(run, self.round, number)}
-        rows = []
+        known = {ask.device: ask for ask in self._store.asks.of_step(run, self.round, number)}
+        asks = []
         encoded = self._encoder(payload)
         for device in asked:
             expects = with_columns(kinds, columns(device)) if columns else kinds
             try:
-                rows.append(self._ask_row(step, number, device, encoded(device), expects))
+                asks.append(self._new_ask(step, number, device, encoded(device), expects))
             except (KnowledgeError, WireError) as error:  # one device's payload must not end the run for all
                 text = f"step {step!r} cannot be sent to {device}; the device drops out of the round: {error}"
                 self.event("not-asked", text[:_LONGEST_EVENT], device)
-        for row in rows:
-            old = known.get(row["device"])
-            if old is not None and old["payload"] != row["payload"]:
+        for ask in asks:
+            old = known.get(ask.device)
+            if old is not None and old.payload != ask.payload:
                 text = f"replaying step {step!r} produced a different payload; the stored payload is used"
-                self.event("replay-differs", text, row["device"])
-                if old["status"] == "open" and old["payload"] is not None:
+                self.event("replay-differs", text, ask.device)
+                if old.status is AskStatus.OPEN and old.payload:
                     self._check_asked(old)
         failpoints.hit("engine.asks.before-commit")
         with self._store.transaction():  # excludes sweeps, which hold the same lock
-            if not all(self._store.blobs.has(sha256) for sha256 in {row["payload"] for row in rows} - {None}):
+            if not all(self._store.blobs.has(sha256) for sha256 in {ask.payload for ask in asks} - {b""}):
                 return False
             self._store.runs.assert_not_cancelled(run)
-            self._store.asks.write(rows)
+            self._store.asks.add(asks)
         failpoints.hit("engine.asks.after-commit")
         return True
 
-    def _check_asked(self, ask: Row) -> None:
+    def _check_asked(self, ask: Ask) -> None:
         """Drops a device from the round if its ask's stored payload is lost, since a replay may compute another one."""
         try:
-            self._store.blobs.open(ask["payload"], verify=True)
+            self._store.blobs.open(ask.payload, verify=True)
         except DamagedError as damage:
             self._store.blobs.quarantine(damage.sha256)
             with self._store.transaction():
-                self._store.asks.close(ask["id"], f"the payload of the ask was lost on the server: {damage}")
-                text = f"the payload of step {ask['step']!r} for {ask['device']} was lost on the server"
-                self.event("quarantined", f"{text}; the device drops out of the round. {damage}", ask["device"])
+                self._store.asks.close(ask.id, f"the payload of the ask was lost on the server: {damage}")
+                text = f"the payload of step {ask.step!r} for {ask.device} was lost on the server"
+                self.event("quarantined", f"{text}; the device drops out of the round. {damage}", ask.device)
 
     def _encoder(self, payload: PayloadFor) -> Callable[[str], Payload | None]:
         """Returns a function from a device to its encoded and stored payload; one for all devices is encoded once."""
@@ -332,58 +332,58 @@ class StoreCohort:
         self._store.blobs.put(encoded)
         return encoded
 
-    def _ask_row(self, step: str, number: int, device: str, encoded: Payload | None, expects: Mapping[str, str]) -> Row:
-        return {
-            "run": self._terms.run,
-            "round": self.round,
-            "step_number": number,
-            "device": device,
-            "step": step,
-            "expects": expects,
-            "payload": encoded.sha256 if encoded else None,
-            "payload_bytes": encoded.data_bytes if encoded else 0,
-            "seed": ask_seed(self._terms.seed, self.round, step, number, device),
-            "deadline_at": self._store.asks.clock.now() + self._terms.deadline_seconds,
-        }
+    def _new_ask(self, step: str, number: int, device: str, encoded: Payload | None, expects: Mapping[str, str]) -> Ask:
+        return Ask(
+            run=self._terms.run,
+            round=self.round,
+            step_number=number,
+            device=device,
+            step=step,
+            expects=expects,
+            payload=encoded.sha256 if encoded else b"",
+            payload_bytes=encoded.data_bytes if encoded else 0,
+            seed=ask_seed(self._terms.seed, self.round, step, number, device),
+            deadline_at=self._store.asks.clock.now() + self._terms.deadline_seconds,
+        )
 
-    async def _answer_to(self, ask: Row, enough: int, asked: Sequence[str], arrivals: Arrivals) -> DeviceAnswer | None:
-        name = (self._terms.run, ask["round"], ask["step_number"], ask["device"])
+    async def _answer_to(self, ask: Ask, enough: int, asked: Sequence[str], arrivals: Arrivals) -> DeviceAnswer | None:
+        name = (self._terms.run, ask.round, ask.step_number, ask.device)
         while True:
-            row = self._store.asks.get(*name)
-            if row is None:
+            now = self._store.asks.get(*name)
+            if now is None:
                 raise StoreError(f"the ask {name} is missing from the store")
-            if row["status"] == "out":
+            if now.status is AskStatus.OUT:
                 return None
-            if row["status"] == "answered":
-                answer = arrivals.take(row)
+            if now.status is AskStatus.ANSWERED:
+                answer = arrivals.take(now)
                 if answer is not None:
                     return answer
                 continue
             if self._store.asks.expire(self._terms.run, self._store.asks.clock.now()):
                 continue
-            if enough and self._store.asks.end_step(self._terms.run, self.round, row["step_number"], enough, asked):
+            if enough and self._store.asks.end_step(self._terms.run, self.round, ask.step_number, enough, asked):
                 continue
-            if not arrivals.read_one(row["device"]):
+            if not arrivals.read_one(ask.device):
                 await self._waker.wait()
 
-    def _accepted(self, ask: Row) -> DeviceAnswer | None:
+    def _accepted(self, ask: Ask) -> DeviceAnswer | None:
         """Returns the verified answer to an ask, or None if its payload is lost and the ask was reopened or closed."""
-        upload = self._store.asks.upload_of(ask["id"])
+        upload = self._store.asks.upload_of(ask.id)
         assert upload is not None  # status and row are written in one transaction
         try:
-            payload = self._store.blobs.open(upload["sha256"], verify=True)  # again, if it was read early
+            payload = self._store.blobs.open(upload.sha256, verify=True)  # again, if it was read early
         except DamagedError as damage:
             self._withdraw(ask, damage)
             return None
-        self.verified.add(upload["receipt"])
-        answer = DeviceAnswer(ask["device"], upload["samples"], payload)
+        self.verified.add(upload.receipt)
+        answer = DeviceAnswer(ask.device, upload.samples, payload)
         if self._terms.buffer is not None:
-            answer.staleness = self.round - ask["round"]
+            answer.staleness = self.round - ask.round
             answer.decay = self._terms.buffer.decay(answer.staleness)
         failpoints.hit("engine.answer.after-read")
         return answer
 
-    def _withdraw(self, ask: Row, damage: DamagedError) -> None:
+    def _withdraw(self, ask: Ask, damage: DamagedError) -> None:
         """Withdraws a damaged answer: quarantines the file, then updates the row.
 
         After a crash in between, the file is missing and the withdrawal is repeated.
@@ -391,6 +391,6 @@ class StoreCohort:
         failpoints.hit("engine.quarantine.before-move")
         self._store.blobs.quarantine(damage.sha256)
         failpoints.hit("engine.quarantine.after-move")
-        self._store.asks.withdraw_upload(ask["id"], str(damage))
+        self._store.asks.withdraw_upload(ask.id, str(damage))
         failpoints.hit("engine.quarantine.after-commit")
         self._waker.wake_other()

@@ -13,8 +13,10 @@ from functools import partial
 
 from fleetdistill_server.phases import observed_by
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Ask, Upload
+from fleetdistill_server.store.states import AskStatus
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.store.traced import asks_of_round, created_at, ended_round
+from fleetdistill_server.store.traced import created_at, ended_round
 from fleetdistill_server.tracing.ids import RoundIds
 from fleetdistill_server.tracing.spans import Spans, fail
 
@@ -65,24 +67,31 @@ class RoundSpans:
 
     def _record(self, ids: RoundIds, row: Row) -> None:
         began, ended = int(row["started_at"] * _SECOND), int(row["ended_at"] * _SECOND)
-        asks = asks_of_round(self._store.database, ids.run, ids.number)
-        for ask in asks:
-            self._record_ask(ids, ask, began, ended)
-        answers = sum(ask["status"] == "answered" for ask in asks)
+        asks = self._store.summaries.asks_of_round(ids.run, ids.number, with_open=False)
+        for ask, upload in asks:
+            self._record_ask(ids, ask, upload, began, ended)
+        answers = sum(ask.status is AskStatus.ANSWERED for ask, _ in asks)
         of = {"run": ids.run, "round": ids.number, "status": row["status"], "asks": len(asks), "answers": answers}
         span = self._spans.start("round", None, began, own=(ids.trace, ids.round), fields=of)
         if row["status"] == "short":
             fail(span, "QuorumNotReached")
         span.end(max(began, ended))
 
-    def _record_ask(self, ids: RoundIds, ask: Row, began: int, ended: int) -> None:
-        asked = min(max(began, int((ask["deadline_at"] - self._deadline_seconds) * _SECOND)), ended)
-        answered = ask["received_at"] or min(ask["deadline_at"], ended / _SECOND)
-        known = {name: ask[name] for name in ("device", "step", "step_number", "status")}
-        of = {"run": ids.run, "round": ids.number, "ask": ask["id"], **known}
-        own = (0, ids.ask(ask["step_number"], ask["device"]))
+    def _record_ask(self, ids: RoundIds, ask: Ask, upload: Upload | None, began: int, ended: int) -> None:
+        asked = min(max(began, int((ask.deadline_at - self._deadline_seconds) * _SECOND)), ended)
+        answered = min(ask.deadline_at, ended / _SECOND) if upload is None else upload.received_at
+        of = {
+            "run": ids.run,
+            "round": ids.number,
+            "ask": ask.id,
+            "device": ask.device,
+            "step": ask.step,
+            "step_number": ask.step_number,
+            "status": str(ask.status),
+        }
+        own = (0, ids.ask(ask.step_number, ask.device))
         parent = self._spans.place(ids, ids.round)
         span = self._spans.start("ask", parent, asked, own=own, fields=of)
-        if ask["status"] == "out":
+        if ask.status is AskStatus.OUT:
             fail(span, "unanswered")
         span.end(max(asked, int(answered * _SECOND)))

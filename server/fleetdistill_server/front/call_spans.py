@@ -108,11 +108,11 @@ class CallSpans:
         if call.name is not None:
             number, step_number = call.name.round, call.name.step_number
         else:
-            ask = self._api.store.asks.naming(
+            ask = self._api.store.asks.with_payload(
                 self._api.sessions.run_name(call.identity.run), call.identity.device, call.sha256
             )
             if ask is not None:
-                number, step_number = ask["round"], ask["step_number"]
+                number, step_number = ask.round, ask.step_number
         ids = self._ids(call.identity, number) if number else None
         return None if ids is None else (ids, step_number)
 

@@ -28,10 +28,10 @@ from fleetdistill_server.intake.refusal_log import RefusalLog
 from fleetdistill_server.intake.sessions import Sessions, hashed, id_taken, unknown_run
 from fleetdistill_server.intake.uploads import Uploads
 from fleetdistill_server.logs import about
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.fleet_sizes import FleetSizes
 from fleetdistill_server.store.history import about_ask
-from fleetdistill_server.store.states import OVER, RunStatus
+from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.states import OVER, AskStatus, RunStatus
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.intake")
@@ -152,11 +152,11 @@ class DeviceApi:
         found = self.store.runs.get(run)
         if found is not None and found.status is RunStatus.PAUSED:
             return None  # the device waits; work that it has begun is accepted
-        row = self.store.asks.next_open(run, device)
-        if row is not None:
+        ask = self.store.asks.next_open(run, device)
+        if ask is not None:
             if self.times is not None:
-                self.times.note(row["id"], SENT)
-            return service_pb2.NextAskResponse(ask=self._ask_message(run, row))
+                self.times.note(ask.id, SENT)
+            return service_pb2.NextAskResponse(ask=self._ask_message(run, ask))
         if found is not None and found.status in OVER:
             return service_pb2.NextAskResponse(finished=f"{found.status}: {found.reason}")
         if caller["forget_asked_at"] is not None:
@@ -184,23 +184,23 @@ class DeviceApi:
         """Closes an ask that a device cannot answer and records an event; later asks still go to the device."""
         run, device = self.sessions.authenticate(request.identity)
         ask = self.store.asks.get(run, min(request.round, LARGEST_NUMBER), request.step_number, device)
-        if ask is not None and ask["status"] == "open":
-            text = f"step {ask['step']!r}: {request.reason[:_LONGEST_REASON]}"
+        if ask is not None and ask.status is AskStatus.OPEN:
+            text = f"step {ask.step!r}: {request.reason[:_LONGEST_REASON]}"
             self.commit(partial(_close_declined, run, ask, text))
             self.wake_engine()
         return service_pb2.DeclineResponse()
 
-    def _ask_message(self, run: str, row: Row) -> service_pb2.Ask:
+    def _ask_message(self, run: str, ask: Ask) -> service_pb2.Ask:
         return service_pb2.Ask(
-            round=row["round"],
-            step_number=row["step_number"],
-            step=row["step"],
-            payload=row["payload"] or b"",
-            payload_bytes=row["payload_bytes"],
-            seed=row["seed"],
-            deadline_seconds=max(row["deadline_at"] - self.store.asks.clock.now(), 0.0),
+            round=ask.round,
+            step_number=ask.step_number,
+            step=ask.step,
+            payload=ask.payload,
+            payload_bytes=ask.payload_bytes,
+            seed=ask.seed,
+            deadline_seconds=max(ask.deadline_at - self.store.asks.clock.now(), 0.0),
             completed_rounds=self.store.runs.completed_rounds(run),
-            first_attempt=self.store.asks.last_lost_attempt(row["id"]) + 1,
+            first_attempt=self.store.asks.last_lost_attempt(ask.id) + 1,
         )
 
 
@@ -226,7 +226,7 @@ def _note(run: str, kind: str, text: str, device: str, store: Store) -> None:
     store.history.add_event(run, kind, text, device=device)
 
 
-def _close_declined(run: str, ask: Row, text: str, store: Store) -> None:
+def _close_declined(run: str, ask: Ask, text: str, store: Store) -> None:
     with store.transaction():
-        store.asks.close(ask["id"], "declined")
+        store.asks.close(ask.id, "declined")
         store.history.add_event(run, "declined", text, **about_ask(ask))

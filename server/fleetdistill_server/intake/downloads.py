@@ -14,7 +14,8 @@ from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.intake.ask_times import DOWNLOAD, DOWNLOADED, AskTimes
 from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.sessions import Sessions
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.states import AskStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted, Sending, counted
 
@@ -74,7 +75,7 @@ class Downloads:
         run, device = self._sessions.authenticate(identity)
         contract = self._sessions.contract(run)
         for_all = wanted in {contract.initial_weights, contract.proxy_digest, contract.extractor_file} - {b""}
-        ask = self._store.asks.next_open(run, device) if for_all else self._store.asks.naming(run, device, wanted)
+        ask = self._store.asks.next_open(run, device) if for_all else self._store.asks.with_payload(run, device, wanted)
         if not wanted or not (for_all or ask):
             text = f"device {device}: neither its asks nor the contract refer to payload {wanted.hex()}"
             raise RefusedError(Code.NOT_FOUND, text)
@@ -82,14 +83,14 @@ class Downloads:
             payload = self._store.blobs.open(wanted)
         except StoreError as error:
             away = isinstance(error, StoreUnavailableError)
-            if away or for_all or (ask is not None and ask["status"] == "open"):
+            if away or for_all or (ask is not None and ask.status is AskStatus.OPEN):
                 if isinstance(error, DamagedError):
                     self._note_damage(run, ask, error)
                 raise
             text = f"device {device}: payload {wanted.hex()} was deleted because its round is over"
             raise RefusedError(Code.NOT_FOUND, text) from error
         header_bytes = payload.header().ByteSize()
-        number = ask["round"] if ask else 0
+        number = ask.round if ask else 0
         self._note_time(ask, DOWNLOAD)
 
         def count(sent: Counted) -> None:
@@ -99,14 +100,14 @@ class Downloads:
 
         return payload, count
 
-    def _note_time(self, ask: Row | None, what: str) -> None:
+    def _note_time(self, ask: Ask | None, what: str) -> None:
         if self.times is not None and ask is not None:
-            self.times.note(ask["id"], what)
+            self.times.note(ask.id, what)
 
-    def _note_damage(self, run: str, ask: Row | None, damage: DamagedError) -> None:
+    def _note_damage(self, run: str, ask: Ask | None, damage: DamagedError) -> None:
         """Records an event about a damaged payload, once per payload; the engine recreates the payload if it can."""
         if damage.sha256 not in self._damaged:
             self._damaged.add(damage.sha256)
             text = f"a payload for devices was lost on the server. {damage}"
-            number = ask["round"] if ask else 0
+            number = ask.round if ask else 0
             self._commit(lambda store: store.history.add_event(run, "quarantined", text, number=number))

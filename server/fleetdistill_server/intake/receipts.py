@@ -12,7 +12,7 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.digests import identity
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.intake.commit import Commit
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Ask, Upload
 from fleetdistill_server.store.retention import drop_unneeded
 from fleetdistill_server.store.states import DEADLINE_PASSED
 from fleetdistill_server.store.store import Store
@@ -24,28 +24,28 @@ _LONGEST_SENTENCE = 1000
 
 
 def record(
-    run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted, deletions: int, store: Store
-) -> Row | None:
-    """Records an answer and its traffic; returns the receipt's row, or None if the ask no longer accepts answers.
+    run: str, ask: Ask, header: service_pb2.UploadHeader, counted: Counted, deletions: int, store: Store
+) -> Upload | None:
+    """Records an answer and its traffic; returns the answer, or None if the ask no longer accepts answers.
 
     `deletions` is the store's count of deletions from before the payload was stored. If it has changed, the payload is
     looked for again; no deletion runs during this transaction.
     """
     payload = header.payload
-    device = ask["device"]
+    device = ask.device
     digest = identity(header.payload)
-    first = store.asks.upload_of(ask["id"]) is None
+    first = store.asks.upload_of(ask.id) is None
     if first and not (store.deletions.none_since(deletions) or store.blobs.has(digest)):
         raise RefusedError(Code.INCOMPLETE, f"device {device}: the payload is missing; send it again")
-    row = store.asks.accept_upload(ask["id"], header.name.attempt, digest, payload.data_bytes, header.samples)
-    if row is not None and first:
-        store.history.add_traffic(run, ask["round"], device, "up", counted, payload.ByteSize())
+    upload = store.asks.accept_upload(ask.id, header.name.attempt, digest, payload.data_bytes, header.samples)
+    if upload is not None and first:
+        store.history.add_traffic(run, ask.round, device, "up", counted, payload.ByteSize())
         store.database.after_commit(store.database.meter.acknowledged)
         for part in payload.parts.parts:
             if part.WhichOneof("kind") == "metrics":
-                store.history.add_figures(run, ask["round"], device, _metrics(part))
+                store.history.add_figures(run, ask.round, device, _metrics(part))
     failpoints.hit("front.receipt.before-commit")
-    return row
+    return upload
 
 
 def drop_if_to_forget(run: str, device: str, sha256: bytes, commit: Commit) -> None:
@@ -65,30 +65,30 @@ def _announce_if_to_forget(run: str, device: str, store: Store) -> bool:
     return True
 
 
-def other_ask(ask: Row) -> RefusedError:
+def other_ask(ask: Ask) -> RefusedError:
     """Returns the error for an answer whose ask has another payload, which happens after a backup is restored."""
-    step = f"step {ask['step']!r} of round {ask['round']}"
-    text = f"device {ask['device']}: the answer does not belong to the current ask, {step}"
+    step = f"step {ask.step!r} of round {ask.round}"
+    text = f"device {ask.device}: the answer does not belong to the current ask, {step}"
     return RefusedError(Code.CLOSED, f"{text}; the server was restored from a backup")
 
 
-def closed(ask: Row | None) -> RefusedError:
+def closed(ask: Ask | None) -> RefusedError:
     """Returns the error for an ask whose deadline has passed or whose round is over for this device."""
     if ask is None:
         return RefusedError(Code.CLOSED, "the ask no longer exists")
-    why = ask["reason"] or ask["status"]
-    text = f"device {ask['device']}: step {ask['step']!r} of round {ask['round']} no longer accepts answers ({why})"
+    why = ask.reason or ask.status
+    text = f"device {ask.device}: step {ask.step!r} of round {ask.round} no longer accepts answers ({why})"
     return RefusedError(Code.LATE if why == DEADLINE_PASSED else Code.CLOSED, text[:_LONGEST_SENTENCE])
 
 
-def receipt_of(name: service_pb2.UploadName, row: Row) -> service_pb2.Receipt:
+def receipt_of(name: service_pb2.UploadName, upload: Upload) -> service_pb2.Receipt:
     """Builds the receipt message of an accepted answer."""
     return service_pb2.Receipt(
-        id=row["receipt"],
-        name=service_pb2.UploadName(round=name.round, step_number=name.step_number, attempt=row["attempt"]),
-        sha256=row["sha256"],
-        data_bytes=row["data_bytes"],
-        received_at_ms=int(row["received_at"] * 1000),
+        id=upload.receipt,
+        name=service_pb2.UploadName(round=name.round, step_number=name.step_number, attempt=upload.attempt),
+        sha256=upload.sha256,
+        data_bytes=upload.data_bytes,
+        received_at_ms=int(upload.received_at * 1000),
     )
 
 

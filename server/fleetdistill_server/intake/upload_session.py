@@ -20,7 +20,7 @@ from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.intake.receipts import receipt_of
 from fleetdistill_server.logs import about
 from fleetdistill_server.store.blobs import Staging
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Ask, Upload
 from fleetdistill_server.store.traffic import Counted, counted, tensor_bytes
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Stream:
         stored: Number of the stream's bytes that are durable in the store.
     """
 
-    ask: Row
+    ask: Ask
     key: str
     lock: threading.Lock = field(default_factory=threading.Lock)
     reservations: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -59,7 +59,7 @@ class RepeatedUpload:
     held = 0
     """Number of staged bytes; always 0."""
 
-    def __init__(self, uploads: Uploads, stream: Stream, header: service_pb2.UploadHeader, accepted: Row) -> None:
+    def __init__(self, uploads: Uploads, stream: Stream, header: service_pb2.UploadHeader, accepted: Upload) -> None:
         self._uploads = uploads
         self._stream = stream
         self._header = header
@@ -120,7 +120,7 @@ class UploadSession:
         # Bytes from earlier streams count with their uncompressed size.
         self._counted = Counted(tensor_bytes(self._ingest.slots), tensor_bytes(self._ingest.slots, held))
         if held != self._header.first_byte:
-            text = f"device {self._stream.ask['device']}: the upload continues at byte {self._header.first_byte}"
+            text = f"device {self._stream.ask.device}: the upload continues at byte {self._header.first_byte}"
             raise RefusedError(
                 Code.OUT_OF_STEP, f"{text}, but the server has {held} bytes; request the upload's status"
             )
@@ -178,8 +178,8 @@ class UploadSession:
         self._uploads.forget(self._stream)
         ask = self._stream.ask
         receipt = self._uploads.accept(self._run, ask, self._header, self._counted, deletions)
-        of = {"round": ask["round"], "device": ask["device"], "ask": ask["id"]}
-        logger.debug("step %r is answered", ask["step"], extra=about(run=self._run, **of))
+        of = {"round": ask.round, "device": ask.device, "ask": ask.id}
+        logger.debug("step %r is answered", ask.step, extra=about(run=self._run, **of))
         return receipt
 
     def _store(self) -> None:

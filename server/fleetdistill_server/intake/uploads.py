@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -24,8 +23,9 @@ from fleetdistill_server.intake.refusal_log import RefusalLog
 from fleetdistill_server.intake.sessions import Sessions
 from fleetdistill_server.intake.upload_session import RESUMABLE, RepeatedUpload, Stream, UploadSession
 from fleetdistill_server.store.blobs import Staging, stated
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.disk_space import DiskSpace
+from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.states import AskStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
@@ -78,7 +78,7 @@ class Uploads:
         stream = Stream(ask, _staging_key(ask, header.name.attempt))
         stream.reservations.enter_context(self._limiter.open_call((run, device)))
         if self.times is not None:
-            self.times.note(ask["id"], UPLOAD)
+            self.times.note(ask.id, UPLOAD)
         try:
             with stream.lock:
                 self._end_older(stream)
@@ -103,8 +103,8 @@ class Uploads:
     def _end_older(self, stream: Stream) -> None:
         """Registers a stream as the current one of its ask, after ending the ask's previous stream."""
         with self._lock:
-            older = self._streams.get(stream.ask["id"])
-            self._streams[stream.ask["id"]] = stream
+            older = self._streams.get(stream.ask.id)
+            self._streams[stream.ask.id] = stream
         if older is not None:
             older.reservations.close()
             with older.lock:
@@ -113,7 +113,7 @@ class Uploads:
                 session.abandon()
 
     def _session(self, stream: Stream, run: str, header: service_pb2.UploadHeader) -> UploadSession | RepeatedUpload:
-        accepted = self._store.asks.upload_of(stream.ask["id"])
+        accepted = self._store.asks.upload_of(stream.ask.id)
         if accepted is not None:
             return RepeatedUpload(self, stream, header, accepted)
         try:
@@ -129,14 +129,13 @@ class Uploads:
     def _stage(self, stream: Stream, run: str, header: service_pb2.UploadHeader) -> tuple[Ingest, Staging]:
         """Checks an upload's header, reserves limits and disk space, and opens the staging area."""
         ask = stream.ask
-        device = stream.ask["device"]
-        if ask["status"] != "open":
+        device = stream.ask.device
+        if ask.status is not AskStatus.OPEN:
             raise closed(ask)
         declared = self._declared_samples(run, device)
         _check_weight(device, header.samples, declared)
         contract = self._sessions.contract(run)
-        expects = json.loads(ask["expects"])
-        ingest = Ingest(device, header.payload, contract, expects, declared)
+        ingest = Ingest(device, header.payload, contract, ask.expects, declared)
         if header.name.attempt != 1:  # bounds an ask to two staged attempts; the first needs no search
             self.discard_other_attempts(ask, stream.key)
         size = header.payload.data_bytes
@@ -157,15 +156,15 @@ class Uploads:
             stream.reservations.close()
         finally:
             with self._lock:
-                if self._streams.get(stream.ask["id"]) is stream:
-                    del self._streams[stream.ask["id"]]
+                if self._streams.get(stream.ask.id) is stream:
+                    del self._streams[stream.ask.id]
 
     def status(self, request: service_pb2.UploadStatusRequest) -> service_pb2.UploadStatusResponse:
         """Returns an upload's receipt, or the offset of its first missing byte and whether the ask is open."""
         run, device = self._sessions.authenticate(request.identity)
         ask = self._asked(run, device, request.name)
-        answer = service_pb2.UploadStatusResponse(ask_open=ask["status"] == "open")
-        accepted = self._store.asks.upload_of(ask["id"])
+        answer = service_pb2.UploadStatusResponse(ask_open=ask.status is AskStatus.OPEN)
+        accepted = self._store.asks.upload_of(ask.id)
         if accepted is not None:
             answer.receipt.CopyFrom(receipt_of(request.name, accepted))
         else:
@@ -175,7 +174,7 @@ class Uploads:
                 answer.closed_code, answer.closed_text = refusal.code, str(refusal)
         return answer
 
-    def discard_other_attempts(self, ask: Row, key: str) -> None:
+    def discard_other_attempts(self, ask: Ask, key: str) -> None:
         """Deletes the staged bytes of all other attempts to answer an ask."""
         for one in self._store.blobs.staging():
             if one.key.startswith(_staging_key(ask, "")) and one.key != key:
@@ -183,7 +182,7 @@ class Uploads:
                 self._store.blobs.discard(one.key)
                 self.count_refused(ask, received)
 
-    def reserve(self, run: str, ask: Row, key: str, size: int) -> Callable[[int], None]:
+    def reserve(self, run: str, ask: Ask, key: str, size: int) -> Callable[[int], None]:
         """Reserves disk space for an upload.
 
         Returns:
@@ -199,7 +198,7 @@ class Uploads:
         except NoSpaceError as error:
             if not self._no_space:
                 self._no_space, text = True, f"uploads are refused: {error}"
-                self._commit(lambda store: store.history.add_event(run, "no-space", text, number=ask["round"]))
+                self._commit(lambda store: store.history.add_event(run, "no-space", text, number=ask.round))
             raise
         self._no_space = False
         return reserved.release
@@ -221,24 +220,24 @@ class Uploads:
         with self._lock:
             return self._checked.pop(key, None)
 
-    def _asked(self, run: str, device: str, name: service_pb2.UploadName) -> Row:
+    def _asked(self, run: str, device: str, name: service_pb2.UploadName) -> Ask:
         number = min(name.round, LARGEST_NUMBER)
         ask = self._store.asks.get(run, number, name.step_number, device)
         if ask is None:
             text = f"device {device} has no ask for step {name.step_number} of round {name.round}"
             refusal = RefusedError(Code.NOT_ASKED, text)
-        elif name.payload and name.payload != (ask["payload"] or b""):  # the ask stays open for its own answer
+        elif name.payload and name.payload != ask.payload:  # the ask stays open for its own answer
             refusal = other_ask(ask)
         else:
             return ask
-        self._refusals.note(run, number, device, refusal, ask=ask["id"] if ask else 0)
+        self._refusals.note(run, number, device, refusal, ask=ask.id if ask else 0)
         raise refusal
 
-    def check_open(self, run: str, ask: Row) -> None:
+    def check_open(self, run: str, ask: Ask) -> None:
         """Raises RefusedError if the ask no longer accepts answers. Called before storing an answer's payload, since a
         stored one takes space until a sweep."""
         current = self._store.asks.get(*_name_of(run, ask))
-        if current is None or current["status"] not in ("open", "answered"):
+        if current is None or current.status is AskStatus.OUT:
             raise closed(current)
 
     def deletions(self) -> int:
@@ -246,23 +245,23 @@ class Uploads:
         return self._store.deletions.count()
 
     def accept(
-        self, run: str, ask: Row, header: service_pb2.UploadHeader, counted: Counted, deletions: int
+        self, run: str, ask: Ask, header: service_pb2.UploadHeader, counted: Counted, deletions: int
     ) -> service_pb2.Receipt:
         """Commits an answer whose payload is durable; returns the receipt, which exists only after the commit.
 
         Raises:
             RefusedError: The ask no longer accepts answers, or the payload was deleted since `deletions` was read.
         """
-        row = self._commit(partial(record, run, ask, header, counted, deletions))
-        if row is None:
-            drop_if_to_forget(run, ask["device"], identity(header.payload), self._commit)
+        upload = self._commit(partial(record, run, ask, header, counted, deletions))
+        if upload is None:
+            drop_if_to_forget(run, ask.device, identity(header.payload), self._commit)
             received = header.payload.ByteSize() + counted.sent.total()
             raise self.refuse(run, ask, closed(self._store.asks.get(*_name_of(run, ask))), received)
         failpoints.hit("front.receipt.before-send")
         self._wake_engine()
-        return receipt_of(header.name, row)
+        return receipt_of(header.name, upload)
 
-    def refuse(self, run: str, ask: Row, refusal: RefusedError, received: int = 0) -> RefusedError:
+    def refuse(self, run: str, ask: Ask, refusal: RefusedError, received: int = 0) -> RefusedError:
         """Records a refusal; a final one also closes the ask, so that the round does not wait for the device.
 
         An upload that continues after the refusal is not an event: gRPC reports a lost connection as the end of the
@@ -278,18 +277,18 @@ class Uploads:
             `refusal`, for the caller to raise.
         """
         if refusal.code not in RESUMABLE:
-            self._refusals.note(run, ask["round"], ask["device"], refusal, ask=ask["id"])
+            self._refusals.note(run, ask.round, ask.device, refusal, ask=ask.id)
         self.count_refused(ask, received)
         if is_final(refusal.code):
-            self._commit(lambda store: store.asks.close(ask["id"], f"refused: {refusal}"))
+            self._commit(lambda store: store.asks.close(ask.id, f"refused: {refusal}"))
             self._wake_engine()
         return refusal
 
-    def count_refused(self, ask: Row, received: int) -> None:
+    def count_refused(self, ask: Ask, received: int) -> None:
         """Counts bytes that were received for an ask and not stored."""
         if received:
             with contextlib.suppress(StoreError):  # a failed count must not fail the call
-                self._commit(lambda store: store.history.add_refused_traffic(ask["id"], received))
+                self._commit(lambda store: store.history.add_refused_traffic(ask.id, received))
 
 
 def _check_weight(device: str, samples: int, declared: int | None) -> None:
@@ -302,9 +301,9 @@ def _check_weight(device: str, samples: int, declared: int | None) -> None:
         raise RefusedError(Code.BAD_VALUE, f"{text}, but the device declared {declared} samples", details)
 
 
-def _name_of(run: str, ask: Row) -> tuple[str, int, int, str]:
-    return run, ask["round"], ask["step_number"], ask["device"]
+def _name_of(run: str, ask: Ask) -> tuple[str, int, int, str]:
+    return run, ask.round, ask.step_number, ask.device
 
 
-def _staging_key(ask: Row, attempt: int | str) -> str:
-    return f"ask-{ask['id']}-attempt-{attempt}"
+def _staging_key(ask: Ask, attempt: int | str) -> str:
+    return f"ask-{ask.id}-attempt-{attempt}"

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from fleetdistill_server.store.clock import PROCESS
 from fleetdistill_server.store.credentials import REVOKED
-from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.history import History, about_ask
-from fleetdistill_server.store.states import DEADLINE_PASSED
+from fleetdistill_server.store.records import ASK_COLUMNS, UPLOAD_COLUMNS, Ask, Upload
+from fleetdistill_server.store.states import DEADLINE_PASSED, AskStatus, UploadStatus
 from fleetdistill_server.store.sums import Sums
 from fleetdistill_server.texts import shortened
 
@@ -28,65 +29,89 @@ class Asks:
         self._history = history
         self._sums = Sums(database)
 
-    def write(self, rows: Sequence[Row]) -> None:
-        """Inserts the asks of one step; existing asks stay unchanged.
+    def add(self, asks: Sequence[Ask]) -> None:
+        """Stores new asks of one step; existing asks stay unchanged.
 
-        An ask is inserted as `open`, or as `out` if its device is absent. Presence is read in the same transaction.
-        If a device leaves or is revoked concurrently, the ask is therefore inserted as `out` or closed afterwards.
+        An ask is stored as open, or as out if its device is absent. Presence is read in the same transaction.
+        If a device leaves or is revoked concurrently, the ask is therefore stored as out or closed afterwards.
         """
         now = self._db.now()
         with self._db.transaction():
-            for run, number in {(row["run"], row["round"]) for row in rows}:
+            for run, number in {(ask.run, ask.round) for ask in asks}:
                 self._sums.drop_rounds(run, number, number)
-            for row in rows:
-                gone = self._db.value(_WHY_ABSENT, row["run"], row["device"])
-                status = {"status": "out" if gone else "open", "reason": gone, "expects": json.dumps(row["expects"])}
-                self._db.insert(
-                    "asks",
-                    {**row, **status, "asked_at": now},
-                    "ON CONFLICT (run, round, step_number, device) DO NOTHING",
-                )
+            for ask in asks:
+                self._add(ask, now)
 
-    def of_step(self, run: str, number: int, step_number: int) -> list[Row]:
-        """Returns the asks of one step ordered by device, each joined with its answer (NULL if there is none)."""
-        return self._db.rows(
-            "SELECT a.*, u.sha256, u.samples, u.receipt FROM asks a LEFT JOIN uploads u ON u.ask = a.id "
-            "AND u.quarantined_at IS NULL WHERE a.run = ? AND a.round = ? AND a.step_number = ? ORDER BY a.device",
+    def _add(self, ask: Ask, now: float) -> None:
+        why_absent = self._db.value(_WHY_ABSENT, ask.run, ask.device)
+        row = {
+            "run": ask.run,
+            "round": ask.round,
+            "step_number": ask.step_number,
+            "device": ask.device,
+            "step": ask.step,
+            "expects": json.dumps(dict(ask.expects)),
+            "payload": ask.payload or None,
+            "payload_bytes": ask.payload_bytes,
+            "seed": ask.seed,
+            "deadline_at": ask.deadline_at,
+            "status": AskStatus.OUT if why_absent else AskStatus.OPEN,
+            "reason": why_absent,
+            "asked_at": now,
+        }
+        self._db.insert("asks", row, "ON CONFLICT (run, round, step_number, device) DO NOTHING")
+
+    def of_step(self, run: str, number: int, step_number: int) -> list[Ask]:
+        """Returns the asks of one step, ordered by device."""
+        return self._asks(
+            "SELECT * FROM asks WHERE run = ? AND round = ? AND step_number = ? ORDER BY device",
             *(run, number, step_number),
         )
 
-    def get(self, run: str, number: int, step_number: int, device: str) -> Row | None:
+    def of_run(self, run: str) -> list[Ask]:
+        """Returns all asks of a run, oldest first."""
+        return self._asks("SELECT * FROM asks WHERE run = ? ORDER BY id", run)
+
+    def get(self, run: str, number: int, step_number: int, device: str) -> Ask | None:
         """Returns one ask by run, round, step number and device, or None."""
-        return self._db.row(
+        return self._ask(
             "SELECT * FROM asks WHERE run = ? AND round = ? AND step_number = ? AND device = ?",
             *(run, number, step_number, device),
         )
 
-    def answered_after(self, run: str, number: int, step_number: int, most: int, device: str) -> list[Row]:
+    def answered_after(self, run: str, number: int, step_number: int, most: int, device: str) -> list[Ask]:
         """Returns the answered asks of one step for devices after `device`, ordered by device, at most `most`."""
-        return self._db.rows(
+        return self._asks(
             "SELECT * FROM asks WHERE run = ? AND round = ? AND step_number = ? AND status = 'answered' "
             "AND device > ? ORDER BY device LIMIT ?",
             *(run, number, step_number, device, most),
         )
 
     def unsettled(
-        self, run: str, step: str, first: int, last: int, *, status: str = "", after: str = "", most: int = -1
-    ) -> list[Row]:
+        self,
+        run: str,
+        step: str,
+        first: int,
+        last: int,
+        *,
+        status: AskStatus | None = None,
+        after: str = "",
+        most: int = -1,
+    ) -> list[Ask]:
         """Returns the asks of a step that are open, or whose answer is not used yet, ordered by device.
 
         Args:
             run: Name of the run.
             step: Name of the step.
             first, last: Numbers of the first and the last round.
-            status: `open` or `answered` for asks of this status only.
+            status: Only asks of this status; None for both.
             after: Only devices after this one.
             most: Maximum number of asks; -1 for all.
         """
         limit = f" LIMIT {most}" if most >= 0 else ""
-        return self._db.rows(
+        return self._asks(
             f"SELECT a.* {_UNSETTLED} AND (? = '' OR a.status = ?) AND a.device > ? ORDER BY a.device{limit}",
-            *(run, first, last, step, status, status, after),
+            *(run, first, last, step, status or "", status or "", after),
         )
 
     def count_unsettled(self, run: str, step: str, first: int, last: int) -> tuple[int, int]:
@@ -95,23 +120,22 @@ class Asks:
             f"SELECT a.status AS status, count(*) AS count {_UNSETTLED} GROUP BY a.status", run, first, last, step
         )
         counts = {row["status"]: int(row["count"]) for row in rows}
-        return counts.get("answered", 0), counts.get("open", 0)
+        return counts.get(AskStatus.ANSWERED, 0), counts.get(AskStatus.OPEN, 0)
 
     def first_unsettled(self, run: str, first: int, last: int) -> int | None:
         """Returns the first round with an ask that is open or whose answer is not used yet; None if there is none."""
         found = self._db.value(f"SELECT min(a.round) {_UNSETTLED_OF_ANY_STEP}", run, first, last)
         return None if found is None else int(found)
 
-    def next_open(self, run: str, device: str) -> Row | None:
+    def next_open(self, run: str, device: str) -> Ask | None:
         """Returns the oldest open ask of a device, or None."""
-        return self._db.row(
+        return self._ask(
             "SELECT * FROM asks WHERE run = ? AND device = ? AND status = 'open' ORDER BY id LIMIT 1", run, device
         )
 
-    def all_open(self, run: str) -> list[Row]:
-        """Returns device, round, step and deadline of the open asks of a run, oldest first."""
-        columns = "device, round, step_number, step, deadline_at"
-        return self._db.rows(f"SELECT {columns} FROM asks WHERE run = ? AND status = 'open' ORDER BY id", run)
+    def all_open(self, run: str) -> list[Ask]:
+        """Returns the open asks of a run, oldest first."""
+        return self._asks("SELECT * FROM asks WHERE run = ? AND status = 'open' ORDER BY id", run)
 
     def open_ids(self) -> set[int]:
         """Returns the ids of the open asks of all runs."""
@@ -122,9 +146,9 @@ class Asks:
         rows = self._db.rows("SELECT DISTINCT device FROM asks WHERE run = ? AND status = 'open'", run)
         return {row["device"] for row in rows}
 
-    def naming(self, run: str, device: str, sha256: bytes) -> Row | None:
+    def with_payload(self, run: str, device: str, sha256: bytes) -> Ask | None:
         """Returns a device's newest ask that refers to a payload, preferably an open one; None if there is none."""
-        return self._db.row(
+        return self._ask(
             "SELECT * FROM asks WHERE run = ? AND device = ? AND payload = ? ORDER BY status = 'open' DESC, id DESC "
             "LIMIT 1",
             *(run, device, sha256),
@@ -139,7 +163,7 @@ class Asks:
         sql = "UPDATE asks SET deadline_at = ? WHERE run = ? AND status = 'open' AND deadline_at > ?"
         self._db.write(sql, latest, run, latest)
 
-    def expire(self, run: str, now: float) -> list[Row]:
+    def expire(self, run: str, now: float) -> list[Ask]:
         """Closes the open asks whose deadline has passed, adds an event for each, and returns them.
 
         Args:
@@ -147,10 +171,10 @@ class Asks:
             now: Time of `clock`, in seconds since 1970.
         """
         with self._db.transaction():
-            late = self._db.rows("SELECT * FROM asks WHERE run = ? AND status = 'open' AND deadline_at < ?", run, now)
+            late = self._asks("SELECT * FROM asks WHERE run = ? AND status = 'open' AND deadline_at < ?", run, now)
             for ask in late:
-                self.close(ask["id"], DEADLINE_PASSED)
-                text = f"{ask['device']} did not answer step {ask['step']!r} before its deadline"
+                self.close(ask.id, DEADLINE_PASSED)
+                text = f"{ask.device} did not answer step {ask.step!r} before its deadline"
                 self._history.add_event(run, "late", text, **about_ask(ask))
         return late
 
@@ -183,9 +207,10 @@ class Asks:
         sql = "UPDATE asks SET status = 'out', reason = ? WHERE id = ? AND status = 'open'"
         self._db.write(sql, shortened(reason), ask)
 
-    def upload_of(self, ask: int) -> Row | None:
+    def upload_of(self, ask: int) -> Upload | None:
         """Returns the accepted answer to an ask, or None if there is none or its payload is missing or damaged."""
-        return self._db.row("SELECT * FROM uploads WHERE ask = ? AND quarantined_at IS NULL", ask)
+        row = self._db.row(f"{_UPLOADS} WHERE u.ask = ? AND u.quarantined_at IS NULL", ask)
+        return None if row is None else Upload.from_row(row)
 
     def last_lost_attempt(self, ask: int) -> int:
         """Returns the highest attempt number among an ask's answers with a missing or damaged payload; 0 if none."""
@@ -208,10 +233,11 @@ class Asks:
             row = self._db.row(_ANSWERED_ASK, ask)
             if row is None:
                 return
-            late = row["deadline_at"] < self.clock.now()
-            out = "deadline passed" if late else "device not present" if not row["present"] else "round closed"
+            asked = Ask.from_row(row)
+            late = asked.deadline_at < self.clock.now()
+            out = DEADLINE_PASSED if late else "device not present" if not row["present"] else "round closed"
             again = row["round_status"] == "open" and not late and row["present"]
-            self._sums.drop_rounds(row["run"], row["round"], row["round"])
+            self._sums.drop_rounds(asked.run, asked.round, asked.round)
             self._db.write(
                 "UPDATE uploads SET status = 'reported', reason = ?, quarantined_at = ? WHERE receipt = ?",
                 *(shortened(f"the payload was lost on the server: {why}"), self._db.now(), row["receipt"]),
@@ -221,14 +247,14 @@ class Asks:
                 *("open" if again else "out", None if again else f"the answer was lost on the server, {out}", ask),
             )
             then = "the device is asked again" if again else f"the device drops out of the round: {out}"
-            text = f"the answer of {row['device']} to step {row['step']!r} was lost on the server; {then}. {why}"
-            self._history.add_event(row["run"], "quarantined", text, **about_ask(row))
+            text = f"the answer of {asked.device} to step {asked.step!r} was lost on the server; {then}. {why}"
+            self._history.add_event(asked.run, "quarantined", text, **about_ask(asked))
 
-    def accept_upload(self, ask: int, attempt: int, sha256: bytes, data_bytes: int, samples: int) -> Row | None:
+    def accept_upload(self, ask: int, attempt: int, sha256: bytes, data_bytes: int, samples: int) -> Upload | None:
         """Stores an answer. Only the first answer to an ask is accepted.
 
         Returns:
-            The row of the accepted answer, which can be an earlier one; None if the ask no longer takes an answer.
+            The accepted answer, which can be an earlier one; None if the ask no longer takes an answer.
         """
         with self._db.transaction():
             known = self.upload_of(ask)
@@ -241,10 +267,10 @@ class Asks:
                 "data_bytes": data_bytes,
                 "samples": samples,
                 "received_at": self._db.now(),
-                "status": "acknowledged",
+                "status": UploadStatus.ACKNOWLEDGED,
             }
             self._db.insert("uploads", row)
-        return {**row, "reason": None, "quarantined_at": None}
+            return self.upload_of(ask)
 
     def record_times(self, times: Mapping[tuple[int, str], float]) -> None:
         """Stores when the steps of asks began: seconds since 1970 by (ask, column); the first time of each stays."""
@@ -252,14 +278,21 @@ class Asks:
             for (ask, column), at in times.items():
                 self._db.write(f"UPDATE asks SET {column} = ? WHERE id = ? AND {column} IS NULL", at, ask)
 
-    def uploads(self, run: str) -> list[Row]:
-        """Returns all accepted answers of a run with their asks, oldest first."""
-        return self._db.rows(
-            "SELECT a.round, a.step, a.step_number, a.device, u.* FROM uploads u JOIN asks a ON u.ask = a.id "
-            "WHERE a.run = ? ORDER BY u.received_at",
-            run,
-        )
+    def uploads(self, run: str) -> list[Upload]:
+        """Returns all accepted answers of a run, oldest first."""
+        return [
+            Upload.from_row(row) for row in self._db.rows(f"{_UPLOADS} WHERE a.run = ? ORDER BY u.received_at", run)
+        ]
 
+    def _ask(self, sql: str, *values: object) -> Ask | None:
+        row = self._db.row(sql, *values)
+        return None if row is None else Ask.from_row(row)
+
+    def _asks(self, sql: str, *values: object) -> list[Ask]:
+        return [Ask.from_row(row) for row in self._db.rows(sql, *values)]
+
+
+_UPLOADS = f"SELECT {ASK_COLUMNS}, {UPLOAD_COLUMNS} FROM uploads u JOIN asks a ON u.ask = a.id"
 
 _WHY_ABSENT = f"""
 SELECT CASE WHEN {REVOKED} THEN 'device revoked' ELSE 'device not present' END

@@ -9,6 +9,7 @@ from typing import Any
 
 from fleetdistill.knowledge import Metrics
 from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.sums import Sums, figures_of_devices
 from fleetdistill_server.store.traffic import ENVELOPE, REFUSED, Counted
 from fleetdistill_server.texts import shortened
@@ -188,9 +189,9 @@ class History:
         return self._db.rows("SELECT * FROM traffic WHERE run = ? ORDER BY round, device, direction, kind", run)
 
 
-def about_ask(ask: Row) -> dict[str, Any]:
+def about_ask(ask: Ask) -> dict[str, Any]:
     """Returns the arguments of `History.add_event` for an event about an ask."""
-    return {"number": ask["round"], "device": ask["device"], "ask": ask["id"]}
+    return {"number": ask.round, "device": ask.device, "ask": ask.id}
 
 
 _REPLACE_FIGURES = (

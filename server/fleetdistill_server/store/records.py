@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.states import RunStatus
+from fleetdistill_server.store.states import AskStatus, RunStatus, UploadStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +82,155 @@ class Run:
     def max_rounds(self) -> int | None:
         """Number of completed rounds after which the run is finished; None to run until it is stopped."""
         return self.config.get("run", {}).get("rounds") or None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A row of the table `asks`: what a step of a round asks of one device.
+
+    Times are in seconds since 1970; those of what happened to the ask are None until it happens, or if not known.
+
+    Attributes:
+        run: Name of the run.
+        round: Number of the round.
+        step_number: Number of the step in the round, counted from 1.
+        device: Id of the device.
+        step: Name of the step.
+        expects: Parts of a valid answer: kind by part name.
+        deadline_at: When the ask is closed.
+        payload: SHA-256 of the payload; empty for an ask without a payload.
+        payload_bytes: Size of the payload's data in bytes.
+        seed: Seed of the device's work.
+        id: Id in the store; 0 for an ask that the store does not have yet.
+        status: Whether the ask waits for an answer, has one, or is out of the round.
+        reason: Why the ask is out; empty for other asks.
+        asked_at: When the ask was stored.
+        sent_at: When the ask was sent to the device.
+        download_at: When the download of the payload began.
+        downloaded_at: When the download of the payload ended.
+        upload_at: When the upload of the answer began.
+    """
+
+    run: str
+    round: int
+    step_number: int
+    device: str
+    step: str
+    expects: Mapping[str, str]
+    deadline_at: float
+    payload: bytes = b""
+    payload_bytes: int = 0
+    seed: int = 0
+    id: int = 0
+    status: AskStatus = AskStatus.OPEN
+    reason: str = ""
+    asked_at: float | None = None
+    sent_at: float | None = None
+    download_at: float | None = None
+    downloaded_at: float | None = None
+    upload_at: float | None = None
+
+    @classmethod
+    def from_row(cls, row: Row) -> Ask:
+        """Returns the record of a row that has all columns."""
+        return cls(
+            run=row["run"],
+            round=row["round"],
+            step_number=row["step_number"],
+            device=row["device"],
+            step=row["step"],
+            expects=json.loads(row["expects"]),
+            payload=row["payload"] or b"",
+            payload_bytes=row["payload_bytes"] or 0,
+            seed=row["seed"] or 0,
+            deadline_at=row["deadline_at"],
+            id=row["id"],
+            status=AskStatus(row["status"]),
+            reason=row["reason"] or "",
+            asked_at=row["asked_at"],
+            sent_at=row["sent_at"],
+            download_at=row["download_at"],
+            downloaded_at=row["downloaded_at"],
+            upload_at=row["upload_at"],
+        )
+
+
+_OF_UPLOAD = (
+    "receipt",
+    "ask",
+    "attempt",
+    "sha256",
+    "data_bytes",
+    "samples",
+    "received_at",
+    "status",
+    "reason",
+    "quarantined_at",
+)
+UPLOAD_COLUMNS = ", ".join(f"u.{column} AS upload_{column}" for column in _OF_UPLOAD)
+"""Columns of `uploads u` for `Upload.from_row`, which also needs `ASK_COLUMNS`, or all columns of `asks a`."""
+ASK_COLUMNS = "a.round, a.step, a.step_number, a.device"
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A row of the table `uploads`: an accepted answer, and which ask it answers.
+
+    Times are in seconds since 1970.
+
+    Attributes:
+        round: Number of the ask's round.
+        step: Name of the ask's step.
+        step_number: Number of the ask's step in the round.
+        device: Id of the device.
+        receipt: Id of the receipt.
+        ask: Id of the ask.
+        attempt: Number of the device's attempt.
+        sha256: SHA-256 of the payload.
+        data_bytes: Size of the payload's data in bytes.
+        samples: Number of samples behind the answer.
+        received_at: When it was accepted.
+        status: What became of it.
+        reason: Why it is in no result; empty otherwise.
+        quarantined_at: When its payload was found missing or damaged; None for a valid answer.
+    """
+
+    round: int
+    step: str
+    step_number: int
+    device: str
+    receipt: str
+    ask: int
+    attempt: int
+    sha256: bytes
+    data_bytes: int
+    samples: int
+    received_at: float
+    status: UploadStatus
+    reason: str
+    quarantined_at: float | None
+
+    @classmethod
+    def from_row(cls, row: Row) -> Upload:
+        """Returns the record of a row with the columns of `UPLOAD_COLUMNS` and of the ask."""
+        return cls(
+            round=row["round"],
+            step=row["step"],
+            step_number=row["step_number"],
+            device=row["device"],
+            receipt=row["upload_receipt"],
+            ask=row["upload_ask"],
+            attempt=row["upload_attempt"],
+            sha256=row["upload_sha256"],
+            data_bytes=row["upload_data_bytes"] or 0,
+            samples=row["upload_samples"] or 0,
+            received_at=row["upload_received_at"],
+            status=UploadStatus(row["upload_status"]),
+            reason=row["upload_reason"] or "",
+            quarantined_at=row["upload_quarantined_at"],
+        )
+
+
+def ask_and_upload(row: Row) -> tuple[Ask, Upload | None]:
+    """Returns the records of a row of an ask that is joined with its answer, if it has one."""
+    return Ask.from_row(row), None if row["upload_receipt"] is None else Upload.from_row(row)

@@ -18,6 +18,22 @@ class RunStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
+class AskStatus(StrEnum):
+    """Whether an ask waits for its answer."""
+
+    OPEN = "open"
+    ANSWERED = "answered"
+    OUT = "out"
+
+
+class UploadStatus(StrEnum):
+    """What became of an accepted answer: not used yet, in a result, or reported as in none."""
+
+    ACKNOWLEDGED = "acknowledged"
+    USED = "used"
+    REPORTED = "reported"
+
+
 OVER = (RunStatus.FINISHED, RunStatus.CANCELLED)
 """Statuses of a run that has ended. A finished run can be resumed with more rounds; a cancelled run cannot."""
 AT_REST = (*OVER, RunStatus.STOPPED)

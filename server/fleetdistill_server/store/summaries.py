@@ -11,6 +11,7 @@ from fleetdistill.replacement import REPLACEMENT_METRICS, SPLIT
 from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.operator_calls import containing
+from fleetdistill_server.store.records import ASK_COLUMNS, UPLOAD_COLUMNS, Ask, Upload, ask_and_upload
 from fleetdistill_server.store.sums import (
     BYTES_OF_DEVICES,
     BYTES_OF_ROUNDS,
@@ -20,6 +21,7 @@ from fleetdistill_server.store.sums import (
 )
 
 _SHOWN_FIGURES = "((name = 'loss' AND split = 'train') OR (name = 'accuracy' AND split = 'test'))"
+_ASKS = f"SELECT a.*, {UPLOAD_COLUMNS} FROM asks a LEFT JOIN uploads u ON u.ask = a.id AND u.quarantined_at IS NULL"
 _BYTES = "sum(tensor_bytes + envelope_bytes) AS bytes, sum(envelope_bytes) AS envelope_bytes, sum(sent_bytes) AS sent"
 _IS_REPLACEMENT = f"split = '{SPLIT}' AND name IN ({', '.join(repr(name) for name in REPLACEMENT_METRICS)})"
 
@@ -103,13 +105,14 @@ class Summaries:
         rows = self._db.rows(f"SELECT {names}, {_BYTES} FROM {counted} GROUP BY {names} ORDER BY {names}", *values)
         return [{**row, **{name: int(row[name]) for name in ("bytes", "envelope_bytes", "sent")}} for row in rows]
 
-    def reported_uploads(self, run: str) -> list[Row]:
-        """Returns the accepted answers that are not in a result, with their asks, oldest first."""
-        return self._db.rows(
-            "SELECT a.round, a.step, a.device, u.receipt, u.reason FROM uploads u CROSS JOIN asks a "  # in this order
+    def reported_uploads(self, run: str) -> list[Upload]:
+        """Returns the accepted answers that are not in a result, oldest first."""
+        rows = self._db.rows(
+            f"SELECT {ASK_COLUMNS}, {UPLOAD_COLUMNS} FROM uploads u CROSS JOIN asks a "  # in this order
             "WHERE u.ask = a.id AND a.run = ? AND u.status = 'reported' ORDER BY u.received_at",
             run,
         )
+        return [Upload.from_row(row) for row in rows]
 
     def participation(self, run: str, device: str | None = None) -> list[Row]:
         """Returns by device: rounds, asks, answers, asks without an answer, and the round of the last answer (or None).
@@ -167,25 +170,27 @@ class Summaries:
             "SELECT kind, count(*) AS count FROM events WHERE run = ? GROUP BY kind ORDER BY kind", run
         )
 
-    def asks_of_round(self, run: str, number: int) -> list[Row]:
-        """Returns the asks of a round and all open asks of the run, each with its answer, by step and device."""
-        return self._db.rows(
-            "SELECT a.*, u.received_at, u.status AS upload_status FROM asks a "
-            "LEFT JOIN uploads u ON u.ask = a.id AND u.quarantined_at IS NULL "
-            "WHERE a.run = ?1 AND a.round = ?2 UNION ALL "
-            "SELECT a.*, NULL AS received_at, NULL AS upload_status FROM asks a "
-            "WHERE a.run = ?1 AND a.status = 'open' AND a.round <> ?2 ORDER BY round, step_number, device",
-            *(run, number),
-        )
+    def asks_of_round(self, run: str, number: int, *, with_open: bool = True) -> list[tuple[Ask, Upload | None]]:
+        """Returns the asks of a round, each with its answer, by step and device.
 
-    def asks_of_device(self, run: str, device: str, most: int) -> list[Row]:
+        Args:
+            run: Name of the run.
+            number: Number of the round.
+            with_open: Whether to include the open asks of other rounds.
+        """
+        others = f" UNION ALL {_ASKS} WHERE a.run = ?1 AND a.status = 'open' AND a.round <> ?2" if with_open else ""
+        rows = self._db.rows(
+            f"{_ASKS} WHERE a.run = ?1 AND a.round = ?2{others} ORDER BY round, step_number, device", run, number
+        )
+        return [ask_and_upload(row) for row in rows]
+
+    def asks_of_device(self, run: str, device: str, most: int) -> list[tuple[Ask, Upload | None]]:
         """Returns a device's newest asks, each with its answer, oldest first."""
-        return self._db.rows(
-            "SELECT a.*, u.received_at, u.status AS upload_status, u.data_bytes, u.reason AS upload_reason FROM asks a "
-            "LEFT JOIN uploads u ON u.ask = a.id AND u.quarantined_at IS NULL "
-            "WHERE a.run = ? AND a.device = ? ORDER BY a.round DESC, a.step_number DESC LIMIT ?",
+        rows = self._db.rows(
+            f"{_ASKS} WHERE a.run = ? AND a.device = ? ORDER BY a.round DESC, a.step_number DESC LIMIT ?",
             *(run, device, most),
-        )[::-1]
+        )
+        return [ask_and_upload(row) for row in reversed(rows)]
 
     def figures_of(self, run: str, number: int, device: str) -> list[Row]:
         """Returns the figures that a device reported in a round."""

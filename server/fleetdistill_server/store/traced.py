@@ -16,13 +16,3 @@ def ended_round(database: Database, run: str, number: int) -> Row | None:
     return database.row(
         "SELECT status, started_at, ended_at FROM rounds WHERE run = ? AND round = ? AND status <> 'open'", run, number
     )
-
-
-def asks_of_round(database: Database, run: str, number: int) -> list[Row]:
-    """Returns the asks of a round, oldest first, each with the time of its answer (NULL if there is none)."""
-    return database.rows(
-        "SELECT a.id, a.step_number, a.step, a.device, a.status, a.deadline_at, u.received_at FROM asks a "
-        "LEFT JOIN uploads u ON u.ask = a.id AND u.quarantined_at IS NULL "
-        "WHERE a.run = ? AND a.round = ? ORDER BY a.id",
-        *(run, number),
-    )

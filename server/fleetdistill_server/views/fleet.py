@@ -7,6 +7,8 @@ from collections import defaultdict
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Ask, Upload
+from fleetdistill_server.store.states import AskStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import when
 from fleetdistill_server.views.progress import state_of
@@ -60,13 +62,13 @@ def device(store: Store, run: str, name: str, *, served: bool = True) -> View:
     if not found:
         raise ConfigurationError(f"run {run!r} has no device {name[:64]!r}; `fleetdistill devices` lists them")
     asks = store.summaries.asks_of_device(run, name, MOST_ASKS)
-    answered = {row["round"] for row in asks if row["status"] == "answered"}
+    answered = {ask.round for ask, _ in asks if ask.status is AskStatus.ANSWERED}
     reported = [row for row in store.summaries.figures_of_device(run, name) if row["round"] in answered]
     events = store.summaries.events(run, before=None, device=name, most=MOST_DEVICE_EVENTS)[::-1]
     certificates = store.credentials.certificates(name)
     return View(
         {
-            "asks": [_ask_row(row) for row in asks],
+            "asks": [_ask_row(ask, upload) for ask, upload in asks],
             "figures": [_figure_row(row) for row in reported],
             "events": [event_row(row) for row in events],
             "certificates": [_certificate_row(row) for row in certificates],
@@ -108,9 +110,11 @@ def _figure_row(row: Row) -> Row:
     return {"round": row["round"], "name": row["name"], "split": row["split"], "mean": rate(row), "count": row["count"]}
 
 
-def _ask_row(row: Row) -> Row:
-    used = {"upload": row["upload_status"], "bytes": row["data_bytes"], "not_used_because": row["upload_reason"] or ""}
-    return {**state_of(row), **used}
+def _ask_row(ask: Ask, upload: Upload | None) -> Row:
+    if upload is None:
+        return {**state_of(ask, None), "upload": None, "bytes": None, "not_used_because": ""}
+    used = {"upload": upload.status, "bytes": upload.data_bytes, "not_used_because": upload.reason}
+    return {**state_of(ask, upload), **used}
 
 
 def _certificate_row(row: Row) -> Row:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.states import DEADLINE_PASSED
+from fleetdistill_server.store.records import Ask, Upload
+from fleetdistill_server.store.states import DEADLINE_PASSED, AskStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.runs import View
 
+ACKNOWLEDGED, OUT = "acknowledged", "out"
+"""States of a device that has answered, and of one that is out of the round for no more special reason."""
 _LEFT = ("device left", "device not present", "device revoked", "device to be forgotten", "lease ended")
 """Reasons stored for asks of devices that are gone."""
-_TIMES = ("asked_at", "sent_at", "download_at", "downloaded_at", "upload_at", "received_at", "deadline_at")
 
 
 def round_progress(store: Store, run: str, number: int | None = None) -> View:
@@ -31,31 +33,43 @@ def round_progress(store: Store, run: str, number: int | None = None) -> View:
         number = store.runs.open_number(run) or store.summaries.last_round(run)
     known = next(iter(store.summaries.rounds(run, number, number)), {})
     facts = {name: known.get(name) for name in ("round", "status", "started_at", "ended_at")}
-    asks = [state_of(ask) for ask in store.summaries.asks_of_round(run, number)]
+    asks = [state_of(ask, upload) for ask, upload in store.summaries.asks_of_round(run, number)]
     return View({"asks": asks}, {**facts, "paused_at": paused_at})
 
 
-def state_of(ask: Row) -> Row:
+def state_of(ask: Ask, upload: Upload | None) -> Row:
     """Returns the state of an ask: device, round, step, state, reason, and what happened when."""
-    names = ("round", "step_number", "step", "device")
-    times = {name.replace("received_at", "acknowledged_at"): ask[name] for name in _TIMES}
-    return {**{name: ask[name] for name in names}, "state": _state(ask), "reason": ask["reason"] or "", **times}
+    return {
+        "round": ask.round,
+        "step_number": ask.step_number,
+        "step": ask.step,
+        "device": ask.device,
+        "state": _state(ask),
+        "reason": ask.reason,
+        "asked_at": ask.asked_at,
+        "sent_at": ask.sent_at,
+        "download_at": ask.download_at,
+        "downloaded_at": ask.downloaded_at,
+        "upload_at": ask.upload_at,
+        "acknowledged_at": None if upload is None else upload.received_at,
+        "deadline_at": ask.deadline_at,
+    }
 
 
-def _state(ask: Row) -> str:
-    if ask["status"] == "answered":
-        return "acknowledged"
-    return _open_state(ask) if ask["status"] == "open" else _out_state(ask["reason"] or "")
+def _state(ask: Ask) -> str:
+    if ask.status is AskStatus.ANSWERED:
+        return ACKNOWLEDGED
+    return _open_state(ask) if ask.status is AskStatus.OPEN else _out_state(ask.reason)
 
 
-def _open_state(ask: Row) -> str:
-    if ask["upload_at"] is not None:
+def _open_state(ask: Ask) -> str:
+    if ask.upload_at is not None:
         return "uploading"
-    if ask["downloaded_at"] is not None:
+    if ask.downloaded_at is not None:
         return "training"
-    if ask["download_at"] is not None:
+    if ask.download_at is not None:
         return "downloading"
-    return "training" if ask["sent_at"] is not None and ask["payload"] is None else "asked"
+    return "training" if ask.sent_at is not None and not ask.payload else "asked"
 
 
 def _out_state(reason: str) -> str:
@@ -65,4 +79,4 @@ def _out_state(reason: str) -> str:
         return "left"
     if reason.startswith("refused: "):
         return "refused"
-    return "declined" if reason == "declined" else "out"
+    return "declined" if reason == "declined" else OUT

@@ -13,7 +13,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.served import NOT_SERVED, Served, state_of
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.records import Run
+from fleetdistill_server.store.records import Run, Upload
 from fleetdistill_server.store.states import ACTIVE, QUEUED, WAITING, RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
@@ -80,7 +80,7 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
         **_leave_one_out(expectations),
         "bytes": figures.bytes_by_device(store, name),
         "bytes_by_kind": figures.bytes_by_kind(store, name),
-        "reported_uploads": [_reported_row(row) for row in store.summaries.reported_uploads(name)],
+        "reported_uploads": [_reported_row(upload) for upload in store.summaries.reported_uploads(name)],
         "events": [event_row(row) for row in store.history.newest_events(name, MOST_EVENTS)],
     }
     totals = {
@@ -220,8 +220,14 @@ def _expected_of_the_fleet(expectations: Mapping[str, Expected]) -> Row:
     return {f"leave_one_out_{answer}": round(rate, 4) for answer, rate in rates.items()}
 
 
-def _reported_row(row: Row) -> Row:
-    return {name: row[name] for name in ("round", "step", "device", "receipt", "reason")}
+def _reported_row(upload: Upload) -> Row:
+    return {
+        "round": upload.round,
+        "step": upload.step,
+        "device": upload.device,
+        "receipt": upload.receipt,
+        "reason": upload.reason,
+    }
 
 
 def event_row(row: Row) -> Row:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from fleetdistill_server.event_kinds import LARGE_DEVICE, LEFT_OUT, MOST_OF_THE_WEIGHT
+from fleetdistill_server.store.states import UploadStatus
 from fleetdistill_server.store.store import Store
 
 _ROUNDS = 3
@@ -34,9 +35,9 @@ def suspects_by_round(store: Store, run: str) -> Mapping[int, Sequence[str]]:
             left_out[row["device"]].add(row["round"])
     took_part = defaultdict[str, set[int]](set)
     if left_out:
-        for row in store.asks.uploads(run):
-            if row["status"] == "used":
-                took_part[row["device"]].add(row["round"])
+        for upload in store.asks.uploads(run):
+            if upload.status is UploadStatus.USED:
+                took_part[upload.device].add(upload.round)
     found = defaultdict[int, list[str]](list)
     for device in sorted(left_out):
         for number in _suspect_in(sorted(took_part[device]), left_out[device]):

@@ -106,7 +106,7 @@ class Fleet:
         found = []
         for row in self.store.runs.rounds(RUN):
             steps = [self.store.asks.of_step(RUN, row["round"], number) for number in (1, 2)]
-            found.append([(ask["step"], ask["device"]) for asks in steps for ask in asks])
+            found.append([(ask.step, ask.device) for asks in steps for ask in asks])
         return found
 
     def close(self) -> None:

@@ -62,14 +62,14 @@ def test_a_run_that_dies_within_a_round_repeats_that_round(tmp_path: Path, answe
     whole, broken = (prepare(replace(FLEET, rounds=3), tmp_path / kind) for kind in ("whole", "broken"))
 
     def die(store: Store) -> None:
-        found = [row["round"] for row in store.asks.uploads(RUN)]
+        found = [row.round for row in store.asks.uploads(RUN)]
         if found.count(2) == answers:
             raise Killed
 
     with pytest.raises(Killed):
         run_over_memory(*broken, die)
     with closing(Store.open(Path(broken[0].server.store))) as left:
-        assert {row["round"] for row in left.asks.uploads(RUN)} == {1}, "the answers of a broken round are not saved"
+        assert {row.round for row in left.asks.uploads(RUN)} == {1}, "the answers of a broken round are not saved"
     with closing(run_in_memory(whole)) as one, closing(run_in_memory(broken)) as other:
         assert record(one) == record(other)
         assert device_files(whole) == device_files(broken)

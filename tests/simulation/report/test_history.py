@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from fleetdistill_lab.simulation.report.history import read_history
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.score_log import START, append_scores
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 FIRST, SECOND, THIRD = (np.full((2, 2), number) for number in range(3))
@@ -29,11 +31,18 @@ def answered_round(store: Store, steps: list[tuple[str, bool]], *, use: bool = T
     """A completed round of device `a`: its steps, and whether it has a receipt for each."""
     number = store.runs.start_round(RUN, ["a"])
     for step_number, (step, receipt) in enumerate(steps, start=1):
-        row = {"run": RUN, "round": number, "step_number": step_number, "device": "a", "step": step, "expects": {}}
-        store.asks.write([{**row, "payload": None, "payload_bytes": 0, "seed": 1, "deadline_at": 1e12}])
+        row: dict[str, Any] = {
+            "run": RUN,
+            "round": number,
+            "step_number": step_number,
+            "device": "a",
+            "step": step,
+            "expects": {},
+        }
+        store.asks.add([Ask(**row, seed=1, deadline_at=1e12)])
         if receipt:
-            store.asks.accept_upload(store.asks.of_step(RUN, number, step_number)[0]["id"], 1, b"", 1, 1)
-    used = [row["ask"] for row in store.asks.uploads(RUN) if use]
+            store.asks.accept_upload(store.asks.of_step(RUN, number, step_number)[0].id, 1, b"", 1, 1)
+    used = [row.ask for row in store.asks.uploads(RUN) if use]
     store.runs.close_round(RUN, number, b"", used, {})
 
 

@@ -37,7 +37,7 @@ def rounds(store: Store) -> list[tuple[str, float, float]]:
 
 def asks(store: Store, number: int, step: int = 1) -> dict[str, str]:
     """For each device, whether it answered an ask, or why not."""
-    return {row["device"][-1]: row["reason"] or row["status"] for row in store.asks.of_step(RUN, number, step)}
+    return {row.device[-1]: row.reason or row.status for row in store.asks.of_step(RUN, number, step)}
 
 
 def test_a_round_lasts_as_long_as_its_slowest_device(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_round_lasts_as_long_as_its_slowest_device(tmp_path: Path) -> None:
     fast, slow = ((0.0, 1e6, 2.0),), ((0.0, 1e6, 0.5),)
     store = run(replace(FLEET, behaviour=behaviour(ALWAYS, fast, slow)), tmp_path / "work")
     assert rounds(store) == [("closed", 0.0, 20.0), ("closed", 20.0, 60.0)]
-    received = {(row["round"], row["device"][-1]): row["received_at"] - START for row in store.asks.uploads(RUN)}
+    received = {(row.round, row.device[-1]): row.received_at - START for row in store.asks.uploads(RUN)}
     assert [received[1, device] for device in "012"] == [10.0, 5.0, 20.0]
     store.close()
 
@@ -82,7 +82,7 @@ def test_the_fastest_of_more_devices_than_needed_end_the_round(tmp_path: Path) -
     store = run(more, tmp_path / "work")
     assert asks(store, 1) == {"0": "answered", "1": "answered", "2": "enough devices answered"}
     assert store.history.events(RUN, "late") == []
-    assert sorted(row["received_at"] - START for row in store.asks.uploads(RUN) if row["step_number"] == 1) == [
+    assert sorted(row.received_at - START for row in store.asks.uploads(RUN) if row.step_number == 1) == [
         5.0,
         10.0,
     ]

@@ -62,9 +62,9 @@ class RemoteWork:
 
     def _next_task(self, spec: DeviceSpec, contents: Mapping[str, bytes]) -> Task | None:
         state, delivered = contents.get("state.safetensors"), contents.get("delivered.safetensors")
-        row = self._store.asks.next_open(self._run, spec.name)
-        if row is not None:
-            ask = service_pb2.Ask(**{name: row[name] for name in _FIELDS}, payload=row["payload"] or b"")
+        found = self._store.asks.next_open(self._run, spec.name)
+        if found is not None:
+            ask = service_pb2.Ask(**{name: getattr(found, name) for name in (*_FIELDS, "payload")})
             task = self.answer_task(spec, state, delivered, ask, self._allow())
             return None if self._computed.get(spec.name) == task.ask else task
         if self._store.runs.status(self._run) in OVER:

@@ -157,7 +157,7 @@ def local_only(counts_kr: Sequence[Sequence[Ints]], samples_jc: Ints) -> Candida
 def cost_of(store: Store, run: str, devices: int) -> Cost:
     """Computes the communication cost of a run with this number of devices."""
     completed = [row["round"] for row in store.runs.rounds(run) if row["status"] == "closed"]
-    answered = {row["ask"] for row in store.asks.uploads(run) if row["data_bytes"]}
+    answered = {upload.ask for upload in store.asks.uploads(run) if upload.data_bytes}
     return Cost(bytes_by_round(store.history.traffic(run), completed, devices), len(answered) / devices)
 
 

@@ -98,8 +98,8 @@ def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
     steps = _metrics_steps(store.runs.existing(run).config)
     found = defaultdict[str, set[int]](set)
     for upload in store.asks.uploads(run):
-        if upload["step"] in steps:
-            found[upload["device"]].add(upload["round"])
+        if upload.step in steps:
+            found[upload.device].add(upload.round)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +34,7 @@ from fleetdistill_lab.simulation.report.scores import FleetFigures, fleet_figure
 from fleetdistill_lab.simulation.report.simulated_time import simulated_times
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.guards import count_replacements, guard_events, replacement_rows
+from fleetdistill_server.store.states import UploadStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.expected import expected, of_the_fleet
 from fleetdistill_server.views.suspects import named
@@ -277,11 +278,11 @@ def _scores(history: FleetHistory, samples_jc: Ints, controls: Controls) -> dict
 
 def _upload_counts(store: Store, run: str) -> dict[str, Any]:
     uploads = store.asks.uploads(run)
-    by_status = {status: sum(one["status"] == status for one in uploads) for status in ("used", "reported")}
+    by_status = Counter(upload.status for upload in uploads)
     return {
         "acknowledged_uploads": len(uploads),
-        "used_uploads": by_status["used"],
-        "reported_uploads": by_status["reported"],
+        "used_uploads": by_status[UploadStatus.USED],
+        "reported_uploads": by_status[UploadStatus.REPORTED],
         "refused_uploads": len(store.history.events(run, "refused")),
     }
 

@@ -12,7 +12,7 @@ from fleetdistill_lab.simulation.timing.clock import START
 from fleetdistill_lab.simulation.timing.fleet_traces import Span
 from fleetdistill_lab.simulation.timing.timing import fleet_traces, work_log_path
 from fleetdistill_lab.simulation.timing.work_log import read_work
-from fleetdistill_server.store.states import DEADLINE_PASSED
+from fleetdistill_server.store.states import DEADLINE_PASSED, AskStatus
 
 _OUTCOMES = {
     DEADLINE_PASSED: "late",
@@ -115,13 +115,12 @@ def simulated_times(done: Outcome) -> SimulatedTimes | None:
 def _outcomes(done: Outcome) -> dict[int, dict[str, str]]:
     """Returns the outcome of every device that a round asked, by round and device: the worst of its asks."""
     found: dict[int, dict[str, str]] = defaultdict(dict)
-    asks = done.store.database.rows("SELECT round, device, status, reason FROM asks WHERE run = ?", done.run)
-    for ask in asks:
-        outcome = "answered" if ask["status"] == "answered" else _OUTCOMES.get(ask["reason"] or "", "dropped")
-        if ask["status"] == "open":
+    for ask in done.store.asks.of_run(done.run):
+        outcome = "answered" if ask.status is AskStatus.ANSWERED else _OUTCOMES.get(ask.reason, "dropped")
+        if ask.status is AskStatus.OPEN:
             outcome = "not_needed"
-        before = found[ask["round"]].get(ask["device"], outcome)
-        found[ask["round"]][ask["device"]] = min(before, outcome, key=_WORST_FIRST.index)
+        before = found[ask.round].get(ask.device, outcome)
+        found[ask.round][ask.device] = min(before, outcome, key=_WORST_FIRST.index)
     return found
 
 

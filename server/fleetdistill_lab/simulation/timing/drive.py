@@ -16,7 +16,7 @@ from fleetdistill_lab.simulation.timing.clock import START, SimulatedClock
 from fleetdistill_lab.simulation.timing.fleet_traces import FleetTraces, Span
 from fleetdistill_lab.simulation.timing.work_log import Work, WorkLog
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Ask
 
 LONGEST_WAIT_SECONDS = 30 * 86_400.0
 """Simulated seconds without an open ask after which a simulation fails, because too few devices are available."""
@@ -179,15 +179,15 @@ class SimulatedTime(DriveFleet):
     def _begin_asks(self) -> bool:
         """Starts the work of available devices on open asks; returns whether one of the asks has ended already."""
         open_asks = self._store.asks.all_open(self._run)
-        self._open = {ask["device"] for ask in open_asks}
+        self._open = {ask.device for ask in open_asks}
         if self._open:
             self._asked_at = self._clock.now()
-        for deadline in {ask["deadline_at"] for ask in open_asks} - self._deadlines:
+        for deadline in {ask.deadline_at for ask in open_asks} - self._deadlines:
             self._deadlines.add(deadline)
             self._agenda.add(math.nextafter(deadline, math.inf), Kind.DEADLINE)
         idle = self._available.keys() - self._working.keys()
-        asks = [ask for ask in open_asks if ask["device"] in idle]
-        names = self._devices.ahead([ask["device"] for ask in asks])
+        asks = [ask for ask in open_asks if ask.device in idle]
+        names = self._devices.ahead([ask.device for ask in asks])
         ended = [self._begin(ask) for ask, _ in zip(asks, names, strict=True)]
         return any(ended)
 
@@ -241,26 +241,26 @@ class SimulatedTime(DriveFleet):
             self._devices.step(name)
         return not self._open or name in self._open
 
-    def _begin(self, ask: Row) -> bool:
+    def _begin(self, ask: Ask) -> bool:
         """Starts work on an ask; returns whether the ask has ended already, answered or declined."""
-        name = ask["device"]
+        name = ask.device
         if name in self._working:
             return False
         now = self._clock.elapsed
         span = self._available[name]
         ready = now + self._seconds(ask, span)
-        work = Work(name, ask["round"], ask["step_number"], now, min(ready, span.end), ready > span.end)
+        work = Work(name, ask.round, ask.step_number, now, min(ready, span.end), ready > span.end)
         self._log.add(work)
         if not work.interrupted and self._devices.step(name) is not Step.WAITED:
             return True
         self._put_to_work(work)
         return False
 
-    def _seconds(self, ask: Row, span: Span) -> float:
+    def _seconds(self, ask: Ask, span: Span) -> float:
         """Returns how long a device needs for an ask, in seconds; a delivery needs no training."""
         behaviour = self._traces.behaviour
-        name = ask["device"]
-        training = 0.0 if ask["step"] == DELIVER else behaviour.seconds_per_sample * self._samples(name)
+        name = ask.device
+        training = 0.0 if ask.step == DELIVER else behaviour.seconds_per_sample * self._samples(name)
         return (behaviour.seconds_per_ask + training) * self._traces.slowness[name] / span.speed
 
     def _answers(self, name: str) -> bool:
