@@ -505,7 +505,7 @@ def _damaged(store: Store, on_purpose: Container[bytes]) -> list[str]:
     """The answers of the newest closed round of every run are still there, whole but for what was damaged here."""
     damaged = []
     for run in store.runs.all():
-        closed = [row["round"] for row in store.runs.rounds(run.name) if row["status"] == "closed"]
+        closed = [row.number for row in store.runs.rounds(run.name) if row.status == "closed"]
         for row in store.asks.uploads(run.name):
             if row.status == "used" and row.round == max(closed) and row.sha256 not in on_purpose:
                 payload = store.blobs.open(row.sha256)
@@ -519,7 +519,7 @@ def _damaged(store: Store, on_purpose: Container[bytes]) -> list[str]:
 def _figures(store: Store, config: RunConfig) -> dict[str, int]:
     name = config.run.name
     uploads = Counter(row.status for row in store.asks.uploads(name))
-    rounds = Counter(row["status"] for row in store.runs.rounds(name))
+    rounds = Counter(row.status for row in store.runs.rounds(name))
     events = Counter(row["kind"] for row in store.history.events(name))
     return {
         **{f"uploads {status}": count for status, count in uploads.items()},

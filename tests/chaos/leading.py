@@ -53,7 +53,7 @@ def summary(store: Store) -> Any:
         name: [(row["kind"], row["text"].partition("by ")[0]) for row in store.history.events(name)]
         for name in store.runs.names()
     }
-    rounds = {name: [(row["round"], row["status"]) for row in store.runs.rounds(name)] for name in store.runs.names()}
+    rounds = {name: [(row.number, row.status) for row in store.runs.rounds(name)] for name in store.runs.names()}
     return [{key: row[key] for key in row if key not in _CHANGING} for row in rows], events, rounds
 
 
@@ -114,7 +114,7 @@ class Killer:
             heard = [receipt for device in self.fleet.devices for receipt in device.receipts]
             assert set(heard) <= set(used), "an acknowledged answer is lost"
             assert len(used) == len(set(used)) == 2 * len(store.runs.rounds(LED))
-            return [row["status"] for row in store.runs.rounds(LED)]
+            return [row.status for row in store.runs.rounds(LED)]
 
     def _serve(self) -> None:
         self._serving = ExitStack()

@@ -94,7 +94,7 @@ def mapped(folder: Path, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray
 def samples_of(fleet: Fleet) -> int:
     row = fleet.store.devices.get(RUN, "d")
     assert row is not None
-    return contract_pb2.DeviceProfile.FromString(row["profile"]).samples
+    return contract_pb2.DeviceProfile.FromString(row.profile).samples
 
 
 def texts(events: EventLog, kind: str) -> list[str]:

@@ -28,7 +28,7 @@ def version_of(fleet: Fleet, device: str = "d") -> bytes:
     """The data version that the server knows."""
     row = fleet.store.devices.get(RUN, device)
     assert row is not None
-    return contract_pb2.DeviceProfile.FromString(row["profile"]).data_version
+    return contract_pb2.DeviceProfile.FromString(row.profile).data_version
 
 
 def test_the_same_rows_have_one_version_and_two_devices_have_two(fleet: Fleet, tmp_path: Path) -> None:

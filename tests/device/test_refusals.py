@@ -96,7 +96,7 @@ def test_a_restored_server_that_knows_fewer_samples_refuses_one_answer_and_hears
 def profile_in(fleet: Fleet) -> contract_pb2.DeviceProfile:
     row = fleet.store.devices.get(RUN, "d")
     assert row is not None
-    return contract_pb2.DeviceProfile.FromString(row["profile"])
+    return contract_pb2.DeviceProfile.FromString(row.profile)
 
 
 def declared_samples(fleet: Fleet) -> int:

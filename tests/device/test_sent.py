@@ -179,7 +179,7 @@ def allowed_at_the_server(fleet: Fleet) -> list[str]:
 
     row = fleet.store.devices.get(RUN, "d")
     assert row is not None
-    return list(contract_pb2.DeviceProfile.FromString(row["profile"]).allowed_columns)
+    return list(contract_pb2.DeviceProfile.FromString(row.profile).allowed_columns)
 
 
 @pytest.mark.parametrize("wider", [("features", "counts"), ("everything",)])

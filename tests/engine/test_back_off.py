@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -79,10 +78,10 @@ def test_a_device_that_never_answers_is_asked_ever_less_often(
         monkeypatch.setattr(silent._handler, "handle", lambda ask, terms: (Step.DECLINED, 0.0))
         asyncio.run(Engine(store, config, Turns(store, honest, silent, clock)).run())
     rounds = store.runs.rounds(RUN)
-    assert [row["status"] for row in rounds] == ["closed"] * ROUNDS, "two of three are the quorum"
+    assert [row.status for row in rounds] == ["closed"] * ROUNDS, "two of three are the quorum"
     late = {row["round"] for row in store.history.events(RUN, "late") if row["round"] < ROUNDS}
     assert late
-    with_it = {row["round"] for row in rounds if silent.device_id in json.loads(row["cohort"])}
+    with_it = {row.number for row in rounds if silent.device_id in row.cohort}
     told = {row["round"]: row for row in store.history.events(RUN, "left-out")}
     assert {row["device"] for row in [*store.history.events(RUN, "late"), *told.values()]} <= {silent.device_id}
     if not method.startswith("classstats"):  # it asks a device only for what it lacks, and has a pause of its own
@@ -122,10 +121,10 @@ class Away:
     async def wait(self, seconds: float = 0.0) -> None:
         self._clock.pass_time(seconds)
         opened = self._store.runs.open_round(RUN)
-        if opened is not None and opened["round"] == self._dies_in:
+        if opened is not None and opened.number == self._dies_in:
             self._dies_in = 0
             raise Crash
-        if opened is None or opened["round"] not in self._away:
+        if opened is None or opened.number not in self._away:
             self.devices[1].step()
         elif self._store.asks.devices_with_open(RUN) == {"d1"}:
             self._clock.pass_time(1000.0)
@@ -145,7 +144,7 @@ def cohorts(config: RunConfig, away: set[int], dies_in: int = 0) -> list[list[st
         asyncio.run(Engine(store, config, waker).run())
     assert store.runs.existing(RUN).status == "finished"
     assert_no_upload_lost(store)
-    return [json.loads(row["cohort"]) for row in store.runs.rounds(RUN)]
+    return [list(row.cohort) for row in store.runs.rounds(RUN)]
 
 
 BOTH, ONE = ["d0", "d1"], ["d0"]

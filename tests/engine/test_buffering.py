@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -76,7 +75,7 @@ class Fleet:
         asyncio.run(Engine(self.store, config, self, most_short_rounds).run())
 
     def figures(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(row["figures"]).get(name, {}) for row in self.store.runs.rounds(RUN)]
+        return [row.figures.get(name, {}) for row in self.store.runs.rounds(RUN)]
 
 
 def config_of(rounds: int = 4, **run: Any) -> RunConfig:

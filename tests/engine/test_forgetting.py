@@ -191,7 +191,8 @@ def assert_forgotten(run: Halted, store: Store) -> None:
 def assert_still_to_forget(run: Halted, store: Store) -> None:
     assert run.files_with_the_part()
     assert store.devices.to_forget(RUN) == [run.device]
-    assert (store.devices.get(RUN, run.device) or {})["forgotten_at"] is None
+    forgotten = {device.id: device.forgotten_at for device in store.devices.all(RUN)}
+    assert forgotten[run.device] is None
     assert store.history.events(RUN, "forgotten") == []
 
 
@@ -376,7 +377,7 @@ def test_a_device_that_an_engine_was_to_forget_is_forgotten_as_the_run_is_cancel
 def all_present(store: Store) -> None:
     """As if all had called again, but for those that are to be forgotten."""
     for row in store.devices.all(RUN):
-        store.devices.mark_present(RUN, row["device"])
+        store.devices.mark_present(RUN, row.id)
 
 
 def meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
@@ -444,7 +445,7 @@ def test_while_a_round_is_open_that_a_server_works_on_it_is_not_done(run: Halted
     number = store.runs.start_round(RUN, run.others())
     assert not ask_to_forget(store, RUN, run.device, served=True)
     assert_still_to_forget(run, store)
-    assert (store.runs.open_round(RUN) or {})["round"] == number
+    assert store.runs.open_number(RUN) == number
 
 
 @pytest.mark.parametrize("status", ["running", "stopped"])
@@ -456,7 +457,7 @@ def test_a_round_that_a_server_left_open_is_closed_as_a_short_one(status: str, r
     assert ask_to_forget(store, RUN, run.device, served=False)
     assert_forgotten(run, store)
     closed = store.runs.rounds(RUN)[-1]
-    assert (closed["round"], closed["status"]) == (number, "short")
+    assert (closed.number, closed.status) == (number, "short")
     assert {ask.status for ask in store.asks.of_step(RUN, number, 1)} == {"out"}
     with pytest.raises(RunError, match="taken over"):  # one that still lives gets no further
         left._store.runs.assert_owner(RUN, left.token)
@@ -476,7 +477,7 @@ def test_a_round_that_an_engine_took_up_meanwhile_stays_open(
     monkeypatch.setattr(forgetting, "end_open_round", then_end)
     assert not ask_to_forget(store, RUN, run.device, served=False)
     assert_still_to_forget(run, store)
-    assert (store.runs.open_round(RUN) or {})["round"] == number
+    assert store.runs.open_number(RUN) == number
     store.runs.assert_owner(RUN, engines[0].token)
 
 
@@ -551,7 +552,8 @@ def test_it_is_asked_no_more_within_the_round_though_it_calls_again(joined: Join
     joined.api.heartbeat(service_pb2.HeartbeatRequest(identity=joined.identity))
     request = service_pb2.CheckInRequest(identity=joined.identity, profile=make_profile())
     joined.api.check_in(request)
-    assert not (joined.store.devices.get(MADE_RUN, "d1") or {})["present"]
+    assert "d1" not in joined.store.devices.present(MADE_RUN)
+    assert joined.store.devices.get(MADE_RUN, "d1") is not None
     write_asks(joined.store, joined.round, "d1", step_number=2)
     assert (joined.status(1), joined.status(2)) == ("out", "out")
 

@@ -305,7 +305,7 @@ def test_what_the_fleet_is_asked_with_is_mended_after_a_round_that_failed_of_it(
 
     fleet.before_wait = look
     fleet.run()
-    assert [row["status"] for row in fleet.store.runs.rounds(RUN)] == ["short", *["closed"] * 4]
+    assert [row.status for row in fleet.store.runs.rounds(RUN)] == ["short", *["closed"] * 4]
     assert fleet.quarantined() == [damaged[0].hex()]
     again = fleet.store.asks.get(RUN, 2, 1, "d1")
     assert again is not None
@@ -363,7 +363,7 @@ def test_a_payload_that_is_deleted_before_it_is_asked_with_is_made_again(
     monkeypatch.setattr(fleet.store.blobs, "put", put_and_lose)
     fleet.run()
     assert len(written) == 6, "four rounds, the end result, and once more"
-    assert [row["status"] for row in fleet.store.runs.rounds(RUN)] == ["closed"] * 4
+    assert [row.status for row in fleet.store.runs.rounds(RUN)] == ["closed"] * 4
 
 
 class Answering:

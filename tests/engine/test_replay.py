@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 from fleetdistill_server.store.clock import Clock
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.sums import EVERY
 
 ROUNDS = 2
 
@@ -62,6 +62,11 @@ class Drive:
 
     def wake_other(self) -> None:
         self.fuse.touch()
+
+
+def used(store: Store) -> list[int]:
+    """Number of used answers of each round."""
+    return [answers.used for _, answers in store.summaries.rounds(RUN, 0, EVERY)]
 
 
 def config_for(**run: Any) -> RunConfig:
@@ -112,7 +117,7 @@ def test_an_engine_may_die_between_any_two_steps() -> None:
         assert checkpoint(store) == checkpoint(expected), f"step {moment} of {undisturbed.touched}"
         assert_no_upload_lost(store)
         assert [row.status for row in store.asks.uploads(RUN)] == ["used"] * (2 * ROUNDS)
-        assert [(row["round"], row["status"]) for row in store.runs.rounds(RUN)] == [(1, "closed"), (2, "closed")]
+        assert [(row.number, row.status) for row in store.runs.rounds(RUN)] == [(1, "closed"), (2, "closed")]
         assert store.history.events(RUN, "replay-differs") == []
         store.close()
 
@@ -233,18 +238,18 @@ def test_a_short_round_is_taken_back_and_the_next_one_counts() -> None:
     def look() -> None:
         row = store.runs.open_round(RUN)
         if row is not None:
-            totals.setdefault(row["round"], int(method.total))
-            drive.away = {1} if row["round"] == 1 else set()
-            if row["round"] == 1 and store.asks.uploads(RUN):
+            totals.setdefault(row.number, int(method.total))
+            drive.away = {1} if row.number == 1 else set()
+            if row.number == 1 and store.asks.uploads(RUN):
                 store.asks.expire(RUN, time.time() + 1e6)  # d1 has had all the time there is
 
     drive.on_wait = look
     asyncio.run(engine.run())
 
     first, *others = store.runs.rounds(RUN)
-    assert first["status"] == "short"
-    assert first["reason"] == "step 'train': 1 devices answered, the quorum is 2"
-    closed = [row["round"] for row in others if row["status"] == "closed"]
+    assert first.status == "short"
+    assert first.reason == "step 'train': 1 devices answered, the quorum is 2"
+    closed = [row.number for row in others if row.status == "closed"]
     assert len(closed) == ROUNDS
     (lost,) = [row for row in store.asks.uploads(RUN) if row.round == 1]
     assert (lost.device, lost.status) == ("d0", "reported")
@@ -267,7 +272,7 @@ def test_a_device_that_leaves_does_not_hold_the_round_up() -> None:
 
     def leave() -> None:
         row = store.runs.open_round(RUN)
-        if row is not None and row["round"] == 1 and 2 not in drive.away:
+        if row is not None and row.number == 1 and 2 not in drive.away:
             drive.away.add(2)
             store.devices.mark_absent(RUN, "d2", "lease ended")
         elif row is None and 2 in drive.away:
@@ -275,8 +280,8 @@ def test_a_device_that_leaves_does_not_hold_the_round_up() -> None:
 
     drive.on_wait = leave
     asyncio.run(engine.run())
-    assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
-    assert [row["used"] for row in store.runs.rounds(RUN)] == [2, 3]
+    assert [row.status for row in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
+    assert used(store) == [2, 3]
     assert int(method.total) == 5 * 6
 
 
@@ -315,7 +320,7 @@ def test_a_device_whose_round_is_over_when_it_downloads_stays_in_the_run(tmp_pat
         devices = [stack.enter_context(make_device(spec, LateLink(api))) for spec in specs]
         run_engine(store, config, Drive(devices))
     assert len(refused) == 1
-    assert [row["used"] for row in store.runs.rounds(RUN)] == [2] * ROUNDS
+    assert used(store) == [2] * ROUNDS
 
 
 def test_an_engine_that_was_replaced_writes_nothing_more() -> None:
@@ -377,7 +382,7 @@ def test_rounds_that_fall_short_never_end_a_service(caplog: pytest.LogCaptureFix
 
     drive.on_wait = look
     run_engine(store, config_for(), drive)
-    assert [row["status"] for row in store.runs.rounds(RUN)] == ["short"] * 130 + ["closed"] * ROUNDS
+    assert [row.status for row in store.runs.rounds(RUN)] == ["short"] * 130 + ["closed"] * ROUNDS
     assert store.runs.existing(RUN).status == "finished"
     assert {status for status, _ in told} == {"running"}
     (last,) = [reason for _, reason in told if reason.startswith("130 rounds in a row fell short")][:1]
@@ -413,7 +418,7 @@ def test_a_device_that_comes_ends_the_pause() -> None:
     run_engine(store, config_for(), drive)
     assert drive.waited[11] == pytest.approx(60.0)
     assert drive.waited[12] < 10.0
-    assert json.loads(store.runs.rounds(RUN)[12]["cohort"]) == ["d0", "d1", "d2"]
+    assert store.runs.rounds(RUN)[12].cohort == ["d0", "d1", "d2"]
 
 
 def test_a_simulation_ends_after_so_many_short_rounds_with_a_sentence() -> None:
@@ -475,7 +480,7 @@ def test_a_disk_that_is_full_at_any_step_ends_the_engine_as_such_and_the_next_on
 
 def assert_no_round_is_short(store: Store) -> None:
     """Called between the steps of a run, which would otherwise try again for ever."""
-    assert "short" not in [row["status"] for row in store.runs.rounds(RUN)]
+    assert "short" not in [row.status for row in store.runs.rounds(RUN)]
 
 
 def test_a_round_asks_more_devices_than_it_wants_and_ends_with_enough_answers() -> None:
@@ -488,8 +493,9 @@ def test_a_round_asks_more_devices_than_it_wants_and_ends_with_enough_answers() 
     asyncio.run(engine.run())
 
     rounds = store.runs.rounds(RUN)
-    assert [(row["status"], row["used"], row["reported"]) for row in rounds] == [("closed", 2, 0)] * 6
-    cohorts = [tuple(json.loads(row["cohort"])) for row in rounds]
+    assert [row.status for row in rounds] == ["closed"] * 6
+    assert [tuple(answers) for _, answers in store.summaries.rounds(RUN, 0, EVERY)] == [(2, 0)] * 6
+    cohorts = [tuple(row.cohort) for row in rounds]
     assert {len(cohort) for cohort in cohorts} == {3}
     assert len(set(cohorts)) > 1  # chosen anew in every round
     (surplus,) = [row for row in store.asks.of_step(RUN, 1, 1) if row.status == "out"]
@@ -501,21 +507,21 @@ def test_a_round_asks_more_devices_than_it_wants_and_ends_with_enough_answers() 
 def test_a_replayed_round_keeps_the_devices_that_it_asked() -> None:
     """The engine dies at every step of a run with over-selection and the end is the same."""
 
-    def run(fuse: Fuse) -> tuple[Store, list[str]]:
+    def run(fuse: Fuse) -> tuple[Store, list[list[str]]]:
         config = config_for(min_devices=3, devices_per_round=2, over_selection=1.5)
         store = Store.in_memory()
         devices = answering(store, 3)
         with contextlib.suppress(Crash):
             run_engine(Fragile(store, fuse), config, Drive(devices, fuse))
         run_engine(store, config, Drive(devices))
-        return store, [row["cohort"] for row in store.runs.rounds(RUN)]
+        return store, [list(row.cohort) for row in store.runs.rounds(RUN)]
 
     undisturbed = Fuse()
     run(undisturbed)
     for moment in range(1, undisturbed.touched + 1, 7):
         store, cohorts = run(Fuse(blows_at=moment))
         assert len(cohorts) == ROUNDS
-        assert [row["used"] for row in store.runs.rounds(RUN)] == [2] * ROUNDS
+        assert used(store) == [2] * ROUNDS
         assert_no_upload_lost(store)
 
 
@@ -533,7 +539,7 @@ def test_the_quorum_counts_the_devices_that_a_round_wants() -> None:
 
     drive.on_wait = look
     asyncio.run(engine.run())
-    assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
+    assert [row.status for row in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
 
 
 def test_the_end_result_goes_to_devices_that_the_last_round_did_not_ask() -> None:
@@ -547,5 +553,5 @@ def test_the_end_result_goes_to_devices_that_the_last_round_did_not_ask() -> Non
     engine = Engine(store, config_for(min_devices=4, devices_per_round=2, rounds=1), drive)
     engine.method = Telling(engine.method)
     asyncio.run(engine.run())
-    assert len(json.loads(store.runs.rounds(RUN)[0]["cohort"])) == 2
+    assert len(store.runs.rounds(RUN)[0].cohort) == 2
     assert told == ["d0", "d1", "d2", "d3"]

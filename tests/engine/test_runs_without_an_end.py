@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -147,11 +146,11 @@ class Fleet:
 
     def asked(self) -> list[list[str]]:
         """Whom each round has asked."""
-        numbers = [row["round"] for row in self.store.runs.rounds(RUN)]
+        numbers = [row.number for row in self.store.runs.rounds(RUN)]
         return [[ask.device for ask in self.store.asks.of_step(RUN, number, 1)] for number in numbers]
 
     def statuses(self) -> list[str]:
-        return [row["status"] for row in self.store.runs.rounds(RUN)]
+        return [row.status for row in self.store.runs.rounds(RUN)]
 
 
 def config_for(**run: Any) -> RunConfig:
@@ -250,7 +249,7 @@ def test_a_device_is_forgotten_while_nothing_is_due() -> None:
     assert len(fleet.asked()) == 1, "nobody is there who could be told"
     row = fleet.store.devices.get(RUN, "d0")
     assert row is not None
-    assert row["forgotten_at"] is not None
+    assert row.forgotten_at is not None
 
 
 # --- who must be there
@@ -282,7 +281,7 @@ def test_a_newcomer_is_of_the_cohort_whatever_a_round_would_draw() -> None:
     fleet = Fleet(6)
     fleet.play(lambda: fleet.come("d7", b"late"), devices_per_round=2, min_devices=6)
     assert fleet.asked()[-1] == ["d7"]
-    assert [len(json.loads(row["cohort"])) for row in fleet.store.runs.rounds(RUN)] == [6, 7]
+    assert [len(row.cohort) for row in fleet.store.runs.rounds(RUN)] == [6, 7]
 
 
 # --- stops and kills
@@ -340,7 +339,7 @@ def test_an_engine_that_dies_at_any_step_never_takes_old_rows_for_new_ones() -> 
 def test_the_versions_of_a_round_that_is_over_are_not_kept() -> None:
     fleet = Fleet()
     fleet.play()
-    assert [row["data_versions"] for row in fleet.store.runs.rounds(RUN)] == [None]
+    assert [row.data_versions for row in fleet.store.runs.rounds(RUN)] == [None]
 
 
 def test_rounds_that_nobody_answers_come_ever_more_rarely() -> None:
@@ -418,7 +417,7 @@ def test_an_engines_process_is_killed_goes_on_and_ends_well_when_it_is_stopped(t
         os.kill(engine.process.pid, signal.SIGTERM)
         engine.wait_for_the_end()
         assert store.runs.existing(config.run.name).status == "running"
-        assert {row["status"] for row in store.runs.rounds(config.run.name)} <= {"closed", "open"}
+        assert {row.status for row in store.runs.rounds(config.run.name)} <= {"closed", "open"}
         used = [row.status for row in store.asks.uploads(config.run.name)]
         assert set(used) <= {"used", "acknowledged"}
         assert used.count(UploadStatus.USED) >= 5 * len(devices)

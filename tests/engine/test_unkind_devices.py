@@ -270,7 +270,7 @@ def test_a_run_completes_whatever_one_of_its_devices_does(tmp_path: Path) -> Non
     row = store.runs.get(RUN)
     assert row is not None
     assert (row.status, row.completed_rounds) == ("finished", ROUNDS)
-    assert [one["status"] for one in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
+    assert [one.status for one in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
     assert third.met.keys() == BEHAVIOURS.keys(), "each of them was met"
     for name, number in third.met.items():
         ask = store.asks.get(RUN, number, 1, THIRD)
@@ -309,8 +309,8 @@ def test_a_round_that_falls_short_over_the_wire_is_closed_as_such(tmp_path: Path
         asyncio.run(run_engine(store, config(1, quorum=0.6), engine_ends))
         watcher.join()
     first, *others = store.runs.rounds(RUN)
-    assert (first["status"], first["reason"]) == ("short", "step 'train': 1 devices answered, the quorum is 2")
-    assert [one["status"] for one in others] == ["closed"]
+    assert (first.status, first.reason) == ("short", "step 'train': 1 devices answered, the quorum is 2")
+    assert [one.status for one in others] == ["closed"]
     (lost,) = [one for one in store.asks.uploads(RUN) if one.round == 1]
     assert (lost.device, lost.status) == ("w2", "reported")
     assert lost.reason.startswith("round short: step 'train'")

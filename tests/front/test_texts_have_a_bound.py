@@ -98,7 +98,7 @@ def test_whatever_a_device_says_its_words_are_bounded(client: Client, store: Sto
             client.check_in(make_profile(**changes))
         assert found[0].reason == "too-large"
     assert stored_texts(store) <= LONGEST
-    assert all(len(row["profile"]) < 2000 for row in store.devices.all(RUN))
+    assert all(len(row.profile) < 2000 for row in store.devices.all(RUN))
 
 
 # --- what people see

@@ -107,7 +107,7 @@ def case(front: LiveFront, store: Store, tmp_path: Path, request: pytest.Fixture
     made = Case(front, store, tmp_path / "state", name)
     yield made
     if (row := store.runs.open_round(RUN)) is not None:
-        store.runs.close_short_round(RUN, row["round"], "the test is over")
+        store.runs.close_short_round(RUN, row.number, "the test is over")
 
 
 MOMENTS = ["before asking for the status", "in the middle of the upload"]
@@ -195,7 +195,7 @@ def test_a_server_that_no_longer_knows_the_device_does_not_cost_it_its_answer(ca
     row: dict[str, Any] = {}
 
     def forget() -> None:
-        row.update(case.store.devices.get(RUN, case.name) or {})
+        row.update(case.store.database.row("SELECT * FROM devices WHERE device = ?", case.name) or {})
         case.store.database.write("UPDATE devices SET secret_hash = ? WHERE device = ?", b"?" * 32, case.name)
 
     with case.device("before asking for the status", forget) as device:

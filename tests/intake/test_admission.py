@@ -32,7 +32,7 @@ def test_a_device_that_fits_gets_the_contract_and_a_secret_once(fleet: Fleet) ->
     assert fleet.wakes == 2  # the engine may wait for devices
     row = fleet.store.devices.get(RUN, "d1")
     assert row is not None
-    assert first.secret not in row["secret_hash"]  # only its hash is kept
+    assert first.secret not in row.secret_hash  # only its hash is kept
 
 
 def test_without_a_profile_a_device_only_learns_the_contract(fleet: Fleet) -> None:
@@ -137,7 +137,7 @@ def test_a_name_of_the_data_has_a_bound(fleet: Fleet) -> None:
     assert fleet.store.devices.all(RUN) == []
     fleet.check_in(profile=make_profile(data_version=b"v" * 32))
     (row,) = fleet.store.devices.all(RUN)
-    assert contract_pb2.DeviceProfile.FromString(row["profile"]).data_version == b"v" * 32
+    assert contract_pb2.DeviceProfile.FromString(row.profile).data_version == b"v" * 32
 
 
 def test_nobody_checks_in_to_a_run_that_was_deleted(fleet: Fleet) -> None:
@@ -280,7 +280,7 @@ def test_a_second_device_of_the_same_id_is_refused(fleet: Fleet, secret: bytes) 
     )
     row = fleet.store.devices.get(RUN, "d1")
     assert row is not None
-    assert contract_pb2.DeviceProfile.FromString(row["profile"]).model_name == "small"
+    assert contract_pb2.DeviceProfile.FromString(row.profile).model_name == "small"
 
 
 def test_of_two_devices_that_take_an_id_at_the_same_moment_one_is_refused(fleet: Fleet) -> None:

@@ -17,7 +17,7 @@ from fleetdistill.errors import RefusedError, StoreError
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.revocation import revoke_device
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Device
 
 # --- asks
 
@@ -39,7 +39,7 @@ def test_a_poll_that_finds_nothing_reads_the_devices_row_once(fleet: Fleet, monk
     """Every idle device does this again and again."""
     identity, read, looked_up = fleet.join(), fleet.api.store.devices.get, list[str]()
 
-    def device(run: str, name: str) -> Row | None:
+    def device(run: str, name: str) -> Device | None:
         looked_up.append(name)
         return read(run, name)
 

@@ -153,7 +153,7 @@ def test_a_method_that_trains_nothing_tells_of_no_loss(undisturbed: Undisturbed)
 @every_method
 def test_a_forgotten_device_is_named_nowhere_in_the_methods_state(method: str, tmp_path: Path) -> None:
     store = run_in_memory(prepare(RUNS[method], tmp_path / "work"))
-    forgotten, stays = (row["device"] for row in store.devices.all(RUN))
+    forgotten, stays = (row.id for row in store.devices.all(RUN))
     before = set(words_in(state_of(store)))
     assert {forgotten, stays} <= before or not {forgotten, stays} & before
     assert ask_to_forget(store, RUN, forgotten, served=False)

@@ -59,7 +59,7 @@ class Fleet:
         row = self.store.runs.open_round(RUN)
         if row is None:
             return 0, 0, 0
-        number, last = row["round"], 0
+        number, last = row.number, 0
         while self.store.asks.of_step(RUN, number, last + 1):
             last += 1
         return number, last, sum(ask.status == "answered" for ask in self.store.asks.of_step(RUN, number, last))

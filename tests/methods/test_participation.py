@@ -35,7 +35,7 @@ def test_a_round_takes_the_part_of_the_devices_that_is_wanted(method: str, tmp_p
     taken = [asked_in(store, number) for number in (1, 2, 3)]
     assert [len(devices) for devices in taken] == [2, 2, 2]
     assert len({tuple(devices) for devices in taken}) > 1, "every round took the same devices"
-    assert len({row["device"] for row in store.devices.all(RUN)}) == 4
+    assert len({row.id for row in store.devices.all(RUN)}) == 4
     store.close()
 
 

@@ -63,7 +63,7 @@ def fitting_profile(store: Store, spec: DeviceSpec) -> Profile:
         device.step(0.0)
     row = store.devices.get(RUN, spec.name)
     assert row is not None
-    return Profile.FromString(row["profile"])
+    return Profile.FromString(row.profile)
 
 
 def changed(**values: Any) -> Callable[[Profile], None]:
@@ -204,7 +204,7 @@ def test_an_app_with_a_model_of_its_own_is_told_what_the_run_needs(name: str, tm
             assert len(store.history.events(RUN, "refused")) == 1
         else:
             device.step(0.0)
-            assert [row["device"] for row in store.devices.all(RUN)] == [prepared[1][0].name]
+            assert [row.id for row in store.devices.all(RUN)] == [prepared[1][0].name]
     store.close()
 
 

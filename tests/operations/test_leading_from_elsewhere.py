@@ -140,7 +140,7 @@ def test_an_operator_leads_a_run_and_a_viewer_does_not(elsewhere: Elsewhere) -> 
         assert elsewhere.rows()[RUN]["status"] == "stopped"
         assert "by operator the-operator" in elsewhere.call("runs", "show", RUN)[1]
         with contextlib.closing(Store.open(elsewhere.work / "store")) as store:
-            to = store.runs.checkpoints(RUN)[0]["completed_rounds"]
+            to = store.runs.checkpoints(RUN)[0].completed_rounds
         number = elsewhere.rows()[RUN]["completed_rounds"] - to
         said = elsewhere.said("runs", "rollback", RUN, "--to", str(to))
         assert said.startswith(f"run {RUN!r} is rolled back to round {to}: {number} round")

@@ -188,7 +188,7 @@ def test_a_stop_closes_the_open_round_and_reports_its_answers(store: Store) -> N
     store.blobs.put(answer)
     store.asks.accept_upload(asked.id, 1, answer.sha256, 10, 1)
     leading.stop(store, RUN)
-    assert [(row["status"], row["reason"]) for row in store.runs.rounds(RUN)] == [("short", "run stopped")]
+    assert [(row.status, row.reason) for row in store.runs.rounds(RUN)] == [("short", "run stopped")]
     assert [(row.status, row.reason) for row in store.asks.uploads(RUN)] == [("reported", "round short: run stopped")]
 
 

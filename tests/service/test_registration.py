@@ -214,7 +214,7 @@ def test_a_finished_run_that_is_extended_ends_as_one_that_had_all_rounds(tmp_pat
     prepared = prepare(RUNS[method], tmp_path / "parts")
     for rounds in (2, 3):
         run_on(parts, prepared, rounds)
-    assert [row["status"] for row in parts.runs.rounds(RUN)] == ["closed"] * 3
+    assert [row.status for row in parts.runs.rounds(RUN)] == ["closed"] * 3
     assert outcome(parts)[0] == outcome(whole)[0]
     for one in (whole, parts):
         one.close()

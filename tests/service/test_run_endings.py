@@ -100,7 +100,7 @@ def test_a_cancelled_run_is_over_for_good(store: Store) -> None:
     token = store.runs.own(RUN)
     assert cancel(store, RUN)
     assert (row_of(store).status, row_of(store).reason) == ("cancelled", "by the operator, after 1 round")
-    assert [(row["status"], row["reason"]) for row in store.runs.rounds(RUN)][1:] == [("short", "run cancelled")]
+    assert [(row.status, row.reason) for row in store.runs.rounds(RUN)][1:] == [("short", "run cancelled")]
     assert [row.status for row in store.asks.uploads(RUN)] == ["used", "reported"]
     with pytest.raises(RunError, match="run 'digits' was cancelled"):
         store.runs.assert_owner(RUN, token)
@@ -176,7 +176,7 @@ def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path
             assert told.finished == "cancelled: by the operator, after 1 round"
         before = row_of(store), store.runs.rounds(RUN)
         assert before[0].status == "cancelled"
-        assert [row["status"] for row in before[1]] == ["closed", "short"]
+        assert [row.status for row in before[1]] == ["closed", "short"]
         assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' had already ended\n")
         assert (row_of(store), store.runs.rounds(RUN)) == before
         code, said = cancels(Role.OPERATOR, "digist")

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.sums import EVERY
 
 RUN = "apart"
 CONFIG = """
@@ -88,7 +89,7 @@ def test_two_fronts_and_an_engine_on_three_machines_end_a_run(
         store = Store.open(fronts[1].store)  # every host's directory leads to the same store
         assert store.runs.existing(RUN).status == "finished"
         assert_no_upload_lost(store, run=RUN)
-        assert [row["used"] for row in store.runs.rounds(RUN)] == [2, 2]
+        assert [answers.used for _, answers in store.summaries.rounds(RUN, 0, EVERY)] == [2, 2]
         store.close()
         assert not list(tmp_path.glob("*/store/store.sqlite"))
         assert_private([*fronts, engine])

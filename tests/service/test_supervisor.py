@@ -123,7 +123,7 @@ def completed(store: Store) -> int:
 
 def settled(store: Store) -> bool:
     """Every acknowledged upload of an ended round is used or reported with a reason."""
-    ended = {row["round"] for row in store.runs.rounds(RUN) if row["status"] != "open"}
+    ended = {row.number for row in store.runs.rounds(RUN) if row.status != "open"}
     uploads = [row for row in store.asks.uploads(RUN) if row.round in ended]
     return all(row.status == "used" or (row.status == "reported" and row.reason) for row in uploads)
 
@@ -186,8 +186,8 @@ def test_ctrl_c_ends_cleanly_and_the_next_start_goes_on_until_it_is_killed(tmp_p
             again.process.kill()
             wait_until(lambda: not any(is_alive(pid) for pid in pids), "the children to end")
     rounds = store.runs.rounds(RUN)
-    assert [row["round"] for row in rounds] == list(range(1, len(rounds) + 1))
-    assert sum(row["status"] == "closed" for row in rounds) == completed(store)
+    assert [row.number for row in rounds] == list(range(1, len(rounds) + 1))
+    assert sum(row.status == "closed" for row in rounds) == completed(store)
     assert settled(store)
     store.close()
 
@@ -222,7 +222,7 @@ def test_killed_children_are_started_again(shared: tuple[Served, Store, Path]) -
         before = completed(store)
         wait_until(lambda: completed(store) > before, "the next round")  # noqa: B023
     assert settled(store)
-    assert [row["status"] for row in store.runs.rounds(RUN)].count("short") == 0
+    assert "short" not in [row.status for row in store.runs.rounds(RUN)]
     assert run_row(store).config == before_edit
 
 

@@ -53,7 +53,7 @@ def test_what_one_device_sends_does_not_end_a_run_and_the_device_is_named(
     store = run(tmp_path, name, attack)
     outcome(store)
     assert HOSTILE in named(store)
-    assert all(row["status"] == "closed" for row in store.runs.rounds(RUN))
+    assert all(row.status == "closed" for row in store.runs.rounds(RUN))
     store.close()
 
 

@@ -164,7 +164,7 @@ def test_a_guard_that_fires_is_counted_once_and_shown_and_other_events_are_not()
     store.runs.begin("r", {"run": {"name": "r", "method": "feddkc", "rounds": 3}})
     for _ in range(2):
         store.runs.start_round("r", ["a", "b"])
-        store.runs.close_short_round("r", store.runs.rounds("r")[-1]["round"], "quorum")
+        store.runs.close_short_round("r", store.runs.rounds("r")[-1].number, "quorum")
     for _ in range(2):  # a replayed round says the same again
         cohort_of(store, 1).guard("teacher", "held back", "a")
         cohort_of(store, 1).guard("teacher", "held back", "b")
@@ -202,7 +202,7 @@ def test_a_device_that_has_lost_its_teacher_declines_the_step_and_the_run_goes_o
     (event,) = store.history.events(RUN, "declined")
     assert event["round"] == 1
     assert "needs a teacher of that round, but it has not trained yet" in event["text"]
-    assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed", "closed"]
+    assert [row.status for row in store.runs.rounds(RUN)] == ["closed", "closed"]
     rows = [store.asks.of_step(RUN, 1, step) for step in (1, 2, 3, 4)]
     asked = [len([ask for ask in asks if ask.status == "answered"]) for asks in rows]
     assert asked == [3, 2, 3, 3], "out for the step; with its committed state, which has the teacher, it goes on"

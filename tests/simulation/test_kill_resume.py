@@ -117,7 +117,7 @@ def test_killed_processes_change_nothing(tmp_path: Path, undisturbed: object) ->
             fleet.kill_devices(group)
         fleet.wait_for_the_end()
     store = Store.open(directory)
-    assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
+    assert [row.status for row in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
     assert_no_upload_lost(store)
     assert [row.status for row in store.asks.uploads(RUN)] == ["used"] * (ROUNDS * DEVICES)
     assert outcome(store) == undisturbed

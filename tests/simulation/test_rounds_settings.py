@@ -28,7 +28,7 @@ def test_each_round_draws_its_devices_from_the_seed(tmp_path: Path) -> None:
     cohorts = []
     for name in ("first", "again"):
         store = run_in_memory(prepare(replace(FLEET, devices_per_round=2), tmp_path / name))
-        cohorts.append([json.loads(row["cohort"]) for row in store.runs.rounds(RUN)])
+        cohorts.append([row.cohort for row in store.runs.rounds(RUN)])
         assert len(store.devices.all(RUN)) == 5
         store.close()
     assert [len(devices) for devices in cohorts[0]] == [2, 2, 2]

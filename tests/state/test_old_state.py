@@ -74,7 +74,7 @@ def server() -> tuple[Store, Payload]:
 def ask(store: Store, payload: Payload) -> None:
     """Asks the device in a new round."""
     if (last := store.runs.open_round(RUN)) is not None:
-        store.runs.close_short_round(RUN, last["round"], "the next one begins")
+        store.runs.close_short_round(RUN, last.number, "the next one begins")
     row: dict[str, Any] = {
         "run": RUN,
         "round": store.runs.start_round(RUN, ["d"]),

@@ -227,7 +227,7 @@ def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path) -> None:
             store.blobs.space.looked = -1e9  # type: ignore[attr-defined]
             for device in devices:
                 device.step()
-            if store.runs.open_round(RUN) and (store.runs.open_round(RUN) or {})["round"] == 2 and not waited:
+            if store.runs.open_number(RUN) == 2 and not waited:
                 ballast.write_bytes(bytes(30_000_000))
 
         def wake_other(self) -> None:
@@ -238,7 +238,7 @@ def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path) -> None:
     asyncio.run(Engine(store, recorded_config(directory), Driver()).run())
     assert waited >= 3
     assert store.runs.existing(RUN).status == "finished"
-    assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * 4
+    assert [row.status for row in store.runs.rounds(RUN)] == ["closed"] * 4
     (event,) = store.history.events(RUN, "no-space")
     assert event["text"] == "step 'train' cannot be sent to the devices until the disk has space"
     store.close()

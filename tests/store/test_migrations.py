@@ -72,5 +72,5 @@ def test_the_run_of_a_migrated_store_goes_on_to_its_end(directory: Path) -> None
     answered = [(row.round, row.step_number, row.device) for row in uploads]
     assert len(set(answered)) == len(answered) == 2 * 4 + 2  # four rounds, and the delivery of the end result
     assert store.runs.existing(RUN).status == "finished"
-    assert [row["status"] for row in store.runs.rounds(RUN)] == ["closed"] * 4
+    assert [row.status for row in store.runs.rounds(RUN)] == ["closed"] * 4
     store.close()

@@ -56,7 +56,7 @@ class Retention(RuleBasedStateMachine):
     @rule(run=runs, payload=payloads)
     def ask_a_step(self, run: str, payload: Any) -> None:
         opened = self.store.runs.open_round(run)
-        number = opened["round"] if opened else self.store.runs.start_round(run, DEVICES)
+        number = opened.number if opened else self.store.runs.start_round(run, DEVICES)
         steps = [one for one in range(1, 9) if not self.store.asks.of_step(run, number, one)]
         row: dict[str, Any] = {"run": run, "round": number, "step_number": steps[0] if steps else 8, "step": "train"}
         row |= {"expects": EXPECTS, "payload": payload.sha256, "payload_bytes": payload.data_bytes, "seed": 1}
@@ -127,7 +127,7 @@ class Retention(RuleBasedStateMachine):
         opened = self.store.runs.open_round(run)
         if opened is None:
             return
-        number = opened["round"]
+        number = opened.number
         if data.draw(st.booleans()):
             self.store.runs.close_short_round(run, number, "too few")
             return
@@ -144,10 +144,10 @@ class Retention(RuleBasedStateMachine):
     def roll_back(self, run: str, data: st.DataObject) -> None:
         """The newest closed round is then an earlier one, whose payloads a prune may have deleted."""
         to = data.draw(st.sampled_from(self.store.runs.checkpoints(run)))
-        done = roll_back(self.store, run, to["round"])
+        done = roll_back(self.store, run, to.round)
         row = self.store.runs.existing(run)
-        assert (row.checkpoint, row.completed_rounds) == (to["sha256"], done.completed_rounds)
-        counted = [one for one in self.store.runs.rounds(run) if one["status"] == "closed"]
+        assert (row.checkpoint, row.completed_rounds) == (to.sha256, done.completed_rounds)
+        counted = [one for one in self.store.runs.rounds(run) if one.status == "closed"]
         assert len(counted) == done.completed_rounds
         spoken = self.store.runs.payloads_between(run, 0, 1 << 40)
         self.lost |= {one for one in spoken if not self.store.blobs.has(one)}
@@ -178,7 +178,8 @@ class Retention(RuleBasedStateMachine):
         """The server may be about to speak of what is young, so of that nothing goes."""
         for payload in asked:  # rounds that no engine has freed
             self.ask_a_step(run, payload)
-            number = (self.store.runs.open_round(run) or {})["round"]
+            number = self.store.runs.open_number(run)
+            assert number is not None
             self.store.runs.close_round(run, number, self.store.blobs.put_state(b"one state"), [], {})
         held = self.store.blobs.held()
         aged = [replace(one, age_seconds=math.inf if one.sha256 in old else 0.0) for one in held]
@@ -195,12 +196,12 @@ class Retention(RuleBasedStateMachine):
         for run in RUNS:
             self.store.blobs.get_state(self.store.runs.existing(run).checkpoint)
             for kept in self.store.runs.checkpoints(run):
-                self.store.blobs.get_state(kept["sha256"])
+                self.store.blobs.get_state(kept.sha256)
             wanted = {row.sha256 for row in self._acknowledged(run)}
             opened = self.store.runs.open_round(run)
             for step in range(1, 9) if opened else ():
                 wanted |= {one.payload for one in self.store.asks.of_step(run, opened["round"], step) if one.payload}  # type: ignore[index]
-            newest = [one["round"] for one in self.store.runs.rounds(run) if one["status"] == "closed"][-1:]
+            newest = [one.number for one in self.store.runs.rounds(run) if one.status == "closed"][-1:]
             newest = [one for one in newest if one >= self.store.runs.first_kept_round(run)]  # a prune released others
             wanted |= {row.sha256 for row in self.store.asks.uploads(run) if row.round in newest and _counts(row)}
             for sha256 in wanted - self.lost:

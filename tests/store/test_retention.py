@@ -42,8 +42,8 @@ def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path) -> No
     assert row is not None
     contract = contract_pb2.Contract.FromString(row.contract)
     assert store.blobs.open(contract.initial_weights).data_bytes > 0
-    assert [one["round"] for one in store.runs.checkpoints(RUN)] == [2, 3, 4]
-    states = {one["sha256"] for one in store.runs.checkpoints(RUN)}
+    assert [one.round for one in store.runs.checkpoints(RUN)] == [2, 3, 4]
+    states = {one.sha256 for one in store.runs.checkpoints(RUN)}
     asked = {one.payload for one in store.asks.of_step(RUN, 4, 1)}
     newest = {one.sha256 for one in uploads if one.round == 4}
     assert {one.sha256 for one in store.blobs.held()} == {contract.initial_weights, *asked, *newest, *states}
@@ -274,7 +274,7 @@ def test_pruning_gives_up_old_rounds_and_keeps_their_receipts(store: Store) -> N
     assert (pruned.events, pruned.figures) == (2, 2)
     assert told(store) == ([3, 4, 5], [3, 4, 5])
     assert readable(store, asked) == [3, 4, 5]
-    assert [row["round"] for row in store.runs.rounds(RUN)] == [1, 2, 3, 4, 5]
+    assert [row.number for row in store.runs.rounds(RUN)] == [1, 2, 3, 4, 5]
     assert prune(store, RUN, keep_rounds=2) == Pruned()
 
 

@@ -54,7 +54,7 @@ def row_of(store: Store) -> Run:
 
 
 def statuses(store: Store) -> list[str]:
-    return [row["status"] for row in store.runs.rounds(RUN)]
+    return [row.status for row in store.runs.rounds(RUN)]
 
 
 @pytest.mark.parametrize(("method", "to"), [*((one, 1) for one in sorted(METHODS)), ("classstats", 0)])
@@ -63,11 +63,11 @@ def test_devices_of_every_method_go_on_from_the_state_that_a_run_was_set_back_to
 ) -> None:
     prepared, store = prepare(RUNS[method], tmp_path / "work"), Store.in_memory()
     play(prepared, store)
-    kept = {one["round"]: one for one in store.runs.checkpoints(RUN)}
+    kept = {one.round: one for one in store.runs.checkpoints(RUN)}
     assert list(kept) == [0, 1, 2]
     assert roll_back(store, RUN, to) == RolledBack(completed_rounds=to, undone=2 - to)
     row = row_of(store)
-    assert (row.status, row.completed_rounds, row.checkpoint) == ("stopped", to, kept[to]["sha256"])
+    assert (row.status, row.completed_rounds, row.checkpoint) == ("stopped", to, kept[to].sha256)
     assert statuses(store) == ["closed"] * to + ["undone"] * (2 - to)
     assert {one.status for one in store.asks.uploads(RUN) if one.round > to} <= {"reported"}
     play(prepared, store)
@@ -86,9 +86,9 @@ def test_the_newest_checkpoints_are_kept_and_all_others_deleted(tmp_path: Path) 
     server = config.server.model_copy(update={"keep_checkpoints": 2})
     play((config.model_copy(update={"run": run, "server": server}), *prepared[1:]), store)
     kept = store.runs.checkpoints(RUN)
-    assert [(one["round"], one["completed_rounds"]) for one in kept] == [(3, 3), (4, 4)]
-    assert {one["sha256"] for one in kept} == set(store.blobs._states)  # type: ignore[attr-defined]
-    assert kept[-1]["sha256"] == row_of(store).checkpoint
+    assert [(one.round, one.completed_rounds) for one in kept] == [(3, 3), (4, 4)]
+    assert {one.sha256 for one in kept} == set(store.blobs._states)  # type: ignore[attr-defined]
+    assert kept[-1].sha256 == row_of(store).checkpoint
     with pytest.raises(
         ConfigurationError,
         match=r"has no checkpoint of round 1; available rounds: 3 \(3 completed\), 4 \(4 completed\)\. ",
@@ -177,9 +177,9 @@ def test_what_cannot_be_is_refused_with_what_can(given: list[str], told: str, pl
 
 def test_later_checkpoints_are_gone_and_an_undone_round_is_refused(played: tuple[Prepared, Path]) -> None:
     store = Store.open(played[1])
-    undone = store.runs.checkpoints(RUN)[2]["sha256"]
+    undone = store.runs.checkpoints(RUN)[2].sha256
     assert roll_back(store, RUN, 1) == RolledBack(completed_rounds=1, undone=1)
-    assert [one["round"] for one in store.runs.checkpoints(RUN)] == [0, 1]
+    assert [one.round for one in store.runs.checkpoints(RUN)] == [0, 1]
     assert not store.blobs.has(undone)
     with pytest.raises(
         ConfigurationError, match=r"has no checkpoint of round 2; available rounds: 0 \(0 completed\), 1 "
@@ -219,7 +219,7 @@ def test_a_run_that_a_server_works_on_is_stopped_first(
 def test_a_checkpoint_that_cannot_be_read_leaves_the_run_as_it_is(played: tuple[Prepared, Path]) -> None:
     store = Store.open(played[1])
     before = row_of(store)
-    store.blobs.drop(store.runs.checkpoints(RUN)[1]["sha256"])
+    store.blobs.drop(store.runs.checkpoints(RUN)[1].sha256)
     with pytest.raises(DamagedError):
         roll_back(store, RUN, 1)
     assert row_of(store) == before

@@ -23,6 +23,7 @@ from fleetdistill_server.store.records import Ask, Run, Upload
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.states import STALENESS
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.store.traffic import Counted
 
 RUN = "digits"
@@ -156,7 +157,7 @@ def test_devices_are_present_in_bytewise_order_and_others_are_not(store: Store) 
         assert store.devices.register(RUN, device, b"hash", b"profile")
     store.devices.mark_absent(RUN, "b", "device left")
     assert store.devices.present(RUN) == ["B", "a10", "a2", "é"]
-    assert [row["device"] for row in store.devices.all(RUN)] == ["B", "a10", "a2", "b", "é"]
+    assert [row.id for row in store.devices.all(RUN)] == ["B", "a10", "a2", "b", "é"]
     assert store.devices.present("other") == []
 
 
@@ -165,11 +166,11 @@ def test_a_device_keeps_the_secret_of_its_first_check_in(store: Store) -> None:
     assert not store.devices.register(RUN, "a", b"second", b"stolen")
     row = store.devices.get(RUN, "a")
     assert row is not None
-    assert (row["secret_hash"], row["profile"]) == (b"first", b"old profile")
+    assert (row.secret_hash, row.profile) == (b"first", b"old profile")
     assert store.devices.register(RUN, "a", b"first", b"new profile")
     again = store.devices.get(RUN, "a")
     assert again is not None
-    assert (again["profile"], again["first_seen"]) == (b"new profile", row["first_seen"])
+    assert (again.profile, again.first_seen) == (b"new profile", row.first_seen)
     assert store.devices.get(RUN, "b") is None
 
 
@@ -228,14 +229,14 @@ def test_rounds_are_counted_from_one_short_ones_included(store: Store) -> None:
     assert store.runs.start_round(RUN, ["b", "a"]) == 1
     opened = store.runs.open_round(RUN)
     assert opened is not None
-    assert (opened["round"], opened["cohort"]) == (1, ["b", "a"])
+    assert (opened.number, opened.cohort) == (1, ["b", "a"])
     store.runs.close_short_round(RUN, 1, "too few answered")
     assert store.runs.open_round(RUN) is None
     assert store.runs.start_round(RUN, []) == 2
     store.runs.close_round(RUN, 2, b"c" * 32, [], {"loss": 0.5})
     assert store.runs.start_round(RUN, []) == 3
-    states = [(row["round"], row["status"], row["reason"]) for row in store.runs.rounds(RUN)]
-    assert states == [(1, "short", "too few answered"), (2, "closed", None), (3, "open", None)]
+    states = [(row.number, row.status, row.reason) for row in store.runs.rounds(RUN)]
+    assert states == [(1, "short", "too few answered"), (2, "closed", ""), (3, "open", "")]
     assert run_row(store).completed_rounds == 1
 
 
@@ -246,8 +247,8 @@ def test_a_closed_round_marks_every_upload_used_or_reported(store: Store) -> Non
     accept(store, unused)
     store.runs.close_round(RUN, number, b"c" * 32, [used], {"accuracy": 0.5})
     assert upload_states(store) == {"a": ("used", ""), "b": ("reported", "the round ended without using the answer")}
-    (row,) = store.runs.rounds(RUN)
-    assert (row["used"], row["reported"], json.loads(row["figures"])) == (1, 1, {"accuracy": 0.5})
+    ((row, answers),) = store.summaries.rounds(RUN, 0, EVERY)
+    assert (answers, row.figures) == ((1, 1), {"accuracy": 0.5})
     assert (run_row(store).checkpoint, run_row(store).completed_rounds) == (b"c" * 32, 1)
     assert [ask.reason for ask in store.asks.of_step(RUN, number, 1)] == ["", "", "round closed"]
     assert store.asks.next_open(RUN, "c") is None

@@ -46,7 +46,7 @@ class Changing:
             store.devices.register(self.run, device, device.encode(), b"")
 
     def asks(self) -> list[Ask]:
-        rounds = [row["round"] for row in self.store.runs.rounds(self.run)]
+        rounds = [row.number for row in self.store.runs.rounds(self.run)]
         return [ask for number in rounds for ask in self.store.asks.of_step(self.run, number, 1)]
 
     def ask(self, choice: int, *statuses: str) -> Ask | None:
@@ -132,7 +132,7 @@ class Changing:
         self.store.runs.settle_closed(self.run, "the run has ended")
 
     def roll_back(self, choice: int, amount: int) -> None:
-        kept = [row["round"] for row in self.store.runs.checkpoints(self.run)]
+        kept = [checkpoint.round for checkpoint in self.store.runs.checkpoints(self.run)]
         if kept:
             self.store.runs.roll_back(self.run, kept[choice % len(kept)])
 
@@ -176,7 +176,7 @@ def answers_of(store: Store, run: str) -> tuple[Any, ...]:
     """Numbers of answers by round: from the sums, and counted."""
     uploads, progress = store.asks.uploads(run), store.runs.progress(run)
     assert progress is not None
-    summed = {row["round"]: (row["used"], row["reported"]) for row in store.summaries.rounds(run, 0, EVERY)}
+    summed = {one.number: tuple(answers) for one, answers in store.summaries.rounds(run, 0, EVERY)}
     followed = {row["round"]: (row["answers"], row["used"], row["reported"]) for row in progress.rounds}
     found = Counter((row.round, row.status) for row in uploads)
     counted = {number: (found[number, UploadStatus.USED], found[number, UploadStatus.REPORTED]) for number in summed}
@@ -273,9 +273,9 @@ def test_sums_are_what_the_answers_add_up_to_after_every_change(store: Store, ch
 
 def test_a_late_answer_that_an_undone_round_used_counts_as_reported(store: Store) -> None:
     run = play(store, LATE)
-    assert [(row["used"], row["reported"]) for row in store.summaries.rounds(run, 0, EVERY)] == [(2, 0), (0, 0)]
+    assert [tuple(answers) for _, answers in store.summaries.rounds(run, 0, EVERY)] == [(2, 0), (0, 0)]
     store.runs.roll_back(run, 1)
-    assert [(row["used"], row["reported"]) for row in store.summaries.rounds(run, 0, EVERY)] == [(1, 1), (0, 0)]
+    assert [tuple(answers) for _, answers in store.summaries.rounds(run, 0, EVERY)] == [(1, 1), (0, 0)]
     assert_sums_are_true(store, run)
 
 

@@ -109,7 +109,7 @@ def outcome(store: Store) -> tuple[bytes, list[tuple[int, str, float, int]]]:
 
 def _state_without_secrets(store: Store, checkpoint: bytes) -> bytes:
     """The last state's digest, with devices' names for the versions of their rows, which depend on their secrets."""
-    profiles = {row["device"]: contract_pb2.DeviceProfile.FromString(row["profile"]) for row in store.devices.all(RUN)}
+    profiles = {row.id: contract_pb2.DeviceProfile.FromString(row.profile) for row in store.devices.all(RUN)}
     names = {profile.data_version.hex(): device for device, profile in profiles.items() if profile.data_version}
     state = _renamed(unpack_state(store.blobs.get_state(checkpoint)), names)
     return hashlib.sha256(pack_state(state)).digest()
@@ -127,12 +127,12 @@ def record(store: Store) -> dict[str, Any]:
     """All that a run leaves in its store but for times and random names; digests stand for the bytes."""
     checkpoint, accuracies = outcome(store)
     rounds = store.runs.rounds(RUN)
-    asks = [ask for row in rounds for ask in _asks(store, row["round"])]
+    asks = [ask for row in rounds for ask in _asks(store, row.number)]
     uploads = [(*_name(row), row.samples, row.status, row.sha256) for row in store.asks.uploads(RUN)]
     return {
         "checkpoint": checkpoint,
         "accuracies": accuracies,
-        "rounds": [(row["round"], row["status"], row["cohort"], row["figures"]) for row in rounds],
+        "rounds": [(row.number, row.status, row.cohort, row.figures) for row in rounds],
         "asks": [(*_name(ask), ask.expects, ask.seed, ask.status, ask.payload) for ask in asks],
         "uploads": sorted(uploads),
         "events": sorted((row["round"], row["device"], row["kind"], row["text"]) for row in store.history.events(RUN)),

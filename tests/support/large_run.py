@@ -48,9 +48,9 @@ def add_round(directory: Path, cohort: Sequence[str]) -> None:
     opened = store.runs.open_round(RUN)
     assert opened is not None
     with store.transaction():
-        store.runs.close_short_round(RUN, opened["round"], "only half of the devices answered")
+        store.runs.close_short_round(RUN, opened.number, "only half of the devices answered")
     with store.transaction():
-        _complete(store, opened["round"] + 1, cohort)
+        _complete(store, opened.number + 1, cohort)
     store.close()
 
 

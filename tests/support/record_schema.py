@@ -44,7 +44,7 @@ class _Driver:
         for device in self._devices:
             device.step()
             opened = self._store.runs.open_round(RUN)
-            if opened is not None and opened["round"] == 3 and len(self._store.asks.uploads(RUN)) == 5:
+            if opened is not None and opened.number == 3 and len(self._store.asks.uploads(RUN)) == 5:
                 raise PowerCut
 
     def wake_other(self) -> None:

@@ -68,7 +68,7 @@ def test_a_method_computes_here_what_it_computes_in_a_run(name: str, tmp_path: P
     row = store.runs.get(RUN)
     assert row is not None
     expected = unpack_state(store.blobs.get_state(row.checkpoint))
-    profiles = {one["device"]: contract_pb2.DeviceProfile.FromString(one["profile"]) for one in store.devices.all(RUN)}
+    profiles = {one.id: contract_pb2.DeviceProfile.FromString(one.profile) for one in store.devices.all(RUN)}
     versions = {device: profile.data_version.hex() for device, profile in profiles.items()}
     store.close()
 

@@ -169,7 +169,7 @@ def test_after_a_rejected_answer_the_run_goes_on(make: Any, kind: str, code: str
         with device_of(link, tmp_path, clock=clock, on_event=events.append) as device:
             device.run()
         assert (server.status, link.left) == ("finished", [])
-        closed = [row["status"] for row in server.store.runs.rounds("test")]
+        closed = [row.status for row in server.store.runs.rounds("test")]
         assert sorted(closed) == ["closed", "closed", "short"]
     found = [(event.kind, event.values["code"]) for event in events if event.kind in ("dropped", "refused")]
     assert found == [(kind, code)]

@@ -11,6 +11,7 @@ from support.processes import free_port, wait_until
 from support.small_run import DEVICES, SmallRun, small_run, store_of
 
 from fleetdistill_lab.simulation.spec.plan import RUN
+from fleetdistill_server.store.sums import EVERY
 
 pytestmark = pytest.mark.slow
 FRONT, ENGINE = "fleetdistill-front", "fleetdistill-engine"
@@ -114,8 +115,9 @@ def assert_undisturbed(run: SmallRun) -> None:
     """Every round ended as it does without traces."""
     with store_of(run.place) as store:
         rounds = store.runs.rounds(RUN)
-    assert [row["status"] for row in rounds] == ["short", "closed", "closed", "closed"]
-    assert [row["used"] for row in rounds[1:-1]] == [2, 2]
+        used = [answers.used for _, answers in store.summaries.rounds(RUN, 0, EVERY)]
+    assert [row.status for row in rounds] == ["short", "closed", "closed", "closed"]
+    assert used[1:-1] == [2, 2]
 
 
 def test_a_collector_that_is_not_there_costs_spans_and_no_round(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from fleetdistill_console.tracking.tracker import Points
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import AnswerCounts, Round
+from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.views.figures import server_figures
@@ -44,30 +46,31 @@ def points_since(store: Store, run: str, after: int) -> list[Points]:
     sent = defaultdict[int, dict[str, float]](lambda: {"bytes/up": 0.0, "bytes/down": 0.0})
     span = (run, after + 1, EVERY)
     # Before their figures: a round that ends between two reads would lack some, and might not be read again.
-    rounds = list(store.summaries.rounds(*span))
+    rounds = store.summaries.rounds(*span)
     for row in store.summaries.mean_figures_by_split(*span):
         reported[row["round"]].append(row)
     for row in store.summaries.bytes(run, ("round",), *span[1:]):
         sent[row["round"]][f"bytes/{row['direction']}"] = row["sent"]
     guards = store.summaries.guards(*span)
     found = []
-    for row in rounds:
-        number = row["round"]
-        if row["status"] in ("closed", "short"):
-            values = {**_values(row, reported[number]), **sent[number], "round/guards": float(guards.get(number, 0))}
-            found.append(Points(number, row["ended_at"], _finite(values)))
+    for ended, answers in rounds:
+        number = ended.number
+        if ended.status in (RoundStatus.CLOSED, RoundStatus.SHORT) and ended.ended_at is not None:
+            values = _values(ended, answers, reported[number])
+            values |= {**sent[number], "round/guards": float(guards.get(number, 0))}
+            found.append(Points(number, ended.ended_at, _finite(values)))
     return found
 
 
-def _values(row: Row, reported: Sequence[Row]) -> dict[str, float]:
-    of_server = server_figures(json.loads(row["figures"] or "{}"))
+def _values(ended: Round, answers: AnswerCounts, reported: Sequence[Row]) -> dict[str, float]:
+    of_server = server_figures(ended.figures)
     accuracies = {f"accuracy/{name}": of_server.pop(f"{name}_accuracy", None) for name in ("server", "global")}
     values = {
-        "round/completed": row["status"] == "closed",
-        "round/devices": len(json.loads(row["cohort"])),
-        "round/used": row["used"],
-        "round/reported": row["reported"],
-        "round/seconds": row["ended_at"] - row["started_at"],
+        "round/completed": ended.status is RoundStatus.CLOSED,
+        "round/devices": len(ended.cohort),
+        "round/used": answers.used,
+        "round/reported": answers.reported,
+        "round/seconds": ended.seconds,
         **dict(_device_figures(reported)),
         **accuracies,
         **{f"server/{name}": value for name, value in of_server.items()},

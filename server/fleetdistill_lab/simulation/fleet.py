@@ -45,6 +45,7 @@ from fleetdistill_lab.simulation.spec.plan import (
 )
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.engine.contract import build_method
+from fleetdistill_server.store.states import RoundStatus
 
 
 class Interrupted(KeyboardInterrupt):
@@ -174,7 +175,7 @@ def _report(
 ) -> FleetReport | None:
     """Writes and returns the report of the completed rounds; returns None if there are none."""
     with open_store(fleet) as store:
-        if not any(row["status"] == "closed" for row in store.runs.rounds(RUN)):
+        if not any(one.status is RoundStatus.CLOSED for one in store.runs.rounds(RUN)):
             return None
         return make_report(
             Outcome(

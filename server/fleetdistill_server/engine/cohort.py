@@ -222,9 +222,9 @@ class StoreCohort:
 
     def model_fingerprint(self, device: str) -> str:
         """Returns the `fleetdistill.training.model.fingerprint` that a device reported for its model."""
-        row = self._store.devices.get(self._terms.run, device)
-        assert row is not None  # every device of the cohort has checked in
-        return contract_pb2.DeviceProfile.FromString(row["profile"]).model_fingerprint
+        found = self._store.devices.get(self._terms.run, device)
+        assert found is not None  # every device of the cohort has checked in
+        return contract_pb2.DeviceProfile.FromString(found.profile).model_fingerprint
 
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
         """Sends a payload without requesting knowledge; waits until each device has it or is out of the round."""

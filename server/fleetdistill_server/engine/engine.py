@@ -242,9 +242,9 @@ class Engine:
 
     async def next_cohort(self) -> StoreCohort:
         """Returns the round left open by a crash, or waits until a new round is due and opens it."""
-        row = self._store.runs.open_round(self._name)
-        if row is not None:
-            return self._cohort(row["round"], row["cohort"], row["data_versions"])
+        left = self._store.runs.open_round(self._name)
+        if left is not None:
+            return self._cohort(left.number, list(left.cohort), left.data_versions)
         present = await self._until_due()
         with self._store.transaction():
             self._store.runs.assert_owner(self._name, self.token)

@@ -49,7 +49,7 @@ def export_server_model(store: Store, run: str, path: Path) -> OnnxReport:
     reads_inputs = tuple(exported[1]) == method.context.input_shape
     rows = _inputs(store, exporting.contract) if reads_inputs else _uploaded_features(store, run)
     samples = torch.from_numpy(rows).float()
-    metadata = {"run": run, "round": str(store.runs.checkpoints(run)[-1]["round"]), "method": config.run.method}
+    metadata = {"run": run, "round": str(store.runs.checkpoints(run)[-1].round), "method": config.run.method}
     return export_onnx(exported[0], path, samples, metadata)
 
 

@@ -125,7 +125,7 @@ def _is_unchanged(store: Store, before: Run) -> bool:
     """Returns whether a run still has the checkpoint and engine that it had before, and has no open round."""
     run = store.runs.get(before.name)
     same = run is not None and (run.checkpoint, run.engine) == (before.checkpoint, before.engine)
-    return same and store.runs.open_round(before.name) is None
+    return same and store.runs.open_number(before.name) is None
 
 
 def ask_to_forget(store: Store, run: str, device: str, *, served: bool) -> bool:
@@ -162,12 +162,10 @@ def end_open_round(store: Store, run: Run) -> None:
     Takes over the run first, so that an engine that is still running undetected fails at its next commit.
     """
     with store.transaction():
-        left = store.runs.open_round(run.name)
-        if left is not None and store.runs.existing(run.name).engine == run.engine:
+        number = store.runs.open_number(run.name)
+        if number is not None and store.runs.existing(run.name).engine == run.engine:
             store.runs.own(run.name)
-            store.runs.close_short_round(
-                run.name, left["round"], "a device was forgotten while no server served the run"
-            )
+            store.runs.close_short_round(run.name, number, "a device was forgotten while no server served the run")
 
 
 def _method_of(run: Run) -> ServerMethod:

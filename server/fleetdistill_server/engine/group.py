@@ -185,9 +185,9 @@ class FollowingCohort:
 
     def model_fingerprint(self, device: str) -> str:
         """Returns the fingerprint that a device reported for its model."""
-        row = self._store.devices.get(self._run.name, device)
-        assert row is not None  # every device of the cohort has checked in
-        return contract_pb2.DeviceProfile.FromString(row["profile"]).model_fingerprint
+        found = self._store.devices.get(self._run.name, device)
+        assert found is not None  # every device of the cohort has checked in
+        return contract_pb2.DeviceProfile.FromString(found.profile).model_fingerprint
 
     def generator(self, name: str) -> torch.Generator:
         """Returns the same generator as the engine's."""

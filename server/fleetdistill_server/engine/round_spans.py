@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from functools import partial
 
 from fleetdistill_server.phases import observed_by
-from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.records import Ask, Upload
-from fleetdistill_server.store.states import AskStatus
+from fleetdistill_server.store.records import Ask, Round, Upload
+from fleetdistill_server.store.states import AskStatus, RoundStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traced import created_at, ended_round
 from fleetdistill_server.tracing.ids import RoundIds
@@ -49,9 +48,9 @@ class RoundSpans:
         ids = self._spans.ids(self._run, created, number)
         with observed_by(partial(self._phase, ids)):
             yield
-        row = ended_round(self._store.database, self._run, number)
-        if row is not None:
-            self._record(ids, row)
+        ended = ended_round(self._store.database, self._run, number)
+        if ended is not None:
+            self._record(ids, ended)
 
     @contextmanager
     def _phase(self, ids: RoundIds, name: str) -> Iterator[None]:
@@ -65,15 +64,21 @@ class RoundSpans:
         finally:
             span.end()
 
-    def _record(self, ids: RoundIds, row: Row) -> None:
-        began, ended = int(row["started_at"] * _SECOND), int(row["ended_at"] * _SECOND)
+    def _record(self, ids: RoundIds, of_round: Round) -> None:
+        began, ended = int(of_round.started_at * _SECOND), int((of_round.ended_at or 0.0) * _SECOND)
         asks = self._store.summaries.asks_of_round(ids.run, ids.number, with_open=False)
         for ask, upload in asks:
             self._record_ask(ids, ask, upload, began, ended)
         answers = sum(ask.status is AskStatus.ANSWERED for ask, _ in asks)
-        of = {"run": ids.run, "round": ids.number, "status": row["status"], "asks": len(asks), "answers": answers}
+        of = {
+            "run": ids.run,
+            "round": ids.number,
+            "status": str(of_round.status),
+            "asks": len(asks),
+            "answers": answers,
+        }
         span = self._spans.start("round", None, began, own=(ids.trace, ids.round), fields=of)
-        if row["status"] == "short":
+        if of_round.status is RoundStatus.SHORT:
             fail(span, "QuorumNotReached")
         span.end(max(began, ended))
 

@@ -148,7 +148,7 @@ class DeviceApi:
     def next_ask(self, identity: service_pb2.Identity) -> service_pb2.NextAskResponse | None:
         """Returns the device's oldest open ask, a request to wait, or the run's end; None if none of these applies."""
         caller = self.sessions.caller(identity)
-        run, device = caller["run"], caller["device"]
+        run, device = caller.run, caller.id
         found = self.store.runs.get(run)
         if found is not None and found.status is RunStatus.PAUSED:
             return None  # the device waits; work that it has begun is accepted
@@ -159,7 +159,7 @@ class DeviceApi:
             return service_pb2.NextAskResponse(ask=self._ask_message(run, ask))
         if found is not None and found.status in OVER:
             return service_pb2.NextAskResponse(finished=f"{found.status}: {found.reason}")
-        if caller["forget_asked_at"] is not None:
+        if caller.forget_asked_at is not None:
             text = f"the operator removed {device} from run {run!r} and requested its deletion; the app keeps its model"
             return service_pb2.NextAskResponse(finished=f"{text} and may join under another id")
         if found is not None and found.status is RunStatus.STOPPED:
@@ -215,7 +215,7 @@ def _ask_to_forget(run: str, device: str, store: Store) -> None:
     with store.transaction():
         known = store.devices.get(run, device)
         store.devices.ask_to_forget(run, device)
-        if known is not None and known["forget_asked_at"] is None:
+        if known is not None and known.forget_asked_at is None:
             text = (
                 "the device requested the deletion of its data, before the next round or, if the run is over, at once"
             )

@@ -59,7 +59,7 @@ def drop_if_to_forget(run: str, device: str, sha256: bytes, commit: Commit) -> N
 
 def _announce_if_to_forget(run: str, device: str, store: Store) -> bool:
     known = store.devices.get(run, device)
-    if known is None or known["forget_asked_at"] is None:
+    if known is None or known.forget_asked_at is None:
         return False
     store.deletions.announce()
     return True

@@ -17,7 +17,7 @@ from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.limiter import DeviceKey, Limiter
 from fleetdistill_server.intake.refusal_log import RefusalLog
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Device
 from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 
@@ -130,21 +130,21 @@ class Sessions:
             RefusedError: The device never checked in to this run, or the secret is wrong.
         """
         caller = self.caller(identity)
-        return caller["run"], caller["device"]
+        return caller.run, caller.id
 
-    def caller(self, identity: service_pb2.Identity) -> Row:
-        """Authenticates a device like `authenticate`; returns the device's row from before the call."""
+    def caller(self, identity: service_pb2.Identity) -> Device:
+        """Authenticates a device like `authenticate`; returns the device as it was before the call."""
         run = self.run_name(identity.run)
-        row = self._store.devices.get(run, identity.device)
-        if row is None or not hmac.compare_digest(row["secret_hash"], hashed(identity.secret)):
+        known = self._store.devices.get(run, identity.device)
+        if known is None or not hmac.compare_digest(known.secret_hash, hashed(identity.secret)):
             # A server restored from a backup may not contain the device any more; the device then checks in again.
-            details = {"check_in": "again"} if row is None else None
+            details = {"check_in": "again"} if known is None else None
             text = f"device {identity.device!r} is not checked in with this secret"
             raise RefusedError(Code.BAD_IDENTITY, text, details)
         self.renew(run, identity.device)
-        if not row["present"] and row["forget_asked_at"] is None:
+        if not known.is_present and known.forget_asked_at is None:
             self.mark_present(run, identity.device)
-        return row
+        return known
 
     def mark_present(self, run: str, device: str) -> None:
         """Marks a device that has checked in as present again, and renews its lease."""
@@ -160,15 +160,15 @@ class Sessions:
         """
         if not is_name(device):
             raise RefusedError(Code.BAD_IDENTITY, f"device id {device[:70]!r} must be {NAME_RULE}")
-        row = self._store.devices.get(run, device)
-        if row is None:
+        known = self._store.devices.get(run, device)
+        if known is None:
             if len(secret) not in (0, SECRET_BYTES):
                 text = f"the secret of device {device!r} has {len(secret)} bytes, must be {SECRET_BYTES} random ones"
                 raise RefusedError(Code.BAD_IDENTITY, text)
             self._check_device_limit(run, device)
             self._limiter.begin_device(address)
             return secret or secrets.token_bytes(SECRET_BYTES)
-        if not hmac.compare_digest(row["secret_hash"], hashed(secret)):
+        if not hmac.compare_digest(known.secret_hash, hashed(secret)):
             raise id_taken(device)
         return secret
 
@@ -229,15 +229,15 @@ class Sessions:
     def _end_silent(self, devices: list[DeviceKey], store: Store) -> list[DeviceKey]:
         text = f"made no call for {self.lease_seconds:g} s"
         for run, device in self._silent(devices):  # excludes devices that have called in the meantime
-            row = store.devices.get(run, device)
-            if row is not None and not self._called_elsewhere((run, device), row) and row["present"]:
+            known = store.devices.get(run, device)
+            if known is not None and not self._called_elsewhere(known) and known.is_present:
                 store.devices.mark_absent(run, device, "lease ended")
                 store.history.add_event(run, "lease-ended", f"{device} {text}", device=device)
         return self._silent(devices)
 
-    def _called_elsewhere(self, key: DeviceKey, row: Row) -> bool:
+    def _called_elsewhere(self, device: Device) -> bool:
         """Extends the lease of a device that has called another front; returns False for any other device."""
-        last = row["last_seen"] or 0.0
+        key, last = (device.run, device.id), device.last_seen
         left = min(last + self.lease_seconds - self._store.database.now(), self.lease_seconds)
         if left <= 0 or last <= self._called.get(key, 0.0) + _CLOCKS_SECONDS:
             return False

@@ -147,8 +147,8 @@ class Uploads:
 
     def _declared_samples(self, run: str, device: str) -> int | None:
         """Returns the number of samples from the device's last check-in, an upper bound for its answers."""
-        row = self._store.devices.get(run, device)
-        return None if row is None else contract_pb2.DeviceProfile.FromString(row["profile"]).samples
+        known = self._store.devices.get(run, device)
+        return None if known is None else contract_pb2.DeviceProfile.FromString(known.profile).samples
 
     def forget(self, stream: Stream) -> None:
         """Releases the reservations of an ended stream and removes it."""

@@ -17,7 +17,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_changes import Changes, changes_between, conflict_message, describe_changes
 from fleetdistill_server.config.run_config import OPERATORS, RunConfig
 from fleetdistill_server.store.records import Run
-from fleetdistill_server.store.states import RunStatus
+from fleetdistill_server.store.states import RoundStatus, RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted
 
@@ -133,7 +133,7 @@ def is_prepared(store: Store, config: RunConfig) -> bool:
 
 def _replace(store: Store, run: Run, settings: Mapping[str, Any], changes: Changes) -> None:
     name = run.name
-    if run.completed_rounds or any(one["status"] == "undone" for one in store.runs.rounds(name)):
+    if run.completed_rounds or any(one.status is RoundStatus.UNDONE for one in store.runs.rounds(name)):
         raise RunError(conflict_message(name, {key: both for key, both in changes.items() if key not in _CHANGEABLE}))
     answers = len(store.asks.uploads(name))
     store.runs.delete(name)

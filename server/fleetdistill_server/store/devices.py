@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fleetdistill_server.store.credentials import REVOKED
-from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.database import Database
+from fleetdistill_server.store.records import Device
 from fleetdistill_server.store.states import AT_REST, sql_list
 
 HAS_ITS_DEVICES = (
@@ -21,13 +22,15 @@ class Devices:
     def __init__(self, database: Database) -> None:
         self._db = database
 
-    def get(self, run: str, device: str) -> Row | None:
-        """Returns a device's row in a run, or None."""
-        return self._db.row("SELECT * FROM devices WHERE run = ? AND device = ?", run, device)
+    def get(self, run: str, device: str) -> Device | None:
+        """Returns a device of a run, or None."""
+        row = self._db.row("SELECT * FROM devices WHERE run = ? AND device = ?", run, device)
+        return None if row is None else Device.from_row(row)
 
-    def all(self, run: str) -> list[Row]:
+    def all(self, run: str) -> list[Device]:
         """Returns all devices of a run, ordered by id."""
-        return self._db.rows("SELECT * FROM devices WHERE run = ? ORDER BY device", run)
+        rows = self._db.rows("SELECT * FROM devices WHERE run = ? ORDER BY device", run)
+        return [Device.from_row(row) for row in rows]
 
     def count(self, run: str) -> int:
         """Returns how many devices have ever checked in to a run."""
@@ -71,7 +74,7 @@ class Devices:
         row = {"run": run, "device": device, "secret_hash": secret_hash, "profile": profile, "present": 0}
         with self._db.transaction():
             known = self.get(run, device)
-            if known is not None and known["secret_hash"] != secret_hash:
+            if known is not None and known.secret_hash != secret_hash:
                 return False
             self._db.insert(
                 "devices",

@@ -56,8 +56,8 @@ class _Fleet:
     def read(cls, store: Store, run: str) -> _Fleet:
         fleet = cls()
         fleet._samples = {
-            row["device"]: contract_pb2.DeviceProfile.FromString(row["profile"]).samples
-            for row in store.devices.all(run)
+            device.id: contract_pb2.DeviceProfile.FromString(device.profile).samples
+            for device in store.devices.all(run)
         }
         fleet._ordered = sorted((samples, device) for device, samples in fleet._samples.items())
         fleet._reported = {row["device"] for row in store.history.events(run, LARGE_DEVICE)}

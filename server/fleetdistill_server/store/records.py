@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.states import AskStatus, RunStatus, UploadStatus
+from fleetdistill_server.store.states import AskStatus, RoundStatus, RunStatus, UploadStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,129 @@ class Run:
     def max_rounds(self) -> int | None:
         """Number of completed rounds after which the run is finished; None to run until it is stopped."""
         return self.config.get("run", {}).get("rounds") or None
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A row of the table `devices`: a device that has checked in to a run.
+
+    Times are in seconds since 1970.
+
+    Attributes:
+        run: Name of the run.
+        id: Id of the device.
+        secret_hash: SHA-256 of the device's secret.
+        profile: Serialized `DeviceProfile` of the last check-in.
+        is_present: Whether the device is checked in.
+        first_seen: When it first checked in.
+        last_seen: When it last called.
+        forget_asked_at: When its deletion was requested; None without a request.
+        forgotten_at: When the run had forgotten it; None before.
+        late_rounds: Number of consecutive rounds in which it missed a deadline.
+        left_out_until: Last round that it is left out of; 0 for none.
+    """
+
+    run: str
+    id: str
+    secret_hash: bytes
+    profile: bytes
+    is_present: bool
+    first_seen: float
+    last_seen: float
+    forget_asked_at: float | None
+    forgotten_at: float | None
+    late_rounds: int
+    left_out_until: int
+
+    @classmethod
+    def from_row(cls, row: Row) -> Device:
+        """Returns the record of a row that has all columns."""
+        return cls(
+            run=row["run"],
+            id=row["device"],
+            secret_hash=row["secret_hash"],
+            profile=row["profile"] or b"",
+            is_present=bool(row["present"]),
+            first_seen=row["first_seen"] or 0.0,
+            last_seen=row["last_seen"] or 0.0,
+            forget_asked_at=row["forget_asked_at"],
+            forgotten_at=row["forgotten_at"],
+            late_rounds=row["late_rounds"],
+            left_out_until=row["left_out_until"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A row of the table `rounds`.
+
+    Times are in seconds since 1970.
+
+    Attributes:
+        run: Name of the run.
+        number: Number of the round, counted from 1 over all rounds of the run, including short ones.
+        status: Whether the round is open, or how it ended.
+        reason: Why it was short or undone; empty otherwise.
+        cohort: Ids of the devices.
+        figures: Figures that the method reported; empty until the round has ended.
+        started_at: When it was opened.
+        ended_at: When it ended; None while it is open.
+        data_versions: Data versions (hex) of the devices that have one, by id; empty after the end.
+    """
+
+    run: str
+    number: int
+    status: RoundStatus
+    reason: str
+    cohort: Sequence[str]
+    figures: Mapping[str, Any]
+    started_at: float
+    ended_at: float | None
+    data_versions: Mapping[str, str]
+
+    @classmethod
+    def from_row(cls, row: Row) -> Round:
+        """Returns the record of a row that has all columns."""
+        return cls(
+            run=row["run"],
+            number=row["round"],
+            status=RoundStatus(row["status"]),
+            reason=row["reason"] or "",
+            cohort=json.loads(row["cohort"]),
+            figures=json.loads(row["figures"] or "{}"),
+            started_at=row["started_at"],
+            ended_at=row["ended_at"],
+            data_versions=json.loads(row["data_versions"] or "{}"),
+        )
+
+    @property
+    def seconds(self) -> float | None:
+        """Duration in seconds; None while the round is open."""
+        return None if self.ended_at is None else self.ended_at - self.started_at
+
+
+class AnswerCounts(NamedTuple):
+    """How many accepted answers to a round are in a result, and how many were reported as in none."""
+
+    used: int
+    reported: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A state that a run can be rolled back to.
+
+    Attributes:
+        round: Number of the round after which it is the state; 0 before the first one.
+        completed_rounds: Number of completed rounds.
+        sha256: SHA-256 of the state.
+        at: When it was stored, in seconds since 1970.
+    """
+
+    round: int
+    completed_rounds: int
+    sha256: bytes
+    at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -205,7 +205,7 @@ def prune(
         held = {one.sha256: one for one in store.blobs.held()}
         stop = _NEVER if whole else _first_kept(store, run, keep_rounds, older_than_seconds)
         kept_from = 0 if whole else pruned.kept_from
-        rounds = sum(kept_from <= one["round"] < stop for one in store.runs.rounds(run))
+        rounds = sum(kept_from <= found.number < stop for found in store.runs.rounds(run))
         spent = held.keys() & (
             store.runs.payloads_between(run, 0, stop) | (_run_files(store, pruned) if whole else set())
         )
@@ -235,7 +235,7 @@ def _first_kept(store: Store, run: str, keep_rounds: int | None, older_than_seco
         return first
     since = time.time() - older_than_seconds
     recent: list[int] = [
-        one["round"] for one in store.runs.rounds(run) if one["ended_at"] is None or one["ended_at"] >= since
+        found.number for found in store.runs.rounds(run) if found.ended_at is None or found.ended_at >= since
     ]
     return min([first, *recent])
 
@@ -269,7 +269,7 @@ def _run_files(store: Store, run: Run) -> set[bytes]:
 
 def _checkpoints(store: Store, run: Run) -> set[bytes]:
     """Returns the digests of the run's current checkpoint and of those that it can be rolled back to."""
-    return {run.checkpoint, *(one["sha256"] for one in store.runs.checkpoints(run.name))} - {b""}
+    return {run.checkpoint, *(checkpoint.sha256 for checkpoint in store.runs.checkpoints(run.name))} - {b""}
 
 
 def _contract_digests(contract: bytes) -> set[bytes]:

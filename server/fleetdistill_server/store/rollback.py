@@ -42,19 +42,19 @@ def roll_back(store: Store, run: str, to: int, who: str = "an operator") -> Roll
         DamagedError: The checkpoint of that round is missing or damaged.
     """
     before = store.runs.existing(run)
-    kept = {one["round"]: one for one in store.runs.checkpoints(run)}
+    kept = {checkpoint.round: checkpoint for checkpoint in store.runs.checkpoints(run)}
     if to not in kept:
-        has = ", ".join(f"{one['round']} ({one['completed_rounds']} completed)" for one in kept.values()) or "none"
+        has = ", ".join(f"{number} ({one.completed_rounds} completed)" for number, one in kept.items()) or "none"
         raise ConfigurationError(
             f"--to is {to}, but run {run!r} has no checkpoint of round {to}; available rounds: {has}. They are "
             "numbered as in `runs show`, where short rounds count too; [server] keep_checkpoints sets how many are kept"
         )
-    store.blobs.get_state(kept[to]["sha256"])
+    store.blobs.get_state(kept[to].sha256)
     failpoints.hit("rollback.before-commit")
     spent = store.runs.roll_back(run, to, who)
     failpoints.hit("rollback.after-commit")
     drop_unneeded(store, spent)
-    completed = kept[to]["completed_rounds"]
+    completed = kept[to].completed_rounds
     return RolledBack(completed, before.completed_rounds - completed)
 
 
@@ -66,7 +66,7 @@ def way_back(store: Store, run: str, lost: bytes) -> str:
         run: Name of the run.
         lost: Digest of the checkpoint.
     """
-    left = [one for one in store.runs.checkpoints(run) if one["sha256"] != lost and store.blobs.has(one["sha256"])]
+    left = [one for one in store.runs.checkpoints(run) if one.sha256 != lost and store.blobs.has(one.sha256)]
     if not left:
         return "no earlier checkpoint is kept, so restore a backup"
-    return f"`fleetdistill runs rollback {run} --to {left[-1]['round']}` returns to the newest one before it"
+    return f"`fleetdistill runs rollback {run} --to {left[-1].round}` returns to the newest one before it"

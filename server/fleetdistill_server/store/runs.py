@@ -14,13 +14,13 @@ from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill_server.config.run_changes import changes_between, conflict_message
 from fleetdistill_server.store.asks import Asks
 from fleetdistill_server.store.back_off import update_back_off
-from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.history import History
 from fleetdistill_server.store.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress, rounded
-from fleetdistill_server.store.records import Run
+from fleetdistill_server.store.records import Checkpoint, Round, Run
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import ACTIVE, MOST_STALENESS, OVER, RunStatus, sql_list
-from fleetdistill_server.store.sums import EVERY, Sums, rounds_with_answers
+from fleetdistill_server.store.sums import EVERY, Sums
 from fleetdistill_server.store.unsettled import first_needed_round, report_late_answers, settle, settle_until
 from fleetdistill_server.texts import shortened
 
@@ -123,9 +123,12 @@ class Runs:
             self._db.write("UPDATE runs SET checkpoint = ? WHERE name = ?", checkpoint, name)
             self._db.write(_NOTE_CHECKPOINT, self._db.now(), name)
 
-    def checkpoints(self, run: str) -> list[Row]:
-        """Returns the kept checkpoints of a run, oldest first: round, completed_rounds, sha256, at."""
-        return self._db.rows("SELECT * FROM checkpoints WHERE run = ? ORDER BY round", run)
+    def checkpoints(self, run: str) -> list[Checkpoint]:
+        """Returns the kept checkpoints of a run, oldest first."""
+        rows = self._db.rows(
+            "SELECT round, completed_rounds, sha256, at FROM checkpoints WHERE run = ? ORDER BY round", run
+        )
+        return [Checkpoint(**row) for row in rows]
 
     def set_keep_checkpoints(self, name: str, keep_checkpoints: int) -> None:
         """Sets how many of a run's newest checkpoints are kept; at least 1."""
@@ -154,7 +157,7 @@ class Runs:
         """
         why = f"the run was rolled back to the state after round {number}"
         with self._db.transaction():
-            kept = {row["round"]: row for row in self.checkpoints(run)}
+            kept = {checkpoint.round: checkpoint for checkpoint in self.checkpoints(run)}
             if number not in kept:
                 raise RunError(f"run {run!r} has no checkpoint of round {number}")
             self._abandon_round(run, why)
@@ -172,11 +175,11 @@ class Runs:
             self._db.write(
                 "UPDATE runs SET checkpoint = ?, completed_rounds = ?, status = 'stopped', reason = ?, engine = NULL "
                 "WHERE name = ?",
-                *(kept[number]["sha256"], kept[number]["completed_rounds"], why, run),
+                *(kept[number].sha256, kept[number].completed_rounds, why, run),
             )
             self._sums.add_settled(run, EVERY, number - MOST_STALENESS)
             self._history.add_event(run, "rolled-back", f"{why} by {who}", number=number)
-        return {row["sha256"] for one, row in kept.items() if one > number}
+        return {checkpoint.sha256 for after, checkpoint in kept.items() if after > number}
 
     def end(self, name: str, status: str, reason: str) -> None:
         """Sets a run's status to `finished` or `stopped`, or to `running` to resume it. See `cancel` for cancelling."""
@@ -200,12 +203,10 @@ class Runs:
         found = self._db.value("SELECT round FROM rounds WHERE run = ? AND status = 'open'", run)
         return None if found is None else int(found)
 
-    def open_round(self, run: str) -> Row | None:
-        """Returns the open round with `cohort` as a list and `data_versions` as a dictionary, or None."""
+    def open_round(self, run: str) -> Round | None:
+        """Returns the open round, or None."""
         row = self._db.row("SELECT * FROM rounds WHERE run = ? AND status = 'open'", run)
-        if row is None:
-            return None
-        return {**row, "cohort": json.loads(row["cohort"]), "data_versions": json.loads(row["data_versions"] or "{}")}
+        return None if row is None else Round.from_row(row)
 
     def start_round(self, run: str, cohort: Sequence[str], data_versions: Mapping[str, str] | None = None) -> int:
         """Opens the next round and returns its number, counted from 1 over all rounds, including short ones.
@@ -279,16 +280,16 @@ class Runs:
 
     def _abandon_round(self, run: str, why: str) -> None:
         """Closes the open round as short, and settles the asks of earlier rounds."""
-        left = self.open_round(run)
-        if left is not None:
-            self.close_short_round(run, left["round"], why)
+        number = self.open_number(run)
+        if number is not None:
+            self.close_short_round(run, number, why)
         self.settle_closed(run, why)
 
     def settle_closed(self, run: str, why: str) -> None:
         """Settles the asks of all rounds before the open one."""
-        left = self.open_round(run)
+        number = self.open_number(run)
         started = int(self._db.value("SELECT next_round FROM runs WHERE name = ?", run)) - 1
-        settle_until(self._db, run, started if left is None else left["round"] - 1, why)
+        settle_until(self._db, run, started if number is None else number - 1, why)
 
     def short_rounds_in_a_row(self, run: str) -> int:
         """Returns the number of short rounds since the last completed round."""
@@ -300,9 +301,9 @@ class Runs:
             )
         )
 
-    def rounds(self, run: str) -> list[Row]:
-        """Returns all rounds of a run, with the numbers of used and reported uploads."""
-        return rounds_with_answers(self._db, run, 0, EVERY)
+    def rounds(self, run: str) -> list[Round]:
+        """Returns all rounds of a run, ordered by number."""
+        return [Round.from_row(row) for row in self._db.rows("SELECT * FROM rounds WHERE run = ? ORDER BY round", run)]
 
     def remove_contributions(self, run: str, devices: Sequence[str], checkpoint: bytes) -> None:
         """Removes devices' contributions: sets a checkpoint without them and releases payloads that can contain them.

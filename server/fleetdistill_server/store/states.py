@@ -18,6 +18,15 @@ class RunStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
+class RoundStatus(StrEnum):
+    """Whether a round is open, completed, short of answers, or undone by a rollback."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+    SHORT = "short"
+    UNDONE = "undone"
+
+
 class AskStatus(StrEnum):
     """Whether an ask waits for its answer."""
 

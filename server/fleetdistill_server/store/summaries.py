@@ -11,7 +11,15 @@ from fleetdistill.replacement import REPLACEMENT_METRICS, SPLIT
 from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.operator_calls import containing
-from fleetdistill_server.store.records import ASK_COLUMNS, UPLOAD_COLUMNS, Ask, Upload, ask_and_upload
+from fleetdistill_server.store.records import (
+    ASK_COLUMNS,
+    UPLOAD_COLUMNS,
+    AnswerCounts,
+    Ask,
+    Round,
+    Upload,
+    ask_and_upload,
+)
 from fleetdistill_server.store.sums import (
     BYTES_OF_DEVICES,
     BYTES_OF_ROUNDS,
@@ -44,12 +52,15 @@ class Summaries:
         ended = "SELECT max(round) FROM rounds WHERE run = ? AND status IN ('closed', 'short')"
         return int(self._db.value(ended, run) or 0)
 
-    def times_of_rounds(self, run: str, after: int) -> list[Row]:
-        """Returns when the rounds after a round started and ended, in seconds since 1970."""
-        return self._db.rows("SELECT round, started_at, ended_at FROM rounds WHERE run = ? AND round > ?", run, after)
+    def times_of_rounds(self, run: str, after: int) -> dict[int, tuple[float, float | None]]:
+        """Returns when the rounds after a round started and ended, in seconds since 1970, by number."""
+        rows = self._db.rows(
+            "SELECT round, started_at, ended_at FROM rounds WHERE run = ? AND round > ? ORDER BY round", run, after
+        )
+        return {row["round"]: (row["started_at"], row["ended_at"]) for row in rows}
 
-    def rounds(self, run: str, first: int, last: int) -> list[Row]:
-        """Returns the rows of rounds, with the numbers of used and reported uploads, ordered by round."""
+    def rounds(self, run: str, first: int, last: int) -> list[tuple[Round, AnswerCounts]]:
+        """Returns rounds, with the numbers of used and reported uploads, ordered by round."""
         return rounds_with_answers(self._db, run, first, last)
 
     def mean_figures(self, run: str, first: int, last: int) -> list[Row]:

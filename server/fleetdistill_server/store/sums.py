@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.records import AnswerCounts, Round
 from fleetdistill_server.store.states import MOST_STALENESS
 
 EVERY = 2**62
@@ -81,14 +82,15 @@ def figures_of_devices(condition: str) -> str:
     )
 
 
-def rounds_with_answers(db: Database, run: str, first: int, last: int) -> list[Row]:
-    """Returns the rows of rounds, with the numbers of used and reported uploads, ordered by round."""
-    return db.rows(
+def rounds_with_answers(db: Database, run: str, first: int, last: int) -> list[tuple[Round, AnswerCounts]]:
+    """Returns rounds, with the numbers of used and reported uploads, ordered by round."""
+    rows = db.rows(
         "SELECT r.*, coalesce(n.used, 0) AS used, coalesce(n.reported, 0) AS reported FROM rounds r "
         f"LEFT JOIN (SELECT * FROM {ANSWERS_OF_ROUNDS}) AS n ON n.round = r.round "
         "WHERE r.run = ?1 AND r.round BETWEEN ?2 AND ?3 ORDER BY r.round",
         *(run, first, last),
     )
+    return [(Round.from_row(row), AnswerCounts(int(row["used"]), int(row["reported"]))) for row in rows]
 
 
 class Sums:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.database import Database
+from fleetdistill_server.store.records import Round
 
 
 def created_at(database: Database, run: str) -> float | None:
@@ -11,8 +12,7 @@ def created_at(database: Database, run: str) -> float | None:
     return None if found is None else float(found)
 
 
-def ended_round(database: Database, run: str, number: int) -> Row | None:
-    """Returns status, start and end of a round, or None unless it has ended."""
-    return database.row(
-        "SELECT status, started_at, ended_at FROM rounds WHERE run = ? AND round = ? AND status <> 'open'", run, number
-    )
+def ended_round(database: Database, run: str, number: int) -> Round | None:
+    """Returns a round, or None unless it has ended."""
+    row = database.row("SELECT * FROM rounds WHERE run = ? AND round = ? AND status <> 'open'", run, number)
+    return None if row is None else Round.from_row(row)

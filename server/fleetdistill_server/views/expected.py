@@ -47,7 +47,7 @@ def expected(store: Store, run: str, only: str | None = None) -> dict[str, Expec
     Only of one device if `only` is given.
     The result is empty for methods without these figures.
     """
-    forgotten = {row["device"] for row in store.devices.all(run) if row["forget_asked_at"] is not None}
+    forgotten = {device.id for device in store.devices.all(run) if device.forget_asked_at is not None}
     reported = {
         (row["device"], row["name"], row["round"]): row
         for name in (LEAVE_ONE_OUT, OWN_KEPT)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import AnswerCounts, Round
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.views.suspects import suspects_by_round
@@ -24,17 +24,17 @@ def rounds(store: Store, run: str, first: int = 0, last: int = EVERY) -> list[Ro
     for row in store.summaries.bytes(run, ("round",), *span[1:]):
         sent[row["round"]][f"bytes_{row['direction']}"] = row["sent"]
     found = []
-    for row in store.summaries.rounds(*span):
-        number = row["round"]
+    for shown, answers in store.summaries.rounds(*span):
+        number = shown.number
         cells = {
             "guards": guards.get(number, 0),
             **replacement_cells(replaced.get(number)),
-            "seconds": _seconds(row),
+            "seconds": None if shown.seconds is None else round(shown.seconds, 2),
             "train_loss": means.get((number, "loss")),
             "test_accuracy": means.get((number, "accuracy")),
         }
         last_cells = {"suspects": ", ".join(suspects.get(number, ())), **sent[number]}
-        found.append({**_head(row), **cells, **_method_cells(row), **last_cells})
+        found.append({**_head(shown, answers), **cells, **_method_cells(shown.figures), **last_cells})
     return found
 
 
@@ -43,23 +43,18 @@ def replacement_cells(row: Row | None) -> Row:
     return {name: None if row is None else int(row[name]) for name in ("kept", "replaced")}
 
 
-def _head(row: Row) -> Row:
+def _head(shown: Round, answers: AnswerCounts) -> Row:
     return {
-        "round": row["round"],
-        "status": row["status"] + (f": {row['reason']}" if row["reason"] else ""),
-        "cohort": len(json.loads(row["cohort"])),
-        "used": row["used"],
-        "reported": row["reported"],
+        "round": shown.number,
+        "status": f"{shown.status}: {shown.reason}" if shown.reason else str(shown.status),
+        "cohort": len(shown.cohort),
+        "used": answers.used,
+        "reported": answers.reported,
     }
 
 
-def _seconds(row: Row) -> float | None:
-    return round(row["ended_at"] - row["started_at"], 2) if row["ended_at"] else None
-
-
-def _method_cells(row: Row) -> Row:
+def _method_cells(figures: Mapping[str, Any]) -> Row:
     """Returns the figures that the server half of the method reported."""
-    figures = json.loads(row["figures"] or "{}")
     numbers = {name: round(value, _DIGITS[name]) for name, value in server_figures(figures).items() if name in _DIGITS}
     return {
         "server_accuracy": numbers.get("server_accuracy"),

@@ -57,13 +57,11 @@ def _last(rounds: list[Row], name: str) -> float | None:
 def round_figures(store: Store, run: str, after: int) -> View:
     """Returns the figures of the rounds after a round, with their times in seconds since 1970."""
     store.runs.existing(run)
-    times = {row["round"]: row for row in store.summaries.times_of_rounds(run, after)}
-    rows = figures.rounds(store, run, after + 1)
-    return View({"rounds": [{**row, **_times(times[row["round"]])} for row in rows if row["round"] in times]})
-
-
-def _times(row: Row) -> Row:
-    return {name: row[name] for name in ("started_at", "ended_at")}
+    times = store.summaries.times_of_rounds(run, after)
+    rows = [row for row in figures.rounds(store, run, after + 1) if row["round"] in times]
+    for row in rows:
+        row["started_at"], row["ended_at"] = times[row["round"]]
+    return View({"rounds": rows})
 
 
 def traffic(store: Store, run: str, after: int) -> View:

@@ -31,8 +31,14 @@ def round_progress(store: Store, run: str, number: int | None = None) -> View:
     paused_at = store.runs.existing(run).paused_at
     if number is None:
         number = store.runs.open_number(run) or store.summaries.last_round(run)
-    known = next(iter(store.summaries.rounds(run, number, number)), {})
-    facts = {name: known.get(name) for name in ("round", "status", "started_at", "ended_at")}
+    facts = dict.fromkeys(("round", "status", "started_at", "ended_at"))
+    for shown, _ in store.summaries.rounds(run, number, number):
+        facts = {
+            "round": shown.number,
+            "status": shown.status,
+            "started_at": shown.started_at,
+            "ended_at": shown.ended_at,
+        }
     asks = [state_of(ask, upload) for ask, upload in store.summaries.asks_of_round(run, number)]
     return View({"asks": asks}, {**facts, "paused_at": paused_at})
 

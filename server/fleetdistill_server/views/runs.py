@@ -13,7 +13,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.served import NOT_SERVED, Served, state_of
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.records import Run, Upload
+from fleetdistill_server.store.records import Device, Run, Upload
 from fleetdistill_server.store.states import ACTIVE, QUEUED, WAITING, RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
@@ -85,7 +85,7 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
     }
     totals = {
         "events_in_all": store.history.count_events(name),
-        "checkpoints_after_rounds": [row["round"] for row in store.runs.checkpoints(name)],
+        "checkpoints_after_rounds": [checkpoint.round for checkpoint in store.runs.checkpoints(name)],
         "guards_fired": sum(store.summaries.guards(name, 0, EVERY).values()),
         **{f"models_{what}": sum(int(row[what]) for row in replaced) for what in ("replaced", "kept")},
         **_expected_of_the_fleet(expectations),
@@ -111,8 +111,8 @@ def device_rows(store: Store, run: str, only: str | None = None, *, served: bool
         replaced, {row["device"]: row for row in newest if row["name"] == "accuracy"}, expected(store, run, only)
     )
     revoked = {row["subject"] for row in store.credentials.revocations()}
-    rows = [row for row in store.devices.all(run) if only in (None, row["device"])]
-    return [_device_row({**row, "present": served and row["present"]}, reported, revoked) for row in rows]
+    shown = [device for device in store.devices.all(run) if only in (None, device.id)]
+    return [_device_row(device, reported, revoked, served=served) for device in shown]
 
 
 def contract_of(run: Run) -> contract_pb2.Contract:
@@ -149,8 +149,11 @@ def shown_status(run: Run, served: Served) -> str:
 
 def _end(store: Store, run: Run) -> Row:
     """Returns when a finished run ended, with its last round; nothing for other runs."""
+    if run.status is not RunStatus.FINISHED:
+        return {}
     times = store.summaries.times_of_rounds(run.name, store.summaries.last_round(run.name) - 1)
-    return {"ended": when(times[-1]["ended_at"])} if run.status is RunStatus.FINISHED and times else {}
+    ended = [at for _, at in times.values() if at is not None]
+    return {"ended": when(ended[-1])} if ended else {}
 
 
 def _privacy(run: Run) -> Row:
@@ -236,31 +239,31 @@ def event_row(row: Row) -> Row:
     return {"round": row["round"] or None, **{name: row[name] for name in names}, "at": when(row["at"])}
 
 
-def _device_row(row: Row, reported: _Reported, revoked: set[str]) -> Row:
-    profile = contract_pb2.DeviceProfile.FromString(row["profile"])
-    expectation = reported.expected.get(row["device"])
+def _device_row(device: Device, reported: _Reported, revoked: set[str], *, served: bool) -> Row:
+    profile = contract_pb2.DeviceProfile.FromString(device.profile)
+    expectation = reported.expected.get(device.id)
     return {
-        "run": row["run"],
-        "device": row["device"],
-        "present": bool(row["present"]),
-        "revoked": f"{Role.DEVICE}:{row['device']}" in revoked,
-        "forgotten": _forgotten(row),
+        "run": device.run,
+        "device": device.id,
+        "present": served and device.is_present,
+        "revoked": f"{Role.DEVICE}:{device.id}" in revoked,
+        "forgotten": _forgotten(device),
         "model": profile.model_name,
         "parameters": profile.parameters,
         "samples": profile.samples,
-        "test_accuracy": rate(reported.test_accuracy.get(row["device"])),
+        "test_accuracy": rate(reported.test_accuracy.get(device.id)),
         "leave_one_out": round(expectation.rates["general"], 4) if expectation is not None else None,
-        **figures.replacement_cells(reported.replacements.get(row["device"])),
+        **figures.replacement_cells(reported.replacements.get(device.id)),
         "sdk": profile.sdk_version,
-        "last_seen": when(row["last_seen"]),
+        "last_seen": when(device.last_seen),
     }
 
 
-def _forgotten(row: Row) -> str | None:
+def _forgotten(device: Device) -> str | None:
     """Returns when a device was forgotten, "asked" while the request is pending, or None without a request."""
-    if row["forgotten_at"] is not None:
-        return when(row["forgotten_at"])
-    return "asked" if row["forget_asked_at"] is not None else None
+    if device.forgotten_at is not None:
+        return when(device.forgotten_at)
+    return "asked" if device.forget_asked_at is not None else None
 
 
 def _needs(devices: int) -> str:

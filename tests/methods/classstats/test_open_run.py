@@ -105,7 +105,7 @@ class Fleet:
         """(step, device) of every ask of each round."""
         found = []
         for row in self.store.runs.rounds(RUN):
-            steps = [self.store.asks.of_step(RUN, row["round"], number) for number in (1, 2)]
+            steps = [self.store.asks.of_step(RUN, row.number, number) for number in (1, 2)]
             found.append([(ask.step, ask.device) for asks in steps for ask in asks])
         return found
 

@@ -323,7 +323,7 @@ def test_a_simulation_of_soft_only_devices_gives_each_its_own_model(tmp_path: Pa
     assert [spec.model for spec in specs] == list(models)
     assert config.model.device == "digits_mlp_small"  # the larger one
     store = run_in_memory(prepared)
-    profiles = [contract_pb2.DeviceProfile.FromString(row["profile"]) for row in store.devices.all(RUN)]
+    profiles = [contract_pb2.DeviceProfile.FromString(row.profile) for row in store.devices.all(RUN)]
     assert [one.model_name for one in profiles] == list(models)
     assert len({one.model_fingerprint for one in profiles}) == 2
     assert {row.status for row in store.asks.uploads(RUN) if row.step == "train"} == {"used"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -264,7 +263,7 @@ def test_a_run_drops_its_layers_and_its_bytes_are_the_formulas(
     )
     prepared = prepare(fleet, tmp_path / "work")
     store = run_in_memory(prepared)
-    cuts = [json.loads(row["figures"])["cut_layer"] for row in store.runs.rounds(RUN)]
+    cuts = [row.figures["cut_layer"] for row in store.runs.rounds(RUN)]
     assert cuts == [dict.fromkeys(("device-0", "device-1"), cut) for cut in ("F3", "F2", "F1", "C2")]
     model = build_model("fedd2s_digits")
     assert isinstance(model, SplitModel)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -290,7 +289,7 @@ def test_the_bytes_of_a_run_are_the_formulas(model: str, settings: dict[str, Any
         predicted = round_bytes(FedDKDServer.exchanges(FedDKDConfig(dkd_steps=steps), sizes), "float16")
         extra = (initial if number == 1 else 0) + (whole if number == 2 else 0)  # the start, and the end result
         assert measured == predicted[direction] + (extra if direction == "down" else 0)
-    figures = [json.loads(row["figures"]) for row in store.runs.rounds(RUN)]
+    figures = [row.figures for row in store.runs.rounds(RUN)]
     assert [one["distillation_steps"] for one in figures] == [
         settings["dkd_steps"] if number >= settings.get("dkd_start_round", 1) else 0 for number in (1, 2)
     ]

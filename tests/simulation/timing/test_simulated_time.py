@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ def run(wanted: Simulation, work: Path) -> Store:
 
 
 def rounds(store: Store) -> list[tuple[str, float, float]]:
-    return [(row["status"], row["started_at"] - START, row["ended_at"] - START) for row in store.runs.rounds(RUN)]
+    return [(row.status, row.started_at - START, (row.ended_at or 0.0) - START) for row in store.runs.rounds(RUN)]
 
 
 def asks(store: Store, number: int, step: int = 1) -> dict[str, str]:
@@ -96,7 +95,7 @@ def test_a_device_that_goes_while_it_works_is_dropped_at_the_end_of_its_lease(tm
     assert asks(store, 1) == {"0": "answered", "1": "answered", "2": "lease ended"}
     (event,) = store.history.events(RUN, "lease-ended")
     assert event["at"] - START == pytest.approx(64.0, abs=1e-3)
-    assert store.runs.rounds(RUN)[0]["ended_at"] - START == pytest.approx(74.0, abs=1e-3), "and 10 s of delivery"
+    assert rounds(store)[0][2] == pytest.approx(74.0, abs=1e-3), "and 10 s of delivery"
     store.close()
 
 
@@ -113,7 +112,7 @@ def test_an_idle_device_leaves_and_is_not_asked(tmp_path: Path) -> None:
     """Device 2 answers round 1 at 10 s, and leaves at 15 s; the round ends at 20 s, and round 2 asks the others."""
     wanted = replace(FLEET, behaviour=behaviour(ALWAYS, ((0.0, 1e6, 0.5),), ((0.0, 15.0, 1.0),)))
     store = run(wanted, tmp_path / "work")
-    assert [json.loads(row["cohort"]) for row in store.runs.rounds(RUN)] == [
+    assert [row.cohort for row in store.runs.rounds(RUN)] == [
         ["device-0", "device-1", "device-2"],
         ["device-0", "device-1"],
     ]
@@ -124,7 +123,7 @@ def test_a_late_joiner_takes_part_from_the_next_round(tmp_path: Path) -> None:
     """Device 2 joins at 15 s, in round 2 (10 s to 20 s), so round 3 is its first."""
     wanted = replace(FLEET, rounds=3, behaviour=behaviour(ALWAYS, ALWAYS, ((15.0, 1e6, 1.0),)))
     store = run(wanted, tmp_path / "work")
-    assert [len(json.loads(row["cohort"])) for row in store.runs.rounds(RUN)] == [2, 2, 3]
+    assert [len(row.cohort) for row in store.runs.rounds(RUN)] == [2, 2, 3]
     assert [start for _, start, _ in rounds(store)] == [0.0, 10.0, 20.0]
     store.close()
 

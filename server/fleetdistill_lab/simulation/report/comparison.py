@@ -16,6 +16,7 @@ from fleetdistill_lab.simulation.report.history import FleetHistory
 from fleetdistill_lab.simulation.report.metrics import Ints, accuracy
 from fleetdistill_lab.simulation.report.scores import in_class_mix
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.units import readable_bytes
 
@@ -156,7 +157,7 @@ def local_only(counts_kr: Sequence[Sequence[Ints]], samples_jc: Ints) -> Candida
 
 def cost_of(store: Store, run: str, devices: int) -> Cost:
     """Computes the communication cost of a run with this number of devices."""
-    completed = [row["round"] for row in store.runs.rounds(run) if row["status"] == "closed"]
+    completed = [one.number for one in store.runs.rounds(run) if one.status is RoundStatus.CLOSED]
     answered = {upload.ask for upload in store.asks.uploads(run) if upload.data_bytes}
     return Cost(bytes_by_round(store.history.traffic(run), completed, devices), len(answered) / devices)
 

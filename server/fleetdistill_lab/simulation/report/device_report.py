@@ -76,10 +76,10 @@ def device_report(
 
 def _parameters(done: Outcome, spec: DeviceSpec) -> int:
     """Returns the number of the model's parameters, from the device's check-in if it has joined."""
-    row = done.store.devices.get(done.run, spec.name)
-    if row is None:
+    known = done.store.devices.get(done.run, spec.name)
+    if known is None:
         return parameter_count(build_device_model(spec, tuple(done.data.train_images.shape[1:])))
-    return contract_pb2.DeviceProfile.FromString(row["profile"]).parameters
+    return contract_pb2.DeviceProfile.FromString(known.profile).parameters
 
 
 def _confusion_in_use(done: Outcome, device: str, onnx_file: str | None) -> Ints:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,6 +16,7 @@ from fleetdistill_lab.simulation.report.scores import Figures, round_figures
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.spec.score_log import PRODUCT, START, after_rounds, read_scores
 from fleetdistill_server.config.run_config import method_settings
+from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
 
 
@@ -63,11 +63,11 @@ def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHi
         specs: The run's devices.
     """
     trained = _receipts(store, run)
-    closed = [row for row in store.runs.rounds(run) if row["status"] == "closed"]
-    numbers = [row["round"] for row in closed]
+    closed = [one for one in store.runs.rounds(run) if one.status is RoundStatus.CLOSED]
+    numbers = [one.number for one in closed]
     scores = read_scores(specs[0].scores_file)
     noted = {spec.name: _with_receipt(scores[""][spec.name], trained[spec.name]) for spec in specs}
-    figures = [json.loads(row["figures"] or "{}") for row in closed]
+    figures = [one.figures for one in closed]
     server = [np.array(one["global_confusion"], np.int64) if "global_confusion" in one else None for one in figures]
     products = _products(scores.get(PRODUCT, {}), noted, numbers)
     after_training = {name: after_rounds(of, numbers) for name, of in noted.items()}

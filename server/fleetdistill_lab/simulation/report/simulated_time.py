@@ -12,7 +12,8 @@ from fleetdistill_lab.simulation.timing.clock import START
 from fleetdistill_lab.simulation.timing.fleet_traces import Span
 from fleetdistill_lab.simulation.timing.timing import fleet_traces, work_log_path
 from fleetdistill_lab.simulation.timing.work_log import read_work
-from fleetdistill_server.store.states import DEADLINE_PASSED, AskStatus
+from fleetdistill_server.store.records import Round
+from fleetdistill_server.store.states import DEADLINE_PASSED, AskStatus, RoundStatus
 
 _OUTCOMES = {
     DEADLINE_PASSED: "late",
@@ -89,14 +90,14 @@ def simulated_times(done: Outcome) -> SimulatedTimes | None:
     behaviour = done.wanted.behaviour
     if behaviour is None:
         return None
-    rows = done.store.runs.rounds(done.run)
+    stored = done.store.runs.rounds(done.run)
     outcomes = _outcomes(done)
     traces = fleet_traces(behaviour, done.specs)
-    starts = [row["started_at"] - START for row in rows]
+    starts = [one.started_at - START for one in stored]
     absent = {spec.name: _absences(traces.spans(spec.name), starts) for spec in done.specs}
     rounds = [
-        _round(row, outcomes[row["round"]], sum(flags[number] for flags in absent.values()))
-        for number, row in enumerate(rows)
+        _round(one, outcomes[one.number], sum(flags[index] for flags in absent.values()))
+        for index, one in enumerate(stored)
     ]
     worked = defaultdict[str, float](float)
     for work in read_work(work_log_path(done.config)):
@@ -124,16 +125,15 @@ def _outcomes(done: Outcome) -> dict[int, dict[str, str]]:
     return found
 
 
-def _round(row: dict[str, object], outcomes: dict[str, str], absent: int) -> SimulatedRound:
+def _round(stored: Round, outcomes: dict[str, str], absent: int) -> SimulatedRound:
     def with_outcome(kind: str) -> list[str]:
         return sorted(name for name, outcome in outcomes.items() if outcome == kind)
 
-    ended = row["ended_at"]
     return SimulatedRound(
-        round=int(str(row["round"])),
-        status=str(row["status"]),
-        started=_seconds(row["started_at"]),
-        ended=None if ended is None else _seconds(ended),
+        round=stored.number,
+        status=str(stored.status),
+        started=_seconds(stored.started_at),
+        ended=None if stored.ended_at is None else _seconds(stored.ended_at),
         asked=len(outcomes),
         answered=len(with_outcome("answered")),
         late=with_outcome("late"),
@@ -144,8 +144,8 @@ def _round(row: dict[str, object], outcomes: dict[str, str], absent: int) -> Sim
     )
 
 
-def _seconds(at: object) -> float:
-    return round(float(str(at)) - START, 3)
+def _seconds(at: float) -> float:
+    return round(at - START, 3)
 
 
 def _absences(spans: Iterator[Span], times: Sequence[float]) -> list[bool]:
@@ -163,12 +163,12 @@ def time_lines(times: SimulatedTimes | None) -> list[str]:
     """Returns the summary of a simulation in simulated time; none without simulated time."""
     if times is None:
         return []
-    closed = [one for one in times.rounds if one.status == "closed" and one.ended is not None]
+    closed = [one for one in times.rounds if one.status == RoundStatus.CLOSED and one.ended is not None]
     durations = [one.ended - one.started for one in closed if one.ended is not None]
     text = f"simulated time: {readable_seconds(times.seconds)}"
     if durations:
         text += f", {readable_seconds(statistics.median(durations))} per round (median)"
-    short = sum(one.status == "short" for one in times.rounds)
+    short = sum(one.status == RoundStatus.SHORT for one in times.rounds)
     text += f"; {short} of {len(times.rounds)} rounds fell short" if short else ""
     counts = [f"{sum(one.answered for one in times.rounds)} answered"]
     for kind in ("late", "dropped", "declined", "not_needed"):

@@ -109,7 +109,7 @@ class SimulatedTime(DriveFleet):
         Args:
             at: The time, in seconds of the clock, which is at its start.
         """
-        self._known = {row["device"] for row in self._store.devices.all(self._run)}
+        self._known = {device.id for device in self._store.devices.all(self._run)}
         present = set(self._store.devices.present(self._run))
         lost = []
         for name in self._devices.names:
