@@ -520,7 +520,7 @@ def _figures(store: Store, config: RunConfig) -> dict[str, int]:
     name = config.run.name
     uploads = Counter(row.status for row in store.asks.uploads(name))
     rounds = Counter(row.status for row in store.runs.rounds(name))
-    events = Counter(row["kind"] for row in store.history.events(name))
+    events = Counter(row.kind for row in store.history.events(name))
     return {
         **{f"uploads {status}": count for status, count in uploads.items()},
         **{f"rounds {status}": count for status, count in rounds.items()},

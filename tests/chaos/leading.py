@@ -50,7 +50,7 @@ def summary(store: Store) -> Any:
     """All that a repeated command must leave as it is: runs, rounds and events, without times, tokens and callers."""
     rows = store.database.rows("SELECT * FROM runs ORDER BY created_at, name")
     events = {
-        name: [(row["kind"], row["text"].partition("by ")[0]) for row in store.history.events(name)]
+        name: [(row.kind, row.text.partition("by ")[0]) for row in store.history.events(name)]
         for name in store.runs.names()
     }
     rounds = {name: [(row.number, row.status) for row in store.runs.rounds(name)] for name in store.runs.names()}

@@ -106,7 +106,7 @@ def test_a_round_sends_the_bytes_that_the_table_says(
     prepared = prepare(fleet, tmp_path / "work")
     half = build_method(prepared[0])
     store = run_in_memory(prepared)
-    assert [one for one in store.history.events(RUN) if one["round"] < 3] == []
+    assert [one for one in store.history.events(RUN) if one.round < 3] == []
     counted = {
         (one["device"], one["direction"]): one["tensor_bytes"]
         for one in store.history.traffic(RUN)

@@ -67,7 +67,7 @@ def test_training_that_diverges_declines_the_ask_and_the_app_goes_on(
             patch.setattr(TorchCompute, "answer", diverge)
             assert device.step(0) is Step.DECLINED
         (declined,) = fleet.store.history.events(RUN, "declined")
-        assert "the loss is not finite" in declined["text"]
+        assert "the loss is not finite" in declined.text
         assert "dropped" in events.kinds()
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED

@@ -44,7 +44,7 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
         (ask,) = fleet.store.asks.of_step(RUN, 1, 1)
         assert (ask.status, ask.reason) == ("out", "declined")
         (event,) = fleet.store.history.events(RUN, "declined")
-        assert (event["device"], event["round"], event["text"]) == ("d", 1, "step 'train': it has no teacher")
+        assert (event.device, event.round, event.text) == ("d", 1, "step 'train': it has no teacher")
         assert state_of(device) == before
         del method.handle
         assert device.step(0) is Step.WAITED
@@ -101,7 +101,7 @@ def test_an_answer_over_the_devices_bound_is_declined_and_the_device_goes_on(fle
         fleet.ask("d")
         assert device.step(0) is Step.DECLINED
         (declined,) = fleet.store.history.events(RUN, "declined")
-        assert "the limit is 100 bytes; raise Budgets(spool_bytes=...)" in declined["text"]
+        assert "the limit is 100 bytes; raise Budgets(spool_bytes=...)" in declined.text
         assert state_of(device) == before
         assert not answer_waits(device)
         device._storage.outbox._max_answer_bytes = 1 << 30

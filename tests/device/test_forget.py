@@ -178,7 +178,7 @@ def test_a_device_that_is_forgotten_erases_itself_and_asks_the_server(fleet: Fle
     assert row is not None
     assert row.forget_asked_at is not None
     assert fleet.store.devices.to_forget(RUN) == ["d"]
-    assert [one["kind"] for one in fleet.store.history.events(RUN, "forget-requested")] == ["forget-requested"]
+    assert [one.kind for one in fleet.store.history.events(RUN, "forget-requested")] == ["forget-requested"]
 
 
 def test_the_request_is_authenticated(fleet: Fleet, used: Path, tmp_path: Path) -> None:

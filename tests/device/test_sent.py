@@ -131,7 +131,7 @@ def test_a_decline_that_cannot_be_recorded_says_nothing_of_the_data(
         monkeypatch.setattr(SentLedger, "record", full)
         device.step(0)
     (declined,) = fleet.store.history.events(RUN, "declined")
-    assert declined["text"] == "step 'no-such-step': the device's disk is full"
+    assert declined.text == "step 'no-such-step': the device's disk is full"
 
 
 def test_a_killed_device_finds_its_entry_and_completes_it(fleet: Fleet, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_stored_answer_with_a_withdrawn_column_is_dropped_and_its_ask_declined
         (dropped,) = [event for event in events if event.kind == "dropped"]
     assert dropped.values["code"] == "column-not-allowed"
     assert "metrics, which the app no longer allows" in dropped.text
-    assert [row["kind"] for row in fleet.store.history.events(RUN, "declined")] == ["declined"]
+    assert [row.kind for row in fleet.store.history.events(RUN, "declined")] == ["declined"]
     assert not fleet.store.asks.uploads(RUN)
 
 

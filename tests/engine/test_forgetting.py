@@ -185,7 +185,7 @@ def assert_forgotten(run: Halted, store: Store) -> None:
     assert run.files_with_the_part() == []
     assert run.parts(store) == run.others()
     assert store.devices.to_forget(RUN) == []
-    assert [row["device"] for row in store.history.events(RUN, "forgotten")] == [run.device]
+    assert [row.device for row in store.history.events(RUN, "forgotten")] == [run.device]
 
 
 def assert_still_to_forget(run: Halted, store: Store) -> None:
@@ -405,7 +405,7 @@ def test_two_commands_at_once_undo_nothing_of_each_other(
     assert ask_to_forget(store, RUN, other, served=False)
     assert run.parts(store) == [left]
     assert run.files_with_the_part() == [], "also not in the state that came too late"
-    assert sorted(row["device"] for row in store.history.events(RUN, "forgotten")) == sorted([run.device, other])
+    assert sorted(row.device for row in store.history.events(RUN, "forgotten")) == sorted([run.device, other])
     second.close()
 
 
@@ -499,7 +499,7 @@ def test_what_a_method_notes_is_written_with_its_state_and_not_before(
         forgetting.forget_requested(store, RUN, method, fail)
     assert store.history.events(RUN, "member-left-out") == []
     assert ask_to_forget(store, RUN, run.device, served=False)
-    assert [row["device"] for row in store.history.events(RUN, "member-left-out")] == [run.device]
+    assert [row.device for row in store.history.events(RUN, "member-left-out")] == [run.device]
 
 
 def test_a_device_that_is_not_there_is_a_clear_error(run: Halted, store: Store) -> None:

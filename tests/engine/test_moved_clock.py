@@ -76,7 +76,7 @@ def test_a_deadline_passes_when_it_should_though_the_clock_was_set(by: float) ->
     asyncio.run(Engine(store, config(), waits).run())
     assert waits.waited == [540.0, 540.0], "ten minutes are over within the second nine"
     assert waits.told == pytest.approx(DEADLINE), "what the device is told"
-    assert [(row["round"], row["device"]) for row in store.history.events(RUN, "late")] == [(1, "d1")]
+    assert [(row.round, row.device) for row in store.history.events(RUN, "late")] == [(1, "d1")]
     assert store.runs.existing(RUN).status == "finished"
     store.close()
 

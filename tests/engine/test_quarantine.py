@@ -116,9 +116,9 @@ def test_a_damaged_answer_is_reported_and_its_device_asked_again(fleet: Fleet, n
     assert lost.reason.startswith(f"the payload was lost on the server: payload {lost.sha256.hex()} is ")
     assert (again.status, again.attempt, again.quarantined_at) == ("used", 2, None)
     (event,) = fleet.store.history.events(RUN, "quarantined")
-    assert (event["round"], event["device"]) == (2, "d0")
-    assert lost.sha256.hex() in event["text"]
-    assert "the device is asked again" in event["text"]
+    assert (event.round, event.device) == (2, "d0")
+    assert lost.sha256.hex() in event.text
+    assert "the device is asked again" in event.text
     assert fleet.quarantined() == ([] if name == "gone" else [lost.sha256.hex()])
     assert fleet.store.runs.existing(RUN).completed_rounds == 4
     assert_no_upload_lost(fleet.store, {one.id for device in fleet.devices for one in device.receipts}, RUN)
@@ -194,7 +194,7 @@ def test_after_the_deadline_the_device_is_out_with_the_reason(fleet: Fleet) -> N
     ask = fleet.store.asks.get(RUN, 1, 1, "d0")
     assert ask is not None
     assert (ask.status, ask.reason) == ("out", "the answer was lost on the server, deadline passed")
-    assert "drops out of the round: deadline passed" in fleet.store.history.events(RUN, "quarantined")[0]["text"]
+    assert "drops out of the round: deadline passed" in fleet.store.history.events(RUN, "quarantined")[0].text
 
 
 def test_a_device_that_has_gone_is_not_waited_for(fleet: Fleet) -> None:
@@ -323,7 +323,7 @@ def test_what_devices_cannot_fetch_is_told_once(fleet: Fleet) -> None:
         with pytest.raises(DamagedError, match="is not in the store"):
             fleet.api.downloads.open(wanted)
     (event,) = fleet.store.history.events(RUN, "quarantined")
-    assert (event["round"], ask.payload.hex() in event["text"]) == (1, True)
+    assert (event.round, ask.payload.hex() in event.text) == (1, True)
 
 
 def test_a_lost_payload_that_a_replay_makes_otherwise_puts_its_device_out_not_the_run(fleet: Fleet) -> None:
@@ -341,7 +341,7 @@ def test_a_lost_payload_that_a_replay_makes_otherwise_puts_its_device_out_not_th
     assert now.status == "out"
     assert now.reason.startswith(f"the payload of the ask was lost on the server: payload {other.sha256.hex()}")
     (event,) = fleet.store.history.events(RUN, "quarantined")
-    assert (event["round"], event["device"]) == (1, "d1")
+    assert (event.round, event.device) == (1, "d1")
     assert fleet.quarantined() == [other.sha256.hex()]
     assert fleet.store.runs.existing(RUN).status == "finished"
 

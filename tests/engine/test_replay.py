@@ -255,7 +255,7 @@ def test_a_short_round_is_taken_back_and_the_next_one_counts() -> None:
     assert (lost.device, lost.status) == ("d0", "reported")
     assert lost.reason.startswith("round short")
     late = store.history.events(RUN, "late")
-    assert (late[0]["round"], late[0]["device"]) == (1, "d1")
+    assert (late[0].round, late[0].device) == (1, "d1")
     assert_no_upload_lost(store)
     assert totals[2] == 0  # what d0 had added is gone
     assert int(method.total) == ROUNDS * 2 * 6

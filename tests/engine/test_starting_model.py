@@ -184,7 +184,7 @@ def test_a_run_that_began_with_another_goes_on_without_it(store: Store, tmp_path
     prepared = prepare(RUNS["fedavg"], tmp_path / "second")
     drive(store, prepared, second)
     (event,) = store.history.events(RUN, "started-from")
-    assert event["text"].startswith("begins with the model of run 'first' after 1 round, checkpoint ")
+    assert event.text.startswith("begins with the model of run 'first' after 1 round, checkpoint ")
     assert (row_of(store, RUN).status, row_of(store, RUN).completed_rounds) == ("finished", 1)
     delete(tmp_path / "store", store, "first")
     drive(store, prepared, with_run(second, rounds=2))

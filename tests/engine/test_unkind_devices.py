@@ -281,7 +281,7 @@ def test_a_run_completes_whatever_one_of_its_devices_does(tmp_path: Path) -> Non
     honest = {(number, device) for number in range(1, ROUNDS + 1) for device in ("d0", "d1")}
     again = {(number, THIRD) for number in range(2, ROUNDS + 1, 2)}
     assert used == honest | again | {(third.met["dies_after_its_receipt_and_sends_it_all_again"], THIRD)}
-    assert [one["device"] for one in store.history.events(RUN, "late")] == [THIRD] * 6
+    assert [one.device for one in store.history.events(RUN, "late")] == [THIRD] * 6
     assert store.history.events(RUN, "left-out") == []
     assert_no_upload_lost(store)
     store.close()
@@ -314,7 +314,7 @@ def test_a_round_that_falls_short_over_the_wire_is_closed_as_such(tmp_path: Path
     (lost,) = [one for one in store.asks.uploads(RUN) if one.round == 1]
     assert (lost.device, lost.status) == ("w2", "reported")
     assert lost.reason.startswith("round short: step 'train'")
-    assert {one["device"] for one in store.history.events(RUN, "late")} == {"w0", "w1"}
+    assert {one.device for one in store.history.events(RUN, "late")} == {"w0", "w1"}
     assert_no_upload_lost(store)
     store.close()
 

@@ -66,10 +66,10 @@ def test_an_ask_that_cannot_be_encoded_costs_a_round_and_not_the_run(
     assert (row.status, row.completed_rounds) == ("finished", config.run.rounds)
     rounds = store.runs.rounds(RUN)
     assert [one.status for one in rounds] == ["short", "short"] + ["closed"] * config.run.rounds
-    told = [(one["round"], one["device"]) for one in store.history.events(RUN, "not-asked")]
+    told = [(one.round, one.device) for one in store.history.events(RUN, "not-asked")]
     first, second = rounds[0].cohort
     assert told[:3] == [(1, first), (1, second), (2, second)]
-    assert all("does not fit" in one["text"] for one in store.history.events(RUN, "not-asked"))
+    assert all("does not fit" in one.text for one in store.history.events(RUN, "not-asked"))
     assert_no_upload_lost(store)
     store.close()
 
@@ -132,7 +132,7 @@ def test_features_as_large_as_the_wire_goes_do_not_end_a_feddkc_run() -> None:
     store = Store.in_memory()
     asyncio.run(Engine(store, config_for(), fleet(store, AnsweringDevice, AnsweringDevice, Loud)).run())
     assert [row.status for row in store.runs.rounds(RUN)] == ["closed"] * 3
-    assert {row["device"] for row in store.history.events(RUN, "knowledge-left-out")} == {"d2"}
+    assert {row.device for row in store.history.events(RUN, "knowledge-left-out")} == {"d2"}
     valid = {device: bool(one[2]) for device, one in state_of(store)["knowledge"].items()}
     assert valid == {"d0": True, "d1": True, "d2": False}
     assert {row.status for row in store.asks.uploads(RUN)} == {"used"}

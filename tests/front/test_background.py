@@ -61,7 +61,7 @@ def test_a_commit_that_fails_in_an_unforeseen_way_is_told_to_all_and_the_next_go
         commits.commit(lambda one: one.history.add_event(RUN, "kind", "first"))
     commits.commit(lambda one: one.history.add_event(RUN, "kind", "second"))
     commits.close()
-    assert store.history.events(RUN)[-1]["text"] == "second"
+    assert store.history.events(RUN)[-1].text == "second"
 
 
 def test_a_wake_up_that_fails_does_not_end_the_thread(store: Store) -> None:
@@ -73,7 +73,7 @@ def test_a_wake_up_that_fails_does_not_end_the_thread(store: Store) -> None:
     commits.call(lambda: commits.after_commit(fail)).result(PATIENCE_SECONDS)()
     commits.commit(lambda one: one.history.add_event(RUN, "kind", "later"))
     commits.close()
-    assert [event["text"] for event in store.history.events(RUN)] == ["later"]
+    assert [event.text for event in store.history.events(RUN)] == ["later"]
 
 
 DYING = """

@@ -59,7 +59,7 @@ def ask(store: Store, client: Client, payload: Payload | None = None) -> service
 
 
 def refusals(store: Store, client: Client) -> list[str]:
-    return [row["code"] for row in store.history.events(RUN, "refused") if row["device"] == client.device]
+    return [row.code for row in store.history.events(RUN, "refused") if row.device == client.device]
 
 
 def uploads_of(store: Store, client: Client) -> list[Upload]:
@@ -455,7 +455,7 @@ def test_a_stream_that_ends_early_keeps_what_it_brought(client: Client, store: S
         client.send([client.header(name, payload), *some])
     assert (found[0].status, found[0].reason) == (grpc.StatusCode.ABORTED, "incomplete")
     assert client.status(name).next_byte == sum(len(one.chunk.data) for one in some)
-    refusals = [one for one in store.history.events(RUN, "refused") if one["device"] == client.device]
+    refusals = [one for one in store.history.events(RUN, "refused") if one.device == client.device]
     assert refusals == [], "this is how a device's killed process looks"
 
 

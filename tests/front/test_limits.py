@@ -412,14 +412,14 @@ def test_refusals_of_a_device_are_noted_up_to_a_bound_and_then_counted(client: C
             client.upload(upload_name(10**6), make_payload())
         with refused():
             client.status(upload_name(10**6))
-    noted = [row for row in store.history.events(RUN, "refused") if row["device"] == client.device]
+    noted = [row for row in store.history.events(RUN, "refused") if row.device == client.device]
     assert len(noted) <= TIGHT.refusals_per_hour
     count = wait_until(lambda: _left_out(store, client.device), "the count of the others")
     assert count.split()[0] == str(TIGHT.uploads_per_hour_per_device + 10 - TIGHT.refusals_per_hour)
 
 
 def _left_out(store: Store, device: str) -> str:
-    return "".join(row["text"] for row in store.history.events(RUN, "refusals-left-out") if row["device"] == device)
+    return "".join(row.text for row in store.history.events(RUN, "refusals-left-out") if row.device == device)
 
 
 def test_strangers_share_one_allowance_of_notes(front: LiveFront, store: Store) -> None:
@@ -428,7 +428,7 @@ def test_strangers_share_one_allowance_of_notes(front: LiveFront, store: Store) 
             client.device = f"stranger-{number}"
             with refused():
                 client.check_in(classes=9)
-    noted = [row for row in store.history.events(RUN, "refused") if row["device"].startswith("stranger")]
+    noted = [row for row in store.history.events(RUN, "refused") if row.device.startswith("stranger")]
     assert len(noted) <= TIGHT.refusals_per_hour
     assert store.devices.get(RUN, "stranger-1") is None
 

@@ -80,8 +80,8 @@ def test_a_refused_answer_leaves_a_sentence_and_no_more(client: Client, store: S
     with refused() as found:
         client.upload(upload_name(number), make())  # type: ignore[operator]
     assert found[0].status.name == "INVALID_ARGUMENT"
-    (event,) = [row for row in store.history.events(RUN, "refused") if row["round"] == number]
-    assert len(event["text"]) <= LONGEST
+    (event,) = [row for row in store.history.events(RUN, "refused") if row.round == number]
+    assert len(event.text) <= LONGEST
     assert stored_texts(store) <= LONGEST
     assert not store.database.rows("SELECT * FROM figures WHERE round = ?", number)
 

@@ -55,7 +55,7 @@ def test_a_device_may_not_declare_more_samples_than_the_contract_takes(store: St
 
 
 def large(fleet: Fleet) -> list[tuple[str, str]]:
-    return [(event["device"], event["text"]) for event in fleet.store.history.events(RUN, "large-device")]
+    return [(event.device, event.text) for event in fleet.store.history.events(RUN, "large-device")]
 
 
 def test_a_device_that_declares_far_more_than_the_fleet_is_told_of_once(fleet: Fleet) -> None:

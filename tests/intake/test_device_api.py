@@ -114,7 +114,7 @@ def test_a_lease_that_ends_closes_the_open_asks_and_shows_in_the_events(fleet: F
     assert fleet.store.devices.present(RUN) == ["d2"]
     assert (fleet.ask_state("d1"), fleet.ask_state("d2")) == (("out", "lease ended"), ("open", ""))
     (event,) = fleet.store.history.events(RUN, "lease-ended")
-    assert (event["device"], event["text"]) == ("d1", "d1 made no call for 60 s")
+    assert (event.device, event.text) == ("d1", "d1 made no call for 60 s")
     assert fleet.wakes > wakes
     fleet.api.sessions.end_leases()
     assert len(fleet.store.history.events(RUN)) == 1
@@ -167,7 +167,7 @@ def test_many_leases_end_in_one_commit_but_not_of_who_just_called(fleet: Fleet) 
     assert len(commits) == 1
     assert fleet.store.devices.present(RUN) == ["d3"]
     assert fleet.ask_state("d3") == ("open", "")
-    assert [event["device"] for event in fleet.store.history.events(RUN, "lease-ended")] == ["d0", "d1", "d2", "d4"]
+    assert [event.device for event in fleet.store.history.events(RUN, "lease-ended")] == ["d0", "d1", "d2", "d4"]
 
 
 def test_a_lease_whose_end_could_not_be_written_ends_later(fleet: Fleet) -> None:
@@ -255,9 +255,9 @@ def test_a_device_that_declines_an_ask_is_out_of_it_alone_and_says_why(fleet: Fl
     fleet.api.decline(decline)
     assert fleet.ask_state() == ("out", "declined")
     (event,) = fleet.store.history.events(RUN)
-    assert (event["kind"], event["device"]) == ("declined", identity.device)
-    assert event["text"].startswith("step 'train': no teacher no teacher")
-    assert len(event["text"]) < 600
+    assert (event.kind, event.device) == ("declined", identity.device)
+    assert event.text.startswith("step 'train': no teacher no teacher")
+    assert len(event.text) < 600
     assert fleet.store.devices.present(RUN) == [identity.device], "present all the time: the next round takes it"
     assert fleet.api.next_ask(identity) is None
     fleet.api.decline(decline)
@@ -285,7 +285,7 @@ def test_what_the_events_say_can_be_read_by_a_machine(fleet: Fleet) -> None:
         fleet.send(identity, make_payload(labels=i32([0, 0, 7, 0])))
     (event,) = fleet.store.history.events(RUN)
     assert json.loads(json.dumps(event))["code"] == "bad-value"
-    assert event["text"] == "device d1: label 7 outside [0, 3) at row 2 of knowledge/labels"
+    assert event.text == "device d1: label 7 outside [0, 3) at row 2 of knowledge/labels"
 
 
 def test_log_lines_of_events_about_an_ask_have_its_id(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:

@@ -264,7 +264,7 @@ def test_a_bad_upload_puts_the_device_out_for_the_round(any_fleet: Fleet, name: 
         any_fleet.send(identity, payload)
     assert (error.value.code, str(error.value)) == (code, sentence)
     (event,) = any_fleet.store.history.events(RUN, "refused")
-    assert (event["text"], event["code"], event["device"], event["round"]) == (sentence, code, "d1", 1)
+    assert (event.text, event.code, event.device, event.round) == (sentence, code, "d1", 1)
     assert any_fleet.ask_state() == ("out", f"refused: {sentence}")
     assert any_fleet.wakes > wakes  # nobody waits for it
     assert any_fleet.store.asks.uploads(RUN) == []

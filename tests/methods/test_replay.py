@@ -80,7 +80,7 @@ def test_who_is_left_out_is_the_same_after_every_death(tmp_path: Path) -> None:
     undisturbed = run_in_memory(prepare(HOSTILE, tmp_path / "undisturbed"))
     disturbed = Store.in_memory()
     run_with_a_new_engine_after_every_wait(prepare(HOSTILE, tmp_path / "disturbed"), disturbed)
-    assert [row["device"] for row in disturbed.history.events(RUN, "update-left-out")] == ["device-0"] * HOSTILE.rounds  # type: ignore[operator]
+    assert [row.device for row in disturbed.history.events(RUN, "update-left-out")] == ["device-0"] * HOSTILE.rounds  # type: ignore[operator]
     assert record(disturbed) == record(undisturbed)
 
 

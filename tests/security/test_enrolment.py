@@ -187,7 +187,7 @@ def test_a_revoked_device_is_told_so(service: Service, tmp_path: Path) -> None:
             device.run()
     assert found.value.code == "revoked"
     (event,) = service.store.history.events(RUN, "revoked")
-    assert "stolen" in event["text"]
+    assert "stolen" in event.text
 
 
 # --- the token

@@ -64,7 +64,7 @@ def engine_main(config: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def failures(config: Path) -> list[str]:
     store = Store.open(config.parent / "store")
-    texts = [row["text"] for row in store.history.events(RUN, ENGINE_FAILED)]
+    texts = [row.text for row in store.history.events(RUN, ENGINE_FAILED)]
     store.close()
     return texts
 
@@ -194,7 +194,7 @@ class Service:
         return self.store.runs.existing(RUN)
 
     def history(self) -> list[str]:
-        return [f"{one['kind']}: {one['text']}" for one in self.store.history.events(RUN)]
+        return [f"{one.kind}: {one.text}" for one in self.store.history.events(RUN)]
 
 
 @pytest.fixture

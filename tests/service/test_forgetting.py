@@ -65,7 +65,7 @@ def test_a_device_of_a_run_that_is_over_is_forgotten_by_the_server(tmp_path: Pat
 
 
 def check_forgotten(store: Store, work: Path) -> None:
-    assert [event["device"] for event in store.history.events(RUN, "forgotten")] == ["leaver"]
+    assert [event.device for event in store.history.events(RUN, "forgotten")] == ["leaver"]
     assert files(work) == needed(store)
     row = store.runs.get(RUN)
     assert row is not None

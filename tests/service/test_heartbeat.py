@@ -187,8 +187,8 @@ def test_a_hung_engine_is_killed_and_started_again(
     look(engine, seconds, 3)
     assert (child.code, child.starts, engine.state().hangs) == (None, 1, "")
     (event,) = store.history.events(RUN, ENGINE_FAILED)
-    assert event["text"] == "the engine hangs: it sent no heartbeat for 60 s and was killed"
-    assert [one.getMessage() for one in caplog.records].count(event["text"]) == 1
+    assert event.text == "the engine hangs: it sent no heartbeat for 60 s and was killed"
+    assert [one.getMessage() for one in caplog.records].count(event.text) == 1
     look(engine, seconds, 599)
     assert child.starts == 1, "the new one is given the time that its start takes"
     look(engine, seconds, 3)
@@ -305,7 +305,7 @@ def test_a_stopped_engine_is_seen_killed_and_replaced(tmp_path: Path) -> None:
             before = completed(store)
             wait_until(lambda: completed(store) > before, "the next engine's round", 120)
             wait_until(lambda: health_of_engine(port) == answer.SERVING, "the engine's health")
-            assert "sent no heartbeat" in store.history.events(RUN, ENGINE_FAILED)[0]["text"]
+            assert "sent no heartbeat" in store.history.events(RUN, ENGINE_FAILED)[0].text
             store.close()
 
 

@@ -114,7 +114,7 @@ def test_a_creation_repeated_after_the_run_starts_nothing(store: Store) -> None:
     store.runs.end(RUN, "finished", "all rounds done")
     assert leading.create(store, config(rounds=1), start_it=True) == said
     assert row_of(store).status == "finished"
-    assert [event["kind"] for event in store.history.events(RUN)].count("started") == 1
+    assert [event.kind for event in store.history.events(RUN)].count("started") == 1
 
 
 @pytest.mark.parametrize("action", ["pause", "stop"])

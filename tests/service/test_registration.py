@@ -79,8 +79,8 @@ def test_what_the_operator_decides_may_change_at_each_start(store: Store, name: 
     register(store, config(**{name: OPERATED[name]}))
     assert row_of(store).config["run"][name] == OPERATED[name]
     (event,) = store.history.events("digits", "settings-changed")
-    assert event["text"].startswith(f"run.{name} was ")
-    assert event["text"].endswith(f", is {OPERATED[name]}")
+    assert event.text.startswith(f"run.{name} was ")
+    assert event.text.endswith(f", is {OPERATED[name]}")
     assert row_of(store).completed_rounds == 1
 
 
@@ -150,9 +150,9 @@ def test_before_a_round_is_completed_a_run_is_replaced(store: Store, name: str) 
     assert row.config == CHANGED[name].fixed_part()
     assert (store.runs.rounds("digits"), store.devices.all("digits")) == ([], [])
     (event,) = store.history.events("digits")
-    assert event["kind"] == "run-replaced"
-    assert f".{name} was " in event["text"]
-    assert "state_dir" not in event["text"]
+    assert event.kind == "run-replaced"
+    assert f".{name} was " in event.text
+    assert "state_dir" not in event.text
 
 
 def test_a_run_whose_rounds_were_undone_is_not_replaced(store: Store) -> None:
@@ -177,7 +177,7 @@ def test_a_replacement_says_that_devices_had_answered(store: Store) -> None:
     store.asks.accept_upload(asked.id, 1, bytes(32), 10, 1)
     register(store, CHANGED["seed"])
     (event,) = store.history.events("digits")
-    assert event["text"].endswith("; 1 answer was deleted, so the device that sent it needs a new state_dir")
+    assert event.text.endswith("; 1 answer was deleted, so the device that sent it needs a new state_dir")
 
 
 def test_a_run_is_prepared_once_it_has_a_contract(store: Store) -> None:

@@ -42,7 +42,7 @@ def run(tmp_path: Path, name: str, attack: str, **settings: Any) -> Store:
 
 
 def named(store: Store) -> set[str]:
-    return {row["device"] for kind in LEFT_OUT for row in store.history.events(RUN, kind)}
+    return {row.device for kind in LEFT_OUT for row in store.history.events(RUN, kind)}
 
 
 @pytest.mark.parametrize("attack", ["scaled", "reversed"])
@@ -69,7 +69,7 @@ def test_methods_that_average_no_models_of_devices_complete_too(name: str, tmp_p
 def test_a_device_that_declares_far_too_many_samples_is_named(name: str, tmp_path: Path) -> None:
     store = run(tmp_path, name, "declares")
     outcome(store)
-    assert [row["device"] for row in store.history.events(RUN, "large-device")] == [HOSTILE]
+    assert [row.device for row in store.history.events(RUN, "large-device")] == [HOSTILE]
     store.close()
 
 

@@ -144,7 +144,7 @@ def test_a_round_that_is_played_again_notes_the_same_once_however_long_it_is() -
         for text, device in (("x" * 5000, "a"), ("short", "a"), ("short", "b")):
             cohort_of(store, number).event("left", text, device)
     cohort_of(store, 2).event("left", "another", "b", once=True)
-    told = [(row["round"], row["device"], len(row["text"])) for row in store.history.events("r", "left")]
+    told = [(row.round, row.device, len(row.text)) for row in store.history.events("r", "left")]
     assert told == [(number, *one) for number in (1, 2) for one in (("a", 1000), ("a", 5), ("b", 5))]
     store.close()
 
@@ -171,7 +171,7 @@ def test_a_guard_that_fires_is_counted_once_and_shown_and_other_events_are_not()
         cohort_of(store, 2).guard("maturity", "two classes")
     cohort_of(store, 2).event("member-left-out", "not finite", "a")
     store.history.add_event("r", "refused", "a wrong label", number=2)
-    kinds = [row["kind"] for row in guard_events(store, "r")]
+    kinds = [row.kind for row in guard_events(store, "r")]
     assert kinds == ["teacher-guard", "teacher-guard", "maturity-guard"]
     assert store.summaries.guards("r", 0, EVERY) == {1: 2, 2: 1}
     shown = views.run(store, "r")
@@ -200,8 +200,8 @@ def test_a_device_that_has_lost_its_teacher_declines_the_step_and_the_run_goes_o
     monkeypatch.setattr(FedDKDDevice, "_check_step", forgetful)
     store = run_in_memory(prepare(replace(SMALL, method="feddkd", rounds=2), tmp_path / "work"))
     (event,) = store.history.events(RUN, "declined")
-    assert event["round"] == 1
-    assert "needs a teacher of that round, but it has not trained yet" in event["text"]
+    assert event.round == 1
+    assert "needs a teacher of that round, but it has not trained yet" in event.text
     assert [row.status for row in store.runs.rounds(RUN)] == ["closed", "closed"]
     rows = [store.asks.of_step(RUN, 1, step) for step in (1, 2, 3, 4)]
     asked = [len([ask for ask in asks if ask.status == "answered"]) for asks in rows]

@@ -105,7 +105,7 @@ def test_a_restored_run_goes_on_and_no_receipt_of_before_is_lost(server: Server,
     assert again.store.runs.existing(RUN).status == "finished"
     assert receipts <= again.receipts()
     assert_no_upload_lost(again.store, receipts, RUN)
-    assert "restored from the backup of" in again.store.history.events(RUN, "restored")[0]["text"]
+    assert "restored from the backup of" in again.store.history.events(RUN, "restored")[0].text
     again.store.close()
 
 

@@ -65,7 +65,7 @@ class Sender:
         )
 
     def events(self) -> list[str]:
-        return [row["text"] for row in self.store.history.events("digits", "no-space")]
+        return [row.text for row in self.store.history.events("digits", "no-space")]
 
 
 def finish(session: UploadSession, payload: Payload = PAYLOAD) -> None:
@@ -240,7 +240,7 @@ def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path) -> None:
     assert store.runs.existing(RUN).status == "finished"
     assert [row.status for row in store.runs.rounds(RUN)] == ["closed"] * 4
     (event,) = store.history.events(RUN, "no-space")
-    assert event["text"] == "step 'train' cannot be sent to the devices until the disk has space"
+    assert event.text == "step 'train' cannot be sent to the devices until the disk has space"
     store.close()
 
 

@@ -35,7 +35,7 @@ def commits(store: Store, tmp_path: Path) -> Iterator[CommitThread]:
 
 
 def texts(store: Store) -> list[str]:
-    return [event["text"] for event in store.history.events(RUN)]
+    return [event.text for event in store.history.events(RUN)]
 
 
 def test_what_a_call_commits_is_there_when_it_is_done(store: Store, commits: CommitThread) -> None:

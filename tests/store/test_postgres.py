@@ -47,7 +47,7 @@ def directory(database_url: str, tmp_path: Path) -> Path:
 
 
 def texts(store: Store) -> list[str]:
-    return [event["text"] for event in store.history.events(RUN)]
+    return [event.text for event in store.history.events(RUN)]
 
 
 def test_placeholders_are_numbered_in_order_and_keep_their_own_numbers() -> None:

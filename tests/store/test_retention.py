@@ -256,7 +256,7 @@ def events_and_figures(store: Store, asked: dict[int, bytes]) -> None:
 
 
 def told(store: Store) -> tuple[list[int], list[int]]:
-    events = [row["round"] for row in store.history.events(RUN)]
+    events = [row.round for row in store.history.events(RUN)]
     return events, [row["round"] for row in store.history.figures(RUN, "accuracy", "test")]
 
 

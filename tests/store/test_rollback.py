@@ -74,7 +74,7 @@ def test_devices_of_every_method_go_on_from_the_state_that_a_run_was_set_back_to
     assert (row_of(store).status, row_of(store).completed_rounds) == ("finished", 2)
     assert statuses(store) == ["closed"] * to + ["undone"] * (2 - to) + ["closed"] * (2 - to)
     assert {one.status for one in store.asks.uploads(RUN) if one.round > 2} <= {"used"}
-    assert [one["kind"] for one in store.history.events(RUN, "rolled-back")] == ["rolled-back"]
+    assert [one.kind for one in store.history.events(RUN, "rolled-back")] == ["rolled-back"]
     assert_no_upload_lost(store)
     store.close()
 
@@ -150,9 +150,7 @@ def test_the_command_says_what_it_did(played: tuple[Prepared, Path]) -> None:
     ]
     assert json.loads(shown.stdout)["checkpoints_after_rounds"] == [0, 1]
     (event,) = store.history.events(RUN, "rolled-back")
-    assert (
-        event["text"] == f"the run was rolled back to the state after round 1 by {local_user()} on the store's machine"
-    )
+    assert event.text == f"the run was rolled back to the state after round 1 by {local_user()} on the store's machine"
     play(prepared, store)
     assert statuses(store) == ["closed", "undone", "closed"]
     store.close()
@@ -302,9 +300,9 @@ def test_a_spoiled_model_is_no_checkpoint(name: str, tmp_path: Path, monkeypatch
     play(prepare(RUNS["fedavg"], tmp_path / "work"), store)
     assert statuses(store) == ["closed", "short", "closed"]
     (event,) = store.history.events(RUN, "round-undone")
-    assert event["round"] == 2
-    assert event["text"].endswith("the run keeps the state from before the round")
-    assert told in event["text"]
+    assert event.round == 2
+    assert event.text.endswith("the run keeps the state from before the round")
+    assert told in event.text
     assert reason_not_usable(unpack_state(store.blobs.get_state(row_of(store).checkpoint))) is None
     assert_no_upload_lost(store)
     store.close()

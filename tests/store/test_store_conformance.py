@@ -389,7 +389,7 @@ def test_a_note_of_refusals_has_the_time_of_the_newest(store: Store) -> None:
     known = store.history.note_refusals_left_out(RUN, "a", "3 further refusals", None)
     store.history.note_refusals_left_out(RUN, "a", "4 further refusals", known)
     (event,) = store.history.events(RUN)
-    assert (event["text"], event["at"]) == ("4 further refusals", 200.0)
+    assert (event.text, event.at) == ("4 further refusals", 200.0)
 
 
 def test_an_event_number_that_came_again_is_not_taken_for_the_note_of_before(store: Store) -> None:
@@ -399,9 +399,9 @@ def test_an_event_number_that_came_again_is_not_taken_for_the_note_of_before(sto
     store.runs.begin(RUN, CONFIG)
     store.history.add_event(RUN, "late", "a did not answer", device="a")
     (event,) = store.history.events(RUN)
-    assert (event["id"] == known) is isinstance(store.database, SqliteDatabase)  # PostgreSQL gives no number twice
+    assert (event.id == known) is isinstance(store.database, SqliteDatabase)  # PostgreSQL gives no number twice
     store.history.note_refusals_left_out(RUN, "a", "5 further refusals", known)
-    assert [event["text"] for event in store.history.events(RUN)] == ["a did not answer", "5 further refusals"]
+    assert [event.text for event in store.history.events(RUN)] == ["a did not answer", "5 further refusals"]
 
 
 def test_the_first_answer_wins_and_later_ones_get_its_receipt(store: Store) -> None:
@@ -446,7 +446,7 @@ def test_asks_past_their_deadline_are_closed_with_an_event_each(store: Store) ->
     states = {ask.device: (ask.status, ask.reason) for ask in store.asks.of_step(RUN, 1, 1)}
     assert states == {"late": ("out", "deadline passed"), "in time": ("open", ""), "quick": ("answered", "")}
     (event,) = store.history.events(RUN, "late")
-    assert (event["text"], event["round"], event["device"]) == (
+    assert (event.text, event.round, event.device) == (
         "late did not answer step 'train' before its deadline",
         1,
         "late",
@@ -513,11 +513,11 @@ def test_events_come_oldest_first_and_by_kind(store: Store) -> None:
     store.history.add_event(RUN, "refused", "first", number=2, device="a", code="bad-value")
     store.history.add_event(RUN, "late", "second")
     store.history.add_event(RUN, "refused", "third")
-    assert [event["text"] for event in store.history.events(RUN)] == ["first", "second", "third"]
-    assert [event["text"] for event in store.history.events(RUN, "refused")] == ["first", "third"]
+    assert [event.text for event in store.history.events(RUN)] == ["first", "second", "third"]
+    assert [event.text for event in store.history.events(RUN, "refused")] == ["first", "third"]
     assert store.history.events("other") == []
     event = store.history.events(RUN)[0]
-    assert (event["round"], event["device"], event["code"]) == (2, "a", "bad-value")
+    assert (event.round, event.device, event.code) == (2, "a", "bad-value")
 
 
 def test_a_figure_reported_again_is_replaced_whole(store: Store) -> None:
@@ -614,7 +614,7 @@ def test_a_nested_transaction_that_fails_takes_only_itself_back(store: Store) ->
             fail()
         with store.transaction():
             store.history.add_event(RUN, "kind", "after")
-    assert [event["text"] for event in store.history.events(RUN)] == ["before", "after"]
+    assert [event.text for event in store.history.events(RUN)] == ["before", "after"]
 
 
 def test_a_transaction_sees_its_own_writes(store: Store) -> None:

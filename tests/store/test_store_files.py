@@ -645,13 +645,13 @@ def test_a_job_that_fails_raises_its_own_error_and_spares_its_group(store: Store
     first, second, third = in_one_group(commits, store, _note("first"), fail, _note("third"))
     assert (first, third) == ("first", "third")
     assert isinstance(second, ZeroDivisionError)
-    assert [event["text"] for event in store.history.events(RUN)] == ["first", "third"]
+    assert [event.text for event in store.history.events(RUN)] == ["first", "third"]
 
 
 def test_jobs_run_in_the_order_they_were_handed_in(store: Store, commits: CommitThread) -> None:
     texts = [str(number) for number in range(20)]
     assert in_one_group(commits, store, *(_note(text) for text in texts)) == texts
-    assert [event["text"] for event in store.history.events(RUN)] == texts
+    assert [event.text for event in store.history.events(RUN)] == texts
 
 
 def test_jobs_handed_in_together_share_one_transaction(store: Store, commits: CommitThread) -> None:
@@ -674,7 +674,7 @@ def test_nobody_gets_a_yes_when_the_database_takes_the_whole_group_back(
     assert isinstance(answers[0], StoreError)
     assert isinstance(answers[1], StoreError)
     assert commits.commit(_note("later")) == "later"  # the thread lives on
-    kept = {event["text"] for event in store.history.events(RUN)}
+    kept = {event.text for event in store.history.events(RUN)}
     assert "first" not in kept
     assert {answer for answer in answers if isinstance(answer, str)} <= kept
 

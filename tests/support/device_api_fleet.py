@@ -103,7 +103,7 @@ class Fleet:
 
     def refused(self) -> list[tuple[str, str]]:
         """Device and code of every refusal that `runs show` would list."""
-        return [(event["device"], event["code"]) for event in self.store.history.events(RUN, "refused")]
+        return [(event.device, event.code) for event in self.store.history.events(RUN, "refused")]
 
     def ask_state(self, device: str = "d1") -> tuple[str, str | None]:
         row = self.store.asks.get(RUN, 1, 1, device)

@@ -135,7 +135,7 @@ def record(store: Store) -> dict[str, Any]:
         "rounds": [(row.number, row.status, row.cohort, row.figures) for row in rounds],
         "asks": [(*_name(ask), ask.expects, ask.seed, ask.status, ask.payload) for ask in asks],
         "uploads": sorted(uploads),
-        "events": sorted((row["round"], row["device"], row["kind"], row["text"]) for row in store.history.events(RUN)),
+        "events": sorted((row.round, row.device, row.kind, row.text) for row in store.history.events(RUN)),
     }
 
 

@@ -194,7 +194,7 @@ class Engine:
         last = self._store.history.last_event(self._name)
         if last is None:
             return "run `fleetdistill runs show` for details"
-        return f"the last event is from round {last['round']}: {last['device']} {last['kind']}, {last['text']}"
+        return f"the last event is from round {last.round}: {last.device} {last.kind}, {last.text}"
 
     def prepare(self) -> None:
         """Publishes the contract of a new run, or restores the state of an earlier start."""

@@ -258,8 +258,8 @@ class EngineProcess:
 
     def _newest_failure(self) -> tuple[int, str]:
         """Returns number and text of the newest failure that is recorded; 0 and an empty text without one."""
-        row = self._store.history.newest_event(self.run, ENGINE_FAILED)
-        return (0, "") if row is None else (int(row["id"]), str(row["text"]))
+        failure = self._store.history.newest_event(self.run, ENGINE_FAILED)
+        return (0, "") if failure is None else (failure.id, failure.text)
 
 
 def _in_words(code: int) -> str:

@@ -60,7 +60,7 @@ class _Fleet:
             for device in store.devices.all(run)
         }
         fleet._ordered = sorted((samples, device) for device, samples in fleet._samples.items())
-        fleet._reported = {row["device"] for row in store.history.events(run, LARGE_DEVICE)}
+        fleet._reported = {event.device for event in store.history.events(run, LARGE_DEVICE)}
         return fleet
 
     def put(self, device: str, samples: int) -> None:

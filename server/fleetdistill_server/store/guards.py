@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fleetdistill.replacement import REPLACEMENT_METRICS, SPLIT
 from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Event
 from fleetdistill_server.store.store import Store
 
 
@@ -19,9 +20,9 @@ class Replacements:
     replaced: int
 
 
-def guard_events(store: Store, run: str) -> list[Row]:
+def guard_events(store: Store, run: str) -> list[Event]:
     """Returns the events that the guards of the run's method wrote, oldest first."""
-    return [row for row in store.history.events(run) if row["kind"].endswith(GUARD)]
+    return [event for event in store.history.events(run) if event.kind.endswith(GUARD)]
 
 
 def replacement_rows(store: Store, run: str) -> list[Row]:

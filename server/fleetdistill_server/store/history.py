@@ -9,7 +9,7 @@ from typing import Any
 
 from fleetdistill.knowledge import Metrics
 from fleetdistill_server.store.database import Database, Row
-from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.records import Ask, Event
 from fleetdistill_server.store.sums import Sums, figures_of_devices
 from fleetdistill_server.store.traffic import ENVELOPE, REFUSED, Counted
 from fleetdistill_server.texts import shortened
@@ -63,15 +63,19 @@ class History:
             return known
         return self.add_event(run, "refusals-left-out", text, device=device)
 
-    def events(self, run: str, kind: str | None = None) -> list[Row]:
+    def events(self, run: str, kind: str | None = None) -> list[Event]:
         """Returns the events of a run, oldest first; if `kind` is given, only events of that kind."""
         if kind is None:
-            return self._db.rows("SELECT * FROM events WHERE run = ? ORDER BY id", run)
-        return self._db.rows("SELECT * FROM events WHERE run = ? AND kind = ? ORDER BY id", run, kind)
+            return self._events("SELECT * FROM events WHERE run = ? ORDER BY id", run)
+        return self._events("SELECT * FROM events WHERE run = ? AND kind = ? ORDER BY id", run, kind)
 
-    def newest_event(self, run: str, kind: str) -> Row | None:
+    def _events(self, sql: str, *values: object) -> list[Event]:
+        return [Event.from_row(row) for row in self._db.rows(sql, *values)]
+
+    def newest_event(self, run: str, kind: str) -> Event | None:
         """Returns the newest event of a kind, or None."""
-        return self._db.row("SELECT * FROM events WHERE run = ? AND kind = ? ORDER BY id DESC LIMIT 1", run, kind)
+        events = self._events("SELECT * FROM events WHERE run = ? AND kind = ? ORDER BY id DESC LIMIT 1", run, kind)
+        return events[0] if events else None
 
     def has_event(self, run: str, kind: str, device: str, number: int | None = None, text: str | None = None) -> bool:
         """Returns whether a device has an event of this kind; without `number` or `text`, any round or text matches."""
@@ -83,17 +87,18 @@ class History:
         condition = " AND ".join(f"{column} = ?" for column in wanted)
         return self._db.exists(f"SELECT 1 FROM events WHERE {condition} LIMIT 1", *wanted.values())
 
-    def newest_events(self, run: str, most: int) -> list[Row]:
+    def newest_events(self, run: str, most: int) -> list[Event]:
         """Returns the newest `most` events of a run, oldest first."""
-        return self._db.rows("SELECT * FROM events WHERE run = ? ORDER BY id DESC LIMIT ?", run, most)[::-1]
+        return self._events("SELECT * FROM events WHERE run = ? ORDER BY id DESC LIMIT ?", run, most)[::-1]
 
     def count_events(self, run: str) -> int:
         """Returns the number of a run's events."""
         return int(self._db.value("SELECT count(*) FROM events WHERE run = ?", run))
 
-    def last_event(self, run: str) -> Row | None:
+    def last_event(self, run: str) -> Event | None:
         """Returns the newest event of a run, or None."""
-        return self._db.row("SELECT * FROM events WHERE run = ? ORDER BY id DESC LIMIT 1", run)
+        events = self.newest_events(run, 1)
+        return events[0] if events else None
 
     def add_figures(self, run: str, number: int, device: str, metrics: Metrics) -> None:
         """Stores the metrics that a device reported for a round; newer values replace older ones."""

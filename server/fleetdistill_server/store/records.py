@@ -357,3 +357,42 @@ class Upload:
 def ask_and_upload(row: Row) -> tuple[Ask, Upload | None]:
     """Returns the records of a row of an ask that is joined with its answer, if it has one."""
     return Ask.from_row(row), None if row["upload_receipt"] is None else Upload.from_row(row)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A row of the table `events`: what happened in a run, for its operator.
+
+    Attributes:
+        id: Id in the store; later events have larger ones.
+        run: Name of the run.
+        round: Number of the round that it is about; 0 for none.
+        device: Id of the device that it is about; empty for none.
+        kind: Kind of the event.
+        code: Code of a refusal; empty for other events.
+        text: What happened.
+        at: When it was stored, in seconds since 1970.
+    """
+
+    id: int
+    run: str
+    round: int
+    device: str
+    kind: str
+    code: str
+    text: str
+    at: float
+
+    @classmethod
+    def from_row(cls, row: Row) -> Event:
+        """Returns the record of a row that has all columns."""
+        return cls(
+            id=row["id"],
+            run=row["run"],
+            round=row["round"] or 0,
+            device=row["device"] or "",
+            kind=row["kind"],
+            code=row["code"] or "",
+            text=row["text"],
+            at=row["at"] or 0.0,
+        )

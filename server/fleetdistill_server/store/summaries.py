@@ -16,6 +16,7 @@ from fleetdistill_server.store.records import (
     UPLOAD_COLUMNS,
     AnswerCounts,
     Ask,
+    Event,
     Round,
     Upload,
     ask_and_upload,
@@ -151,7 +152,7 @@ class Summaries:
 
     def events(
         self, run: str, *, before: int | None, kind: str = "", device: str = "", text: str = "", most: int
-    ) -> list[Row]:
+    ) -> list[Event]:
         """Returns events, newest first.
 
         Args:
@@ -173,7 +174,8 @@ class Summaries:
             conditions.append("(" + " OR ".join(f"lower({name}) LIKE ? ESCAPE '!'" for name in columns) + ")")
             values += [containing(text)] * len(columns)
         where = " AND ".join(["run = ?", *conditions])
-        return self._db.rows(f"SELECT * FROM events WHERE {where} ORDER BY id DESC LIMIT ?", run, *values, most)
+        rows = self._db.rows(f"SELECT * FROM events WHERE {where} ORDER BY id DESC LIMIT ?", run, *values, most)
+        return [Event.from_row(row) for row in rows]
 
     def event_kinds(self, run: str) -> list[Row]:
         """Returns the number of events by kind, ordered by kind."""

@@ -70,7 +70,7 @@ def device(store: Store, run: str, name: str, *, served: bool = True) -> View:
         {
             "asks": [_ask_row(ask, upload) for ask, upload in asks],
             "figures": [_figure_row(row) for row in reported],
-            "events": [event_row(row) for row in events],
+            "events": [event_row(event) for event in events],
             "certificates": [_certificate_row(row) for row in certificates],
         },
         found[0],

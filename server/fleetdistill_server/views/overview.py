@@ -74,7 +74,7 @@ def events(store: Store, run: str, *, before: int | None, kind: str, device: str
     """Returns a page of events, newest first, and the numbers of all events of the run by kind."""
     store.runs.existing(run)
     found = store.summaries.events(run, before=before, kind=kind, device=device, text=text, most=most + 1)
-    rows = [{"id": row["id"], **event_row(row)} for row in found[:most]]
+    rows = [{"id": event.id, **event_row(event)} for event in found[:most]]
     kinds = {row["kind"]: row["count"] for row in store.summaries.event_kinds(run)}
     return View({"events": rows}, {"more": len(found) > most, "kinds": kinds})
 

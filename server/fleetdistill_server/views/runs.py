@@ -13,7 +13,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.served import NOT_SERVED, Served, state_of
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.records import Device, Run, Upload
+from fleetdistill_server.store.records import Device, Event, Run, Upload
 from fleetdistill_server.store.states import ACTIVE, QUEUED, WAITING, RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
@@ -81,7 +81,7 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
         "bytes": figures.bytes_by_device(store, name),
         "bytes_by_kind": figures.bytes_by_kind(store, name),
         "reported_uploads": [_reported_row(upload) for upload in store.summaries.reported_uploads(name)],
-        "events": [event_row(row) for row in store.history.newest_events(name, MOST_EVENTS)],
+        "events": [event_row(event) for event in store.history.newest_events(name, MOST_EVENTS)],
     }
     totals = {
         "events_in_all": store.history.count_events(name),
@@ -233,10 +233,16 @@ def _reported_row(upload: Upload) -> Row:
     }
 
 
-def event_row(row: Row) -> Row:
+def event_row(event: Event) -> Row:
     """Returns an event as a row; `round` is None for an event of the run."""
-    names = ("device", "kind", "code", "text")
-    return {"round": row["round"] or None, **{name: row[name] for name in names}, "at": when(row["at"])}
+    return {
+        "round": event.round or None,
+        "device": event.device,
+        "kind": event.kind,
+        "code": event.code,
+        "text": event.text,
+        "at": when(event.at),
+    }
 
 
 def _device_row(device: Device, reported: _Reported, revoked: set[str], *, served: bool) -> Row:

@@ -19,7 +19,7 @@ def named(store: Store, run: str) -> dict[str, list[str]]:
     """Returns the devices reported as outliers or as having too much weight, each with the kinds of the events."""
     found = defaultdict[str, list[str]](list)
     for kind in (*LEFT_OUT, LARGE_DEVICE, MOST_OF_THE_WEIGHT):
-        for device in sorted({row["device"] for row in store.history.events(run, kind)}):
+        for device in sorted({event.device for event in store.history.events(run, kind)}):
             found[device].append(kind)
     return dict(found)
 
@@ -31,8 +31,8 @@ def suspects_by_round(store: Store, run: str) -> Mapping[int, Sequence[str]]:
     """
     left_out = defaultdict[str, set[int]](set)
     for kind in LEFT_OUT:
-        for row in store.history.events(run, kind):
-            left_out[row["device"]].add(row["round"])
+        for event in store.history.events(run, kind):
+            left_out[event.device].add(event.round)
     took_part = defaultdict[str, set[int]](set)
     if left_out:
         for upload in store.asks.uploads(run):

@@ -767,7 +767,7 @@ def test_embeddings_of_another_size_are_refused_at_check_in(tmp_path: Path) -> N
 
 def test_a_run_whose_server_diverges_in_every_round_ends_all_the_same(tmp_path: Path) -> None:
     store = small_fleet(tmp_path, ("cdkt_digits",), server_learning_rate=1e6, teacher_guard=False)
-    assert [row["round"] for row in store.history.events(RUN, "distillation-undone")] == [1, 2]
+    assert [row.round for row in store.history.events(RUN, "distillation-undone")] == [1, 2]
     assert len(store.asks.uploads(RUN)) == 4
 
 

@@ -66,7 +66,7 @@ def run_in_processes(prepared: Prepared) -> Store:
 def test_both_links_leave_the_same_device_out(tmp_path: Path) -> None:
     memory = run_in_memory(prepare(HOSTILE, tmp_path / "memory"))
     grpc = run_in_processes(prepare(HOSTILE, tmp_path / "grpc"))
-    assert [row["device"] for row in grpc.history.events(RUN, "update-left-out")] == ["device-0"] * 2
+    assert [row.device for row in grpc.history.events(RUN, "update-left-out")] == ["device-0"] * 2
     assert outcome(grpc) == outcome(memory)
     grpc.close()
 

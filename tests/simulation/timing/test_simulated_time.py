@@ -66,7 +66,7 @@ def test_a_device_that_is_late_misses_the_round_and_is_still_busy_in_the_next(tm
     assert asks(store, 2) == {"0": "answered", "1": "answered", "2": "deadline passed"}
     status, started, ended = rounds(store)[0]
     assert (status, started, round(ended, 3)) == ("closed", 0.0, 100.0)
-    late = [(row["round"], row["device"]) for row in store.history.events(RUN, "late")]
+    late = [(row.round, row.device) for row in store.history.events(RUN, "late")]
     assert late[:2] == [(1, "device-2"), (2, "device-2")]
     work = (tmp_path / "work" / "store-work.csv").read_text().splitlines()
     begun = [row.split(",") for row in work if row.startswith("device-2")]
@@ -94,7 +94,7 @@ def test_a_device_that_goes_while_it_works_is_dropped_at_the_end_of_its_lease(tm
     store = run(wanted, tmp_path / "work")
     assert asks(store, 1) == {"0": "answered", "1": "answered", "2": "lease ended"}
     (event,) = store.history.events(RUN, "lease-ended")
-    assert event["at"] - START == pytest.approx(64.0, abs=1e-3)
+    assert event.at - START == pytest.approx(64.0, abs=1e-3)
     assert rounds(store)[0][2] == pytest.approx(74.0, abs=1e-3), "and 10 s of delivery"
     store.close()
 
