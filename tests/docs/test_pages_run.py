@@ -32,9 +32,9 @@ PAGES = [
     for path in (ROOT / "docs" / kind).glob("*.md")
 ]
 PAGES.append("docs/operations.md")
-TINY = "--rounds 1 --control-rounds 1 --train-limit 150 --test-limit 60"
-PRIVATE_TINY = "--test-limit 60"
+PRIVATE_TINY = "--set simulation.test_limit=60"
 """Of a private simulation, whose noise needs more rows."""
+TINY = f"--rounds 1 --set simulation.control_rounds=1 --set simulation.train_limit=150 {PRIVATE_TINY}"
 SHELL_ONLY = (". .venv", "pip install", "make ")
 """Lines that set up an environment: this one is set up already. Targets of make are looked up."""
 NEEDS = {
