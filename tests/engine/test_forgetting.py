@@ -45,7 +45,7 @@ from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.front.server import open_api
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
-from fleetdistill_server.intake.upload_session import UploadSession
+from fleetdistill_server.intake.uploads import UploadSession
 from fleetdistill_server.methods.base import Notes  # type: ignore[attr-defined]
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
 from fleetdistill_server.store import retention

@@ -21,7 +21,7 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import knowledge_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.intake.upload_session import UploadSession
+from fleetdistill_server.intake.uploads import UploadSession
 from fleetdistill_server.store.store import Store
 
 

@@ -26,7 +26,7 @@ from fleetdistill.knowledge import SampleKnowledge
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
-from fleetdistill_server.intake.upload_session import UploadSession
+from fleetdistill_server.intake.uploads import UploadSession
 from fleetdistill_server.store.retention import sweep
 
 

@@ -25,7 +25,7 @@ from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
-from fleetdistill_server.intake.upload_session import UploadSession
+from fleetdistill_server.intake.uploads import UploadSession
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.retention import sweep
 from fleetdistill_server.store.store import Store

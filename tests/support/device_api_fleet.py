@@ -18,7 +18,7 @@ from fleetdistill.testing import ManualClock
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.intake.upload_session import UploadSession
+from fleetdistill_server.intake.uploads import UploadSession
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store

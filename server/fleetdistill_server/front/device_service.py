@@ -25,7 +25,7 @@ from fleetdistill_server.front.errors import abort, ended, in_pool, refusing
 from fleetdistill_server.front.streams import AHEAD, Lane, with_progress_deadline
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.limiter import DeviceKey
-from fleetdistill_server.intake.upload_session import RepeatedUpload, UploadSession
+from fleetdistill_server.intake.uploads import RepeatedUpload, UploadSession
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.meter import Meter
 from fleetdistill_server.store.states import AT_REST, RunStatus

@@ -23,10 +23,9 @@ from fleetdistill_server.intake.choosing import fitting_run
 from fleetdistill_server.intake.commit import Commit, DirectCommit
 from fleetdistill_server.intake.downloads import Downloads
 from fleetdistill_server.intake.limiter import Limiter
-from fleetdistill_server.intake.receipts import LARGEST_NUMBER
 from fleetdistill_server.intake.refusal_log import RefusalLog
 from fleetdistill_server.intake.sessions import Sessions, hashed, id_taken, unknown_run
-from fleetdistill_server.intake.uploads import Uploads
+from fleetdistill_server.intake.uploads import MAX_NUMBER, Uploads
 from fleetdistill_server.logs import about
 from fleetdistill_server.store.fleet_sizes import FleetSizes
 from fleetdistill_server.store.history import about_ask
@@ -183,7 +182,7 @@ class DeviceApi:
     def decline(self, request: service_pb2.DeclineRequest) -> service_pb2.DeclineResponse:
         """Closes an ask that a device cannot answer and records an event; later asks still go to the device."""
         run, device = self.sessions.authenticate(request.identity)
-        ask = self.store.asks.get(run, min(request.round, LARGEST_NUMBER), request.step_number, device)
+        ask = self.store.asks.get(run, min(request.round, MAX_NUMBER), request.step_number, device)
         if ask is not None and ask.status is AskStatus.OPEN:
             text = f"step {ask.step!r}: {request.reason[:_LONGEST_REASON]}"
             self.commit(partial(_close_declined, run, ask, text))

@@ -1,35 +1,49 @@
-"""Receives devices' answers, one stream per ask at a time, and issues receipts once answers are committed."""
+"""Receives devices' answers: an upload from its header over its chunks to its receipt, in this order.
+
+`Uploads.begin` checks the header and opens a session, `UploadSession` receives the chunks and commits the answer, and
+`_record` stores it; the receipt exists only after that commit. There is one stream per ask at a time.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 from fleetdistill.errors import NoSpaceError, RefusedError, StoreError
+from fleetdistill.knowledge import Metrics
 from fleetdistill.state import failpoints
-from fleetdistill.wire.codec import Payload
+from fleetdistill.wire import payload as wire
+from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.codes import Code, is_final
 from fleetdistill.wire.compression import RAW
 from fleetdistill.wire.digests import identity
-from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.intake.ask_times import UPLOAD, AskTimes
 from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.intake.limiter import Limiter
-from fleetdistill_server.intake.receipts import LARGEST_NUMBER, closed, drop_if_to_forget, other_ask, receipt_of, record
 from fleetdistill_server.intake.refusal_log import RefusalLog
 from fleetdistill_server.intake.sessions import Sessions
-from fleetdistill_server.intake.upload_session import RESUMABLE, RepeatedUpload, Stream, UploadSession
+from fleetdistill_server.logs import about
 from fleetdistill_server.store.blobs import Staging, stated
 from fleetdistill_server.store.disk_space import DiskSpace
-from fleetdistill_server.store.records import Ask
-from fleetdistill_server.store.states import AskStatus
+from fleetdistill_server.store.records import Ask, Upload
+from fleetdistill_server.store.retention import drop_unneeded
+from fleetdistill_server.store.states import DEADLINE_PASSED, AskStatus
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.store.traffic import Counted
+from fleetdistill_server.store.traffic import Counted, counted, tensor_bytes
 
+logger = logging.getLogger("fleetdistill.server.intake")
+RESUMABLE = (Code.INCOMPLETE, Code.OUT_OF_STEP)
+"""Codes of refusals after which the next stream continues from the staged bytes."""
 _CHECKED_BYTES = 16 << 20  # bound on the headers of interrupted uploads whose checks are kept in memory
+MAX_NUMBER = (1 << 63) - 1
+"""Largest integer that SQLite stores; the wire's uint64 allows larger ones."""
+_MAX_SENTENCE = 1000
 
 
 class Uploads:
@@ -131,7 +145,7 @@ class Uploads:
         ask = stream.ask
         device = stream.ask.device
         if ask.status is not AskStatus.OPEN:
-            raise closed(ask)
+            raise _closed(ask)
         declared = self._declared_samples(run, device)
         _check_weight(device, header.samples, declared)
         contract = self._sessions.contract(run)
@@ -166,11 +180,11 @@ class Uploads:
         answer = service_pb2.UploadStatusResponse(ask_open=ask.status is AskStatus.OPEN)
         accepted = self._store.asks.upload_of(ask.id)
         if accepted is not None:
-            answer.receipt.CopyFrom(receipt_of(request.name, accepted))
+            answer.receipt.CopyFrom(_receipt_of(request.name, accepted))
         else:
             answer.next_byte = self._store.blobs.staged(_staging_key(ask, request.name.attempt))
             if not answer.ask_open:
-                refusal = closed(ask)
+                refusal = _closed(ask)
                 answer.closed_code, answer.closed_text = refusal.code, str(refusal)
         return answer
 
@@ -221,13 +235,13 @@ class Uploads:
             return self._checked.pop(key, None)
 
     def _asked(self, run: str, device: str, name: service_pb2.UploadName) -> Ask:
-        number = min(name.round, LARGEST_NUMBER)
+        number = min(name.round, MAX_NUMBER)
         ask = self._store.asks.get(run, number, name.step_number, device)
         if ask is None:
             text = f"device {device} has no ask for step {name.step_number} of round {name.round}"
             refusal = RefusedError(Code.NOT_ASKED, text)
         elif name.payload and name.payload != ask.payload:  # the ask stays open for its own answer
-            refusal = other_ask(ask)
+            refusal = _other_ask(ask)
         else:
             return ask
         self._refusals.note(run, number, device, refusal, ask=ask.id if ask else 0)
@@ -238,7 +252,7 @@ class Uploads:
         stored one takes space until a sweep."""
         current = self._store.asks.get(*_name_of(run, ask))
         if current is None or current.status is AskStatus.OUT:
-            raise closed(current)
+            raise _closed(current)
 
     def deletions(self) -> int:
         """Returns the store's count of deletions, for `accept`. Call this before storing the answer's payload."""
@@ -252,14 +266,14 @@ class Uploads:
         Raises:
             RefusedError: The ask no longer accepts answers, or the payload was deleted since `deletions` was read.
         """
-        upload = self._commit(partial(record, run, ask, header, counted, deletions))
+        upload = self._commit(partial(_record, run, ask, header, counted, deletions))
         if upload is None:
-            drop_if_to_forget(run, ask.device, identity(header.payload), self._commit)
+            _drop_if_to_forget(run, ask.device, identity(header.payload), self._commit)
             received = header.payload.ByteSize() + counted.sent.total()
-            raise self.refuse(run, ask, closed(self._store.asks.get(*_name_of(run, ask))), received)
+            raise self.refuse(run, ask, _closed(self._store.asks.get(*_name_of(run, ask))), received)
         failpoints.hit("front.receipt.before-send")
         self._wake_engine()
-        return receipt_of(header.name, upload)
+        return _receipt_of(header.name, upload)
 
     def refuse(self, run: str, ask: Ask, refusal: RefusedError, received: int = 0) -> RefusedError:
         """Records a refusal; a final one also closes the ask, so that the round does not wait for the device.
@@ -293,12 +307,289 @@ class Uploads:
 
 def _check_weight(device: str, samples: int, declared: int | None) -> None:
     text = f"device {device}: the answer has a weight of {samples} samples"
-    if not 1 <= samples <= LARGEST_NUMBER:
+    if not 1 <= samples <= MAX_NUMBER:
         raise RefusedError(Code.BAD_VALUE, f"{text}, expected 1 to 2**63 - 1")
     if declared is not None and samples > declared:
         # If this server was restored from a backup, the declaration may be newer; the device then checks in again.
         details = {"check_in": "again"}
         raise RefusedError(Code.BAD_VALUE, f"{text}, but the device declared {declared} samples", details)
+
+
+@dataclass
+class Stream:
+    """A stream that uploads the answer to an ask.
+
+    Attributes:
+        ask: The ask that the stream answers.
+        key: Key of the staging area.
+        lock: Held while a call changes the stream's state.
+        reservations: The stream's shares of limits and disk space.
+        session: Receives the chunks; None until the header is checked.
+        stored: Number of the stream's bytes that are durable in the store.
+    """
+
+    ask: Ask
+    key: str
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    reservations: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    session: UploadSession | RepeatedUpload | None = None
+    stored: int = 0
+
+
+class UploadSession:
+    """Receives one stream of an upload.
+
+    Call `feed` for each chunk, then `finish` for the receipt; call `abandon` if the stream breaks.
+    """
+
+    def __init__(
+        self,
+        uploads: Uploads,
+        stream: Stream,
+        run: str,
+        header: service_pb2.UploadHeader,
+        ingest: Ingest,
+        staging: Staging,
+    ) -> None:
+        self._uploads = uploads
+        self._stream = stream
+        self._run = run
+        self._header = header
+        self._ingest = ingest
+        self._staging = staging
+        self._abandoned = False
+        self._counted = Counted()
+
+    def start(self, checked: Ingest | None) -> None:
+        """Continues from the staged bytes; `checked` is an earlier stream's check of them, or None."""
+        with self._end_on_error():
+            held = self._ingest.start(self._staging, checked)
+            # Bytes from earlier streams count with their uncompressed size.
+            self._counted = Counted(tensor_bytes(self._ingest.slots), tensor_bytes(self._ingest.slots, held))
+            if held != self._header.first_byte:
+                text = f"device {self._stream.ask.device}: the upload continues at byte {self._header.first_byte}"
+                raise RefusedError(
+                    Code.OUT_OF_STEP, f"{text}, but the server has {held} bytes; request the upload's status"
+                )
+
+    @property
+    def held(self) -> int:
+        """Number of staged bytes of the upload."""
+        return self._staging.length
+
+    def feed(self, chunk: wire.AnyChunk) -> None:
+        """Checks and stages a chunk.
+
+        Raises:
+            RefusedError: The chunk is invalid, or a newer stream has replaced this one.
+            StoreError: The disk is full.
+        """
+        with self._stream.lock:
+            self._assert_open()
+            with self._end_on_error(chunk):
+                sent = self._ingest.feed(chunk)
+            self._counted.sent[self._ingest.slots[chunk.tensor].kind] += sent
+
+    def take(self, payload: Payload) -> service_pb2.Receipt:
+        """Receives a whole payload, which was encoded in this process, and commits the answer; returns the receipt.
+
+        Raises:
+            RefusedError: The payload is invalid, or the ask no longer accepts answers.
+        """
+        with self._stream.lock:
+            self._assert_open()
+            with self._end_on_error():
+                if payload.digest != identity(self._header.payload):
+                    raise RefusedError(Code.CHECKSUM, "the digest of the payload does not match the header")
+                self._ingest.check(payload.source)
+            self._counted = counted(payload, self._uploads.compression)
+        return self._commit(partial(self._uploads.put, payload))
+
+    def finish(self) -> service_pb2.Receipt:
+        """Checks the whole payload, makes it durable and commits the answer; returns the receipt.
+
+        Raises:
+            RefusedError: The payload is invalid or incomplete, or the ask no longer accepts answers.
+        """
+        return self._commit(self._store)
+
+    def _commit(self, store: Callable[[], None]) -> service_pb2.Receipt:
+        with self._stream.lock:
+            self._assert_open()
+            with self._end_on_error():
+                self._uploads.check_open(self._run, self._stream.ask)
+                deletions = self._uploads.deletions()
+                store()
+            self._abandoned = True
+            self._staging.close()
+        self._uploads.forget(self._stream)
+        ask = self._stream.ask
+        receipt = self._uploads.accept(self._run, ask, self._header, self._counted, deletions)
+        of = {"round": ask.round, "device": ask.device, "ask": ask.id}
+        logger.debug("step %r is answered", ask.step, extra=about(run=self._run, **of))
+        return receipt
+
+    def _store(self) -> None:
+        self._ingest.finish()
+        self._staging.commit(identity(self._header.payload))
+        self._stream.stored = self._header.payload.data_bytes
+
+    def abandon(self) -> None:
+        """Ends the session and keeps the staged bytes for the next one."""
+        with self._stream.lock:
+            if not self._abandoned:
+                self._staging.close()
+                self._uploads.keep_checked(self._stream.key, self._ingest)
+            self._abandoned = True
+        self._uploads.forget(self._stream)
+
+    def _assert_open(self) -> None:
+        if self._abandoned:
+            raise RefusedError(Code.OUT_OF_STEP, "a newer stream of the same upload has replaced this one")
+
+    @contextlib.contextmanager
+    def _end_on_error(self, chunk: wire.AnyChunk | None = None) -> Iterator[None]:
+        """Ends the session on any error in the block, which works on a chunk or on the whole upload.
+
+        A refusal that cannot be resumed discards the staged bytes and counts them as refused traffic. After any
+        other error they stay for the next stream.
+        """
+        try:
+            yield
+        except RefusedError as refusal:
+            keep = refusal.code in RESUMABLE
+            received = len(chunk.data) if chunk is not None else 0
+            received += 0 if keep else self._header.payload.ByteSize() + (self._counted.sent.total() or self.held)
+            self._end(keep=keep)
+            raise self._uploads.refuse(self._run, self._stream.ask, refusal, received) from refusal
+        except BaseException:
+            self._end(keep=True)
+            raise
+
+    def _end(self, *, keep: bool) -> None:
+        """Releases the staging area first and then the ask, because a newer stream may be waiting for both."""
+        try:
+            self._staging.close() if keep else self._staging.discard()
+            if keep:
+                self._uploads.keep_checked(self._stream.key, self._ingest)
+        finally:
+            self._abandoned = True
+            self._uploads.forget(self._stream)
+
+
+class RepeatedUpload:
+    """A stream for an ask whose answer is already accepted: ignores the chunks and returns the same receipt."""
+
+    held = 0
+    """Number of staged bytes; always 0."""
+
+    def __init__(self, uploads: Uploads, stream: Stream, header: service_pb2.UploadHeader, accepted: Upload) -> None:
+        self._uploads = uploads
+        self._stream = stream
+        self._header = header
+        self._accepted = accepted
+        self._received = header.payload.ByteSize()
+
+    def feed(self, chunk: wire.AnyChunk) -> None:
+        """Counts a chunk's bytes and ignores its data."""
+        self._received += len(chunk.data)
+
+    def take(self, payload: Payload) -> service_pb2.Receipt:
+        """Counts the bytes of a whole payload and returns the accepted answer's receipt."""
+        self._received += payload.data_bytes
+        return self.finish()
+
+    def finish(self) -> service_pb2.Receipt:
+        """Ends the stream and returns the accepted answer's receipt."""
+        self.abandon()
+        return _receipt_of(self._header.name, self._accepted)
+
+    def abandon(self) -> None:
+        """Ends the stream and counts its bytes as refused traffic."""
+        self._uploads.forget(self._stream)
+        received, self._received = self._received, 0
+        self._uploads.count_refused(self._stream.ask, received)
+
+
+def _record(
+    run: str, ask: Ask, header: service_pb2.UploadHeader, counted: Counted, deletions: int, store: Store
+) -> Upload | None:
+    """Records an answer and its traffic; returns the answer, or None if the ask no longer accepts answers.
+
+    `deletions` is the store's count of deletions from before the payload was stored. If it has changed, the payload is
+    looked for again; no deletion runs during this transaction.
+    """
+    payload = header.payload
+    device = ask.device
+    digest = identity(header.payload)
+    first = store.asks.upload_of(ask.id) is None
+    if first and not (store.deletions.none_since(deletions) or store.blobs.has(digest)):
+        raise RefusedError(Code.INCOMPLETE, f"device {device}: the payload is missing; send it again")
+    upload = store.asks.accept_upload(ask.id, header.name.attempt, digest, payload.data_bytes, header.samples)
+    if upload is not None and first:
+        store.history.add_traffic(run, ask.round, device, "up", counted, payload.ByteSize())
+        store.database.after_commit(store.database.meter.acknowledged)
+        for part in payload.parts.parts:
+            if part.WhichOneof("kind") == "metrics":
+                store.history.add_figures(run, ask.round, device, _metrics(part))
+    failpoints.hit("front.receipt.before-commit")
+    return upload
+
+
+def _drop_if_to_forget(run: str, device: str, sha256: bytes, commit: Commit) -> None:
+    """Deletes a late answer's payload immediately if its device is to be forgotten; sweeps delete all others.
+
+    Does nothing while a backup is made, since waiting would block all commits; a later sweep deletes the payload.
+    """
+    if commit(partial(_announce_if_to_forget, run, device)):
+        commit(partial(drop_unneeded, digests=[sha256], wait_seconds=0.0))
+
+
+def _announce_if_to_forget(run: str, device: str, store: Store) -> bool:
+    known = store.devices.get(run, device)
+    if known is None or known.forget_asked_at is None:
+        return False
+    store.deletions.announce()
+    return True
+
+
+def _other_ask(ask: Ask) -> RefusedError:
+    """Returns the error for an answer whose ask has another payload, which happens after a backup is restored."""
+    step = f"step {ask.step!r} of round {ask.round}"
+    text = f"device {ask.device}: the answer does not belong to the current ask, {step}"
+    return RefusedError(Code.CLOSED, f"{text}; the server was restored from a backup")
+
+
+def _closed(ask: Ask | None) -> RefusedError:
+    """Returns the error for an ask whose deadline has passed or whose round is over for this device."""
+    if ask is None:
+        return RefusedError(Code.CLOSED, "the ask no longer exists")
+    why = ask.reason or ask.status
+    text = f"device {ask.device}: step {ask.step!r} of round {ask.round} no longer accepts answers ({why})"
+    return RefusedError(Code.LATE if why == DEADLINE_PASSED else Code.CLOSED, text[:_MAX_SENTENCE])
+
+
+def _receipt_of(name: service_pb2.UploadName, upload: Upload) -> service_pb2.Receipt:
+    """Builds the receipt message of an accepted answer."""
+    return service_pb2.Receipt(
+        id=upload.receipt,
+        name=service_pb2.UploadName(round=name.round, step_number=name.step_number, attempt=upload.attempt),
+        sha256=upload.sha256,
+        data_bytes=upload.data_bytes,
+        received_at_ms=int(upload.received_at * 1000),
+    )
+
+
+def _metrics(part: knowledge_pb2.Part) -> Metrics:
+    parts = knowledge_pb2.Parts(parts=[part])
+    found = decode(Payload(parts, (), _NoData(), b""))[part.name]
+    assert isinstance(found, Metrics)
+    return found
+
+
+class _NoData:
+    def read(self, start: int, size: int) -> bytes:
+        return b""
 
 
 def _name_of(run: str, ask: Ask) -> tuple[str, int, int, str]:
