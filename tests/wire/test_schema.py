@@ -12,7 +12,7 @@ from wire.test_codec import ONE_OF_EACH
 
 from fleetdistill import knowledge as k
 from fleetdistill.wire.codec import encode
-from fleetdistill.wire.schema import PartSchema
+from fleetdistill.wire.kind import PartSchema
 from fleetdistill.wire.v1 import knowledge_pb2
 
 N, C, D, R = 6, 3, 4, 2

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.kind import Array, Kind, declared_of
+from fleetdistill.wire.kind import Array, Kind, PartSchema, declared_of
 from fleetdistill.wire.payload import DTYPES, slots
-from fleetdistill.wire.schema import FLOAT32, UINT8, PartSchema, Tensors, TensorSchema, TypedShape
+from fleetdistill.wire.schema import FLOAT32, UINT8, Tensors, TensorSchema, TypedShape
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 _MAX_NAMED = 5

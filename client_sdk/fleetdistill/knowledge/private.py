@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.kind import Array, Kind, declared_shapes
-from fleetdistill.wire.schema import KIND, PartSchema, Shapes, Tensors, TensorSchema
+from fleetdistill.wire.kind import Array, Kind, PartSchema, declared_shapes
+from fleetdistill.wire.schema import KIND, Shapes, Tensors, TensorSchema
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from fleetdistill.errors import RefusedError, WireError
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.kind import Array, Kind, declared_shapes
-from fleetdistill.wire.schema import FEATURES, INT32, INT64, KIND, ROWS, PartSchema, Shapes, Tensors, TensorSchema
+from fleetdistill.wire.kind import Array, Kind, PartSchema, declared_shapes
+from fleetdistill.wire.schema import FEATURES, INT32, INT64, KIND, ROWS, Shapes, Tensors, TensorSchema
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 EMBEDDING = "embedding"

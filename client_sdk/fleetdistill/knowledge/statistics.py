@@ -11,8 +11,8 @@ import numpy as np
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION
-from fleetdistill.wire.kind import Array, Kind, PartData, declared_of, declared_shapes
-from fleetdistill.wire.schema import FLOAT64, INT8, INT32, INT64, KIND, PartSchema, Shapes, Tensors, TensorSchema
+from fleetdistill.wire.kind import Array, Kind, PartData, PartSchema, declared_of, declared_shapes
+from fleetdistill.wire.schema import FLOAT64, INT8, INT32, INT64, KIND, Shapes, Tensors, TensorSchema
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 _LEAST_INT8 = -127

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from google.protobuf.message import Message
 
 from fleetdistill.errors import WireError
-from fleetdistill.wire.schema import Shapes, Tensors
+from fleetdistill.wire.schema import Shapes, Tensors, TensorSchema
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -147,3 +148,48 @@ def field_errors(path: str, value: object) -> Iterator[None]:
 def field_error(path: str, value: object, error: Exception) -> WireError:
     """Returns the error for a value that protobuf has rejected with `error`."""
     return WireError(f"{path}: {value!r} does not fit its field: {error}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartSchema:
+    """Schema of a part of a message: its tensors with their sizes, and the contract's conditions.
+
+    Attributes:
+        kind: Kind of the part.
+        tensors: Schemas of its tensors, by path.
+        columns: Columns of the device that the part contains, as names of `fleetdistill.COLUMNS`.
+        features: Feature columns that the part contains or is computed from: shape of one sample by cut.
+        declared: Shapes that the contract declares for the part's tensors.
+        least_samples: Smallest number of samples of a class in the part.
+        most_rows: Largest number of directions.
+        rows_per_direction: Smallest number of samples, or degrees of freedom, per direction.
+        sent: Whether the settings send the part. Contracts also declare parts that only other settings send.
+    """
+
+    kind: type[Kind]
+    tensors: Tensors = field(default_factory=dict)
+    columns: tuple[str, ...] = ()
+    features: Shapes = field(default_factory=dict)
+    declared: Shapes = field(default_factory=dict)
+    least_samples: int = 0
+    most_rows: int = 0
+    rows_per_direction: int = 0
+    sent: bool = True
+
+    def when(self, sent: bool) -> PartSchema:
+        """Returns the schema with another value of `sent`."""
+        return replace(self, sent=sent)
+
+    def on_the_wire(self, knowledge_type: np.dtype | type | str) -> dict[str, TensorSchema]:
+        """Returns the tensors that encode the part in a run with the given knowledge type, by path."""
+        return on_the_wire(self.kind, self.tensors, knowledge_type)
+
+    def nbytes(self, knowledge_type: np.dtype | type | str) -> int:
+        """Returns the part's tensor bytes in a run of a knowledge type."""
+        return sum(one.nbytes for one in self.on_the_wire(knowledge_type).values())
+
+
+def on_the_wire(kind: type[Kind], tensors: Tensors, knowledge_type: np.dtype | type | str) -> dict[str, TensorSchema]:
+    """Returns the tensors that encode a part in a run with the given knowledge type, by path."""
+    floats = np.dtype(knowledge_type) if kind.wire_type is None else kind.wire_type
+    return {f"{path}{end}": one for path, schema in tensors.items() for end, one in schema.on_the_wire(floats).items()}

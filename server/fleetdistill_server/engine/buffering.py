@@ -14,18 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.config.run_config import RunSection
 from fleetdistill_server.engine.arrivals import MOST_ROWS
 from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.service.wakeups import Waker
 from fleetdistill_server.store.asks import Asks
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.states import AskStatus
-
-if TYPE_CHECKING:
-    from fleetdistill_server.engine.cohort import Waker
 
 
 @dataclass(frozen=True)

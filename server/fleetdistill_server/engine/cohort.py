@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,22 +37,13 @@ from fleetdistill_server.methods.cohort import (
     sample_devices,
 )
 from fleetdistill_server.phases import phase
+from fleetdistill_server.service.wakeups import Waker
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.states import STALENESS, AskStatus
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.cohort")
 _LONGEST_EVENT = 1000
-
-
-class Waker(Protocol):
-    """Lets the engine and the front wake each other."""
-
-    async def wait(self, seconds: float = ...) -> None:
-        """Waits until the store may have changed, at most `seconds`."""
-
-    def wake_other(self) -> None:
-        """Wakes the front because the store has new asks."""
 
 
 @dataclass(frozen=True)

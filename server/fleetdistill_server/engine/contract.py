@@ -18,8 +18,9 @@ from fleetdistill.methods import config_to_plan
 from fleetdistill.training.model import fingerprint
 from fleetdistill.training.proxy_set import PART, proxy_data
 from fleetdistill.wire.codec import Payload, encode
+from fleetdistill.wire.kind import PartSchema
 from fleetdistill.wire.payload import ELEMENT_TYPES
-from fleetdistill.wire.schema import PartSchema, TypedShape
+from fleetdistill.wire.schema import TypedShape
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.labelled_file import read_labelled
 from fleetdistill_server.config.run_config import ProxySection, RunConfig

@@ -26,7 +26,7 @@ from fleetdistill.training.local_training import TensorData, evaluate
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.buffering import BufferTerms
-from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort, Waker
+from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort
 from fleetdistill_server.engine.contract import build_method, check_proxy, check_readable, make_contract
 from fleetdistill_server.engine.forgetting import forget_requested
 from fleetdistill_server.engine.group import Group
@@ -36,7 +36,7 @@ from fleetdistill_server.logs import about
 from fleetdistill_server.methods.evaluation import load_evaluation
 from fleetdistill_server.phases import phase
 from fleetdistill_server.service.registration import register
-from fleetdistill_server.service.wakeups import POLL_SECONDS
+from fleetdistill_server.service.wakeups import POLL_SECONDS, Waker
 from fleetdistill_server.store.back_off import available
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.retention import free_after_round

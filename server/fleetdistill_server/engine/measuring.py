@@ -13,11 +13,10 @@ import torch
 
 from fleetdistill.errors import in_words
 from fleetdistill_server.config.run_config import RunConfig
-from fleetdistill_server.engine.cohort import Waker
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.extras import load_part
 from fleetdistill_server.logs import about
-from fleetdistill_server.service.wakeups import POLL_SECONDS
+from fleetdistill_server.service.wakeups import POLL_SECONDS, Waker
 
 logger = logging.getLogger("fleetdistill.server.engine")
 

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 
 from fleetdistill import knowledge  # registers the kinds  # noqa: F401
 from fleetdistill.wire import payload as wire
-from fleetdistill.wire.kind import Array, kind_of
+from fleetdistill.wire.kind import Array, kind_of, on_the_wire
 from fleetdistill.wire.payload import DTYPES, DataSource, Slot
-from fleetdistill.wire.schema import TensorSchema, on_the_wire
+from fleetdistill.wire.schema import TensorSchema
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 

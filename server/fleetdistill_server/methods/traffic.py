@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import CUT, Weights
-from fleetdistill.wire.kind import COLUMNS
-from fleetdistill.wire.schema import PartSchema, Shapes
+from fleetdistill.wire.kind import COLUMNS, PartSchema
+from fleetdistill.wire.schema import Shapes
 
 KnowledgeType = Literal["float16", "float32", "uint8"]
 KNOWLEDGE_TYPES: tuple[KnowledgeType, ...] = ("float16", "float32", "uint8")

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 from dataclasses import dataclass
+from typing import Protocol
 
 from fleetdistill_server.store.database import Database
 
@@ -45,6 +46,16 @@ def make_ends(engines: int = 1) -> tuple[Ends, list[Ends]]:
     for end in (front_read, front_write, *(end for pipe in pipes for end in pipe)):
         os.set_blocking(end, False)
     return Ends(front_read, tuple(write for _, write in pipes)), [Ends(read, (front_write,)) for read, _ in pipes]
+
+
+class Waker(Protocol):
+    """What an engine waits for, and wakes its front with: `Wakeups`, or a simulation's clock."""
+
+    async def wait(self, seconds: float = ...) -> None:
+        """Waits until the store may have changed, at most `seconds`."""
+
+    def wake_other(self) -> None:
+        """Wakes the front because the store has new asks."""
 
 
 class Wakeups:

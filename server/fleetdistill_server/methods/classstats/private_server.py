@@ -28,7 +28,7 @@ from fleetdistill.methods.classstats.private_merge import (
 )
 from fleetdistill.methods.classstats.private_sums import NoiseScale, from_wire
 from fleetdistill.methods.classstats.shared_statistics import Moments
-from fleetdistill.wire.schema import PartSchema
+from fleetdistill.wire.kind import PartSchema
 from fleetdistill_server.methods.classstats.merge import Merged, Rules
 from fleetdistill_server.methods.classstats.private_screen import Releases, screened
 from fleetdistill_server.methods.classstats.server import ClassStatsServer

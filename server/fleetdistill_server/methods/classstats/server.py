@@ -41,7 +41,7 @@ from fleetdistill.training.model import output_shape
 from fleetdistill.training.onnx_export import onnx_bytes
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import decode, encode
-from fleetdistill.wire.schema import PartSchema
+from fleetdistill.wire.kind import PartSchema
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.classstats.merge import (
     LeftOutReasons,

@@ -34,7 +34,7 @@ from fleetdistill.training.losses import distillation_loss
 from fleetdistill.training.model import fingerprint, frozen_batch_norm
 from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill.training.rollback import train_or_roll_back
-from fleetdistill.wire.schema import PartSchema
+from fleetdistill.wire.kind import PartSchema
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
