@@ -18,6 +18,7 @@ from fleetdistill.printable import PrintableRecords, printable
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_console.tables import tables
 from fleetdistill_server.cli.app import app
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 
@@ -49,7 +50,7 @@ def hostile_store(directory: Path) -> Store:
     store.history.add_figures("r", 1, "a", figures)
     store.history.add_event("r", "declined", HOSTILE, number=1, device="a")
     store.runs.close_short_round("r", 1, HOSTILE)
-    store.runs.end("r", "running", HOSTILE)
+    store.runs.set_status("r", RunStatus.RUNNING, HOSTILE)
     return store
 
 

@@ -15,6 +15,7 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.units import readable_bytes
 
@@ -92,7 +93,7 @@ def test_a_running_run_without_a_server_says_so(directory: Path) -> None:
 
 def test_a_run_that_is_over_needs_no_server(directory: Path) -> None:
     store = Store.open(directory)
-    store.runs.end(RUN, "finished", "3 rounds completed")
+    store.runs.set_status(RUN, RunStatus.FINISHED, "3 rounds completed")
     store.close()
     assert status(directory) == "finished"
 

@@ -18,6 +18,7 @@ from support.processes import PATIENCE_SECONDS
 from fleetdistill.knowledge import ClassCount, Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
@@ -88,7 +89,7 @@ def fill(directory: Path) -> None:
         store.runs.close_round(run, number, digest, [asked.id], {})
         store.runs.start_round(run, devices)
         store.runs.close_short_round(run, number + 1, script("reason of a round"))
-        store.runs.end(run, "stopped", script("reason"))
+        store.runs.set_status(run, RunStatus.STOPPED, script("reason"))
     store.close()
 
 

@@ -34,6 +34,7 @@ from fleetdistill.errors import (
 from fleetdistill.knowledge import RefinedKnowledge
 from fleetdistill.state import failpoints
 from fleetdistill.testing import EventLog
+from fleetdistill_server.store.states import RunStatus
 
 # --- delivery
 
@@ -126,7 +127,7 @@ def test_a_model_that_an_app_has_trained_before_is_kept_while_the_fleet_has_no_b
     verdicts = [event for event in events if event.kind in ("kept", "delivered")]
     assert [(one.kind, one.values["accuracy_in_use"]) for one in verdicts] == [("kept", 1.0)] * 2
     assert reported(fleet) == [(1, False), (2, False)]
-    fleet.store.runs.end(RUN, "finished", "2 rounds completed")
+    fleet.store.runs.set_status(RUN, RunStatus.FINISHED, "2 rounds completed")
     with make_device(fleet, tmp_path, export="finish", **given) as device:
         assert equal(weights(device), own.state_dict())
         assert device.step(0) is Step.FINISHED

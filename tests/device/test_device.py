@@ -34,6 +34,7 @@ from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.intake import device_api
 from fleetdistill_server.intake.memory_link import MemoryLink
+from fleetdistill_server.store.states import RunStatus
 
 # --- one turn
 
@@ -44,7 +45,7 @@ def test_a_device_checks_in_answers_and_finishes(fleet: Fleet, tmp_path: Path) -
         assert device.step(0) is Step.WAITED
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
-        fleet.store.runs.end(RUN, "finished", "1 round completed")
+        fleet.store.runs.set_status(RUN, RunStatus.FINISHED, "1 round completed")
         device.run()
     assert events.kinds() == ["checked-in", "ask", "scored", "answered", "delivered", "finished"]
     upload = fleet.store.asks.uploads(RUN)[0]
@@ -196,13 +197,13 @@ def test_a_device_of_a_stopped_run_stays_and_goes_on_with_it(
             nonlocal asked
             asked += 1
             if asked == 4:
-                fleet.store.runs.end(RUN, "running", "started again")
+                fleet.store.runs.set_status(RUN, RunStatus.RUNNING, "started again")
                 fleet.ask("d")
             if asked == 5:
-                fleet.store.runs.end(RUN, "finished", "1 round completed")
+                fleet.store.runs.set_status(RUN, RunStatus.FINISHED, "1 round completed")
             return super().next_ask(identity, wait_seconds)
 
-    fleet.store.runs.end(RUN, "stopped", "the engine failed 6 times")
+    fleet.store.runs.set_status(RUN, RunStatus.STOPPED, "the engine failed 6 times")
     with make_device(fleet, tmp_path, events, link=Operator(fleet.api)) as device:
         device.run()
     assert events.kinds() == ["checked-in", "stopped", "ask", "scored", "answered", "delivered", "finished"]

@@ -52,6 +52,7 @@ from fleetdistill_server.store import retention
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.retention import sweep_all
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 NAMED_LATER = (
@@ -360,7 +361,7 @@ def test_who_asks_at_the_very_end_of_a_run_is_heard(run: Halted, store: Store, m
 
 def test_a_device_of_a_run_that_is_over_is_forgotten_at_once_though_it_is_served(run: Halted, store: Store) -> None:
     assert not ask_to_forget(store, RUN, run.device, served=True), "while it runs this is for the engine to do"
-    store.runs.end(RUN, "finished", "")
+    store.runs.set_status(RUN, RunStatus.FINISHED, "")
     assert ask_to_forget(store, RUN, run.device, served=True)
     assert_forgotten(run, store)
 
@@ -453,7 +454,7 @@ def test_a_round_that_a_server_left_open_is_closed_as_a_short_one(status: str, r
     left = run.engine(store)
     number = store.runs.start_round(RUN, sorted([run.device, *run.others()]))
     write_asks(store, number, run.device, *run.others(), run=RUN)
-    store.runs.end(RUN, status, "")
+    store.runs.set_status(RUN, RunStatus(status), "")
     assert ask_to_forget(store, RUN, run.device, served=False)
     assert_forgotten(run, store)
     closed = store.runs.rounds(RUN)[-1]

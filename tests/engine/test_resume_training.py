@@ -23,6 +23,7 @@ from fleetdistill_server.engine.round_training import TrainingProgress
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.methods.feddkc.server import FedDKCServer
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.training.resume import ResumePoints
 
@@ -209,13 +210,13 @@ def test_progress_shows_the_time_left() -> None:
 def test_a_long_training_shows_its_progress_in_the_runs_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     fleet = Fleet(tmp_path / "run", monkeypatch)
-    end = fleet.store.runs.end
+    set_status = fleet.store.runs.set_status
 
-    def seen_and_stored(run: str, status: str, reason: str) -> None:
+    def seen_and_stored(run: str, status: RunStatus, reason: str) -> None:
         seen.append(reason)
-        end(run, status, reason)
+        set_status(run, status, reason)
 
-    monkeypatch.setattr(fleet.store.runs, "end", seen_and_stored)
+    monkeypatch.setattr(fleet.store.runs, "set_status", seen_and_stored)
     monkeypatch.setattr("fleetdistill.progress.INTERVAL_SECONDS", 0.0)
     monkeypatch.setattr("fleetdistill_server.engine.round_training.INTERVAL_SECONDS", 0.0)
     fleet.run()

@@ -43,6 +43,7 @@ from fleetdistill_server.front.device_service import DeviceService
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.records import Upload
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 PIECE = 64
@@ -291,7 +292,7 @@ def test_the_end_of_the_run_ends_the_wait(tmp_path: Path) -> None:
     with live_front(tmp_path) as front, client_of(front) as client:
         client.check_in()
         waiting = client.start_next_ask(LONG_WAIT)
-        store.runs.end(RUN, "finished", "3 rounds completed")
+        store.runs.set_status(RUN, RunStatus.FINISHED, "3 rounds completed")
         assert waiting.result().finished == "finished: 3 rounds completed"
     store.close()
 

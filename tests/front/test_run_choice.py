@@ -21,6 +21,7 @@ from fleetdistill.testing import EventLog
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.service import serve_lock
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -131,7 +132,7 @@ def test_a_device_that_fits_several_runs_is_told_their_names(several: tuple[Stor
     with take_part(running, tmp_path / "a", DIGITS) as device:
         with pytest.raises(RefusedError, match="2 open runs fit the device: digits, again; set Server"):
             device.step(0)
-        store.runs.end("again", "finished", "all rounds done")
+        store.runs.set_status("again", RunStatus.FINISHED, "all rounds done")
         device.step(0)
     assert store.devices.count("digits") == 1
 
@@ -172,7 +173,7 @@ def test_a_device_refuses_a_run_that_an_earlier_server_names(
 
 def test_a_device_with_a_worker_of_its_own_is_given_a_run(front: LiveFront, store: Store, tmp_path: Path) -> None:
     """As a device without PyTorch is: what it can do is all that the choice needs."""
-    store.runs.end("interrupted", "finished", "over")
+    store.runs.set_status("interrupted", RunStatus.FINISHED, "over")
     abilities = Abilities(classes=3, input_shape=(1, 8, 8))
     with small_device(front.port, tmp_path / "a", EventLog(), run=abilities, device_id="chosen") as device:
         device.step(0)

@@ -21,6 +21,7 @@ from fleetdistill.wire.v1 import operations_pb2, service_pb2
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.front.operations_service import PAGE_BYTES, pages
 from fleetdistill_server.security.certificates import Role
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import LONGEST, shortened
 
@@ -133,8 +134,8 @@ def full_store(directory: Path) -> Store:
             store.runs.close_short_round(RUN, number, text)
         for number in range(2000):
             store.runs.begin(f"r{number}", {})
-            store.runs.end(f"r{number}", "stopped", text)
-        store.runs.end(RUN, "finished", text)
+            store.runs.set_status(f"r{number}", RunStatus.STOPPED, text)
+        store.runs.set_status(RUN, RunStatus.FINISHED, text)
     return store
 
 

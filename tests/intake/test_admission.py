@@ -19,6 +19,7 @@ from fleetdistill.names import NAME_RULE
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 
@@ -89,7 +90,7 @@ def test_an_empty_run_name_means_the_only_run(fleet: Fleet) -> None:
     fleet.api.sessions.served_run = lambda: "another"  # it has no contract yet
     with pytest.raises(RefusedError, match="run 'another' is being prepared"):
         fleet.api.check_in(request)
-    fleet.store.runs.end("another", "finished", "1 round completed")
+    fleet.store.runs.set_status("another", RunStatus.FINISHED, "1 round completed")
     request.identity.device = "d2"
     assert fleet.api.check_in(request).contract.run == RUN, "the only run that has not ended"
 

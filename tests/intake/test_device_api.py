@@ -17,6 +17,7 @@ from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.store.records import Device
+from fleetdistill_server.store.states import RunStatus
 
 # --- asks
 
@@ -50,7 +51,7 @@ def test_a_poll_that_finds_nothing_reads_the_devices_row_once(fleet: Fleet, monk
 def test_a_run_that_is_over_says_why_once_nothing_is_asked(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.ask()
-    fleet.store.runs.end(RUN, "finished", "30 rounds completed")
+    fleet.store.runs.set_status(RUN, RunStatus.FINISHED, "30 rounds completed")
     assert fleet.api.next_ask(identity) is not None
     fleet.send(identity, make_payload())
     response = fleet.api.next_ask(identity)
@@ -60,14 +61,14 @@ def test_a_run_that_is_over_says_why_once_nothing_is_asked(fleet: Fleet) -> None
 
 def test_devices_of_a_stopped_run_are_told_to_come_back_later_and_why(fleet: Fleet) -> None:
     identity = fleet.join()
-    fleet.store.runs.end(RUN, "stopped", "the engine failed 6 times" + "!" * 5000)
+    fleet.store.runs.set_status(RUN, RunStatus.STOPPED, "the engine failed 6 times" + "!" * 5000)
     response = fleet.api.next_ask(identity)
     assert response is not None
     come_back = response.come_back
     assert 0 < come_back.after_seconds < come_back.before_seconds <= 60
     assert come_back.reason.startswith("the run is stopped until its operator restarts it: the engine failed 6")
     assert len(come_back.reason) == 1000
-    fleet.store.runs.end(RUN, "running", "started again")
+    fleet.store.runs.set_status(RUN, RunStatus.RUNNING, "started again")
     assert fleet.api.next_ask(identity) is None
 
 
@@ -75,7 +76,7 @@ def test_devices_of_a_stopped_run_are_told_to_come_back_later_and_why(fleet: Fle
 def test_devices_of_a_stopped_run_come_back_before_their_lease_ends(fleet: Fleet, lease: float) -> None:
     """Otherwise each of them is an event with every pause, for as long as the run is stopped."""
     identity = fleet.join()
-    fleet.store.runs.end(RUN, "stopped", "the engine failed 6 times")
+    fleet.store.runs.set_status(RUN, RunStatus.STOPPED, "the engine failed 6 times")
     fleet.api.sessions.lease_seconds = lease
     response = fleet.api.next_ask(identity)
     assert response is not None
@@ -84,7 +85,7 @@ def test_devices_of_a_stopped_run_come_back_before_their_lease_ends(fleet: Fleet
 
 def test_who_is_to_be_forgotten_is_not_kept_waiting_for_a_stopped_run(fleet: Fleet) -> None:
     identity = fleet.join()
-    fleet.store.runs.end(RUN, "stopped", "the engine failed 6 times")
+    fleet.store.runs.set_status(RUN, RunStatus.STOPPED, "the engine failed 6 times")
     fleet.store.devices.ask_to_forget(RUN, identity.device)
     response = fleet.api.next_ask(identity)
     assert response is not None

@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import Metric
 from fleetdistill import knowledge
 from fleetdistill_console.metrics.runs import MOST_RUNS, STATES, RunsCollector
 from fleetdistill_server.service import serve_lock
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 
@@ -25,7 +26,7 @@ def test_only_the_newest_runs_have_figures_of_their_own(tmp_path: Path) -> None:
         clock[0] = float(number)
         store.runs.begin(f"run-{number}", {})
         if number != 0:
-            store.runs.end(f"run-{number}", "finished", "")
+            store.runs.set_status(f"run-{number}", RunStatus.FINISHED, "")
     collector = RunsCollector(tmp_path)
     present = values(collector, "fleetdistill_devices_present")
     assert set(present) == {"run-0", *(f"run-{number}" for number in range(6, MOST_RUNS + 5))}, "the oldest still runs"
@@ -118,7 +119,7 @@ def test_a_run_that_waits_says_for_what(tmp_path: Path) -> None:
         store.led.activate(name)
         if waits_for is not None:
             store.led.begin_wait(name, waits_for)
-    store.runs.end("over", "finished", "")
+    store.runs.set_status("over", RunStatus.FINISHED, "")
     with serve_lock.take(tmp_path, "", 3):
         collector = RunsCollector(tmp_path)
         found = {one.name: one.samples for one in collector.collect()}

@@ -20,6 +20,7 @@ from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import Authority
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
@@ -54,7 +55,7 @@ def play(store: Store) -> None:
         store.history.add_event(RUN, "teacher-guard", "worse")
         used = [ask.id for ask in asks if number < 4 or ask.device == "a"]
         store.runs.close_round(RUN, number, b"c", used, FIGURES)
-    store.runs.end(RUN, "finished", "all rounds done")
+    store.runs.set_status(RUN, RunStatus.FINISHED, "all rounds done")
 
 
 def told(right: int) -> Metrics:

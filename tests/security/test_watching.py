@@ -20,6 +20,7 @@ from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.front.operations_service import MOST_ROWS
 from fleetdistill_server.security.certificates import Role
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
@@ -78,7 +79,7 @@ def test_a_run_is_told_over_the_network_as_on_the_servers_machine(watched: Watch
     with watched.store.transaction():
         for number in range(MOST_ROWS):  # more than one message takes
             watched.store.history.add_event(RUN, "late", f"event {number}", number=2, device="a")
-    watched.store.runs.end(RUN, "finished", "all rounds done")
+    watched.store.runs.set_status(RUN, RunStatus.FINISHED, "all rounds done")
     here = said(RUN, *watched.here, *form)
     assert said(RUN, *watched.there, *form) == here
     assert len(here.splitlines()) == 1 + MOST_ROWS + 4
@@ -108,7 +109,7 @@ def test_following_over_the_network_ends_cleanly(watched: Watched, ending: str) 
             assert process.stdout.readline() == "round 1, train: 0 of 2 answers\n"
             if ending == "the run":
                 watched.end_round(number)
-                watched.store.runs.end(RUN, "finished", "all rounds done")
+                watched.store.runs.set_status(RUN, RunStatus.FINISHED, "all rounds done")
             else:
                 process.send_signal(signal.SIGINT)
             rest, errors = process.communicate(timeout=PATIENCE_SECONDS)

@@ -37,6 +37,7 @@ from fleetdistill_server.service.process_state import ProcessFile, ProcessState
 from fleetdistill_server.service.registration import serve_run
 from fleetdistill_server.service.served import served
 from fleetdistill_server.service.wakeups import Ends
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 from fleetdistill_server.views.health import problems
@@ -247,7 +248,7 @@ def test_each_start_of_an_engine_has_a_token_of_its_own(
 def test_runs_list_says_that_an_engine_at_work_hangs(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     store.runs.begin(RUN, {})
-    store.runs.end(RUN, "running", "")
+    store.runs.set_status(RUN, RunStatus.RUNNING, "")
     file = ProcessFile(tmp_path)
 
     def status() -> str:
@@ -273,7 +274,7 @@ def test_the_heartbeat_that_an_ended_engine_left_is_no_hang(tmp_path: Path) -> N
     directory.mkdir(parents=True)
     beat(directory, time.time() - 60)
     for status in ("finished", "stopped", "paused", "running"):
-        store.runs.end(RUN, status, "")
+        store.runs.set_status(RUN, RunStatus(status), "")
         for run in (RUN, ""):
             with serve_lock.take(tmp_path, run):
                 ProcessFile(tmp_path).write([])

@@ -22,6 +22,7 @@ from fleetdistill_server.service.call_log import CallLog
 from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.store.operator_calls import LOCAL, Call
 from fleetdistill_server.store.records import Ask, Run
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 RUN = "digits"
@@ -111,7 +112,7 @@ def test_a_repeated_action_says_the_same_and_changes_nothing(store: Store, actio
 def test_a_creation_repeated_after_the_run_starts_nothing(store: Store) -> None:
     said = leading.create(store, config(rounds=1), start_it=True)
     store.runs.close_round(RUN, store.runs.start_round(RUN, ["d1"]), b"", [], {})
-    store.runs.end(RUN, "finished", "all rounds done")
+    store.runs.set_status(RUN, RunStatus.FINISHED, "all rounds done")
     assert leading.create(store, config(rounds=1), start_it=True) == said
     assert row_of(store).status == "finished"
     assert [event.kind for event in store.history.events(RUN)].count("started") == 1
@@ -145,14 +146,14 @@ def test_runs_wait_in_the_order_of_their_last_start(store: Store) -> None:
     assert queue(store) == ["a", "b"]
     leading.resume(store, "c")
     assert queue(store) == ["a", "b", "c"]
-    store.runs.end("a", "finished", "")
+    store.runs.set_status("a", RunStatus.FINISHED, "")
     assert queue(store) == ["b", "c"]
 
 
 def test_a_failed_run_is_stopped_only_by_its_own_engine_and_started_again(store: Store) -> None:
     token = begin(store)
-    assert not store.led.hold_failed(RUN, "another", "the engine failed")
-    assert store.led.hold_failed(RUN, token, "the engine failed")
+    assert not store.led.stop_failed(RUN, "another", "the engine failed")
+    assert store.led.stop_failed(RUN, token, "the engine failed")
     assert (row_of(store).status, row_of(store).reason) == ("stopped", "the engine failed")
     assert queue(store) == []
     assert leading.start(store, RUN) == "run 'digits' is started"
@@ -233,7 +234,7 @@ def test_what_is_not_possible_is_a_sentence_and_changes_nothing(store: Store) ->
     leading.pause(store, RUN)
     text = "run 'digits' is paused; continue it with `fleetdistill runs resume digits`"
     assert refusal(lambda: leading.start(store, RUN)) == text
-    store.runs.end(RUN, "finished", "")
+    store.runs.set_status(RUN, RunStatus.FINISHED, "")
     assert "is finished; raise [run] rounds" in refusal(lambda: leading.start(store, RUN))
     assert refusal(lambda: leading.resume(store, RUN)) == "run 'digits' is finished, so it cannot be resumed"
     assert leading.stop(store, RUN) == "run 'digits' had already ended"
@@ -255,7 +256,7 @@ def test_a_run_is_created_again_only_with_settings_that_may_change(store: Store)
 def test_a_finished_run_with_more_rounds_waits_to_be_started(store: Store) -> None:
     begin(store, rounds=1)
     store.runs.close_round(RUN, store.runs.start_round(RUN, ["d1"]), b"checkpoint", [], {})
-    store.runs.end(RUN, "finished", "1 round completed")
+    store.runs.set_status(RUN, RunStatus.FINISHED, "1 round completed")
     leading.create(store, config(rounds=1))
     assert row_of(store).status == "finished"
     leading.create(store, config(rounds=40))

@@ -31,6 +31,7 @@ from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.service.served import served
 from fleetdistill_server.service.wakeups import Ends, make_ends
 from fleetdistill_server.store.led_runs import WAIT_SECONDS
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 
@@ -113,7 +114,7 @@ def test_the_first_of_the_queue_have_engines_and_the_others_wait_in_order(servic
     create(service.store, "a", "b", "c", "d")
     assert service.runs() == ["a", "b"]
     assert service.status() == {"a": "preparing", "b": "preparing", "c": "queued (1 of 2)", "d": "queued (2 of 2)"}
-    service.store.runs.end("a", "finished", "")
+    service.store.runs.set_status("a", RunStatus.FINISHED, "")
     assert service.runs() == ["b", "c"]
     assert service.status() == {"a": "finished", "b": "preparing", "c": "preparing", "d": "queued (1 of 1)"}
 
@@ -219,8 +220,8 @@ def test_a_run_without_its_devices_gives_up_its_engine_and_joins_the_queue_when_
     check_in(service, "a", "camera-2")
     assert service.status()["a"] == "queued (2 of 2)"
     assert service.runs() == ["b", "c"]
-    service.store.runs.end("b", "finished", "")
-    service.store.runs.end("c", "finished", "")
+    service.store.runs.set_status("b", RunStatus.FINISHED, "")
+    service.store.runs.set_status("c", RunStatus.FINISHED, "")
     assert service.runs() == ["a", "d"]
     assert service.failed == []
 

@@ -24,6 +24,7 @@ from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.records import Ask, Run
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 OPERATED: dict[str, Any] = {
@@ -94,7 +95,7 @@ def test_devices_read_changed_rounds_and_threads_in_the_contract(store: Store) -
 @pytest.mark.parametrize("rounds", [4, 0])
 def test_a_finished_run_goes_on_with_more_rounds(store: Store, rounds: int) -> None:
     begin(store, completed=3)
-    store.runs.end("digits", "finished", "3 rounds completed")
+    store.runs.set_status("digits", RunStatus.FINISHED, "3 rounds completed")
     register(store, config())
     assert row_of(store).status == "finished"
     register(store, config(rounds=rounds))
@@ -104,7 +105,7 @@ def test_a_finished_run_goes_on_with_more_rounds(store: Store, rounds: int) -> N
 @pytest.mark.parametrize(("status", "least"), [("running", 3), ("finished", 2)])
 def test_fewer_rounds_than_are_completed_are_refused(store: Store, status: str, least: int) -> None:
     begin(store, completed=2)
-    store.runs.end("digits", status, "")
+    store.runs.set_status("digits", RunStatus(status), "")
     before = state(store)
     with pytest.raises(RunError) as error:
         register(store, config(rounds=least - 1))

@@ -33,6 +33,7 @@ from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.run_endings import delete, roll_back
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.records import Ask, Run
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 RUN = "digits"
@@ -115,7 +116,7 @@ def test_cancelling_again_changes_nothing(store: Store) -> None:
     before = row_of(store), store.runs.rounds(RUN)
     assert not cancel(store, RUN)
     assert (row_of(store), store.runs.rounds(RUN)) == before
-    store.runs.end("other", "finished", "")
+    store.runs.set_status("other", RunStatus.FINISHED, "")
     assert not cancel(store, "other")
     assert row_of(store, "other").status == "finished"
     with pytest.raises(ConfigurationError, match="there is no run 'none'"):
@@ -190,7 +191,7 @@ def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path
 @pytest.mark.parametrize("status", ["preparing", "running", "stopped", "finished", "cancelled"])
 def test_a_run_is_deleted_in_any_state_with_its_files(directory: Path, store: Store, status: str) -> None:
     whole = files(directory)
-    store.runs.end(RUN, status, "")
+    store.runs.set_status(RUN, RunStatus(status), "")
     gone = delete(directory, store, RUN)
     assert gone is not None
     assert (gone.rounds, gone.freed.payloads) == (2, 3), "two answers and the checkpoint; the other run has the asks'"
@@ -264,7 +265,7 @@ def test_a_deletion_that_is_killed_is_finished_by_the_next(directory: Path, poin
 
 def test_a_roll_back_says_how_the_run_goes_on(directory: Path, store: Store) -> None:
     assert roll_back(directory, store, RUN, 1, "ada").endswith("; serve the run to continue")
-    store.runs.end("other", "stopped", "by the operator")
+    store.runs.set_status("other", RunStatus.STOPPED, "by the operator")
     with serve_lock.take(directory, ""):
         said = roll_back(directory, store, "other", 1, "ada")
     assert said.endswith("; use `fleetdistill runs start other` to continue")

@@ -23,6 +23,7 @@ from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.location import Location
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.retention import Freed, Pruned, free_after_round, prune, sweep
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 
@@ -138,7 +139,7 @@ def test_what_a_contract_names_stays_for_as_long_as_its_run(store: Store) -> Non
     store.runs.publish_contract(RUN, make_contract(**digests).SerializeToString())
     assert sweep(store, 0.0).payloads == 1, "the one that it does not name"
     assert {one.sha256 for one in store.blobs.held()} == set(digests.values())
-    store.runs.end(RUN, "finished", "0 rounds completed")
+    store.runs.set_status(RUN, RunStatus.FINISHED, "0 rounds completed")
     assert prune(store, RUN, whole=True).freed.payloads == len(named)
 
 
@@ -301,7 +302,7 @@ def test_a_finished_run_can_be_deleted_whole_and_leaves_others_alone(store: Stor
     asked = play(store, "cc")
     own = store.blobs.put_state(b"its own state")
     store.runs.set_checkpoint(RUN, own)
-    store.runs.end(RUN, "finished", "2 rounds completed")
+    store.runs.set_status(RUN, RunStatus.FINISHED, "2 rounds completed")
     events_and_figures(store, asked)
     assert prune(store, RUN, keep_rounds=1).rounds == 1
     pruned = prune(store, RUN, whole=True)

@@ -37,6 +37,7 @@ from fleetdistill_server.store.backup import backup
 from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.rollback import RolledBack, roll_back
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 
@@ -204,7 +205,7 @@ def test_a_run_that_a_server_works_on_is_stopped_first(
     served: str, status: str, told: str, played: tuple[Prepared, Path]
 ) -> None:
     store = Store.open(played[1])
-    store.runs.end(RUN, status, "")
+    store.runs.set_status(RUN, RunStatus(status), "")
     with serve_lock.take(played[1], served):
         done = command(played[1], RUN, "--to", "1")
     refused = "stop" in told

@@ -21,7 +21,7 @@ from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.records import Ask, Run, Upload
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
-from fleetdistill_server.store.states import STALENESS
+from fleetdistill_server.store.states import STALENESS, RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.store.traffic import Counted
@@ -120,9 +120,9 @@ def test_a_contract_opens_the_run(store: Store) -> None:
 
 
 def test_a_run_ends_with_its_reason_and_can_be_opened_again(store: Store) -> None:
-    store.runs.end(RUN, "stopped", "by the operator")
+    store.runs.set_status(RUN, RunStatus.STOPPED, "by the operator")
     assert (run_row(store).status, run_row(store).reason) == ("stopped", "by the operator")
-    store.runs.end(RUN, "running", "started again")
+    store.runs.set_status(RUN, RunStatus.RUNNING, "started again")
     assert run_row(store).status == "running"
 
 

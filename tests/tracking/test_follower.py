@@ -26,6 +26,7 @@ from fleetdistill_console.tracking.run_figures import points_since, settings_of
 from fleetdistill_console.tracking.tensorboard_tracker import TensorBoardTracker
 from fleetdistill_console.tracking.tracker import Description, Tracker
 from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
@@ -244,7 +245,7 @@ def test_a_status_with_another_reason_is_copied(store: Store, tmp_path: Path) ->
     watching = to_events(tmp_path)
     said = []
     for reason in ("out of patience", "by the operator"):
-        store.runs.end(RUN, "stopped", reason)
+        store.runs.set_status(RUN, RunStatus.STOPPED, reason)
         assert watching.look()
         said.append(json.loads((directory_of(tmp_path) / "fleetdistill.json").read_text())["status"])
     assert said == ["stopped: out of patience", "stopped: by the operator"]
@@ -268,7 +269,7 @@ def test_mlflow_has_the_settings_and_each_round_once_after_a_restart(
     add_rounds(store, 2)
     assert to_mlflow(tmp_path, server).look()
     add_rounds(store, 2)
-    store.runs.end(RUN, "stopped", "out of patience")
+    store.runs.set_status(RUN, RunStatus.STOPPED, "out of patience")
     assert to_mlflow(tmp_path, server).look()
     (run,) = server.runs(tmp_path.name)
     assert server.steps(run, "accuracy/test") == [1, 2, 3, 4]
@@ -298,10 +299,10 @@ def test_a_round_that_mlflow_has_in_part_is_completed(
 def test_a_changed_setting_is_a_tag_and_a_resumed_run_runs_again(
     store: Store, tmp_path: Path, server: MlflowServer
 ) -> None:
-    store.runs.end(RUN, "stopped", "")
+    store.runs.set_status(RUN, RunStatus.STOPPED, "")
     assert to_mlflow(tmp_path, server).look()
     store.runs.change(RUN, {**CONFIG, "run": {**CONFIG["run"], "rounds": 12}}, None)
-    store.runs.end(RUN, "running", "")
+    store.runs.set_status(RUN, RunStatus.RUNNING, "")
     assert to_mlflow(tmp_path, server).look()
     (run,) = server.runs(tmp_path.name)
     assert run.data.params["run.rounds"] == "9"

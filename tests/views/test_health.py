@@ -95,7 +95,7 @@ def test_a_run_that_failed_is_told_until_it_is_started(tmp_path: Path) -> None:
     for _ in range(2):
         leading.start(store, "r")
         assert says() == []
-        store.led.hold_failed("r", store.led.assign("r") or "", "the engine failed 6 times at the same point: no space")
+        store.led.stop_failed("r", store.led.assign("r") or "", "the engine failed 6 times at the same point: no space")
         (said,) = says()
         assert re.match(
             "run 'r' stopped after a failure at 20.*: the engine failed 6 times.*`fleetdistill runs start r`", said

@@ -25,6 +25,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_console.tables import heading, tables
 from fleetdistill_server.service.served import Served
 from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 
@@ -60,7 +61,7 @@ def figures(tenths: int, *, replaced: bool) -> Metrics:
 def test_a_finished_run_shows_when_its_last_round_ended() -> None:
     store = filled(3)
     assert "ended" not in views.run(store, "r").facts
-    store.runs.end("r", "finished", "3 rounds completed")
+    store.runs.set_status("r", RunStatus.FINISHED, "3 rounds completed")
     store.database.write("UPDATE rounds SET ended_at = 1e9 + round")
     assert views.run(store, "r").facts["ended"] == "2001-09-09T01:46:43Z"
     store.close()

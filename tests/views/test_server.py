@@ -11,6 +11,7 @@ from support.secured import make_pki
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.service import serve_lock
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.server import server
 
@@ -26,7 +27,7 @@ def test_the_queue_has_the_order_in_which_runs_get_engines(tmp_path: Path) -> No
         clock[0] += 1
         store.led.set_setup(name, {})
         store.led.activate(name)
-    store.runs.end("over", "finished", "")
+    store.runs.set_status("over", RunStatus.FINISHED, "")
     with serve_lock.take(tmp_path, "", 1):
         view = server(store, tmp_path)
     assert [row["run"] for row in view.lists["queue"]] == ["c", "a", "b"]

@@ -26,6 +26,7 @@ from fleetdistill_console.watch import LiveTable, sentence, show_changes
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 from fleetdistill_server.views import runs
@@ -61,7 +62,7 @@ class Played:
         store.history.add_event(RUN, "teacher-guard", "held back", number=1, device="c")
         yield "refused"
         store.runs.close_round(RUN, 1, b"c", [1, 3], {})
-        store.runs.end(RUN, "finished", "all rounds done")
+        store.runs.set_status(RUN, RunStatus.FINISHED, "all rounds done")
         yield "over"
 
     def _ask(self, device: str) -> Row:

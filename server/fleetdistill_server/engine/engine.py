@@ -151,7 +151,9 @@ class Engine:
                 return False
             self._store.runs.assert_owner(self._name, self.token)
             failpoints.hit("engine.end.before-commit")
-            self._store.runs.end(self._name, "finished", f"{counted(self._config.run.rounds, 'round')} completed")
+            self._store.runs.set_status(
+                self._name, RunStatus.FINISHED, f"{counted(self._config.run.rounds, 'round')} completed"
+            )
         failpoints.hit("engine.end.after-commit")
         return True
 
@@ -162,7 +164,7 @@ class Engine:
         if over or short >= _REPORTED_AFTER:
             with self._store.transaction():
                 self._store.runs.assert_owner(self._name, self.token)
-                self._store.runs.end(self._name, "stopped" if over else "running", text)
+                self._store.runs.set_status(self._name, RunStatus.STOPPED if over else RunStatus.RUNNING, text)
         if over:
             raise RunError(text)
         if short % 10 == 0:
@@ -217,7 +219,7 @@ class Engine:
         elif found.status is RunStatus.STOPPED:
             with self._store.transaction():
                 self._store.runs.assert_owner(self._name, self.token)
-                self._store.runs.end(self._name, "running", "started again")
+                self._store.runs.set_status(self._name, RunStatus.RUNNING, "started again")
         self._store.asks.bound_deadlines(self._name, self._config.run.deadline_seconds)
         contract = contract_pb2.Contract.FromString(self._stored().contract)
         check_proxy(self._name, contract, self.method)
@@ -386,7 +388,7 @@ class Engine:
             self._store.runs.assert_owner(self._name, self.token)
             self._store.secure_state(self._checkpoint, state)
             if short or self._training.is_shown():
-                self._store.runs.end(self._name, "running", "")  # clears the reason
+                self._store.runs.set_status(self._name, RunStatus.RUNNING, "")  # clears the reason
             spent = self._store.runs.close_round(
                 self._name, cohort.round, self._checkpoint, cohort.used, cohort.figures, self._settled(cohort)
             )

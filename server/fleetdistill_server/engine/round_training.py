@@ -14,6 +14,7 @@ from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.engine.group import Group, Round
 from fleetdistill_server.engine.resume_storage import ResumeStorage
 from fleetdistill_server.logs import about
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.training.ranks import ALONE
 from fleetdistill_server.training.resume import ResumePoints
@@ -135,4 +136,4 @@ class RoundTraining:
 
     def _show(self, number: int, text: str) -> None:
         logger.info("%s", text, extra=about(run=self._run, round=number))
-        self._store.runs.end(self._run, "running", f"{_PROGRESS}{number}: {text}")
+        self._store.runs.set_status(self._run, RunStatus.RUNNING, f"{_PROGRESS}{number}: {text}")

@@ -74,7 +74,7 @@ def pause(store: Store, run: str, who: str = _SOMEBODY) -> str:
     with _durably(store):
         status = store.runs.existing(run).status
         if status in ACTIVE:
-            store.led.hold(run, RunStatus.PAUSED, _BY_OPERATOR)
+            store.led.set_status(run, RunStatus.PAUSED, _BY_OPERATOR)
             store.history.add_event(run, "paused", f"by {who}")
         elif status is not RunStatus.PAUSED:
             raise RunError(f"run {run!r} is {status}, so it cannot be paused")
@@ -111,7 +111,7 @@ def stop(store: Store, run: str, who: str = _SOMEBODY) -> str:
         if status in OVER:
             return f"run {run!r} had already ended"
         if status is not RunStatus.STOPPED:
-            store.runs.cancel(run, _BY_OPERATOR, RunStatus.STOPPED)
+            store.runs.stop(run, _BY_OPERATOR)
             store.history.add_event(run, "stopped", f"by {who}")
     return f"run {run!r} is stopped"
 

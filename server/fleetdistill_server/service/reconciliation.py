@@ -124,7 +124,7 @@ class Reconciliation:
             return
         held = True
         with contextlib.suppress(StoreError):  # the disk may be full too; the next look tries again
-            held = self._store.led.hold_failed(engine.run, engine.token, engine.failed)
+            held = self._store.led.stop_failed(engine.run, engine.token, engine.failed)
             self._drop(engine)
         if held:
             self._on_failed(engine.run, engine.failed)

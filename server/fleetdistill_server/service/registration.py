@@ -57,7 +57,7 @@ def register(store: Store, config: RunConfig) -> None:
         if "run.buffer_answers" in changes and not config.run.buffer_answers:
             store.runs.settle_closed(name, "rounds are no longer buffered")
         if run.status is RunStatus.FINISHED and _has_rounds_left(run, config.run.rounds):
-            store.runs.end(name, "running", "")
+            store.runs.set_status(name, RunStatus.RUNNING, "")
 
 
 def create_run(store: Store, config: RunConfig) -> bool:
@@ -82,10 +82,10 @@ def create_run(store: Store, config: RunConfig) -> bool:
     register(store, config)
     store.led.set_setup(name, config.setup())
     if known is None:
-        store.led.hold(name, RunStatus.CREATED, "")
+        store.led.set_status(name, RunStatus.CREATED, "")
     elif known.status is RunStatus.FINISHED and store.runs.status(name) is not RunStatus.FINISHED:
         rounds = counted(config.run.rounds, "round") if config.run.rounds else "unlimited rounds"
-        store.led.hold(name, RunStatus.STOPPED, f"finished, and now has {rounds}")
+        store.led.set_status(name, RunStatus.STOPPED, f"finished, and now has {rounds}")
     return known is None
 
 

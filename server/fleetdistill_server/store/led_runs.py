@@ -15,7 +15,7 @@ from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.devices import HAS_ITS_DEVICES
 from fleetdistill_server.store.history import History
 from fleetdistill_server.store.records import Run
-from fleetdistill_server.store.states import ACTIVE, sql_list
+from fleetdistill_server.store.states import ACTIVE, RunStatus, sql_list
 from fleetdistill_server.texts import shortened
 
 WAIT_SECONDS = 5.0
@@ -136,14 +136,14 @@ class LedRuns:
         """Records that an engine has ended in order, with its server."""
         self._db.write("UPDATE runs SET engine = NULL WHERE name = ? AND engine = ?", name, token)
 
-    def hold(self, name: str, status: str, reason: str) -> None:
-        """Takes a run from its engine without ending its open round: creates, pauses or fails it."""
+    def set_status(self, name: str, status: RunStatus, reason: str) -> None:
+        """Sets the status of a run that waits for its operator, and takes it from its engine; its open round stays."""
         self._db.write(
             "UPDATE runs SET status = ?, reason = ?, engine = NULL, paused_at = coalesce(paused_at, ?) WHERE name = ?",
             *(status, shortened(reason), self._db.now(), name),
         )
 
-    def hold_failed(self, name: str, token: str, reason: str) -> bool:
+    def stop_failed(self, name: str, token: str, reason: str) -> bool:
         """Stops a run whose engine failed, without ending its open round; False if it has another engine or none."""
         with self._db.transaction():
             changed = self._db.write(
@@ -156,7 +156,7 @@ class LedRuns:
         return bool(changed)
 
     def failed(self) -> list[FailedRun]:
-        """Returns the runs that `hold_failed` stopped and nobody has started since, oldest failure first."""
+        """Returns the runs that `stop_failed` stopped and nobody has started since, oldest failure first."""
         rows = self._db.rows(
             "SELECT name, reason, at FROM runs JOIN events ON events.id = "
             "(SELECT max(id) FROM events WHERE run = name AND kind = 'stopped') "

@@ -160,7 +160,7 @@ class Runs:
             kept = {checkpoint.round: checkpoint for checkpoint in self.checkpoints(run)}
             if number not in kept:
                 raise RunError(f"run {run!r} has no checkpoint of round {number}")
-            self._abandon_round(run, why)
+            self._close_open_round(run, why)
             self._sums.drop_rounds(run, number - MOST_STALENESS, EVERY)
             report_late_answers(self._db, run, number, why)
             later = "run = ? AND round > ?"
@@ -181,21 +181,31 @@ class Runs:
             self._history.add_event(run, "rolled-back", f"{why} by {who}", number=number)
         return {checkpoint.sha256 for after, checkpoint in kept.items() if after > number}
 
-    def end(self, name: str, status: str, reason: str) -> None:
-        """Sets a run's status to `finished` or `stopped`, or to `running` to resume it. See `cancel` for cancelling."""
+    def set_status(self, name: str, status: RunStatus, reason: str) -> None:
+        """Sets the status of a run that keeps its engine and its open round; see `stop` and `cancel`."""
         self._db.write("UPDATE runs SET status = ?, reason = ? WHERE name = ?", status, shortened(reason), name)
 
-    def cancel(self, name: str, reason: str, status: str = "cancelled") -> bool:
-        """Cancels a run permanently, or stops it, and closes its open round as short; its engine loses ownership.
+    def stop(self, name: str, reason: str) -> bool:
+        """Stops a run until it is started again, and closes its open round as short; its engine loses ownership.
 
         Returns False if the run had already ended.
         """
+        return self._take_from_engine(name, RunStatus.STOPPED, reason)
+
+    def cancel(self, name: str, reason: str) -> bool:
+        """Cancels a run permanently, and closes its open round as short; its engine loses ownership.
+
+        Returns False if the run had already ended.
+        """
+        return self._take_from_engine(name, RunStatus.CANCELLED, reason)
+
+    def _take_from_engine(self, name: str, status: RunStatus, reason: str) -> bool:
         with self._db.transaction():
             run = self.get(name)
             if run is None or run.status in OVER:
                 return False
             self._db.write("UPDATE runs SET status = ?, reason = ?, engine = NULL WHERE name = ?", status, reason, name)
-            self._abandon_round(name, f"run {status}")
+            self._close_open_round(name, f"run {status}")
         return True
 
     def open_number(self, run: str) -> int | None:
@@ -278,7 +288,7 @@ class Runs:
         )
         update_back_off(self._db, self._history, run, number)
 
-    def _abandon_round(self, run: str, why: str) -> None:
+    def _close_open_round(self, run: str, why: str) -> None:
         """Closes the open round as short, and settles the asks of earlier rounds."""
         number = self.open_number(run)
         if number is not None:
