@@ -30,7 +30,7 @@ from fleetdistill_server.service.reconciliation import Reconciliation
 from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.service.served import served
 from fleetdistill_server.service.wakeups import Ends, make_ends
-from fleetdistill_server.store.led_runs import WAIT_SECONDS
+from fleetdistill_server.store.run_control import WAIT_SECONDS
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views

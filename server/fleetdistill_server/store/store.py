@@ -40,10 +40,10 @@ from fleetdistill_server.store.deletions import Deletions
 from fleetdistill_server.store.devices import Devices
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.history import History
-from fleetdistill_server.store.led_runs import LedRuns
 from fleetdistill_server.store.location import SQLITE, Location, read_location
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.operator_calls import OperatorCalls
+from fleetdistill_server.store.run_control import LedRuns
 from fleetdistill_server.store.runs import Runs
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.summaries import Summaries
