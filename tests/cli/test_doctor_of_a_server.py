@@ -101,8 +101,8 @@ def test_an_engine_that_waits_for_its_restart_is_named(store: Store, tmp_path: P
 
 
 def test_a_run_that_stopped_after_a_failure_is_named(store: Store, tmp_path: Path) -> None:
-    store.led.set_setup("digits", {})
-    store.led.stop_failed("digits", store.led.assign("digits") or "", "the engine failed 6 times")
+    store.run_control.set_setup("digits", {})
+    store.run_control.stop_failed("digits", store.run_control.assign("digits") or "", "the engine failed 6 times")
     path = write_config(tmp_path)
     (warning,) = said(path, "warning")
     assert f"processes: no server uses the store {tmp_path / 'store'}" in said(path, "ok")

@@ -115,10 +115,10 @@ def test_a_run_that_waits_says_for_what(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     for name, waits_for in (("works", None), ("lonely", 2), ("idle", 0), ("next", None), ("over", None)):
         store.runs.begin(name, {})
-        store.led.set_setup(name, {})
-        store.led.activate(name)
+        store.run_control.set_setup(name, {})
+        store.run_control.activate(name)
         if waits_for is not None:
-            store.led.begin_wait(name, waits_for)
+            store.run_control.begin_wait(name, waits_for)
     store.runs.set_status("over", RunStatus.FINISHED, "")
     with serve_lock.take(tmp_path, "", 3):
         collector = RunsCollector(tmp_path)

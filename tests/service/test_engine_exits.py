@@ -374,7 +374,7 @@ def test_an_engine_that_is_given_up_is_told_though_the_disk_is_full(
     def full(*_: object) -> None:
         raise NoSpaceError("the disk is full")
 
-    monkeypatch.setattr(service.store.led, "stop_failed", full)
+    monkeypatch.setattr(service.store.run_control, "stop_failed", full)
     monkeypatch.setattr(service.store.history, "add_event", full)
     service.look(EXIT_CONFIGURATION, 3)
     assert service.failed[0][1].startswith("the engine cannot run this configuration: the engine exited with status 2")

@@ -157,7 +157,7 @@ def hung(store: Store, tmp_path: Path, seconds: Seconds, monkeypatch: pytest.Mon
     child = Hung()
     monkeypatch.setattr(engine_process, "HeartbeatMonitor", lambda directory: HeartbeatMonitor(directory, seconds))
     monkeypatch.setattr(engine_process, "Child", lambda *_: child)
-    token = store.led.assign(RUN)
+    token = store.run_control.assign(RUN)
     assert token is not None
     config = ServerConfig(server=load_run_config(write_config(tmp_path)).server)
     return EngineProcess(RUN, token, store, config, Slot(Ends()), None), child
@@ -331,7 +331,7 @@ def test_one_hung_engine_of_several_is_seen_though_the_others_listen(
     store = Store.open(tmp_path)
     for run in ("a", "b"):
         store.runs.begin(run, {})
-        store.led.set_setup(run, {})
+        store.run_control.set_setup(run, {})
         engine_directory(tmp_path, run).mkdir(parents=True)
     monkeypatch.setattr(store.database, "is_listening", lambda role: True)
     health = EngineHealth(tmp_path, store)
@@ -355,8 +355,8 @@ def test_one_hung_engine_of_several_is_seen_though_the_others_listen(
 def test_an_engine_that_starts_may_be_silent_for_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(tmp_path)
     store.runs.begin(RUN, {})
-    store.led.set_setup(RUN, {})
-    store.led.activate(RUN)
+    store.run_control.set_setup(RUN, {})
+    store.run_control.activate(RUN)
     monkeypatch.setattr(engine_health, "SILENT_SECONDS", 0.0)
     with serve_lock.take(tmp_path, "", 1):
         assert EngineHealth(tmp_path, store).problems() == [], "it has not sent any heartbeat yet"

@@ -45,14 +45,14 @@ def row_of(store: Store, name: str = RUN) -> Run:
 
 
 def queue(store: Store) -> list[str]:
-    return [row.name for row in store.led.queue()]
+    return [row.name for row in store.run_control.queue()]
 
 
 def begin(store: Store, **run: Any) -> str:
     """A started run with a contract and an engine, whose token this returns."""
     leading.create(store, config(**run), start_it=True)
     store.runs.publish_contract(RUN, contract_pb2.Contract(run=RUN, knowledge_type=FLOAT16).SerializeToString())
-    token = store.led.assign(RUN)
+    token = store.run_control.assign(RUN)
     assert token is not None
     return token
 
@@ -125,7 +125,7 @@ def test_an_engine_whose_run_is_taken_from_it_can_commit_nothing(store: Store, a
     ACTIONS[action](store)
     with pytest.raises(RunError):
         store.runs.assert_owner(RUN, token)
-    assert store.led.assign(RUN) is None, "nor does it get a new one"
+    assert store.run_control.assign(RUN) is None, "nor does it get a new one"
 
 
 def test_neither_can_the_engine_of_a_deleted_run_even_if_it_is_made_again(store: Store, tmp_path: Path) -> None:
@@ -152,8 +152,8 @@ def test_runs_wait_in_the_order_of_their_last_start(store: Store) -> None:
 
 def test_a_failed_run_is_stopped_only_by_its_own_engine_and_started_again(store: Store) -> None:
     token = begin(store)
-    assert not store.led.stop_failed(RUN, "another", "the engine failed")
-    assert store.led.stop_failed(RUN, token, "the engine failed")
+    assert not store.run_control.stop_failed(RUN, "another", "the engine failed")
+    assert store.run_control.stop_failed(RUN, token, "the engine failed")
     assert (row_of(store).status, row_of(store).reason) == ("stopped", "the engine failed")
     assert queue(store) == []
     assert leading.start(store, RUN) == "run 'digits' is started"
@@ -173,10 +173,10 @@ def test_a_pause_keeps_the_open_round_and_extends_its_deadlines(store: Store) ->
     store.database.now = lambda: paused_at + 1000.0
     leading.resume(store, RUN)
     assert store.runs.open_number(RUN) == 1
-    store.led.assign(RUN)
+    store.run_control.assign(RUN)
     (after,) = store.asks.all_open(RUN)
     assert after.deadline_at - before.deadline_at == pytest.approx(1000.0)
-    store.led.assign(RUN)
+    store.run_control.assign(RUN)
     assert store.asks.all_open(RUN)[0].deadline_at == after.deadline_at, "once"
 
 
@@ -246,11 +246,11 @@ def test_what_is_not_possible_is_a_sentence_and_changes_nothing(store: Store) ->
 def test_a_run_is_created_again_only_with_settings_that_may_change(store: Store) -> None:
     leading.create(store, config(rounds=3))
     assert leading.create(store, config(rounds=5)) == "run 'digits' is created"
-    assert (store.led.setup(RUN) or {})["run"]["rounds"] == 5
+    assert (store.run_control.setup(RUN) or {})["run"]["rounds"] == 5
     assert "exists with another configuration: run.seed was 0, is 7" in refusal(
         lambda: leading.create(store, config(rounds=5, seed=7))
     )
-    assert (store.led.setup(RUN) or {})["run"]["seed"] == 0
+    assert (store.run_control.setup(RUN) or {})["run"]["seed"] == 0
 
 
 def test_a_finished_run_with_more_rounds_waits_to_be_started(store: Store) -> None:
@@ -298,11 +298,11 @@ def test_a_clone_never_changes_a_run_that_exists(store: Store) -> None:
 
     leading.create(store, config(rounds=3))
     said = clone("run.rounds=7")
-    before = row_of(store, "copy"), store.led.setup("copy"), store.history.events("copy")
+    before = row_of(store, "copy"), store.run_control.setup("copy"), store.history.events("copy")
     assert clone("run.rounds=7") == said, "a repetition"
     text = refusal(lambda: clone("run.rounds=1", "server.keep_rounds=9"))
     assert text.startswith("run 'copy' exists with other settings: run.rounds was 7, is 1; server.keep_rounds was 1, ")
-    assert (row_of(store, "copy"), store.led.setup("copy"), store.history.events("copy")) == before
+    assert (row_of(store, "copy"), store.run_control.setup("copy"), store.history.events("copy")) == before
 
 
 @pytest.mark.parametrize("change", ["rounds=3", "run.rounds", "=3", "run.=3", "run.name=other"])

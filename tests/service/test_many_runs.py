@@ -168,7 +168,7 @@ def test_a_failing_run_stops_alone_with_its_reason(service: Service) -> None:
 def test_a_run_that_another_server_has_taken_is_left_to_it(service: Service) -> None:
     create(service.store, "a")
     assert service.runs() == ["a"]
-    theirs = service.store.led.assign("a")
+    theirs = service.store.run_control.assign("a")
     assert service.runs() == []
     assert service.failed == [("a", "run 'a' was taken over by another server")]
     assert service.store.runs.existing("a").engine == theirs, "the two do not take it from each other for ever"
@@ -193,7 +193,7 @@ def test_an_engine_reads_its_runs_settings_and_the_servers(service: Service) -> 
 
 def wait(service: Service, run: str, devices: int) -> None:
     """The run has waited for devices for longer than it keeps its engine."""
-    service.store.led.begin_wait(run, devices)
+    service.store.run_control.begin_wait(run, devices)
     service.store.database.now = lambda: time.time() + WAIT_SECONDS
 
 
@@ -204,7 +204,7 @@ def check_in(service: Service, run: str, device: str) -> None:
 def test_a_run_without_its_devices_gives_up_its_engine_and_joins_the_queue_when_they_come(service: Service) -> None:
     create(service.store, "a", "b", "c", "d")
     assert service.runs() == ["a", "b"]
-    service.store.led.begin_wait("a", 2)
+    service.store.run_control.begin_wait("a", 2)
     assert service.runs() == ["a", "b"], "they may come at once"
     wait(service, "a", 2)
     assert service.runs() == ["b", "c"]

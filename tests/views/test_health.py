@@ -78,7 +78,7 @@ def test_a_limit_of_the_disk_that_is_reached_is_a_problem(tmp_path: Path, settin
 def test_a_run_that_failed_is_told_until_it_is_started(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     store.runs.begin("r", {})
-    store.led.set_setup("r", {})
+    store.run_control.set_setup("r", {})
     source = LocalStore(tmp_path)
 
     def says() -> list[str]:
@@ -95,7 +95,9 @@ def test_a_run_that_failed_is_told_until_it_is_started(tmp_path: Path) -> None:
     for _ in range(2):
         leading.start(store, "r")
         assert says() == []
-        store.led.stop_failed("r", store.led.assign("r") or "", "the engine failed 6 times at the same point: no space")
+        store.run_control.stop_failed(
+            "r", store.run_control.assign("r") or "", "the engine failed 6 times at the same point: no space"
+        )
         (said,) = says()
         assert re.match(
             "run 'r' stopped after a failure at 20.*: the engine failed 6 times.*`fleetdistill runs start r`", said
@@ -107,10 +109,10 @@ def test_without_a_server_nobody_is_present_and_runs_say_so(tmp_path: Path) -> N
     """As after kill -9 of the supervisor, which ends its processes before they can write anything."""
     store = prepare_store(tmp_path)
     (run,) = store.runs.names()
-    store.led.set_setup(run, {})
+    store.run_control.set_setup(run, {})
     for device in ("a", "b"):
         store.devices.register(run, device, b"", b"")
-    store.led.begin_wait(run, 3)
+    store.run_control.begin_wait(run, 3)
     source = LocalStore(tmp_path)
 
     def says() -> tuple[str, int, set[bool], str]:

@@ -83,7 +83,7 @@ def test_a_run_without_an_end_wants_no_number_of_rounds(rounds: int, wanted: int
 def test_only_a_served_run_says_that_it_needs_devices() -> None:
     store = Store.in_memory()
     store.runs.begin("r", {})
-    store.led.begin_wait("r", 2)
+    store.run_control.begin_wait("r", 2)
     reasons = [views.runs(store, served).lists["runs"][0]["reason"] for served in (Served(frozenset({"r"})), Served())]
     assert reasons == ["needs 2 devices that are present", ""]
 
@@ -94,7 +94,7 @@ def test_only_a_served_run_says_that_it_needs_devices() -> None:
 def test_a_waiting_run_says_how_many_devices_it_needs(devices: int, reason: str) -> None:
     store = Store.in_memory()
     store.runs.begin("r", {"run": {"name": "r"}})
-    store.led.begin_wait("r", devices)
+    store.run_control.begin_wait("r", devices)
     (row,) = store.runs.all()
     assert views.run_row(row, 0, Served(frozenset({"r"})))["reason"] == reason
 

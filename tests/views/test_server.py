@@ -25,8 +25,8 @@ def test_the_queue_has_the_order_in_which_runs_get_engines(tmp_path: Path) -> No
         store.runs.begin(name, {})
     for name in ("c", "a", "b", "over"):
         clock[0] += 1
-        store.led.set_setup(name, {})
-        store.led.activate(name)
+        store.run_control.set_setup(name, {})
+        store.run_control.activate(name)
     store.runs.set_status("over", RunStatus.FINISHED, "")
     with serve_lock.take(tmp_path, "", 1):
         view = server(store, tmp_path)

@@ -31,7 +31,7 @@ def _created(directory: Path, run: NewRun, call: Call) -> str:
         given, approved = run.settings, frozenset[str]()
         if run.clone_of:
             given = clone_settings(store, run.clone_of, run.settings["run"]["name"], run.changes)
-            approved = _data_files(store.led.setup(run.clone_of) or {})
+            approved = _data_files(store.run_control.setup(run.clone_of) or {})
         config = run_config(_settings(given, directory))
         if run.data_directories is not None:
             _check_places(config, run.data_directories, approved)

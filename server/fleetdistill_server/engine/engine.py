@@ -278,7 +278,7 @@ class Engine:
             waits = self._wait(waits, 0 if enough else self._needed_devices())
             await self._waker.wait()
         if self._stored().waits_since is not None:
-            self._store.led.end_wait(self._name)
+            self._store.run_control.end_wait(self._name)
         if waits:
             logger.info("a round is due after a wait", extra=about(run=self._name))
         return due
@@ -290,7 +290,7 @@ class Engine:
         if self._stored().waits_for != needed:
             with self._store.transaction():
                 self._store.runs.assert_owner(self._name, self.token)
-                self._store.led.begin_wait(self._name, needed)
+                self._store.run_control.begin_wait(self._name, needed)
         if now != waits:
             logger.info("%s", now, extra=about(run=self._name))
         return now

@@ -131,7 +131,7 @@ class EngineProcess:
 
     def _write_config(self) -> dict[str, Any]:
         """Writes the configuration for the engine's process, readable only by its owner."""
-        setup = self._store.led.setup(self.run) or {}
+        setup = self._store.run_control.setup(self.run) or {}
         given = self._config.server.model_dump()
         own = setup.get("server", {})
         server = {**given, **{name: own[name] for name in OF_A_RUN if name in own}}
@@ -159,12 +159,12 @@ class EngineProcess:
         """Starts a new process with a token of its own, in case something of the old one is left."""
         pause = ""
         with self._store.transaction():
-            token = self._store.led.assign(self.run)
+            token = self._store.run_control.assign(self.run)
             if token is None:  # the run no longer needs an engine
                 return
             if not self._waits_for:
                 pause = self._repeated_failures()
-                self._store.led.set_reason(self.run, self._reason(pause))
+                self._store.run_control.set_reason(self.run, self._reason(pause))
                 self._store.history.add_event(self.run, ENGINE_RESTARTED, "the engine is started again after a failure")
         self._due = None
         self._pause = pause
@@ -198,13 +198,13 @@ class EngineProcess:
         self._failure, self._failed_at = cause, when(time.time())
         if self._is_steady():
             self._restarts.forget()
-        pause = self._restarts.pause_after(cause, self._store.led.progress(self.run), killed=killed)
+        pause = self._restarts.pause_after(cause, self._store.run_control.progress(self.run), killed=killed)
         if pause is None:
             self._give_up(f"the engine failed {self._restarts.repeated} times at the same point: {cause}")
             return
         self._wait(pause, f"has failed and is started again at {when(time.time() + pause)}")
         with contextlib.suppress(StoreError):  # the disk may be full too
-            self._store.led.set_reason(self.run, self._reason(self._pause))
+            self._store.run_control.set_reason(self.run, self._reason(self._pause))
 
     def _is_steady(self) -> bool:
         return time.monotonic() - self.child.started >= STEADY_SECONDS
@@ -246,11 +246,12 @@ class EngineProcess:
 
     def _note_work(self) -> None:
         """Ends the wait for disk space or the database, or a series of failures, once the engine has done something."""
-        if self._pause and (self._is_steady() or self._restarts.has_progressed(self._store.led.progress(self.run))):
-            if (run := self._store.runs.get(self.run)) is not None and run.reason == shortened(
-                self._reason(self._pause)
-            ):
-                self._store.led.set_reason(self.run, "")
+        if self._pause and (
+            self._is_steady() or self._restarts.has_progressed(self._store.run_control.progress(self.run))
+        ):
+            run = self._store.runs.get(self.run)
+            if run is not None and run.reason == shortened(self._reason(self._pause)):
+                self._store.run_control.set_reason(self.run, "")
             self._pause = ""
         if self._waits_for and time.monotonic() - self.child.started >= _WORKS_SECONDS:
             logger.warning("the engine no longer waits for %s", self._waits_for, extra=about(run=self.run))

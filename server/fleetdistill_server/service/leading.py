@@ -74,7 +74,7 @@ def pause(store: Store, run: str, who: str = _SOMEBODY) -> str:
     with _durably(store):
         status = store.runs.existing(run).status
         if status in ACTIVE:
-            store.led.set_status(run, RunStatus.PAUSED, _BY_OPERATOR)
+            store.run_control.set_status(run, RunStatus.PAUSED, _BY_OPERATOR)
             store.history.add_event(run, "paused", f"by {who}")
         elif status is not RunStatus.PAUSED:
             raise RunError(f"run {run!r} is {status}, so it cannot be paused")
@@ -91,7 +91,7 @@ def resume(store: Store, run: str, who: str = _SOMEBODY) -> str:
     with _durably(store):
         status = store.runs.existing(run).status
         if status is RunStatus.PAUSED:
-            store.led.activate(run)
+            store.run_control.activate(run)
             store.history.add_event(run, "resumed", f"by {who}")
         elif status in (RunStatus.CREATED, RunStatus.STOPPED):
             raise RunError(f"run {run!r} is {status}, not paused; start it with `fleetdistill runs start {run}`")
@@ -132,7 +132,7 @@ def clone_settings(store: Store, run: str, new: str, changes: Sequence[str]) -> 
     store.runs.existing(run)
     if new == run:
         raise ConfigurationError(f"the clone of run {run!r} has the name of the run; choose another one")
-    setup = store.led.setup(run)
+    setup = store.run_control.setup(run)
     if setup is None:
         raise RunError(_without_setup(run))
     setup["run"]["name"] = new
@@ -166,10 +166,10 @@ def _start(store: Store, run: str, who: str) -> None:
         )
     if status in OVER:
         raise RunError(f"run {run!r} is {status}, so it cannot be started")
-    if store.led.setup(run) is None:
+    if store.run_control.setup(run) is None:
         raise RunError(_without_setup(run))
     if status not in ACTIVE:
-        store.led.activate(run)
+        store.run_control.activate(run)
         store.history.add_event(run, "started", f"by {who}")
 
 

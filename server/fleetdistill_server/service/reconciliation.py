@@ -71,7 +71,7 @@ class Reconciliation:
             engine = known.get(later.name)
             if engine is None or later.engine != engine.token:
                 continue
-            if self._store.led.release(engine.run, engine.token):
+            if self._store.run_control.release(engine.run, engine.token):
                 logger.info("the run gives up its engine: it waits for devices", extra=about(run=engine.run))
             else:  # its devices have come in this moment
                 needed[engine.run] = later
@@ -92,18 +92,18 @@ class Reconciliation:
         for engine in self.engines.values():
             engine.stop(at_once)
             with contextlib.suppress(StoreError):
-                self._store.led.free(engine.run, engine.token)
+                self._store.run_control.free(engine.run, engine.token)
 
     def _queue(self) -> list[Run]:
         """Returns the queue without the runs that another server's engine took over."""
-        queue = [run for run in self._store.led.queue() if self._run in ("", run.name)]
+        queue = [run for run in self._store.run_control.queue() if self._run in ("", run.name)]
         return [run for run in queue if run.engine is None or self._foreign.get(run.name) != run.engine]
 
     def _start(self, run: str, *, restarted: bool) -> None:
         """Starts the engine of a run, which an engine of an earlier server may have worked on."""
         failpoints.hit("supervisor.engine.before-token")
         with self._store.transaction():
-            token = self._store.led.assign(run)
+            token = self._store.run_control.assign(run)
             if token is None:
                 return
             if restarted:
@@ -124,7 +124,7 @@ class Reconciliation:
             return
         held = True
         with contextlib.suppress(StoreError):  # the disk may be full too; the next look tries again
-            held = self._store.led.stop_failed(engine.run, engine.token, engine.failed)
+            held = self._store.run_control.stop_failed(engine.run, engine.token, engine.failed)
             self._drop(engine)
         if held:
             self._on_failed(engine.run, engine.failed)

@@ -80,19 +80,19 @@ def create_run(store: Store, config: RunConfig) -> bool:
                 conflict_message(name, {key: both for key, both in changes.items() if key not in _CHANGEABLE})
             )
     register(store, config)
-    store.led.set_setup(name, config.setup())
+    store.run_control.set_setup(name, config.setup())
     if known is None:
-        store.led.set_status(name, RunStatus.CREATED, "")
+        store.run_control.set_status(name, RunStatus.CREATED, "")
     elif known.status is RunStatus.FINISHED and store.runs.status(name) is not RunStatus.FINISHED:
         rounds = counted(config.run.rounds, "round") if config.run.rounds else "unlimited rounds"
-        store.led.set_status(name, RunStatus.STOPPED, f"finished, and now has {rounds}")
+        store.run_control.set_status(name, RunStatus.STOPPED, f"finished, and now has {rounds}")
     return known is None
 
 
 def check_unchanged(store: Store, config: RunConfig) -> None:
     """Raises RunError if a run of this name exists with other settings, even with ones that may change."""
     name = config.run.name
-    run, setup = store.runs.get(name), store.led.setup(name)
+    run, setup = store.runs.get(name), store.run_control.setup(name)
     if run is None:
         return
     if setup is None:
@@ -116,10 +116,10 @@ def serve_run(store: Store, config: RunConfig) -> None:
     name = config.run.name
     with store.transaction():
         register(store, config)
-        store.led.set_setup(name, config.setup())
+        store.run_control.set_setup(name, config.setup())
         status = store.runs.status(name)
         if status in (RunStatus.CREATED, RunStatus.STOPPED):
-            store.led.activate(name, "started again" if status is RunStatus.STOPPED else "")
+            store.run_control.activate(name, "started again" if status is RunStatus.STOPPED else "")
 
 
 def is_prepared(store: Store, config: RunConfig) -> bool:

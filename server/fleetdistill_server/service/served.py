@@ -67,7 +67,7 @@ def may_be_present(directory: Path, store: Store) -> bool:
 def queue_of(found: Serving, store: Store) -> dict[str, bool]:
     """Returns the runs that a server works on, or will, in order, each with whether it waits for devices."""
     if not found.run:
-        return {run.name: run.waits_for is not None for run in store.led.queue()}
+        return {run.name: run.waits_for is not None for run in store.run_control.queue()}
     # The server of the engine's machine registers the only run.
     status = store.runs.status(found.run)
     return {found.run: False} if status is None or status in ACTIVE else {}

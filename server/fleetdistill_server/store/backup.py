@@ -293,7 +293,7 @@ def _file_digest(path: Path) -> str:
 def _note_restore(directory: Path, made_at: str) -> None:
     store = Store.open(directory)
     try:
-        store.led.forget_server()
+        store.run_control.forget_server()
         for run in store.runs.names():
             text = f"restored from the backup of {made_at}; receipts issued after the backup are void"
             store.history.add_event(run, "restored", text)

@@ -1,4 +1,4 @@
-"""Runs as their operator leads them: complete configuration, start and pause, and the order in which they get engines.
+"""How operators control runs: complete configuration, start and pause, and the order in which runs get engines.
 
 Every change that takes a run from its engine also deletes the engine's fencing token, so that the engine can commit
 nothing afterwards, whether it still runs or not.
@@ -53,8 +53,8 @@ class RunPoint(NamedTuple):
     step_number: int | None
 
 
-class LedRuns:
-    """Reads and writes the columns of the table `runs` by which an operator leads runs."""
+class RunControl:
+    """Reads and writes the columns of the table `runs` by which operators control runs."""
 
     def __init__(self, database: Database, history: History) -> None:
         self._db = database

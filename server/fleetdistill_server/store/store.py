@@ -14,6 +14,8 @@ The main tables (`schema.py`) are:
 
 Payloads and checkpoints are blobs (`blobs.py`).
 
+Runs, devices, rounds, asks, uploads and events leave the store as frozen dataclasses (`records.py`).
+
 The database runs in WAL mode with `synchronous=FULL`, and both are verified on opening: a commit is durable when it
 returns (`database.py`). The SQL statements are in `runs.py`, `devices.py`, `asks.py`, `credentials.py` and
 `history.py`. Each public method of these modules is one transaction; `with store.transaction():` combines several. A
@@ -43,7 +45,7 @@ from fleetdistill_server.store.history import History
 from fleetdistill_server.store.location import SQLITE, Location, read_location
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.operator_calls import OperatorCalls
-from fleetdistill_server.store.run_control import LedRuns
+from fleetdistill_server.store.run_control import RunControl
 from fleetdistill_server.store.runs import Runs
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.summaries import Summaries
@@ -57,7 +59,7 @@ class Store:
         blobs: Payloads and checkpoints.
         history: Events, reported figures and byte counts.
         runs: Runs and rounds.
-        led: Runs as their operator leads them: configuration, start, pause, and the order of starts.
+        run_control: How operators control runs: configuration, start, pause, and the order of starts.
         devices: Devices of each run.
         asks: Asks and accepted answers.
         credentials: Tokens, certificates and revocations.
@@ -72,7 +74,7 @@ class Store:
         self.history = History(database)
         self.asks = Asks(database, self.history)
         self.runs = Runs(database, self.history, self.asks)
-        self.led = LedRuns(database, self.history)
+        self.run_control = RunControl(database, self.history)
         self.devices = Devices(database)
         self.credentials = Credentials(database)
         self.deletions = Deletions(database)

@@ -46,7 +46,7 @@ def fairun_control(store: Store) -> list[str]:
     text = "run {name!r} stopped after a failure at {at}: {reason}; when it is mended, `fleetdistill runs start {name}`"
     return [
         text.format(name=run.name, at=when(run.at), reason=shortened(run.reason, _LONGEST_REASON))
-        for run in store.led.failed()
+        for run in store.run_control.failed()
     ]
 
 

@@ -97,7 +97,7 @@ def _processes(directory: Path) -> list[Row]:
 
 
 def _queue(store: Store, works: Served) -> list[Row]:
-    order = {run.name: number for number, run in enumerate(store.led.queue())}
+    order = {run.name: number for number, run in enumerate(store.run_control.queue())}
     active = [run for run in store.runs.all() if run.status in ACTIVE]
     active.sort(key=lambda run: order.get(run.name, len(order)))
     return [{"run": run.name, "status": shown_status(run, works), "engine": run.name in works.runs} for run in active]
