@@ -15,6 +15,7 @@ from rich.text import Text
 
 from fleetdistill.printable import printable
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.texts import counted, readable_bytes, to_json
 from fleetdistill_server.views.runs import UNTIL_STOPPED
 
@@ -163,7 +164,7 @@ def _sentence(change: Row) -> str:
 def _round_sentence(row: Row) -> str:
     reason = f" ({row['reason']})" if row["reason"] else ""
     text = f"round {row['round']}: {row['status']}{reason}, {row['devices']} devices, {row['answers']} answers"
-    if row["status"] == "open":
+    if row["status"] == RoundStatus.OPEN:
         return text
     figures = [f"{row['used']} used, {row['reported']} reported", f"{row['seconds']:.1f} s"]
     figures += [f"test accuracy {row['test_accuracy']:.1%}"] if row["test_accuracy"] is not None else []

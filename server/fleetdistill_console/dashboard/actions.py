@@ -11,7 +11,7 @@ from fleetdistill_console.dashboard.board import Board
 from fleetdistill_console.dashboard.confirmation import Confirmation, dialog
 from fleetdistill_console.dashboard.readers import ABOUT
 from fleetdistill_server.operations.interface import Source
-from fleetdistill_server.store.states import ACTIVE, IDLE, QUEUED, WAITING
+from fleetdistill_server.store.states import ACTIVE, IDLE, QUEUED, WAITING, RunStatus
 
 _ACTING = ("operator", "local")
 """Roles whose calls change something."""
@@ -45,7 +45,7 @@ RUN_ACTIONS = (
     RunAction(
         "Start",
         "The run goes on with its next round as soon as an engine is free.",
-        frozenset({"created", "stopped"}),
+        frozenset({RunStatus.CREATED, RunStatus.STOPPED}),
         lambda source, run: source.start(run),
     ),
     RunAction(
@@ -58,14 +58,14 @@ RUN_ACTIONS = (
     RunAction(
         "Resume",
         "The run continues its open round as soon as an engine is free.",
-        frozenset({"paused"}),
+        frozenset({RunStatus.PAUSED}),
         lambda source, run: source.resume(run),
     ),
     RunAction(
         "Stop",
         "The run's engine ends, and the round under way is closed without a result. Completed rounds stay, and the run "
         "can be started again.",
-        _AT_WORK | {"paused"},
+        _AT_WORK | {RunStatus.PAUSED},
         lambda source, run: source.stop(run),
     ),
     RunAction(

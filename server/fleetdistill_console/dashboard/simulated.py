@@ -11,6 +11,7 @@ from typing import Any
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.views.reading import Query
 from fleetdistill_server.views.runs import View
 
@@ -53,7 +54,9 @@ def with_alone(rounds: Sequence[Row], by_device: Mapping[str, Sequence[float]]) 
         by_device: Accuracy after each round of local-only training, by device; empty without this control.
     """
     means = iter([fmean(rates) for rates in zip(*by_device.values(), strict=True)])
-    return [{**row, "alone_accuracy": next(means, None) if row["status"] == "closed" else None} for row in rounds]
+    return [
+        {**row, "alone_accuracy": next(means, None) if row["status"] == RoundStatus.CLOSED else None} for row in rounds
+    ]
 
 
 def training_classes(devices: Sequence[Row]) -> list[Row]:

@@ -22,7 +22,7 @@ from fleetdistill_console.metrics.samples import Samples
 from fleetdistill_server.logs import Interruption
 from fleetdistill_server.service.served import placed, state_of
 from fleetdistill_server.store.run_figures import RunFigures, run_counts, run_figures
-from fleetdistill_server.store.states import IDLE, QUEUED, WAITING
+from fleetdistill_server.store.states import IDLE, QUEUED, WAITING, RunStatus
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.metrics")
@@ -31,7 +31,7 @@ MOST_RUNS = 50
 KEPT_SECONDS = 2.0
 """Time for which a reading answers further scrapes."""
 _PATIENCE_SECONDS = 3.0
-STATES = ("created", QUEUED, "preparing", "running", WAITING, IDLE, "paused", "stopped", "finished", "cancelled")
+STATES = (*RunStatus, QUEUED, WAITING, IDLE)
 """States of a run, which the label `status` has."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fleetdistill_server.service.served import NOT_SERVED, Served
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.records import Run
+from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.views import figures
@@ -35,7 +36,7 @@ def overview(store: Store, served: Served = NOT_SERVED, *, present: bool = True)
 
 def _glance(store: Store, run: Run, present: bool) -> Row:
     newest = figures.rounds(store, run.name, max(store.summaries.last_round(run.name) - 4 * RECENT, 0))
-    lasting = [one["seconds"] for one in newest if one["status"] == "closed"][-RECENT:]
+    lasting = [one["seconds"] for one in newest if one["status"] == RoundStatus.CLOSED][-RECENT:]
     mean = sum(lasting) / len(lasting) if lasting else None
     left = None if mean is None or run.max_rounds is None else mean * max(run.max_rounds - run.completed_rounds, 0)
     sent = {one["direction"]: one["sent"] for one in store.summaries.bytes(run.name, ("run",), 0, EVERY)}

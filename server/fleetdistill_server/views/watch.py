@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.run_names import no_such_run
-from fleetdistill_server.store.states import AT_REST
+from fleetdistill_server.store.states import AT_REST, RoundStatus
 from fleetdistill_server.store.store import Store
 
 LOOK_SECONDS = 0.5
@@ -49,7 +49,7 @@ def _without(row: Row, *names: str) -> Row:
 
 def _sort_key(change: Row) -> tuple[bool, int, int]:
     """Returns the sort key: by round, with a round's end after its steps and events, and the run itself last."""
-    ended = change["kind"] == "round" and change["status"] != "open"
+    ended = change["kind"] == "round" and change["status"] != RoundStatus.OPEN
     order = {"round": 3 if ended else 0, "step": 1, "event": 2, "run": 4}[str(change["kind"])]
     return change["kind"] == "run", int(change.get("round", 0)), order
 

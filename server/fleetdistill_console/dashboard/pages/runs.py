@@ -14,6 +14,7 @@ from fleetdistill_console.dashboard.readers import RUNS
 from fleetdistill_console.dashboard.table import LiveTable
 from fleetdistill_console.dashboard.units import percent
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.views.runs import NO_SERVER
 
 
@@ -54,7 +55,7 @@ _COLUMNS = [
 def is_at_work(row: Row) -> bool:
     """Returns whether a run goes on by itself, so that its time left means something."""
     status = str(row["status"])
-    return status.startswith(("running", "preparing")) and NO_SERVER not in status
+    return status.startswith(ACTIVE) and NO_SERVER not in status
 
 
 def accuracy(row: Row) -> float | None:

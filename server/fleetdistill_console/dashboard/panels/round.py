@@ -14,6 +14,7 @@ from fleetdistill_console.dashboard.layout import panel
 from fleetdistill_console.dashboard.readers import round_under_way
 from fleetdistill_console.dashboard.units import duration, natural
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.states import RoundStatus
 
 STATES = {
     "asked": ("var(--fd-wait)", "asked"),
@@ -115,7 +116,7 @@ def latest_time(asks: Sequence[Row], facts: Row) -> float:
     """Returns where open bars end: now, or the end of the round; never before anything that has happened."""
     known = [ask[name] for ask in asks for _, name in _PHASES if ask[name] is not None]
     known += [ask["acknowledged_at"] for ask in asks if ask["acknowledged_at"] is not None]
-    now = facts["ended_at"] or (round(time.time()) if facts["status"] == "open" else 0)
+    now = facts["ended_at"] or (round(time.time()) if facts["status"] == RoundStatus.OPEN else 0)
     return float(max([now, facts["started_at"] or 0, *known]))
 
 
@@ -126,7 +127,7 @@ def sentence(asks: Sequence[Row], facts: Row, now: float) -> str:
     done = sum(ask["state"] == "acknowledged" for ask in asks)
     text = f"Round {facts['round']} is {facts['status']}: {done:,} of {len(asks):,} devices acknowledged"
     took = duration(now - facts["started_at"])
-    if facts["status"] != "open":
+    if facts["status"] != RoundStatus.OPEN:
         return f"{text}, in {took}."
     deadlines = [ask["deadline_at"] for ask in asks if ask["deadline_at"] is not None]
     text = f"{text}, {took} since its beginning"
