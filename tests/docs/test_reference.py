@@ -21,6 +21,7 @@ from fleetdistill_lab.simulation.report.results import FleetReport
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.event_kinds import GUARD
+from fleetdistill_server.store.states import TRANSITIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -237,6 +238,16 @@ def test_examples_load_and_name_what_exists() -> None:
     assert config.server.listen.startswith("127.0.0.1:")
     for script in re.findall(r"examples/\w+\.\w+", " ".join(path.read_text() for path in PAGES)):
         assert (ROOT / script).is_file(), script
+
+
+def test_architecture_draws_the_transitions_of_statuses() -> None:
+    """The table is written here, so that a change of `TRANSITIONS` prints what belongs on the page."""
+    rows = [
+        f"| {kind.__name__.removesuffix('Status').lower()} | {status} | {', '.join(following) or 'nothing'} |"
+        for kind, transitions in TRANSITIONS.items()
+        for status, following in transitions.items()
+    ]
+    assert "\n".join(["| of a | from | to |", "|---|---|---|", *rows]) in _text("docs/explanation/architecture.md")
 
 
 def test_architecture_names_files_and_tables_that_exist() -> None:

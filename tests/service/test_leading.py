@@ -234,6 +234,7 @@ def test_what_is_not_possible_is_a_sentence_and_changes_nothing(store: Store) ->
     leading.pause(store, RUN)
     text = "run 'digits' is paused; continue it with `fleetdistill runs resume digits`"
     assert refusal(lambda: leading.start(store, RUN)) == text
+    leading.resume(store, RUN)
     store.runs.set_status(RUN, RunStatus.FINISHED, "")
     assert "is finished; raise [run] rounds" in refusal(lambda: leading.start(store, RUN))
     assert refusal(lambda: leading.resume(store, RUN)) == "run 'digits' is finished, so it cannot be resumed"

@@ -21,7 +21,7 @@ from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.records import Ask, Run, Upload
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
-from fleetdistill_server.store.states import STALENESS, RunStatus
+from fleetdistill_server.store.states import STALENESS, TRANSITIONS, RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.store.traffic import Counted
@@ -638,3 +638,34 @@ def test_errors_of_the_database_are_store_errors(store: Store) -> None:
     store.close()
     with pytest.raises(StoreError, match="database error: Cannot operate on a closed database"):
         store.runs.get(RUN)
+
+
+def test_a_change_of_status_follows_the_table(store: Store) -> None:
+    for status in RunStatus:
+        for following in RunStatus:
+            name = f"{status}-{following}"
+            store.runs.begin(name, {})
+            store.database.write("UPDATE runs SET status = ? WHERE name = ?", status, name)
+            if following in (status, *TRANSITIONS[RunStatus][status]):
+                store.runs.set_status(name, following, "")
+                assert store.runs.status(name) is following
+            else:
+                with pytest.raises(RunError, match=f"is {status} and cannot become {following}"):
+                    store.runs.set_status(name, following, "")
+                assert store.runs.status(name) is status
+
+
+def test_a_cancelled_run_stays_cancelled(store: Store) -> None:
+    number = store.runs.start_round(RUN, [])
+    store.runs.close_round(RUN, number, b"c" * 32, [], {})
+    store.runs.cancel(RUN, "by ada")
+    changes = (
+        lambda: store.runs.publish_contract(RUN, b"contract"),
+        lambda: store.runs.roll_back(RUN, number, "ada"),
+        lambda: store.run_control.activate(RUN),
+        lambda: store.run_control.set_status(RUN, RunStatus.PAUSED, ""),
+    )
+    for change in changes:
+        with pytest.raises(RunError, match="is cancelled and cannot become"):
+            change()
+    assert store.runs.status(RUN) is RunStatus.CANCELLED

@@ -24,7 +24,7 @@ from fleetdistill_server.texts import counted
 _CHANGEABLE = {f"run.{name}" for name in OPERATORS}
 
 
-def register(store: Store, config: RunConfig) -> None:
+def register(store: Store, config: RunConfig, status: RunStatus = RunStatus.PREPARING) -> None:
     """Registers a new run, or resumes a known one with changed settings, in one transaction.
 
     A finished run continues if `rounds` was raised. Changes are recorded as an event of the run.
@@ -38,7 +38,7 @@ def register(store: Store, config: RunConfig) -> None:
     with store.transaction():
         run = store.runs.get(name)
         if run is None:
-            store.runs.begin(name, settings)
+            store.runs.begin(name, settings, status)
             return
         if run.status is RunStatus.CANCELLED:
             raise RunError(
@@ -79,11 +79,9 @@ def create_run(store: Store, config: RunConfig) -> bool:
             raise RunError(
                 conflict_message(name, {key: both for key, both in changes.items() if key not in _CHANGEABLE})
             )
-    register(store, config)
+    register(store, config, RunStatus.CREATED)
     store.run_control.set_setup(name, config.setup())
-    if known is None:
-        store.run_control.set_status(name, RunStatus.CREATED, "")
-    elif known.status is RunStatus.FINISHED and store.runs.status(name) is not RunStatus.FINISHED:
+    if known is not None and known.status is RunStatus.FINISHED and store.runs.status(name) is not RunStatus.FINISHED:
         rounds = counted(config.run.rounds, "round") if config.run.rounds else "unlimited rounds"
         store.run_control.set_status(name, RunStatus.STOPPED, f"finished, and now has {rounds}")
     return known is None

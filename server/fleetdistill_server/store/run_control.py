@@ -15,7 +15,7 @@ from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.devices import HAS_ITS_DEVICES
 from fleetdistill_server.store.history import History
 from fleetdistill_server.store.records import Run
-from fleetdistill_server.store.states import ACTIVE, RunStatus, sql_list
+from fleetdistill_server.store.states import ACTIVE, RunStatus, check_run_change, sql_list
 from fleetdistill_server.texts import shortened
 
 WAIT_SECONDS = 5.0
@@ -104,12 +104,20 @@ class RunControl:
         return bool(changed)
 
     def activate(self, name: str, reason: str = "") -> None:
-        """Puts a run at the end of the queue of runs that need an engine."""
-        self._db.write(
-            "UPDATE runs SET status = CASE WHEN contract IS NULL THEN 'preparing' ELSE 'running' END, reason = ?, "
-            "queued_at = ?, waits_since = NULL, waits_for = NULL WHERE name = ?",
-            *(reason, self._db.now(), name),
-        )
+        """Puts a run at the end of the queue of runs that need an engine.
+
+        Raises:
+            RunError: The run was cancelled.
+        """
+        with self._db.transaction():
+            is_new = self._db.value("SELECT contract IS NULL FROM runs WHERE name = ?", name)
+            status = RunStatus.PREPARING if is_new else RunStatus.RUNNING
+            check_run_change(self._db, name, status)
+            self._db.write(
+                "UPDATE runs SET status = ?, reason = ?, queued_at = ?, waits_since = NULL, waits_for = NULL "
+                "WHERE name = ?",
+                *(status, reason, self._db.now(), name),
+            )
 
     def set_reason(self, name: str, reason: str) -> None:
         """Sets the reason in the status of a run that an engine works on."""
@@ -137,11 +145,18 @@ class RunControl:
         self._db.write("UPDATE runs SET engine = NULL WHERE name = ? AND engine = ?", name, token)
 
     def set_status(self, name: str, status: RunStatus, reason: str) -> None:
-        """Sets the status of a run that waits for its operator, and takes it from its engine; its open round stays."""
-        self._db.write(
-            "UPDATE runs SET status = ?, reason = ?, engine = NULL, paused_at = coalesce(paused_at, ?) WHERE name = ?",
-            *(status, shortened(reason), self._db.now(), name),
-        )
+        """Sets the status of a run that waits for its operator, and takes it from its engine; its open round stays.
+
+        Raises:
+            RunError: This status may not follow the run's; see `states.TRANSITIONS`.
+        """
+        with self._db.transaction():
+            check_run_change(self._db, name, status)
+            self._db.write(
+                "UPDATE runs SET status = ?, reason = ?, engine = NULL, paused_at = coalesce(paused_at, ?) "
+                "WHERE name = ?",
+                *(status, shortened(reason), self._db.now(), name),
+            )
 
     def stop_failed(self, name: str, token: str, reason: str) -> bool:
         """Stops a run whose engine failed, without ending its open round; False if it has another engine or none."""

@@ -19,7 +19,16 @@ from fleetdistill_server.store.history import History
 from fleetdistill_server.store.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress, rounded
 from fleetdistill_server.store.records import Checkpoint, Round, Run
 from fleetdistill_server.store.run_names import no_such_run
-from fleetdistill_server.store.states import ACTIVE, MOST_STALENESS, OVER, RunStatus, sql_list
+from fleetdistill_server.store.states import (
+    ACTIVE,
+    MOST_STALENESS,
+    OVER,
+    RoundStatus,
+    RunStatus,
+    check_run_change,
+    check_transition,
+    sql_list,
+)
 from fleetdistill_server.store.sums import EVERY, Sums
 from fleetdistill_server.store.unsettled import first_needed_round, report_late_answers, settle, settle_until
 from fleetdistill_server.texts import shortened
@@ -34,7 +43,7 @@ class Runs:
         self._asks = asks
         self._sums = Sums(database)
 
-    def begin(self, name: str, config: Mapping[str, Any]) -> None:
+    def begin(self, name: str, config: Mapping[str, Any], status: RunStatus = RunStatus.PREPARING) -> None:
         """Registers a run; does nothing if it exists with the same configuration.
 
         `service/registration.py` applies the changes that are allowed between two starts.
@@ -49,7 +58,12 @@ class Runs:
                 if changes:
                     raise RunError(conflict_message(name, changes))
                 return
-            row = {"name": name, "config": json.dumps(config), "status": "preparing", "created_at": self._db.now()}
+            row = {
+                "name": name,
+                "config": json.dumps(config),
+                "status": status,
+                "created_at": self._db.now(),
+            }
             self._db.insert("runs", {**row, "completed_rounds": 0, "next_round": 1})
 
     def change(self, name: str, config: Mapping[str, Any], contract: bytes | None) -> None:
@@ -110,12 +124,14 @@ class Runs:
 
     def assert_not_cancelled(self, name: str) -> None:
         """Raises RunError if the run was cancelled, so that no device may be asked."""
-        if self._db.value("SELECT status FROM runs WHERE name = ?", name) == "cancelled":
+        if self.status(name) is RunStatus.CANCELLED:
             raise RunError(f"run {name!r} was cancelled")
 
     def publish_contract(self, name: str, contract: bytes) -> None:
         """Stores the run's contract and sets its status to `running`, so that devices can check in."""
-        self._db.write("UPDATE runs SET contract = ?, status = 'running' WHERE name = ?", contract, name)
+        with self._db.transaction():
+            check_run_change(self._db, name, RunStatus.RUNNING)
+            self._db.write("UPDATE runs SET contract = ?, status = ? WHERE name = ?", contract, RunStatus.RUNNING, name)
 
     def set_checkpoint(self, name: str, checkpoint: bytes) -> None:
         """Sets the run's checkpoint outside the close of a round: initially, and after forgetting a device."""
@@ -153,13 +169,14 @@ class Runs:
             Digests of the checkpoints that the run no longer keeps.
 
         Raises:
-            RunError: The run has no checkpoint of that round.
+            RunError: The run has no checkpoint of that round, or was cancelled.
         """
         why = f"the run was rolled back to the state after round {number}"
         with self._db.transaction():
             kept = {checkpoint.round: checkpoint for checkpoint in self.checkpoints(run)}
             if number not in kept:
                 raise RunError(f"run {run!r} has no checkpoint of round {number}")
+            check_run_change(self._db, run, RunStatus.STOPPED)
             self._close_open_round(run, why)
             self._sums.drop_rounds(run, number - MOST_STALENESS, EVERY)
             report_late_answers(self._db, run, number, why)
@@ -182,8 +199,14 @@ class Runs:
         return {checkpoint.sha256 for after, checkpoint in kept.items() if after > number}
 
     def set_status(self, name: str, status: RunStatus, reason: str) -> None:
-        """Sets the status of a run that keeps its engine and its open round; see `stop` and `cancel`."""
-        self._db.write("UPDATE runs SET status = ?, reason = ? WHERE name = ?", status, shortened(reason), name)
+        """Sets the status of a run that keeps its engine and its open round; see `stop` and `cancel`.
+
+        Raises:
+            RunError: This status may not follow the run's; see `states.TRANSITIONS`.
+        """
+        with self._db.transaction():
+            check_run_change(self._db, name, status)
+            self._db.write("UPDATE runs SET status = ?, reason = ? WHERE name = ?", status, shortened(reason), name)
 
     def stop(self, name: str, reason: str) -> bool:
         """Stops a run until it is started again, and closes its open round as short; its engine loses ownership.
@@ -204,6 +227,7 @@ class Runs:
             run = self.get(name)
             if run is None or run.status in OVER:
                 return False
+            check_transition(f"run {name!r}", run.status, status)
             self._db.write("UPDATE runs SET status = ?, reason = ?, engine = NULL WHERE name = ?", status, reason, name)
             self._close_open_round(name, f"run {status}")
         return True
@@ -229,7 +253,7 @@ class Runs:
         with self._db.transaction():
             number = int(self._db.value("SELECT next_round FROM runs WHERE name = ?", run))
             self._db.write("UPDATE runs SET next_round = ? WHERE name = ?", number + 1, run)
-            row = {"run": run, "round": number, "status": "open", "cohort": json.dumps(list(cohort))}
+            row = {"run": run, "round": number, "status": RoundStatus.OPEN, "cohort": json.dumps(list(cohort))}
             versions = json.dumps(dict(data_versions)) if data_versions else None
             self._db.insert("rounds", {**row, "data_versions": versions, "started_at": self._db.now()})
         return number
@@ -266,7 +290,7 @@ class Runs:
             self._db.write_many(
                 "UPDATE uploads SET status = 'used' WHERE ask = ? AND status = 'acknowledged'", [(a,) for a in used]
             )
-            self._end_round(run, number, "closed", None, figures)
+            self._end_round(run, number, RoundStatus.CLOSED, None, figures)
             settle(self._db, run, *(settles or (number, number)), "the round ended without using the answer")
             self._sums.add_settled(run, number)
             self._db.write(_NOTE_CHECKPOINT, self._db.now(), run)
@@ -276,10 +300,14 @@ class Runs:
         """Closes a short round: all unused uploads become `reported`, and it does not count as a completed round."""
         with self._db.transaction():
             why = shortened(reason)
-            self._end_round(run, number, "short", why, {})
+            self._end_round(run, number, RoundStatus.SHORT, why, {})
             settle_until(self._db, run, number, shortened(f"round short: {why}"))
 
-    def _end_round(self, run: str, number: int, status: str, reason: str | None, figures: Mapping[str, Any]) -> None:
+    def _end_round(
+        self, run: str, number: int, status: RoundStatus, reason: str | None, figures: Mapping[str, Any]
+    ) -> None:
+        now = self._db.value("SELECT status FROM rounds WHERE run = ? AND round = ?", run, number)
+        check_transition(f"round {number} of run {run!r}", RoundStatus(now), status)
         self._sums.add_round(run, number)
         self._db.write(
             "UPDATE rounds SET status = ?, reason = ?, figures = ?, ended_at = ?, data_versions = NULL "

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 
+from fleetdistill.errors import RunError
+from fleetdistill_server.store.database import Database
+
 
 class RunStatus(StrEnum):
     """What a run does."""
@@ -43,6 +46,36 @@ class UploadStatus(StrEnum):
     REPORTED = "reported"
 
 
+TRANSITIONS: dict[type[StrEnum], dict[StrEnum, tuple[StrEnum, ...]]] = {
+    RunStatus: {
+        RunStatus.CREATED: (RunStatus.PREPARING, RunStatus.STOPPED, RunStatus.CANCELLED),
+        RunStatus.PREPARING: (
+            *(RunStatus.RUNNING, RunStatus.PAUSED, RunStatus.STOPPED, RunStatus.FINISHED, RunStatus.CANCELLED),
+        ),
+        RunStatus.RUNNING: (
+            *(RunStatus.PREPARING, RunStatus.PAUSED, RunStatus.STOPPED, RunStatus.FINISHED, RunStatus.CANCELLED),
+        ),
+        RunStatus.PAUSED: (RunStatus.PREPARING, RunStatus.RUNNING, RunStatus.STOPPED, RunStatus.CANCELLED),
+        RunStatus.STOPPED: (RunStatus.PREPARING, RunStatus.RUNNING, RunStatus.CANCELLED),
+        RunStatus.FINISHED: (RunStatus.PREPARING, RunStatus.RUNNING, RunStatus.STOPPED),
+        RunStatus.CANCELLED: (),
+    },
+    RoundStatus: {
+        RoundStatus.OPEN: (RoundStatus.CLOSED, RoundStatus.SHORT),
+        RoundStatus.CLOSED: (RoundStatus.UNDONE,),
+        RoundStatus.SHORT: (),
+        RoundStatus.UNDONE: (),
+    },
+    AskStatus: {
+        AskStatus.OPEN: (AskStatus.ANSWERED, AskStatus.OUT),
+        AskStatus.ANSWERED: (AskStatus.OPEN, AskStatus.OUT),
+        AskStatus.OUT: (),
+    },
+}
+"""The statuses that may follow each status of a run, a round and an ask; docs/explanation/architecture.md draws them.
+
+A finished run is started again with more rounds, or rolled back. An answer whose payload is lost is asked for again.
+"""
 OVER = (RunStatus.FINISHED, RunStatus.CANCELLED)
 """Statuses of a run that has ended. A finished run can be resumed with more rounds; a cancelled run cannot."""
 AT_REST = (*OVER, RunStatus.STOPPED)
@@ -59,6 +92,24 @@ STALENESS = "staleness"
 """Figure of a round: by device, how many rounds old the ask was that its answer belongs to."""
 MOST_STALENESS = 1000
 """Largest age of an ask in rounds, the upper limit of `[run] staleness_limit`."""
+
+
+def check_transition(what: str, status: StrEnum, following: StrEnum) -> None:
+    """Checks a change of status; a status may be set again, with another reason.
+
+    Raises:
+        RunError: `TRANSITIONS` does not allow it.
+    """
+    allowed = TRANSITIONS[type(status)][status]
+    if following not in (status, *allowed):
+        raise RunError(f"{what} is {status} and cannot become {following}, only {', '.join(allowed) or 'nothing else'}")
+
+
+def check_run_change(database: Database, name: str, following: RunStatus) -> None:
+    """Checks a change of a run's status, in the caller's transaction. Raises RunError as `check_transition`."""
+    status = database.value("SELECT status FROM runs WHERE name = ?", name)
+    if status is not None:
+        check_transition(f"run {name!r}", RunStatus(status), following)
 
 
 def sql_list(statuses: Iterable[str]) -> str:
