@@ -33,6 +33,7 @@ from fleetdistill.link.grpc_link import GrpcLink
 RUN_TOML = """
 [run]
 name = "{name}"
+method = "feddkc"
 min_devices = 1
 [contract]
 classes = 10

@@ -135,6 +135,7 @@ def parity_table() -> None:
         with tempfile.TemporaryDirectory() as out:
             report = simulate(
                 Simulation(
+                    method="feddkc",
                     rounds=ROUNDS,
                     knowledge_type=name,  # type: ignore[arg-type]
                     with_alone=False,

@@ -1,7 +1,7 @@
 """Custom models in a fleet: a common extractor of all device models, two device models, and a server model.
 
     python examples/own_model.py
-    cd examples && fleetdistill simulate --set simulation.extractor=own_model:extractor \\
+    cd examples && fleetdistill simulate --method feddkc --set simulation.extractor=own_model:extractor \\
         --set simulation.server_model=own_model:server_model \\
         --model own_model:narrow --model own_model:wide --set method.learning_rate=0.05
 
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/own-model"))
     given = parser.parse_args()
     wanted = Simulation(
+        method="feddkc",
         settings={"learning_rate": 0.05, "local_epochs": 5},
         models=[narrow, wide],
         extractor=extractor,

@@ -30,6 +30,7 @@ def main() -> None:
 def run(refinement: str, given: argparse.Namespace) -> FleetReport:
     """Runs one simulation in this process, with its own folder for report, plot and models."""
     wanted = Simulation(
+        method="feddkc",
         settings={"refinement": refinement},
         rounds=given.rounds,
         alpha=given.alpha,

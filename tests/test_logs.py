@@ -160,6 +160,7 @@ def test_every_logger_of_the_server_is_below_one_name() -> None:
 RUN_TOML = """
 [run]
 name = "digits"
+method = "feddkc"
 rounds = 2
 [contract]
 classes = 10

@@ -21,6 +21,7 @@ OPTIONAL = ("opentelemetry", "mlflow", "tensorboard", "nicegui", "prometheus_cli
 RUN_TOML = """
 [run]
 name = "digits"
+method = "feddkc"
 rounds = 1
 [contract]
 classes = 10

@@ -40,6 +40,7 @@ def runs(given: argparse.Namespace) -> Iterator[tuple[str, Simulation]]:
                 yield (
                     key,
                     Simulation(
+                        method="feddkc",
                         dataset=given.dataset,
                         data_dir=given.data_dir,
                         train_limit=given.train_limit,

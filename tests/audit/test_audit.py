@@ -125,7 +125,7 @@ def test_the_command_prints_a_table_and_writes_the_figures(tmp_path) -> None:
 @pytest.mark.pictures
 def test_the_command_draws_pictures(tmp_path) -> None:
     config = tmp_path / "run.toml"
-    config.write_text('[run]\nname = "x"\n[contract]\nclasses = 10\ninput_shape = [1, 8, 8]\n')
+    config.write_text('[run]\nname = "x"\nmethod = "feddkc"\n[contract]\nclasses = 10\ninput_shape = [1, 8, 8]\n')
     options = ["--data", "digits", "--rounds", "1", "--devices", "2", "--rows", "60", "--out", str(tmp_path / "out")]
     shown = CliRunner().invoke(app, ["audit", str(config), *options, "--pictures", "--other", "digits"])
     assert shown.exit_code == 0, shown.output

@@ -33,7 +33,7 @@ from fleetdistill_server.store.store import Store
 
 DEVICES, ROUNDS = 2, 2
 SMALL = (
-    *("--devices", "2", "--rounds", "1"),
+    *("--method", "feddkc", "--devices", "2", "--rounds", "1"),
     *("--set", "simulation.train_limit=200", "--set", "simulation.test_limit=100"),
 )
 
@@ -63,7 +63,7 @@ def sentence(*words: str | Path) -> str:
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the store of a finished run on the disk, and its run.toml."""
     work = tmp_path_factory.mktemp("cli")
-    wanted = Simulation(devices=DEVICES, rounds=ROUNDS, settings={"teacher_guard": False})
+    wanted = Simulation(method="feddkc", devices=DEVICES, rounds=ROUNDS, settings={"teacher_guard": False})
     data = load_dataset("digits", train_limit=200)
     split = partition("iid", data.train_labels.numpy(), DEVICES, 0)
     config = make_run_config(wanted, data, work)

@@ -32,6 +32,7 @@ def write(folder: Path, **changes: Any) -> Path:
     """A run.toml; changes are `section_key=value`, None leaves a setting out."""
     settings: dict[str, Any] = {
         "run_name": "digits",
+        "run_method": "feddkc",
         "contract_classes": 10,
         "contract_input_shape": [1, 8, 8],
         "server_listen": "127.0.0.1:0",

@@ -24,6 +24,7 @@ GOOD: dict[str, Any] = {"run": {"name": "digits"}, "contract": {"classes": 10, "
 TOML = """
 [run]
 name = "digits"
+method = "feddkc"
 rounds = 5
 quorum = 1
 deadline_seconds = 90

@@ -43,7 +43,7 @@ class SlowFirst:
 def config_of(devices: int) -> RunConfig:
     return run_config(
         {
-            "run": {"name": RUN, "rounds": 1, "min_devices": devices},
+            "run": {"name": RUN, "method": "feddkc", "rounds": 1, "min_devices": devices},
             "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
             "method": {"server_epochs": 1, "refinement": "none"},
             "server": {"torch_device": "cpu"},

@@ -102,7 +102,7 @@ def test_a_device_that_never_answers_is_asked_ever_less_often(
 def config_for(**run: object) -> RunConfig:
     return run_config(
         {
-            "run": {"name": RUN, "rounds": 6, "min_devices": 2, "quorum": 0.5, **run},
+            "run": {"name": RUN, "method": "feddkc", "rounds": 6, "min_devices": 2, "quorum": 0.5, **run},
             "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
             "method": {"server_epochs": 1},
             "server": {"torch_device": "cpu"},

@@ -81,7 +81,7 @@ class Fleet:
 def config_of(rounds: int = 4, **run: Any) -> RunConfig:
     return run_config(
         {
-            "run": {"name": RUN, "rounds": rounds, "min_devices": 3, "buffer_answers": 2, **run},
+            "run": {"name": RUN, "method": "feddkc", "rounds": rounds, "min_devices": 3, "buffer_answers": 2, **run},
             "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
             "model": {"device": "fedd2s_digits"},
             "server": {"torch_device": "cpu", "keep_checkpoints": 100},

@@ -24,7 +24,7 @@ both_ways = pytest.mark.parametrize("by", [-HOUR, HOUR])
 def config() -> RunConfig:
     return run_config(
         {
-            "run": {"name": RUN, "rounds": 1, "quorum": 0.5, "deadline_seconds": DEADLINE},
+            "run": {"name": RUN, "method": "feddkc", "rounds": 1, "quorum": 0.5, "deadline_seconds": DEADLINE},
             "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
             "method": {"server_epochs": 1},
             "server": {"torch_device": "cpu"},

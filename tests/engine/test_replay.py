@@ -73,7 +73,7 @@ def config_for(**run: Any) -> RunConfig:
     """A run for random knowledge."""
     return run_config(
         {
-            "run": {"name": RUN, "rounds": ROUNDS, "min_devices": 2, **run},
+            "run": {"name": RUN, "method": "feddkc", "rounds": ROUNDS, "min_devices": 2, **run},
             "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
             "method": {"server_epochs": 1},
             "server": {"torch_device": "cpu"},
@@ -141,7 +141,13 @@ def test_an_engine_may_die_again_and_again() -> None:
 # --- with the devices of the SDK
 
 TINY = Simulation(
-    devices=2, rounds=ROUNDS, train_limit=40, test_limit=20, alpha=10.0, models=("digits_linear", "digits_mlp_small")
+    method="feddkc",
+    devices=2,
+    rounds=ROUNDS,
+    train_limit=40,
+    test_limit=20,
+    alpha=10.0,
+    models=("digits_linear", "digits_mlp_small"),
 )
 
 

@@ -52,7 +52,7 @@ class Drive:
 def config_of(**engine: Any) -> RunConfig:
     return run_config(
         {
-            "run": {"name": RUN, "rounds": 2, "min_devices": 2},
+            "run": {"name": RUN, "method": "feddkc", "rounds": 2, "min_devices": 2},
             "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
             "method": {"server_epochs": EPOCHS, "batch_size": 8},
             "server": {"torch_device": "cpu"},

@@ -156,7 +156,7 @@ class Fleet:
 def config_for(**run: Any) -> RunConfig:
     return run_config(
         {
-            "run": {"name": RUN, "rounds": 0, "min_devices": 2, **run},
+            "run": {"name": RUN, "method": "feddkc", "rounds": 0, "min_devices": 2, **run},
             "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
             "server": {"torch_device": "cpu"},
         }

@@ -219,7 +219,15 @@ ROUNDS = 2 * len(BEHAVIOURS)
 def config(rounds: int, **run: Any) -> RunConfig:
     return run_config(
         {
-            "run": {"name": RUN, "rounds": rounds, "min_devices": 3, "quorum": 0.5, "deadline_seconds": 600, **run},
+            "run": {
+                "name": RUN,
+                "method": "feddkc",
+                "rounds": rounds,
+                "min_devices": 3,
+                "quorum": 0.5,
+                "deadline_seconds": 600,
+                **run,
+            },
             "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
             "method": {"server_epochs": 1},
             "server": {"torch_device": "cpu"},

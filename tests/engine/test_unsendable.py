@@ -95,7 +95,7 @@ def config_for(**run: Any) -> RunConfig:
     sys.modules["test_unsendable"] = sys.modules[__name__]
     return run_config(
         {
-            "run": {"name": RUN, "rounds": 3, "min_devices": 3, **run},
+            "run": {"name": RUN, "method": "feddkc", "rounds": 3, "min_devices": 3, **run},
             "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float16"},
             "model": {"server": "test_unsendable:steep_predictor"},
             "method": {"server_epochs": 1, "teacher_guard": False, "robust": "off"},

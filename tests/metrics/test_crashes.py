@@ -27,7 +27,7 @@ from fleetdistill_server.store.store import Store
 
 FRONT, ENGINE = "fleetdistill_server.front", "fleetdistill_server.engine"
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "run": {"rounds": 2},
+    "run": {"method": "feddkc", "rounds": 2},
     "contract": {"classes": 10, "input_shape": [1, 8, 8]},
     "method": {"server_epochs": 1},
 }

@@ -277,6 +277,7 @@ def test_a_roll_back_says_how_the_run_goes_on(directory: Path, store: Store) -> 
 RUN_TOML = """
 [run]
 name = "digits"
+method = "feddkc"
 rounds = 1000000
 [contract]
 classes = 10

@@ -26,6 +26,7 @@ RUN = "apart"
 CONFIG = """
 [run]
 name = "apart"
+method = "feddkc"
 rounds = 2
 min_devices = 2
 [contract]

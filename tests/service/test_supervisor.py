@@ -37,6 +37,7 @@ def write_config(directory: Path, **changes: Any) -> Path:
     """A run.toml for random knowledge; changes are `section_key=value`."""
     settings: dict[str, Any] = {
         "run.name": RUN,
+        "run.method": "feddkc",
         "run.rounds": MANY_ROUNDS,
         "run.min_devices": 2,
         "contract.classes": 10,

@@ -16,7 +16,7 @@ from support.served import RUN, answers_in, served
 from fleetdistill_server.store.store import Store
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "run": {"rounds": 2},
+    "run": {"method": "feddkc", "rounds": 2},
     "contract": {"classes": 10, "input_shape": [1, 8, 8]},
     "method": {"server_epochs": 1},
     "engine": {"processes": 2},

@@ -129,7 +129,7 @@ def test_what_a_run_leaves_is_taken_by_the_next_one(
     compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One real small run: its row fits, so nothing is run again; with another setting it is."""
-    base = Simulation(devices=2, train_limit=60, test_limit=20, rounds=2, models=("digits_linear",))
+    base = Simulation(method="feddkc", devices=2, train_limit=60, test_limit=20, rounds=2, models=("digits_linear",))
     tiny = compare.Comparison(base, "c_per", {"fedavg": {"method": "fedavg", "settings": {"local_epochs": 1}}})
     monkeypatch.setitem(compare.COMPARISONS, COMPARISON, tiny)
     reports: list[Any] = []

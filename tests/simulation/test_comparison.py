@@ -151,7 +151,9 @@ def test_the_summary_says_how_long_devices_local_only(exchanged: FleetReport) ->
 
 def test_a_method_without_such_figures_expects_nothing(tmp_path: Path) -> None:
     without: dict[str, Any] = {"with_alone": False, "with_fedavg": False}
-    report = simulate(Simulation(devices=2, train_limit=60, test_limit=20, rounds=1, out=tmp_path, **without))
+    report = simulate(
+        Simulation(method="feddkc", devices=2, train_limit=60, test_limit=20, rounds=1, out=tmp_path, **without)
+    )
     assert report.leave_one_out is None
     assert (
         {one.leave_one_out for one in report.devices} == {one.own_statistics_kept for one in report.devices} == {None}  # type: ignore[comparison-overlap]
@@ -187,7 +189,7 @@ SMALL: dict[str, Any] = {"devices": 2, "train_limit": 200, "test_limit": 60, "se
 def test_the_demo_ends_with_the_method_its_controls_and_one_exchange(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    demo().demo(Simulation(rounds=2, out=tmp_path, **SMALL))
+    demo().demo(Simulation(method="feddkc", rounds=2, out=tmp_path, **SMALL))
     said = capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
     names = [one["name"] for one in report["comparison"]]

@@ -31,10 +31,10 @@ from fleetdistill_server.store.checks import is_current
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.store import Store
 
-FLEET = Simulation(devices=2, rounds=3, train_limit=60, test_limit=20, torch_device="cpu")
+FLEET = Simulation(method="feddkc", devices=2, rounds=3, train_limit=60, test_limit=20, torch_device="cpu")
 SETTINGS = ("train_limit=60", "test_limit=20", "torch_device=cpu")
 OPTIONS = [word for setting in SETTINGS for word in ("--set", f"simulation.{setting}")]
-OPTIONS += ["--devices", "2", "--rounds", "3"]
+OPTIONS += ["--method", "feddkc", "--devices", "2", "--rounds", "3"]
 
 
 def results(out: Path) -> tuple[dict[str, Any], Mapping[str, bytes]]:
@@ -273,7 +273,7 @@ WRONG = {
     "partition": (["--set", "simulation.partition=dirichlet"], "unknown partition 'dirichlet'"),
     "alpha": (["--alpha", "-1"], "alpha"),
     "devices": (["--devices", "5000"], "5000 devices"),
-    "model of other inputs": (["--model", "feddkd_vgg9"], "feddkd_vgg9"),
+    "model of other inputs": (["--method", "feddkc", "--model", "feddkd_vgg9"], "feddkd_vgg9"),
 }
 
 

@@ -33,7 +33,14 @@ from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.views import runs as views
 
 SMALL = Simulation(
-    models=("digits_mlp_small",), devices=3, rounds=3, train_limit=240, test_limit=60, alpha=0.5, validation_share=0.25
+    method="feddkc",
+    models=("digits_mlp_small",),
+    devices=3,
+    rounds=3,
+    train_limit=240,
+    test_limit=60,
+    alpha=0.5,
+    validation_share=0.25,
 )
 
 

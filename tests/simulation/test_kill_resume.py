@@ -24,6 +24,7 @@ ENGINE, FRONT = "fleetdistill_server.engine", "fleetdistill_server.front"
 ROUNDS, DEVICES, PROCESSES = 4, 3, 2
 # So many local epochs that a round lasts long enough to be met in its middle.
 FLEET = Simulation(
+    method="feddkc",
     devices=DEVICES,
     rounds=ROUNDS,
     train_limit=120,

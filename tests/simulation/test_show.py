@@ -18,7 +18,13 @@ from fleetdistill_lab.simulation.show import show_comparison, show_run
 from fleetdistill_lab.simulation.spec.settings import Simulation
 
 FLEET = Simulation(
-    devices=2, rounds=1, train_limit=60, test_limit=20, torch_device="cpu", models=("digits_mlp_large", "digits_linear")
+    method="feddkc",
+    devices=2,
+    rounds=1,
+    train_limit=60,
+    test_limit=20,
+    torch_device="cpu",
+    models=("digits_mlp_large", "digits_linear"),
 )
 
 

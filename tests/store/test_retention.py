@@ -28,7 +28,9 @@ from fleetdistill_server.store.store import Store
 
 
 def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path) -> None:
-    fleet = Simulation(rounds=4, devices=2, seed=1, durable=True, with_alone=False, with_fedavg=False, out=tmp_path)
+    fleet = Simulation(
+        method="feddkc", rounds=4, devices=2, seed=1, durable=True, with_alone=False, with_fedavg=False, out=tmp_path
+    )
     simulate(fleet)
     store = Store.open(tmp_path / "work" / "store")
     uploads = store.asks.uploads(RUN)

@@ -29,7 +29,14 @@ from fleetdistill_server.store.store import Store
 Prepared = tuple[RunConfig, list[DeviceSpec], Path]
 
 SMALL = Simulation(
-    devices=2, rounds=2, train_limit=60, test_limit=20, torch_device="cpu", with_alone=False, with_fedavg=False
+    method="feddkc",
+    devices=2,
+    rounds=2,
+    train_limit=60,
+    test_limit=20,
+    torch_device="cpu",
+    with_alone=False,
+    with_fedavg=False,
 )
 _DAFKD = {"kd_start_round": 1, "kd_samples": 64, "maturity_guard": False, "local_epochs": 2}
 _FEDD2S = {"drop_every": 1, "teacher_guard": False}

@@ -54,7 +54,7 @@ class Fleet:
         self.store = Store.in_memory()
         self.config: RunConfig = run_config(
             {
-                "run": {"name": RUN},
+                "run": {"name": RUN, "method": "feddkc"},
                 "contract": {"classes": 3, "input_shape": [4]},
                 "model": {"extractor": "support.sdk_fleet:tiny_extractor", "server": "support.sdk_fleet:tiny_server"},
             }

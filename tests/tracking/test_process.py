@@ -29,6 +29,7 @@ TRACKER = "fleetdistill_console.tracking"
 NEW_RUN = """
 [run]
 name = "first"
+method = "feddkc"
 rounds = 1
 min_devices = 2
 [contract]

@@ -41,6 +41,7 @@ def with_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def small(out: Path, **changes: Any) -> Simulation:
     wanted = Simulation(
+        method="feddkc",
         dataset={**SPLIT, "classes": ["red", "green", "blue"]},  # type: ignore[dict-item]
         models=["own_model:narrow", "own_model:wide"],
         extractor="own_model:extractor",

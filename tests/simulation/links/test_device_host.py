@@ -19,7 +19,7 @@ from fleetdistill_lab.simulation.spec.settings import Simulation
 @pytest.mark.parametrize("during_fork", [True, False])
 def test_sigterm_ends_the_devices_whenever_it_arrives(tmp_path: Path, during_fork: bool) -> None:
     """Python discards an exception in a hook of `os.fork`, and forking a process with torch takes a while."""
-    _, specs, _ = prepare(Simulation(devices=2, train_limit=40, test_limit=20), tmp_path / "work")
+    _, specs, _ = prepare(Simulation(method="feddkc", devices=2, train_limit=40, test_limit=20), tmp_path / "work")
     hook = tmp_path / "hook" if during_fork else None
     group = forked_host(specs, free_port(), hook)  # no server is there: the devices try again for ever
     assert group.pid is not None
@@ -37,7 +37,7 @@ def differ(pid: int, before: list[int]) -> bool:
 
 
 def test_a_process_that_is_killed_again_and_again_ends_the_simulation(tmp_path: Path) -> None:
-    _, specs, _ = prepare(Simulation(devices=2, train_limit=40, test_limit=20), tmp_path / "work")
+    _, specs, _ = prepare(Simulation(method="feddkc", devices=2, train_limit=40, test_limit=20), tmp_path / "work")
     host = forked_host(specs, free_port())  # no server is there: the devices try again for ever
     pid = host.pid
     assert pid is not None
@@ -52,7 +52,7 @@ def test_a_process_that_is_killed_again_and_again_ends_the_simulation(tmp_path: 
 
 
 def test_a_failed_device_ends_the_simulation_although_another_works_on(tmp_path: Path) -> None:
-    _, specs, _ = prepare(Simulation(devices=3, train_limit=60, test_limit=20), tmp_path / "work")
+    _, specs, _ = prepare(Simulation(method="feddkc", devices=3, train_limit=60, test_limit=20), tmp_path / "work")
     endless, failing = Path(specs[0].state_dir), Path(specs[2].state_dir)  # in one process; the other is in the second
     endless.mkdir()
     os.mkfifo(endless / "device.json")  # reading it takes for ever

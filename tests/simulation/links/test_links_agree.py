@@ -31,6 +31,7 @@ from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.store import Store
 
 SMALL = Simulation(
+    method="feddkc",
     devices=3,
     rounds=3,
     train_limit=90,

@@ -26,7 +26,7 @@ from fleetdistill_server.store.store import Store
 
 
 def test_the_device_that_has_waited_longest_is_closed_first(tmp_path: Path) -> None:
-    _, specs, _ = prepare(Simulation(devices=4, train_limit=80, test_limit=20), tmp_path / "work")
+    _, specs, _ = prepare(Simulation(method="feddkc", devices=4, train_limit=80, test_limit=20), tmp_path / "work")
     server = f"127.0.0.1:{free_port()}"
     shared = Connection(server)
 
@@ -44,7 +44,7 @@ def test_the_device_that_has_waited_longest_is_closed_first(tmp_path: Path) -> N
 
 
 def test_devices_that_were_closed_have_no_open_files(tmp_path: Path) -> None:
-    _, specs, _ = prepare(Simulation(devices=5, train_limit=80, test_limit=20), tmp_path / "work")
+    _, specs, _ = prepare(Simulation(method="feddkc", devices=5, train_limit=80, test_limit=20), tmp_path / "work")
     server = f"127.0.0.1:{free_port()}"
     shared, waiting = Connection(server), WaitingDevices(most_bytes=1 << 30, most=1)
     for spec in specs:
@@ -67,7 +67,9 @@ def files_in_use(prefix: str) -> list[str]:
 
 def test_only_the_devices_that_work_are_open_if_none_may_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are asked at the same time, and each has two turns in the round: its answer, and the next wait."""
-    fleet = Simulation(devices=3 * THREADS, rounds=1, train_limit=240, test_limit=20, torch_device="cpu")
+    fleet = Simulation(
+        method="feddkc", devices=3 * THREADS, rounds=1, train_limit=240, test_limit=20, torch_device="cpu"
+    )
     prepared = prepare(fleet, tmp_path / "work")
     config, specs, _ = prepared
     count, most, lock = 0, 0, threading.Lock()

@@ -193,7 +193,9 @@ def test_bytes_between_completed_rounds_count_with_the_next_one() -> None:
 
 def test_no_controls(tmp_path: Path) -> None:
     report = simulate(
-        Simulation(devices=2, train_limit=100, rounds=1, with_alone=False, with_fedavg=False, out=tmp_path)
+        Simulation(
+            method="feddkc", devices=2, train_limit=100, rounds=1, with_alone=False, with_fedavg=False, out=tmp_path
+        )
     )
     assert (report.mean_accuracy_alone, report.mean_accuracy_fedavg_global, report.fedavg_model) == (None, None, None)
     assert set(report.scores) == {"fleet"}
