@@ -2,7 +2,7 @@
 
     from fleetdistill_lab import Simulation, simulate
 
-    report = simulate(Simulation(method="feddkc", devices=5, rounds=10))
+    report = simulate(Simulation(devices=5))
 
 Exported names are imported on first use, so importing the package loads neither torch nor pydantic.
 """

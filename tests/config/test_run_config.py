@@ -20,7 +20,10 @@ from fleetdistill.methods import METHODS, config_class
 from fleetdistill.names import NAME_RULE
 from fleetdistill_server.config.run_config import RunConfig, load_run_config, run_config
 
-GOOD: dict[str, Any] = {"run": {"name": "digits"}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}}
+GOOD: dict[str, Any] = {
+    "run": {"name": "digits", "method": "feddkc"},
+    "contract": {"classes": 10, "input_shape": [1, 8, 8]},
+}
 TOML = """
 [run]
 name = "digits"
@@ -73,6 +76,10 @@ def test_a_small_configuration_is_completed_with_defaults() -> None:
     method = config.method_config()
     assert method.target_peak == pytest.approx((1 + 1 / 10) / 2)
     assert method.target_entropy == pytest.approx(0.5 * math.log2(10))
+
+
+def test_the_default_method_is_class_statistics() -> None:
+    assert run_config({**GOOD, "run": {"name": "digits"}}).run.method == "classstats"
 
 
 def test_a_run_may_have_no_end() -> None:

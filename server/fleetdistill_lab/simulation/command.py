@@ -47,7 +47,7 @@ def simulate(
     as_json: JsonOption = False,
     **given: Any,
 ) -> None:
-    """Simulates a fleet. Example: fleetdistill simulate --link grpc --rounds 10 --set method.local_epochs=2
+    """Simulates a fleet. Example: fleetdistill simulate --method fedavg --rounds 10 --set method.local_epochs=2
 
     Options precede --set, and --set precedes the file. docs/reference/python-api.md has all settings. Ctrl-C stops the
     simulation and writes a report of the completed rounds; --resume continues it.

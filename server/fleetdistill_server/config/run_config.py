@@ -50,7 +50,7 @@ class RunSection(Section):
     """[run]: name, method and rounds of the run."""
 
     name: Annotated[str, Field(pattern=rf"^{NAME}\Z")]
-    method: str = "feddkc"
+    method: str = "classstats"
     rounds: Annotated[int, Field(ge=0, lt=2**32)] = 30
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     min_devices: Annotated[int, Field(ge=1)] = 2

@@ -95,7 +95,7 @@ class Simulation:
             are FedAvg's defaults.
     """
 
-    method: str = "feddkc"
+    method: str = "classstats"
     modules: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     epsilon: float | None = None
