@@ -12,7 +12,7 @@ PROTOC := .protos-venv/bin
 WIRE := fleetdistill/wire/v1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage mutation check docs format bench protos protos-check venv clean fuzz chaos kills lead-kills stores wheels soak containers
+.PHONY: help demo test test-all coverage mutation check docs format bench protos protos-check venv clean fuzz chaos kills lead-kills stores wheels soak containers
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,8 +20,11 @@ help:  ## List the targets
 demo: .venv/.installed  ## Train a small fleet on real digits (METHOD=feddkc, OUT=folder)
 	@$(BIN)/python examples/demo.py --method $(METHOD) --out $(OUT)
 
-test: .venv/.installed  ## Run the tests (FAST=1 leaves out the slow ones, ARGS="-k name" passes options to pytest)
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not containers$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)
+test: .venv/.installed  ## Run the tests but the long ones, in minutes (FAST=1 leaves out the slow ones, ARGS="-k name" passes options to pytest)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not containers and not long$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)
+
+test-all: .venv/.installed  ## Run all tests (ARGS as for test)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not containers" $(ARGS)
 
 coverage: .venv/.installed  ## Run the tests and say which lines of both packages they reach (ARGS as for test)
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered -m "not containers$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)

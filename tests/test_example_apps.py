@@ -50,6 +50,7 @@ def test_an_example_is_short(name: str) -> None:
 SHARES = re.compile(r"(\d+|-)%? of labelled classes, (\d+)% of other classes correct")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_cameras_swap_models_and_learn_classes_that_their_users_never_label(tmp_path: Path) -> None:
     with served(tmp_path, settings_of("classstats.toml")) as address, ExitStack() as stack:
@@ -95,6 +96,7 @@ def proxy(tmp_path: Path) -> dict[str, Any]:
     return {"proxy": {"data": str(tmp_path / "proxy.npz")}}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sensors_recognise_a_fault_that_their_machine_never_had(
     tmp_path: Path, proxy: dict[str, Any], monkeypatch: pytest.MonkeyPatch

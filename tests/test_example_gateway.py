@@ -111,6 +111,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
                 program.kill()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_gateway_enrols_learns_new_files_and_continues_after_sigterm(site: Site) -> None:
     images = np.random.default_rng(0).random((200, 1, 8, 8), np.float32)

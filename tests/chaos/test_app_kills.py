@@ -15,6 +15,7 @@ from fleetdistill.state.directory import Storage
 from fleetdistill.state.outbox import Pending
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_killed_apps_keep_their_state_and_lose_no_receipt(tmp_path: Path) -> None:
     rows = list(run_until(10, 1, tmp_path))

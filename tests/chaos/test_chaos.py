@@ -26,6 +26,7 @@ def test_a_run_loses_nothing_and_counts_nothing_twice(tmp_path: Path) -> None:
     assert "| runs of counting | 1 |" in summary(rows)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.postgres
 @pytest.mark.s3
@@ -41,6 +42,7 @@ def test_three_fronts_lose_nothing_when_each_is_killed_and_postgres_crashes(
     assert row["acknowledged"] > 10
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_full_disks_cuts_stops_and_clocks_between_kills_lose_nothing(tmp_path: Path) -> None:
     """One of each between the kills of seed 7; the disk is filled where root runs the test."""

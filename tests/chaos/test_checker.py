@@ -179,6 +179,7 @@ def findings_of(wanted: Scenario, tmp_path: Path, mutation: str) -> dict[str, An
     return found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_receipt_before_the_commit_is_found(tmp_path: Path) -> None:
     found = findings_of(struck(1, FRONT), tmp_path, RECEIPT_BEFORE_COMMIT)

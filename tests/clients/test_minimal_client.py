@@ -78,6 +78,7 @@ def test_it_has_fewer_than_200_lines() -> None:
     assert len(CLIENT.read_text().splitlines()) < 200
 
 
+@pytest.mark.long
 def test_it_takes_part_in_fedavg_with_a_device_of_the_sdk(tmp_path: Path) -> None:
     output = played("fedavg", tmp_path)
     both = ("plain", "sdk")

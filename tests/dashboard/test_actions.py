@@ -115,6 +115,7 @@ def tokens_from_the_page(page: Any, address: str, count: int) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_an_operator_enrols_devices_sees_them_work_and_revokes_one(service: Service, page: Any) -> None:
     with opened(service, service.operator) as address:
         tokens = tokens_from_the_page(page, address, 2)

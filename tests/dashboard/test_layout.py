@@ -112,7 +112,7 @@ def shown(page: Any, url: str, path: str, text: str) -> None:
     page.wait_for_timeout(300)  # until the tables are drawn
 
 
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("width", [1280, pytest.param(400, marks=pytest.mark.long)])
 def test_columns_fit_at_1280_pixels_and_no_height_is_left_empty(width: int, url: str, page: Any) -> None:
     page.set_viewport_size({"width": width, "height": 900})
     shown(page, url, "", "paused")

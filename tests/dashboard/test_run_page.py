@@ -35,6 +35,7 @@ def address(tmp_path: Path) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.long
 def test_a_run_is_watched_from_its_beginning_to_its_end(
     address: str, tmp_path: Path, page: Any, watched: Watched
 ) -> None:

@@ -68,6 +68,7 @@ def test_the_figures_of_the_server() -> None:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_server_is_seen_from_its_machine_and_from_elsewhere(tmp_path: Path, page: Any, watched: Watched) -> None:
     make_pki(tmp_path / "pki").issue_person(Role.VIEWER, "vera", 1.0, tmp_path / "pki" / "viewer-vera")

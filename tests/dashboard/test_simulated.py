@@ -49,6 +49,7 @@ def test_classes_are_those_of_the_training_data() -> None:
     assert row == {"device": "a", "split": "train", "counts": {"0": 3, "2": 2}}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_simulate_opens_the_page_of_its_run(tmp_path: Path, page: Any, watched: Watched) -> None:
     browser = tmp_path / "browser"  # what `webbrowser` calls: it only takes down the address

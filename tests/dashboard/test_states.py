@@ -157,7 +157,7 @@ def test_the_keyboard_reaches_the_content_and_every_tab(url: str, page: Any) -> 
     page.get_by_role("tabpanel", name="Devices").wait_for()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.long), "dark"])
 def test_every_control_has_a_name_and_every_text_enough_contrast(scheme: str, url: str, page: Any) -> None:
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     page.goto(url)
@@ -172,7 +172,7 @@ def test_every_control_has_a_name_and_every_text_enough_contrast(scheme: str, ur
         assert (tab.inner_text(), page.evaluate(CONTRAST), page.evaluate(UNNAMED)) == (tab.inner_text(), [], [])
 
 
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.long), 400])
 def test_no_heading_status_or_figure_is_cut_off(width: int, url: str, page: Any) -> None:
     page.set_viewport_size({"width": width, "height": 900})
     page.goto(url)

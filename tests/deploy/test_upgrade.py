@@ -130,6 +130,7 @@ def test_the_runbook_upgrades_a_store_and_rolls_it_back(machine: Machine) -> Non
     assert receipts(machine.work / "backups/after-upgrade") == upgraded
 
 
+@pytest.mark.long
 def test_a_store_that_was_put_back_runs_to_the_same_end(machine: Machine) -> None:
     machine.follow("Upgrade")
     machine.finish()
@@ -158,7 +159,7 @@ sqlite3.connect = traced
 """Kills the process before the n-th statement with which one of its connections changes the database."""
 
 
-@pytest.mark.parametrize("number", [3, 5])
+@pytest.mark.parametrize("number", [3, pytest.param(5, marks=pytest.mark.long)])
 def test_a_server_that_is_killed_while_it_upgrades_loses_nothing(machine: Machine, number: int) -> None:
     before = schema(machine.store)
     machine.is_later = True

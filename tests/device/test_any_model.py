@@ -16,7 +16,7 @@ from fleetdistill.testing import EventLog
 from fleetdistill_server.testing import MemoryServer
 
 
-@pytest.mark.parametrize("method", ["fedavg", "feddkc"])
+@pytest.mark.parametrize("method", ["fedavg", pytest.param("feddkc", marks=pytest.mark.long)])
 @pytest.mark.parametrize("form", MAKERS)
 def test_every_form_of_a_model_goes_through_a_round(tmp_path: Path, form: str, method: str) -> None:
     make = MAKERS[form]

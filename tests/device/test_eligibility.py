@@ -24,6 +24,7 @@ from link.test_hostile_server import device_at
 from support.fleets import RUNS, device_files, prepare, record, run_in_memory
 from support.hostile_server import LyingLink, ask, terms
 from support.open_device import open_device
+from support.long import long_except
 from support.sdk_fleet import RUN, Fleet, make_device
 
 from fleetdistill import Device, Eligibility, Event, Step
@@ -318,7 +319,10 @@ def interrupted(flips: list[Flipping], **given: Any) -> Device:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("every_check")
-@pytest.mark.parametrize("name", ["fedavg", "cdkt", "feddkc", "feddkd", "fedd2s", "dafkd distilling", "classstats"])
+@pytest.mark.parametrize(
+    "name",
+    long_except(["fedavg", "cdkt", "feddkc", "feddkd", "fedd2s", "dafkd distilling", "classstats"], "fedavg", "fedd2s"),
+)
 def test_a_run_of_interrupted_devices_is_the_same_to_the_bit(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

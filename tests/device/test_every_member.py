@@ -22,6 +22,7 @@ import pytest
 from support.fleets import RUN, RUNS, prepare
 from support.hostile_server import LyingLink
 from support.open_device import grouped, open_device
+from support.long import long_except
 
 from fleetdistill import COLUMNS, AsyncDevice, Device, Event, Predictor, Step
 from fleetdistill.compute import light_worker
@@ -593,8 +594,12 @@ class Fleet:
                 assert not (restarted.state_dir / "device.json").exists()
 
 
-@pytest.mark.parametrize(("name", "compute"), FLEETS, ids=[f"{name}, {compute}" for name, compute in FLEETS])
-def test_every_member_at_every_moment(name: str, compute: str, tmp_path: Path) -> None:
-    fleet = Fleet(name, compute, tmp_path)
+BY_NAME = {f"{name}, {compute}": (name, compute) for name, compute in FLEETS}
+USUAL = ("classstats in one exchange, torch", "classstats in one exchange, light", "fedavg, torch", "feddkc, torch")
+
+
+@pytest.mark.parametrize("fleet_name", long_except(BY_NAME, *USUAL))
+def test_every_member_at_every_moment(fleet_name: str, tmp_path: Path) -> None:
+    fleet = Fleet(*BY_NAME[fleet_name], tmp_path)
     fleet.play()
     assert not fleet.failures, "\n".join(fleet.failures)

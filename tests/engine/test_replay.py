@@ -107,6 +107,7 @@ def checkpoint(store: Store) -> bytes:
     return bytes(row.checkpoint)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_engine_may_die_between_any_two_steps() -> None:
     undisturbed = Fuse()
@@ -510,6 +511,7 @@ def test_a_round_asks_more_devices_than_it_wants_and_ends_with_enough_answers() 
     assert_no_upload_lost(store)
 
 
+@pytest.mark.long
 def test_a_replayed_round_keeps_the_devices_that_it_asked() -> None:
     """The engine dies at every step of a run with over-selection and the end is the same."""
 

@@ -546,7 +546,14 @@ def waiting_front(directory: Path) -> Iterator[LiveFront]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [b"", PREFACE[:10], PREFACE], ids=["nothing", "half a preface", "a preface"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(b"", marks=pytest.mark.long, id="nothing"),
+        pytest.param(PREFACE[:10], id="half a preface"),
+        pytest.param(PREFACE, marks=pytest.mark.long, id="a preface"),
+    ],
+)
 def test_a_thousand_connections_that_never_begin_do_not_stop_the_others(
     waiting_front: LiveFront, client: Client, first: bytes
 ) -> None:
@@ -721,7 +728,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("port", ["port", "enrol_port"])
-@pytest.mark.parametrize("first", [b"", HELLO[:100], HELLO], ids=["nothing", "half a hello", "a hello"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(b"", marks=pytest.mark.long, id="nothing"),
+        pytest.param(HELLO[:100], id="half a hello"),
+        pytest.param(HELLO, marks=pytest.mark.long, id="a hello"),
+    ],
+)
 def test_a_thousand_connections_that_never_finish_their_handshake_do_not_stop_the_others(
     world: Secured, port: str, first: bytes
 ) -> None:

@@ -112,6 +112,7 @@ def test_a_server_whose_database_is_away_says_so_everywhere_within_15_seconds(
             wait_until(lambda: told not in health(front.port)[1], "the database to be seen again")
 
 
+@pytest.mark.long
 def test_a_server_of_one_run_outlives_its_database_and_says_so_once(own_server: Postgres, tmp_path: Path) -> None:
     with own_server.schema() as url, serve(write_config(tmp_path, server_database=url)) as server:
         with AnsweringFleet(server.port(), "served", 2):

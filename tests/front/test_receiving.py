@@ -77,7 +77,7 @@ def _open_streams(connection: RawConnection) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [CHECK_IN, UPLOAD])
+@pytest.mark.parametrize("path", [pytest.param(CHECK_IN, marks=pytest.mark.long), UPLOAD])
 def test_requests_that_never_end_have_a_quota_of_memory(tmp_path: Path, path: str) -> None:
     prepare_store(tmp_path / "store").close()
     limits = Limits(request_bytes_per_caller=16 << 20)

@@ -14,11 +14,11 @@ from support.fleets import (
     Prepared,
     assert_no_upload_lost,
     device_files,
-    every_run,
     prepare,
     record,
 )
 from support.forked import ForkedEngine, forked_device
+from support.long import long_except
 from support.stores import runs_apart
 from support.undisturbed import Played, Undisturbed
 
@@ -32,7 +32,7 @@ from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
-every_method = pytest.mark.parametrize("name", sorted(METHODS))
+every_method = pytest.mark.parametrize("name", long_except(sorted(METHODS), "classstats", "fedavg"))
 State = tuple[int, int, int]
 """(round, step number, answers to that step), what a store shows in mid-run."""
 
@@ -92,7 +92,7 @@ def assert_like(peaceful: Played, prepared: Prepared, store: Store) -> set[State
     return {(*step, answers) for step in steps for answers in range(sum(ask[:2] == step for ask in asks))}
 
 
-@every_run
+@pytest.mark.parametrize("name", long_except(RUNS, "classstats", "fedavg", "fedd2s"))
 def test_an_engine_killed_between_any_two_answers_changes_nothing(
     name: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
@@ -130,6 +130,7 @@ def test_an_engine_killed_at_each_of_its_failpoints_changes_nothing(
     _kill_at_each_failpoint(name, undisturbed, prepare(replace(RUNS[name], rounds=1), tmp_path / "work"))
 
 
+@pytest.mark.long
 @runs_apart(METHODS, usual="fedavg")
 def test_an_engine_on_another_machine_killed_at_each_of_its_failpoints_changes_nothing(
     name: str, undisturbed: Undisturbed, database_url: str, blobs_url: str, tmp_path: Path

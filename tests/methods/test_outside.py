@@ -213,6 +213,7 @@ def test_a_faulty_device_half_over_grpc_leaves_its_traceback(tmp_path: Path, pro
 # --- installed packages
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.cold_start
 def test_an_installed_method_runs_over_both_links_without_being_named(with_fedprox: None, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def served(folder: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_page_s_example_runs_as_it_stands(folder: Path) -> None:
     devices: list[ForkedProgram] = []

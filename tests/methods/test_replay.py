@@ -14,15 +14,16 @@ from support.fleets import (
     RUNS,
     Prepared,
     assert_no_upload_lost,
-    every_run,
     prepare,
     record,
     run_in_memory,
 )
+from support.long import long_except
 from support.stores import runs_apart
 from support.undisturbed import Undisturbed
 
 from fleetdistill import Device, Step
+from fleetdistill.methods import METHODS
 from fleetdistill_lab.simulation.spec.device import make_device
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
@@ -64,7 +65,7 @@ def _drive(store: Store, config: object, devices: list[Device]) -> int:
 
 
 @pytest.mark.slow
-@every_run
+@pytest.mark.parametrize("name", long_except(RUNS, *METHODS))
 def test_an_engine_that_dies_between_any_two_waits_ends_in_the_same_state(
     name: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

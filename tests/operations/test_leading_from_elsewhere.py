@@ -127,6 +127,7 @@ def devices(place: Elsewhere) -> Iterator[None]:
         one.join()
 
 
+@pytest.mark.long
 def test_an_operator_leads_a_run_and_a_viewer_does_not(elsewhere: Elsewhere) -> None:
     run = str(write_run(elsewhere.work))
     assert elsewhere.twice("runs", "create", run, "--start") == f"run {RUN!r} is created and started\n"

@@ -166,6 +166,7 @@ def test_a_remote_change_and_its_entry_are_in_one_group(
         assert len(store.credentials.revocations()) == len(done)
 
 
+@pytest.mark.long
 def test_kills_at_random_moments_lose_no_entry(tmp_path: Path) -> None:
     """The short form of the operators' part of `make lead-kills`, without creations and deletions."""
     prepare(tmp_path / "led", ["create"])

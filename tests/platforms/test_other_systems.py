@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.fork_server import forked
+from support.long import long_except
 from support.other_system_run import SETTINGS, SYSTEMS, take_part
 
 from fleetdistill.errors import ConfigurationError
@@ -32,7 +33,7 @@ def results(system: str, kind: str, folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("kind", long_except(SETTINGS, "light"))
 def test_a_run_gives_the_same_on_every_system(kind: str, tmp_path: Path) -> None:
     expected = results("linux", kind, tmp_path / "linux")
     for system in set(SYSTEMS) - {"linux"}:

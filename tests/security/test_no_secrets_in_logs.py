@@ -20,6 +20,7 @@ import httpx
 import pytest
 from support.dashboards import dashboard
 from support.linear_devices import take_part
+from support.long import long_except
 from support.processes import COMMAND, PATIENCE_SECONDS, free_port, wait_until
 from support.secrets_in import found_secrets, lines_of_key, secrets_of_token
 from support.secured import make_pki
@@ -186,7 +187,7 @@ def log_of_devices(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("log_format", list(LogFormat))
+@pytest.mark.parametrize("log_format", long_except(LogFormat, LogFormat.TEXT))
 def test_no_process_writes_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_format: str) -> None:
     for name in ("PGPASSWORD", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, PASSWORDS[name])

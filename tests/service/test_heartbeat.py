@@ -289,6 +289,7 @@ def health_of_engine(port: int) -> int:
         return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=PATIENCE_SECONDS).status)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_stopped_engine_is_seen_killed_and_replaced(tmp_path: Path) -> None:
     """kill -STOP: SIGTERM would wait for ever."""

@@ -14,6 +14,7 @@ import pytest
 from chaos.leading import LED, Killer, checkpoint_of, server_toml, summary
 from service.test_supervisor import serve, write_config
 from support.answering import AnsweringFleet
+from support.long import long_except
 from support.processes import COMMAND, children, is_alive, wait_until
 
 from fleetdistill.state.failpoints import VARIABLE
@@ -74,7 +75,10 @@ def state_of(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "point"), CASES)
+@pytest.mark.parametrize(
+    ("command", "point"),
+    [case if case[0] in ("create", "pause") else pytest.param(*case, marks=pytest.mark.long) for case in CASES],
+)
 def test_a_killed_command_is_repeated_and_ends_the_same(command: str, point: str, tmp_path: Path) -> None:
     actions, words = COMMANDS[command]
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
@@ -93,6 +97,7 @@ def test_a_killed_command_is_repeated_and_ends_the_same(command: str, point: str
     assert state_of(killed) == after
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.cold_start
 def test_nothing_is_created_once_the_command_was_killed(tmp_path: Path) -> None:
@@ -143,7 +148,11 @@ def failpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "point", ["supervisor.engine.before-token", "supervisor.engine.after-token", "supervisor.engine.after-start"]
+    "point",
+    long_except(
+        ["supervisor.engine.before-token", "supervisor.engine.after-token", "supervisor.engine.after-start"],
+        "supervisor.engine.after-token",
+    ),
 )
 def test_a_killed_supervisor_is_replaced_and_the_run_goes_on(
     point: str, tmp_path: Path, undisturbed: bytes, failpoint: Callable[[str], None]
@@ -162,6 +171,7 @@ def test_a_killed_supervisor_is_replaced_and_the_run_goes_on(
 # --- everything, at random moments
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_kills_at_random_moments_change_nothing(tmp_path: Path, undisturbed: bytes) -> None:
     """The short form of `make lead-kills`."""

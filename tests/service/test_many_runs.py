@@ -387,6 +387,7 @@ def test_runs_are_created_paused_and_resumed_beside_a_server(tmp_path: Path) -> 
         assert running.process.poll() is None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_whose_devices_do_not_come_blocks_no_other(tmp_path: Path) -> None:
     where = ["--store", str(tmp_path / "store")]

@@ -149,6 +149,7 @@ def example_run(folder: Path, rounds: int) -> Path:
     return config
 
 
+@pytest.mark.long
 def test_the_readmes_service_runs_goes_on_after_ctrl_c_and_finishes(hands: Hands) -> None:
     config = example_run(hands.folder, ROUNDS)
     server, address = hands.serve(config)

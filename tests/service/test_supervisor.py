@@ -193,6 +193,7 @@ def test_ctrl_c_ends_cleanly_and_the_next_start_goes_on_until_it_is_killed(tmp_p
     store.close()
 
 
+@pytest.mark.long
 @pytest.mark.cold_start
 def test_a_child_that_still_starts_ends_too_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     with serve(write_config(tmp_path)) as served:

@@ -40,6 +40,7 @@ def open_addresses(processes: list[psutil.Process]) -> set[str]:
     return {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.cold_start
 def test_two_processes_of_torchrun_serve_a_run_and_end_with_it(tmp_path: Path) -> None:

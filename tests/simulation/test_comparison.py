@@ -210,6 +210,7 @@ def test_the_demo_ends_with_the_method_its_controls_and_one_exchange(
         assert [one[name] for one in exchange["devices"]] == [one[name] for one in report["devices"]]
 
 
+@pytest.mark.long
 def test_the_demo_of_class_statistics_makes_no_second_exchange(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

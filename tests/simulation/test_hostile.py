@@ -119,6 +119,7 @@ def test_an_attack_that_is_none_is_refused(hostile: int, attack: str, tmp_path: 
     assert set(ATTACKS) == {"flips", "reversed", "scaled", "random", "declares"}
 
 
+@pytest.mark.long
 def test_the_example_shows_the_attack_and_the_defence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,7 +159,7 @@ def interrupt(program: ForkedProgram, out: Path, rounds: int, number: signal.Sig
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("link", ["memory", "grpc"])
+@pytest.mark.parametrize("link", ["memory", pytest.param("grpc", marks=pytest.mark.long)])
 def test_a_process_that_is_interrupted_or_killed_goes_on_to_the_same_end(
     tmp_path: Path, undisturbed: tuple[dict[str, Any], Mapping[str, bytes]], link: str
 ) -> None:

@@ -35,7 +35,7 @@ FLEET = Simulation(
 )
 
 
-@pytest.mark.parametrize("link", ["memory", pytest.param("grpc", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("link", ["memory", pytest.param("grpc", marks=[pytest.mark.slow, pytest.mark.long])])
 def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
     report = simulate(replace(FLEET, link=link, out=tmp_path))
     assert report.mean_accuracy_fleet > 0.8, "digits, 479 rows a device; 0.93 without noise"

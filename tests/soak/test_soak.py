@@ -26,6 +26,7 @@ def grown(outcome: Outcome) -> set[str]:
     return {one.name for one in outcome.figures if one.growth > bounds[one.name.split()[1]]}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_front_and_engine_do_not_grow_while_devices_come_and_go(tmp_path: Path) -> None:
     outcome = soak(tmp_path / "soak", uploads=UPLOADS)
@@ -33,6 +34,7 @@ def test_front_and_engine_do_not_grow_while_devices_come_and_go(tmp_path: Path) 
     assert outcome.uploads >= UPLOADS
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_leak_is_found(tmp_path: Path) -> None:
     outcome = soak(tmp_path / "soak", uploads=UPLOADS, leak=True)

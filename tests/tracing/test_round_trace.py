@@ -95,7 +95,12 @@ def test_no_span_has_a_payload_a_secret_or_the_text_of_an_error(undisturbed: Col
 
 
 @pytest.mark.parametrize(
-    ("point", "killed"), [("asks.after-commit", 1), ("answer.after-read", 1), ("close.before-commit", 2)]
+    ("point", "killed"),
+    [
+        pytest.param("asks.after-commit", 1, marks=pytest.mark.long),
+        ("answer.after-read", 1),
+        pytest.param("close.before-commit", 2, marks=pytest.mark.long),
+    ],
 )
 def test_an_engine_that_is_killed_twice_in_a_round_continues_its_trace(tmp_path: Path, point: str, killed: int) -> None:
     points = {"engine": [f"engine.{point}=kill"] * 2}
@@ -120,13 +125,17 @@ def assert_undisturbed(run: SmallRun) -> None:
     assert used[1:-1] == [2, 2]
 
 
+@pytest.mark.long
 def test_a_collector_that_is_not_there_costs_spans_and_no_round(tmp_path: Path) -> None:
     with small_run(tmp_path / "w", traced=environment(free_port())) as run:
         run.finish()
         assert_undisturbed(run)
 
 
-@pytest.mark.parametrize("queue", [{}, {"OTEL_BSP_MAX_QUEUE_SIZE": "1", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "1"}])
+FULL_QUEUE = {"OTEL_BSP_MAX_QUEUE_SIZE": "1", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "1"}
+
+
+@pytest.mark.parametrize("queue", [pytest.param({}, marks=pytest.mark.long), FULL_QUEUE])
 def test_a_collector_that_accepts_and_never_answers_holds_up_no_round(tmp_path: Path, queue: dict[str, str]) -> None:
     """If front, engine or a device waited for it once, also because a queue is full, the run would take an hour."""
     with silent() as (accepted, variables), small_run(tmp_path / "w", traced=variables | queue) as run:

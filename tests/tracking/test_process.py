@@ -71,6 +71,7 @@ def written(events: Path) -> int:
     return sum(len(steps_in(one, "round/seconds")) for one in found)
 
 
+@pytest.mark.long
 def test_kills_leave_each_round_once_and_a_tracking_server_that_is_away_stops_nothing(tmp_path: Path) -> None:
     port, events, log = free_port(), tmp_path / "events", tmp_path / "log"
     away = f"http://ann:s3cret@127.0.0.1:{free_port()}"

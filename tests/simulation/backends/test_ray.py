@@ -56,6 +56,7 @@ def listening() -> set[str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.cold_start  # Ray's processes
 def test_two_nodes_and_a_worker_that_dies_give_the_same_to_the_bit(tmp_path: Path, due: Path, address: str) -> None:

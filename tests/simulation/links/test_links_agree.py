@@ -13,7 +13,6 @@ from support.fleets import (
     Prepared,
     assert_no_upload_lost,
     device_files,
-    every_run,
     outcome,
     prepare,
     record,
@@ -21,9 +20,11 @@ from support.fleets import (
 )
 from support.forked import ForkedEngine, forked_grpc_devices
 from support.live_front import live_front
+from support.long import long_except
 from support.undisturbed import Undisturbed
 
 from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.methods import METHODS
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation
@@ -73,7 +74,7 @@ def test_both_links_leave_the_same_device_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@every_run
+@pytest.mark.parametrize("name", long_except(RUNS, *METHODS))
 def test_both_links_agree_to_the_bit(tmp_path: Path, undisturbed: Undisturbed, name: str) -> None:
     near, far = undisturbed(name), prepare(RUNS[name], tmp_path / "far")
     with closing(run_in_processes(far)) as store:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fleets import RUNS, SMALL, assert_no_upload_lost, every_run, outcome, prepare, record
+from support.fleets import RUNS, SMALL, assert_no_upload_lost, outcome, prepare, record
+from support.long import long_except
 
 from fleetdistill.errors import RunError
 from fleetdistill_lab.simulation.links.links import run_over_memory
@@ -154,7 +155,7 @@ CHURN = FleetBehaviour(compute="lognormal:0.8", seconds_per_ask=30.0, churn=100.
 
 
 @pytest.mark.slow
-@every_run
+@pytest.mark.parametrize("name", long_except(RUNS, "classstats in one exchange", "fedavg", "feddkd"))
 def test_every_method_completes_its_rounds_in_a_fleet_with_churn(name: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"train_limit": 150, "quorum": 0.5, "deadline_seconds": 90.0, "behaviour": CHURN}
     wanted = replace(RUNS[name], devices=5, min_devices=3, **settings)
@@ -179,7 +180,14 @@ class Killed(BaseException):
     """Ends a simulation as a killed process would."""
 
 
-@pytest.mark.parametrize(("events", "durable"), [(3, True), (6, True), (9, True), (11, True), (3, False), (9, False)])
+@pytest.mark.parametrize(
+    ("events", "durable"),
+    [
+        (3, True),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(6, True), (9, True), (11, True), (3, False)]),
+        (9, False),
+    ],
+)
 def test_a_resumed_run_continues_at_its_simulated_time(events: int, durable: bool, tmp_path: Path) -> None:
     """Device 1 is still at work on an ask of the round before, and device 2 is away."""
     slow, lost = ((0.0, 1e6, 1 / 15),), ((0.0, 14.0, 1.0), (95.0, 1e6, 1.0))
