@@ -22,11 +22,11 @@ from typing import Any
 from chaos import counting, members
 from chaos.checker import Findings, Key, check
 from chaos.clocks import Offsets
+from chaos.fault_proxy import FaultProxy, seeded_faults
 from chaos.logged import SENT, ReceiptCounter, read_log
 from chaos.members import DeviceTerms, Place
 from chaos.scenario import ENGINE, Action, Blow, Scenario
 from chaos.services import Services
-from support.fault_proxy import FaultProxy, seeded_faults
 from support.forked import Forked
 
 from fleetdistill.wire import payload as wire

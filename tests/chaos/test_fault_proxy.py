@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
-from support.fault_proxy import Fault, FaultProxy, Kind, Way, seeded_faults
+from chaos.fault_proxy import Fault, FaultProxy, Kind, Way, seeded_faults
 from support.processes import PATIENCE_SECONDS
 
 DATA = bytes(range(256)) * 40

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from conformance.raw_device import SAMPLES, RawDevice
 from support.open_device import open_device
-from support.raw_device import SAMPLES, RawDevice
 from torch import nn
 
 from fleetdistill import COLUMNS

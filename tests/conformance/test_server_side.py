@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.plain_server import PlainServer, plain_server
+from conformance.plain_server import PlainServer, plain_server
 from support.served import served
 
 from fleetdistill.errors import RefusedError

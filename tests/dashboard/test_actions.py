@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.dashboard_fleet import SETTINGS, make_device
+from dashboard.dashboard_fleet import SETTINGS, make_device
 from support.dashboards import dashboard, picture
 from support.processes import wait_until
 from support.secured import make_pki

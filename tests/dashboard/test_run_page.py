@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.dashboard_fleet import SETTINGS, devices_at_work
+from dashboard.dashboard_fleet import SETTINGS, devices_at_work
 from support.dashboards import Watched, dashboard, picture
 from support.served import RUN, served
 

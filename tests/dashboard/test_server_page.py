@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.dashboard_fleet import SETTINGS
+from dashboard.dashboard_fleet import SETTINGS
 from support.dashboards import Watched, dashboard, picture
 from support.secured import make_pki
 from support.served import RUN, served

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.containers import ROOT, Builder, Image, network, run_in, start_in, why_not
+from deploy.containers import ROOT, Builder, Image, network, run_in, start_in, why_not
 from support.processes import PATIENCE_SECONDS, wait_until
 
 from fleetdistill.version import VERSION

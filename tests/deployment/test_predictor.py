@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from deployment.deployed import BATCH, device_of, file_of, logits_of
 from hypothesis import given
 from hypothesis import strategies as st
-from support.deployed import BATCH, device_of, file_of, logits_of
 from support.hostile_server import CLASSES
 from support.open_device import open_device
 from support.processes import PATIENCE_SECONDS, python

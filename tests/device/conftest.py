@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.sdk_fleet import Fleet
+from device.sdk_fleet import Fleet
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from device.sdk_fleet import RUN, Fleet, make_device
 from support.devices import answer_waits
-from support.sdk_fleet import RUN, Fleet, make_device
 
 from fleetdistill import Step
 from fleetdistill.errors import LinkError

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import device.any_models as any_models
 import pytest
-import support.any_models as any_models
 import torch
-from support.any_models import MAKERS
+from device.any_models import MAKERS
 from support.open_device import open_device
 
 from fleetdistill import COLUMNS

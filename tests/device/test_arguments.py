@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from device.sdk_fleet import Fleet, make_device, tiny_data, tiny_model
 from support.open_device import open_device
-from support.sdk_fleet import Fleet, make_device, tiny_data, tiny_model
 from torch import nn
 
 from fleetdistill import AsyncDevice, Deployment, Device, Eligibility, Predictor

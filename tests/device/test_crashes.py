@@ -10,8 +10,8 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from device.sdk_fleet import RUN, Crash, Fleet, crashing_link, make_device, tiny_data
 from support.devices import answer_waits, compute_of, state_of
-from support.sdk_fleet import RUN, Crash, Fleet, crashing_link, make_device, tiny_data
 
 from fleetdistill import Device, Event, Step
 from fleetdistill.compute.torch_compute import TorchCompute

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from device.sdk_fleet import Fleet, equal, make_device, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.open_device import open_device
 from support.private_fleet import PrivateFleet, RowsWorker
-from support.sdk_fleet import Fleet, equal, make_device, weights
 
 from fleetdistill import Device, Event
 from fleetdistill.device import inspect

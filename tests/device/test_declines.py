@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device.sdk_fleet import RUN, Fleet, make_device
 from link.test_hostile_server import device_at
 from support.devices import answer_waits, compute_of, state_of
 from support.hostile_server import LyingLink, ask
-from support.sdk_fleet import RUN, Fleet, make_device
 
 from fleetdistill import Step
 from fleetdistill.errors import (

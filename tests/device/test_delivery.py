@@ -10,8 +10,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from support.devices import compute_of
-from support.sdk_fleet import (
+from device.sdk_fleet import (
     RUN,
     Crash,
     Fleet,
@@ -24,6 +23,7 @@ from support.sdk_fleet import (
     tiny_model,
     weights,
 )
+from support.devices import compute_of
 from torch import nn
 
 from fleetdistill import Deployment, Step

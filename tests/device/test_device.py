@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device.sdk_fleet import ALLOW, RUN, Crash, Fleet, equal, knowledge_of, make_device, tiny_data, tiny_model, weights
 from support.devices import compute_of
 from support.open_device import open_device
 from support.processes import PATIENCE_SECONDS
-from support.sdk_fleet import ALLOW, RUN, Crash, Fleet, equal, knowledge_of, make_device, tiny_data, tiny_model, weights
 from torch import nn
 
 from fleetdistill import Step

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from device.sdk_fleet import RUN, Fleet, make_device
 from hypothesis import example, given
 from hypothesis import strategies as st
 from link.test_hostile_server import device_at
 from support.fleets import RUNS, device_files, prepare, record, run_in_memory
 from support.hostile_server import LyingLink, ask, terms
-from support.open_device import open_device
 from support.long import long_except
-from support.sdk_fleet import RUN, Fleet, make_device
+from support.open_device import open_device
 
 from fleetdistill import Device, Eligibility, Event, Step
 from fleetdistill.compute import light_worker

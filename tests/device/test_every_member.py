@@ -21,8 +21,8 @@ import onnxruntime
 import pytest
 from support.fleets import RUN, RUNS, prepare
 from support.hostile_server import LyingLink
-from support.open_device import grouped, open_device
 from support.long import long_except
+from support.open_device import grouped, open_device
 
 from fleetdistill import COLUMNS, AsyncDevice, Device, Event, Predictor, Step
 from fleetdistill.compute import light_worker

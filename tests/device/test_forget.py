@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from device.sdk_fleet import RUN, Fleet, make_device
 from support.forked import forked_device_forget
 from support.open_device import open_device
 from support.private_fleet import PrivateFleet, RowsWorker
 from support.processes import module_path, python
-from support.sdk_fleet import RUN, Fleet, make_device
 from typer.testing import CliRunner
 
 from fleetdistill import Budgets, Deployment

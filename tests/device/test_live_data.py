@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.sdk_fleet import RUN, Fleet, equal, knowledge_of, make_device, tiny_data, tiny_model, weights
+from device.sdk_fleet import RUN, Fleet, equal, knowledge_of, make_device, tiny_data, tiny_model, weights
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from device.sdk_fleet import Fleet, make_device
 from link.test_hostile_server import DATA, device_at, model
 from support.hostile_server import LyingLink, ask
 from support.processes import PATIENCE_SECONDS, module_path
-from support.sdk_fleet import Fleet, make_device
 from torch import nn
 
 from fleetdistill import Device, Event, Step

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.sdk_fleet import RUN, Fleet, equal, make_device, tiny_data, weights
+from device.sdk_fleet import RUN, Fleet, equal, make_device, tiny_data, weights
 
 from fleetdistill import Event, Step
 from fleetdistill.data.samples import digest_of_arrays

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device.sdk_fleet import RUN, Fleet, make_device, tiny_data
 from support.devices import state_of
 from support.hostile_server import LyingLink, terms
 from support.open_device import open_device
 from support.private_fleet import PrivateFleet, RowsWorker, state_files
-from support.sdk_fleet import RUN, Fleet, make_device, tiny_data
 from torch import nn
 
 from fleetdistill import COLUMNS, Step

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device.sdk_fleet import Fleet as OpenFleet
+from device.sdk_fleet import tiny_data, tiny_model
 from support.forked import Forked
 from support.private_fleet import (
     CLASSES,
@@ -21,8 +23,6 @@ from support.private_fleet import (
     received,
     take_a_step,
 )
-from support.sdk_fleet import Fleet as OpenFleet
-from support.sdk_fleet import tiny_data, tiny_model
 
 from fleetdistill import Splits, Step
 from fleetdistill.compute import light_worker

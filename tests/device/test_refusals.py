@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from device.sdk_fleet import RUN, Crash, Fleet, crashing_link, make_device, stubborn_link, tiny_data
 from support.devices import answer_waits, compute_of
-from support.sdk_fleet import RUN, Crash, Fleet, crashing_link, make_device, stubborn_link, tiny_data
 
 from fleetdistill import Step
 from fleetdistill.errors import (

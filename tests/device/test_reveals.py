@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.sdk_fleet import Fleet, make_device
+from device.sdk_fleet import Fleet, make_device
 
 from fleetdistill.methods import config_class
 from fleetdistill.testing import EventLog

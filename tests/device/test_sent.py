@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from device.sdk_fleet import ALLOW, RUN, Crash, Fleet, crashing_link, make_device
 from support.devices import answer_waits, state_of
 from support.open_device import open_device
 from support.private_fleet import PrivateFleet, RowsWorker
-from support.sdk_fleet import ALLOW, RUN, Crash, Fleet, crashing_link, make_device
 
 from fleetdistill import Device, Step
 from fleetdistill.errors import ConfigurationError, LinkError, NoRoomError, RefusedError

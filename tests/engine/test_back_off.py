@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engine.fragile import Crash
+from engine.moved_clock import MovedClock
 from support.answering import AnsweringDevice
 from support.fleets import RUNS, assert_no_upload_lost, prepare
-from support.fragile import Crash
-from support.moved_clock import MovedClock
 
 from fleetdistill import Device, Step
 from fleetdistill.methods import METHODS

@@ -6,9 +6,9 @@ import asyncio
 from contextlib import suppress
 
 import pytest
+from engine.fragile import Crash
+from engine.moved_clock import MovedClock
 from support.answering import AnsweringDevice
-from support.fragile import Crash
-from support.moved_clock import MovedClock
 
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.config.run_config import RunConfig, run_config

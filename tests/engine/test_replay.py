@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine.fragile import Crash, Fragile, Fuse
 from support.answering import AnsweringDevice
 from support.fleets import assert_no_upload_lost, prepare
-from support.fragile import Crash, Fragile, Fuse
 
 from fleetdistill import Device, Step
 from fleetdistill.errors import NoSpaceError, RefusedError, RunError

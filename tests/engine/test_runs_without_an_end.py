@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.fragile import Crash, Fragile, Fuse
 from support.answering import AnsweringDevice
 from support.fleets import SMALL, prepare
 from support.forked import ForkedEngine
-from support.fragile import Crash, Fragile, Fuse
 from support.processes import wait_until
 from support.sqlite import tables_of
 

@@ -21,6 +21,7 @@ import google_crc32c
 import grpc
 import pytest
 import zstandard
+from front.virtual_time import run_in_virtual_time
 from support.live_front import (
     RUN,
     Client,
@@ -46,7 +47,6 @@ from support.secured import (
     person_credentials,
     secured_front,
 )
-from support.virtual_time import run_in_virtual_time
 from support.wire_samples import in_pieces, make_contract, make_identity, make_payload, make_profile
 
 from fleetdistill.errors import LinkError, RefusedError

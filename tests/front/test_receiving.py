@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc
 import pytest
+from front.raw_http2 import RawConnection, message, raw_connection, stranger_tls
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.live_front import client_of, live_front, prepare_store, refusal_of, refused
 from support.processes import wait_until
-from support.raw_http2 import RawConnection, message, raw_connection, stranger_tls
 from support.secured import make_pki, secured_front
 
 from fleetdistill.errors import RefusedError

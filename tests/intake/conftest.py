@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.device_api_fleet import Fleet
+from intake.device_api_fleet import Fleet
 
 from fleetdistill_server.store.store import Store
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
-from support.device_api_fleet import RUN, Fleet, silence
+from intake.device_api_fleet import RUN, Fleet, silence
 from support.wire_samples import (
     make_contract,
     make_identity,

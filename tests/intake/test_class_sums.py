@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.taken_in import refusal, said, take_in
+from intake.taken_in import refusal, said, take_in
 from support.wire_samples import make_contract
 
 from fleetdistill import knowledge as k

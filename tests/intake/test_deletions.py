@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.device_api_fleet import Fleet
+from intake.device_api_fleet import Fleet
 from support.postgres import Postgres
 from support.wire_samples import data_of, make_payload
 

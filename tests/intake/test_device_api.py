@@ -6,7 +6,7 @@ import logging
 import time
 
 import pytest
-from support.device_api_fleet import RUN, Fleet, silence
+from intake.device_api_fleet import RUN, Fleet, silence
 from support.wire_samples import (
     i32,
     make_payload,

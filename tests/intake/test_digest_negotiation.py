@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.device_api_fleet import RUN, WHOLE, Fleet, feed
+from intake.device_api_fleet import RUN, WHOLE, Fleet, feed
 from support.wire_samples import by_blake3, data_of, in_pieces, make_payload, with_blake3
 
 from fleetdistill.errors import DamagedError, RefusedError

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from support.device_api_fleet import RUN, Fleet
+from intake.device_api_fleet import RUN, Fleet
 from support.wire_samples import (
     EXPECTS,
     data_of,

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from intake.refusal_table import documented, documented_refusals
 from support.live_front import (
     RUN,
     client_of,
@@ -22,7 +23,6 @@ from support.live_front import (
     upload_name,
     write_asks,
 )
-from support.refusal_table import documented, documented_refusals
 from support.wire_samples import CLASSES, in_pieces, make_contract, make_identity, make_profile
 
 from fleetdistill.errors import RefusedError, StoreError

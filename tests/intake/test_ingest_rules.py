@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.taken_in import FLOAT32, refusal, said, take_in
+from intake.taken_in import FLOAT32, refusal, said, take_in
 from support.wire_samples import (
     CUT_SHAPE,
     f32,

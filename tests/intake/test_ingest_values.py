@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.taken_in import FLOAT32, refusal, said, take_in
+from intake.taken_in import FLOAT32, refusal, said, take_in
 from support.wire_samples import (
     CUT_SHAPE,
     EXPECTS,

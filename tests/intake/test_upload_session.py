@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.device_api_fleet import RUN, WHOLE, Fleet, feed, refused_bytes
+from intake.device_api_fleet import RUN, WHOLE, Fleet, feed, refused_bytes
 from support.processes import PATIENCE_SECONDS
 from support.wire_samples import (
     data_of,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.device_api_fleet import RUN, WHOLE, Fleet, feed, refused_bytes
+from intake.device_api_fleet import RUN, WHOLE, Fleet, feed, refused_bytes
 from support.wire_samples import (
     data_of,
     i32,

@@ -58,7 +58,7 @@ from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.store import Store
 
 ROOT = Path(__file__).parents[2]
-CHILD = ROOT / "tests/support/light_process.py"
+CHILD = ROOT / "tests/light/light_process.py"
 RUN, CLASSES, SHAPE = "light", 10, (1, 8, 8)
 ASK = service_pb2.Ask(round=1, step="learn", seed=3)
 Pair = tuple[np.ndarray, np.ndarray]

@@ -71,7 +71,7 @@ def test_a_release_loads_no_torch(fleet, tmp_path):
     (tmp_path / "contract.bin").write_bytes(fleet.contract.SerializeToString())
     (tmp_path / "extractor.onnx").write_bytes(extractor_of(fleet)["extractor"].onnx.tobytes())
     paths = os.pathsep.join(str(ROOT / name) for name in ("client_sdk", "server", "tests"))
-    command = [sys.executable, str(ROOT / "tests/support/light_process.py"), "released", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tests/light/light_process.py"), "released", str(tmp_path)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not set(json.loads((tmp_path / "modules.json").read_text())) & {"torch", "onnx", "fleetdistill_server"}

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from platforms.other_system_run import SETTINGS, SYSTEMS, take_part
 from support.fork_server import forked
 from support.long import long_except
-from support.other_system_run import SETTINGS, SYSTEMS, take_part
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.state import durable

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.recorded_disk import RecordedDisk, check_cut, check_every_cut
+from reliability.recorded_disk import RecordedDisk, check_cut, check_every_cut
 from support.wire_samples import EXPECTS, data_of, make_contract, make_identity, make_payload, make_profile
 
 from fleetdistill.errors import StoreError

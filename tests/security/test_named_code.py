@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
-from support.named_code import RECEIVED
+from security.named_code import RECEIVED
 from support.processes import python
 
 from fleetdistill.methods import METHODS
@@ -18,7 +18,7 @@ from fleetdistill.wire.v1 import service_pb2
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("named")
-    code = f"import pathlib, sys; sys.path[:0] = {sys.path!r}\nfrom support.named_code import main\n"
+    code = f"import pathlib, sys; sys.path[:0] = {sys.path!r}\nfrom security.named_code import main\n"
     return json.loads(python(f"{code}main(pathlib.Path({str(folder)!r}))").splitlines()[-1])
 
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import httpx
 import pytest
+from security.secrets_in import found_secrets, lines_of_key, secrets_of_token
 from support.dashboards import dashboard
 from support.linear_devices import take_part
 from support.long import long_except
 from support.processes import COMMAND, PATIENCE_SECONDS, free_port, wait_until
-from support.secrets_in import found_secrets, lines_of_key, secrets_of_token
 from support.secured import make_pki
 from support.served import RUN, served
 

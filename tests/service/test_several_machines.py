@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from service.load_balancer import MISSING, load_balancer
 from support.answering import AnsweringFleet
 from support.fleets import assert_no_upload_lost
-from support.load_balancer import MISSING, load_balancer
 from support.processes import COMMAND, PATIENCE_SECONDS, free_port, wait_until
 from support.scraping import scraped_until
 from typer.testing import CliRunner

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.event_files import events_in, steps_in
-from support.mlflow_server import MlflowServer, mlflow_server
+from tracking.event_files import events_in, steps_in
+from tracking.mlflow_server import MlflowServer, mlflow_server
 
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from support.answering import AnsweringFleet
-from support.event_files import events_in, steps_in
 from support.processes import COMMAND, PATIENCE_SECONDS, children, free_port, is_alive, wait_until
+from tracking.event_files import events_in, steps_in
 
 from fleetdistill_console.tracking.run_figures import points_since
 from fleetdistill_console.tracking.targets import Tracking, read_targets

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from methods.classstats.class_statistics_fleet import CLASSES, CPU, SHAPE, Rounds, rows_of
 from numpy.testing import assert_array_equal
-from support.class_statistics_fleet import CLASSES, CPU, SHAPE, Rounds, rows_of
 
 from fleetdistill.knowledge import Plan, SharedStatistics
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local

@@ -9,9 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from methods.classstats.class_statistics_fleet import CLASSES, SHAPE, Rounds
+from methods.classstats.one_exchange_fleet import (
+    device_on,
+    devices,
+    fleet,
+    images_of,
+    make_device,
+    make_server,
+    space_of,
+)
 from numpy.testing import assert_allclose
-from support.class_statistics_fleet import CLASSES, SHAPE, Rounds
-from support.one_exchange_fleet import device_on, devices, fleet, images_of, make_device, make_server, space_of
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError, WireError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.one_exchange_fleet import config_of, device_on, images_of, make_server
+from methods.classstats.one_exchange_fleet import config_of, device_on, images_of, make_server
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.methods import config_class, device_class

@@ -8,9 +8,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from methods.classstats.class_statistics_fleet import CLASSES, SHAPE, Rounds
+from methods.classstats.one_exchange_fleet import (
+    devices,
+    fleet,
+    images_of,
+    make_device,
+    make_server,
+    space_of,
+    statistics_of,
+)
 from numpy.testing import assert_allclose
-from support.class_statistics_fleet import CLASSES, SHAPE, Rounds
-from support.one_exchange_fleet import devices, fleet, images_of, make_device, make_server, space_of, statistics_of
 
 from fleetdistill.errors import CannotAnswer, QuorumNotReached
 from fleetdistill.knowledge import (

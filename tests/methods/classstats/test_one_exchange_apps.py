@@ -12,10 +12,10 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from methods.classstats.class_statistics_fleet import CLASSES, SHAPE
+from methods.classstats.one_exchange_fleet import SMALL, fleet, images_of, make_device, statistics_of
 from numpy.testing import assert_allclose
-from support.class_statistics_fleet import CLASSES, SHAPE
 from support.driving import DriveDevices
-from support.one_exchange_fleet import SMALL, fleet, images_of, make_device, statistics_of
 from support.open_device import open_device
 from torch import nn
 

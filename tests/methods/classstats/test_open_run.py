@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.class_statistics_fleet import CLASSES, SHAPE, rows_of
+from methods.classstats.class_statistics_fleet import CLASSES, SHAPE, rows_of
 from support.open_device import open_device
 
 from fleetdistill import Device

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.class_statistics_fleet import CPU, SHAPE
+from methods.classstats.class_statistics_fleet import CPU, SHAPE
 
 from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill.knowledge import ClassSpace

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.dafkd_fleet import CLASSES, QUICK, VARIANTS, make_server
+from methods.dafkd.dafkd_fleet import CLASSES, QUICK, VARIANTS, make_server
 from support.fleets import RUN, assert_no_upload_lost, prepare, run_in_memory
 from torch import nn
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.dafkd_fleet import (
+from methods.dafkd.dafkd_fleet import (
     SHAPE,
     VARIANTS,
     OwnSplit,

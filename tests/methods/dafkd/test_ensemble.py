@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.dafkd_fleet import CPU, QUICK, SHAPE
+from methods.dafkd.dafkd_fleet import CPU, QUICK, SHAPE
 from torch.testing import assert_close
 
 from fleetdistill.methods.dafkd.config import DaFKDConfig

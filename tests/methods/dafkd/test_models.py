@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.dafkd_fleet import CLASSES, SHAPE, OwnSplit
+from methods.dafkd.dafkd_fleet import CLASSES, SHAPE, OwnSplit
 from torch import nn
 from torch.testing import assert_close
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.dafkd_fleet import (
+from methods.dafkd.dafkd_fleet import (
     CLASSES,
     CPU,
     SHAPE,
@@ -25,8 +25,8 @@ from support.dafkd_fleet import (
     train,
     two_devices,
 )
+from methods.stale import run_stale_round
 from support.fleets import RUN, SMALL, prepare, run_in_memory
-from support.stale import run_stale_round
 from torch import Tensor
 from torch.testing import assert_close
 

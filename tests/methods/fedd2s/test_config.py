@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.fedd2s_fleet import CLASSES, INPUTS, device_of, make_config, make_context, make_server
+from methods.fedd2s.fedd2s_fleet import CLASSES, INPUTS, device_of, make_config, make_context, make_server
 from support.wire_samples import make_contract, make_profile
 from torch import nn
 
@@ -96,7 +96,7 @@ def test_models_that_are_no_chain_of_stages_are_refused_with_advice() -> None:
     with pytest.raises(ModelError, match="got OneCut; build one from a list of stages"):
         device_of(OneCut(), data, CLASSES, make_config())
     with pytest.raises(ConfigurationError, match=r"\[model\] device is a Linear"):
-        make_server(make_context("support.fedd2s_fleet:plain_model"))
+        make_server(make_context("methods.fedd2s.fedd2s_fleet:plain_model"))
     device_of(split_sequential(nn.Sequential(nn.Linear(INPUTS, 4), nn.Linear(4, CLASSES)), 1), data, 3, make_config())
 
 

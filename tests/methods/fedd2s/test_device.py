@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.fedd2s_fleet import (
+from methods.fedd2s.fedd2s_fleet import (
     CLASSES,
     changed,
     disturbed_server,

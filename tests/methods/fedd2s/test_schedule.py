@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fedd2s_fleet import CLASSES, make_context, make_server, tiny_model
+from methods.fedd2s.fedd2s_fleet import CLASSES, make_context, make_server, tiny_model
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.fedd2s_fleet import (
+from methods.fedd2s.fedd2s_fleet import (
     CLASSES,
     WIDTHS,
     changed,

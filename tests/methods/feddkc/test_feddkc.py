@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.stale import run_stale_round
+from methods.stale import run_stale_round
 from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.feddkd_fleet import HIDDEN, gradient_of, make_server
+from methods.feddkd.feddkd_fleet import HIDDEN, gradient_of, make_server
 from support.wire_samples import make_contract, make_profile
 
 from fleetdistill.errors import (
@@ -59,7 +59,7 @@ def test_paper_switches_ours_off_at_once() -> None:
     assert (paper.divergence_guard, paper.dkd_max_norm, paper.temperature) == (False, None, 1.0)
     assert (paper.dkd_weighting, paper.fedmax_form, paper.nesterov) == ("uniform", "a_to_u", False)
     assert FedDKDConfig().for_classes(10).divergence_guard
-    assert make_server("support.feddkd_fleet:norm_model", paper=True).config.dkd_lr == 0.1
+    assert make_server("methods.feddkd.feddkd_fleet:norm_model", paper=True).config.dkd_lr == 0.1
 
 
 def contract_of(server: FedDKDServer) -> contract_pb2.Contract:
@@ -96,7 +96,7 @@ def test_another_architecture_is_refused_and_no_steps_need_no_gradients() -> Non
 
 
 def test_a_gradient_that_does_not_fit_is_refused_whole() -> None:
-    server = make_server("support.feddkd_fleet:norm_model", variant="bn")
+    server = make_server("methods.feddkd.feddkd_fleet:norm_model", variant="bn")
     contract, good = contract_of(server), dict(server.shared_parameters().parameters)
     expects = dict(server.answer_kinds()["distil"])
 

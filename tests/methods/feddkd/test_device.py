@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.feddkd_fleet import (
+from methods.feddkd.feddkd_fleet import (
     assert_same,
     distil,
     make_data,
@@ -38,7 +38,7 @@ from fleetdistill.wire.codec import encode
 
 
 def test_a_step_changes_nothing_of_the_device() -> None:
-    for model in ("support.feddkd_fleet:tiny_model", "support.feddkd_fleet:norm_model"):
+    for model in ("methods.feddkd.feddkd_fleet:tiny_model", "methods.feddkd.feddkd_fleet:norm_model"):
         device = make_device(model=model)
         device.handle(teach(server=make_server(model)))
         before = state_of(device.local.model)
@@ -48,8 +48,8 @@ def test_a_step_changes_nothing_of_the_device() -> None:
 
 def test_the_student_is_evaluated_with_what_was_sent_not_with_the_devices_statistics() -> None:
     """Plain FedDKD: also the running statistics are the averaged ones, frozen (mistakes and ambiguities, 7)."""
-    device = make_device(model="support.feddkd_fleet:norm_model", dkd_batch_size=20)
-    server = make_server("support.feddkd_fleet:norm_model")
+    device = make_device(model="methods.feddkd.feddkd_fleet:norm_model", dkd_batch_size=20)
+    server = make_server("methods.feddkd.feddkd_fleet:norm_model")
     device.handle(teach(server=server))
     student = copy.deepcopy(server.model).eval()
     sent = device.handle(distil(1, server=server)).parts["gradient"]
@@ -140,14 +140,14 @@ def test_the_teacher_is_computed_once_a_round_and_survives_a_restart(monkeypatch
         return real(*args, **how)
 
     monkeypatch.setattr("fleetdistill.methods.feddkd.device.extract", counting)
-    device = make_device(model="support.feddkd_fleet:norm_model")
-    server = make_server("support.feddkd_fleet:norm_model")
+    device = make_device(model="methods.feddkd.feddkd_fleet:norm_model")
+    server = make_server("methods.feddkd.feddkd_fleet:norm_model")
     device.handle(teach(server=server))
     between = unpack_state(pack_state({"model": device.local.model.state_dict(), "method": device.state_dict()}))
     answers = [device.handle(distil(step, seed=step, server=server)) for step in (1, 2)]
     assert len(calls) == 1
 
-    restarted = make_device(model="support.feddkd_fleet:norm_model")
+    restarted = make_device(model="methods.feddkd.feddkd_fleet:norm_model")
     for step in (1, 2):
         restarted.local.model.load_state_dict(between["model"])
         restarted.load_state_dict(between["method"])
@@ -156,7 +156,7 @@ def test_the_teacher_is_computed_once_a_round_and_survives_a_restart(monkeypatch
         between = unpack_state(
             pack_state({"model": restarted.local.model.state_dict(), "method": restarted.state_dict()})
         )
-        restarted = make_device(model="support.feddkd_fleet:norm_model")
+        restarted = make_device(model="methods.feddkd.feddkd_fleet:norm_model")
     assert len(calls) == 2
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.driving import DriveDevices
-from support.feddkd_fleet import (
+from methods.feddkd.feddkd_fleet import (
     asked,
     assert_same,
     fleet_of,
@@ -24,6 +23,7 @@ from support.feddkd_fleet import (
     small,
     weight_of,
 )
+from support.driving import DriveDevices
 from support.fleets import outcome, prepare, run_in_memory
 from torch import Tensor, nn
 from torch.testing import assert_close

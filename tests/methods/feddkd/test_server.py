@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.feddkd_fleet import (
+from methods.feddkd.feddkd_fleet import (
     CLASSES,
     answers,
     asked,
@@ -172,7 +172,7 @@ def test_a_rate_that_is_far_too_large_is_caught_on_real_models() -> None:
 
 @pytest.mark.parametrize("model", ["tiny_model", "norm_model"])
 def test_the_guard_stays_still_at_the_default_rate(model: str) -> None:
-    path = f"support.feddkd_fleet:{model}"
+    path = f"methods.feddkd.feddkd_fleet:{model}"
     server, fleet = make_server(path, dkd_steps=8), make_fleet(3, model=path, dkd_steps=8)
     run_round(server, fleet)
     assert fleet.events == []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.feddkd_fleet import (
+from methods.feddkd.feddkd_fleet import (
     Handle,
     answers,
     assert_same,
@@ -86,7 +86,7 @@ def test_activations_must_be_rows_of_numbers() -> None:
 
 
 def test_bn_keeps_batch_norm_on_the_device_through_a_round() -> None:
-    path = "support.feddkd_fleet:norm_model"
+    path = "methods.feddkd.feddkd_fleet:norm_model"
     server = make_server(path, variant="bn", dkd_steps=4, dkd_lr=0.05)
     devices = {f"d{i}": make_device(i, model=path, variant="bn") for i in range(2)}
     norms = batch_norm_names(server.model)
@@ -118,7 +118,7 @@ def test_bn_keeps_batch_norm_on_the_device_through_a_round() -> None:
 
 
 def test_bn_gives_the_next_round_the_shared_weights_and_keeps_its_own_batch_norm() -> None:
-    path = "support.feddkd_fleet:norm_model"
+    path = "methods.feddkd.feddkd_fleet:norm_model"
     server, device = make_server(path, variant="bn"), make_device(model=path, variant="bn")
     device.handle(teach(server=server))
     own = {name: state_of(device.local.model)[name] for name in batch_norm_names(server.model)}
@@ -130,7 +130,7 @@ def test_bn_gives_the_next_round_the_shared_weights_and_keeps_its_own_batch_norm
 
 
 def test_bn_evaluates_the_student_with_the_devices_own_statistics() -> None:
-    path = "support.feddkd_fleet:norm_model"
+    path = "methods.feddkd.feddkd_fleet:norm_model"
     server = make_server(path, variant="bn")
     device = make_device(model=path, variant="bn", dkd_batch_size=20)
     device.handle(teach(server=server))
@@ -146,7 +146,7 @@ def test_bn_evaluates_the_student_with_the_devices_own_statistics() -> None:
 
 
 def test_bn_has_no_global_model_and_plain_has() -> None:
-    personal = make_server("support.feddkd_fleet:norm_model", variant="bn")
+    personal = make_server("methods.feddkd.feddkd_fleet:norm_model", variant="bn")
     assert personal.global_model() is None
     assert personal.export() is None
     assert make_server().global_model() is not None
@@ -158,20 +158,20 @@ def test_variants_that_a_model_cannot_have_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="variant 'max' needs a model with embedding"):
         scalar_server(variant="max")
     with pytest.raises(ConfigurationError, match="dkd_student_mode 'train' needs dkd_batch_size >= 2"):
-        make_server("support.feddkd_fleet:norm_model", dkd_student_mode="train", dkd_batch_size=1)
+        make_server("methods.feddkd.feddkd_fleet:norm_model", dkd_student_mode="train", dkd_batch_size=1)
 
 
 def test_max_tells_an_app_at_once_that_its_model_lacks_embedding() -> None:
     with pytest.raises(
         ModelError, match=r"FedDKD needs the input of the last layer, and Tapless has no embedding\(x\)"
     ):
-        make_device(model="support.feddkd_fleet:tapless_model", variant="max")
-    make_device(model="support.feddkd_fleet:tapless_model")
+        make_device(model="methods.feddkd.feddkd_fleet:tapless_model", variant="max")
+    make_device(model="methods.feddkd.feddkd_fleet:tapless_model")
 
 
 @pytest.mark.parametrize(("model", "variant"), [("tiny_model", "plain"), ("norm_model", "plain"), ("norm_model", "bn")])
 def test_a_student_in_train_mode_differs_and_leaves_everything_as_it_was(model: str, variant: str) -> None:
-    path = f"support.feddkd_fleet:{model}"
+    path = f"methods.feddkd.feddkd_fleet:{model}"
     settings: dict[str, Any] = {"model": path, "variant": variant}
     server, gradients = make_server(path, variant=variant), []
     for mode in ("eval", "train", "train"):
@@ -189,5 +189,5 @@ def test_a_student_in_train_mode_differs_and_leaves_everything_as_it_was(model: 
 
 def test_gamma_is_smaller_with_batch_norm_unless_it_is_given() -> None:
     assert make_server().config.dkd_lr == 0.1
-    assert make_server("support.feddkd_fleet:norm_model").config.dkd_lr == 0.01
-    assert make_server("support.feddkd_fleet:norm_model", dkd_lr=0.3).config.dkd_lr == 0.3
+    assert make_server("methods.feddkd.feddkd_fleet:norm_model").config.dkd_lr == 0.01
+    assert make_server("methods.feddkd.feddkd_fleet:norm_model", dkd_lr=0.3).config.dkd_lr == 0.3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.dying_models import DYING, deaths
+from simulation.backends.dying_models import DYING, deaths
 from support.fleets import SMALL, device_files, prepare, record, run_in_memory
 from support.processes import module_path, wait_until
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.dying_models import DYING, PARENT, deaths
+from simulation.backends.dying_models import DYING, PARENT, deaths
 from support.fleets import HOSTILE, RUNS, Prepared, device_files, prepare, record, run_in_memory
 from support.long import long_except
 from support.processes import children, wait_until

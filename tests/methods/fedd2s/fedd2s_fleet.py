@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.tiny_context import CLASSES, INPUTS, tiny_context
+from methods.tiny_context import CLASSES, INPUTS, tiny_context
 from torch import nn
 
 from fleetdistill.knowledge import SampleKnowledge
@@ -38,7 +38,7 @@ def plain_model(input_shape: Sequence[int], classes: int) -> nn.Module:
     return nn.Linear(INPUTS, classes)
 
 
-def make_context(model: str = "support.fedd2s_fleet:tiny_model", **changes: Any) -> MethodContext:
+def make_context(model: str = "methods.fedd2s.fedd2s_fleet:tiny_model", **changes: Any) -> MethodContext:
     return tiny_context(model, **changes)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from support.class_statistics_fleet import CLASSES, CPU, SHAPE, Rounds, rows_of
+from methods.classstats.class_statistics_fleet import CLASSES, CPU, SHAPE, Rounds, rows_of
 
 from fleetdistill.knowledge import (
     ClassSpace,

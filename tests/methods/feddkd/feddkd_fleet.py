@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.tiny_context import CLASSES, INPUTS, tiny_context
+from methods.tiny_context import CLASSES, INPUTS, tiny_context
 from torch import Tensor, nn
 
 from fleetdistill.knowledge import DistillationGradient, Kind, ModelParameters, Parts, Plan
@@ -45,7 +45,7 @@ def scalar_model(input_shape: Sequence[int] = (1,), classes: int = CLASSES) -> n
     return nn.Linear(1, classes, bias=False)
 
 
-def make_context(model: str = "support.feddkd_fleet:tiny_model", **changes: Any) -> MethodContext:
+def make_context(model: str = "methods.feddkd.feddkd_fleet:tiny_model", **changes: Any) -> MethodContext:
     return tiny_context(model, **changes)
 
 
@@ -53,7 +53,7 @@ def make_config(**settings: Any) -> FedDKDConfig:
     return FedDKDConfig.from_settings({"batch_size": 8, "local_epochs": 2, **settings}).for_classes(CLASSES)
 
 
-def make_server(model: str = "support.feddkd_fleet:tiny_model", **settings: Any) -> FedDKDServer:
+def make_server(model: str = "methods.feddkd.feddkd_fleet:tiny_model", **settings: Any) -> FedDKDServer:
     return FedDKDServer(make_config(**settings), make_context(model))
 
 
@@ -64,7 +64,7 @@ def make_data(seed: int, rows: int = 20) -> TensorData:
 
 
 def make_device(
-    seed: int = 0, rows: int = 20, model: str = "support.feddkd_fleet:tiny_model", **settings: Any
+    seed: int = 0, rows: int = 20, model: str = "methods.feddkd.feddkd_fleet:tiny_model", **settings: Any
 ) -> FedDKDDevice:
     module = make_context(model).device_model()
     local = Local(
@@ -108,7 +108,7 @@ def run_round(server: FedDKDServer, fleet: FakeCohort) -> FakeCohort:
 
 
 def make_fleet(
-    count: int = 2, completed: int = 0, model: str = "support.feddkd_fleet:tiny_model", **settings: Any
+    count: int = 2, completed: int = 0, model: str = "methods.feddkd.feddkd_fleet:tiny_model", **settings: Any
 ) -> FakeCohort:
     devices = {f"d{i}": make_device(i, model=model, **settings) for i in range(count)}
     return fleet_of({name: device.handle for name, device in devices.items()}, completed)
@@ -143,7 +143,8 @@ def scripted(
 
 
 def scalar_server(**settings: Any) -> FedDKDServer:
-    return FedDKDServer(make_config(**settings), make_context("support.feddkd_fleet:scalar_model", input_shape=(1,)))
+    context = make_context("methods.feddkd.feddkd_fleet:scalar_model", input_shape=(1,))
+    return FedDKDServer(make_config(**settings), context)
 
 
 def weight_of(server: FedDKDServer) -> float:

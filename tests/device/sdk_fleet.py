@@ -56,7 +56,7 @@ class Fleet:
             {
                 "run": {"name": RUN, "method": "feddkc"},
                 "contract": {"classes": 3, "input_shape": [4]},
-                "model": {"extractor": "support.sdk_fleet:tiny_extractor", "server": "support.sdk_fleet:tiny_server"},
+                "model": {"extractor": "device.sdk_fleet:tiny_extractor", "server": "device.sdk_fleet:tiny_server"},
             }
         )
         self.store.runs.begin(RUN, self.config.fixed_part())

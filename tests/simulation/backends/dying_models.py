@@ -16,7 +16,8 @@ from fleetdistill.models import build_model
 
 PARENT, DEATHS = "FLEETDISTILL_TESTS_PARENT", "FLEETDISTILL_TESTS_DEATHS"
 """Variables with the id of the process that survives, and a folder with a file for each death that is still due."""
-DYING = replace(SMALL, method="feddkc", devices=3, train_limit=90, models=("support.dying_models:dying_mlp",))
+_MODEL = "simulation.backends.dying_models:dying_mlp"
+DYING = replace(SMALL, method="feddkc", devices=3, train_limit=90, models=(_MODEL,))
 """Devices of FedDKC keep their optimiser, so a state that is lost or used twice changes the result."""
 
 
