@@ -1,10 +1,11 @@
-"""What a process loads: devices stay light, and the front knows no method.
+"""What a process loads: devices stay light, and the front knows no method. And what tests import.
 
 What a file may import, import-linter holds (pyproject.toml, `make check`).
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import signal
 import subprocess
@@ -102,3 +103,22 @@ def test_serve_loads_no_annex_but_metrics(tmp_path: Path, metrics: bool) -> None
     assert loaded - of_packages(loaded, "fleetdistill_console.metrics") == (
         {"fleetdistill_console"} if metrics else set()
     )
+
+
+def imported_by(file: Path) -> set[str]:
+    """Full names of the modules that a file imports."""
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    modules = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    return modules | {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def test_no_file_imports_from_a_test_file() -> None:
+    """What tests share is in the folder that uses it, or in tests/support for several folders."""
+    tests = Path(__file__).parent
+    found = {
+        f"{file.relative_to(tests)}: {module}"
+        for file in tests.rglob("*.py")
+        for module in imported_by(file)
+        if module.rpartition(".")[2].startswith("test_")
+    }
+    assert found == set()

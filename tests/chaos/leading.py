@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from chaos.operators import OperatorKiller
-from service.test_supervisor import ENGINE, FRONT, Served, serve, write_config
 from support.answering import AnsweringFleet
 from support.processes import COMMAND, children, free_port, wait_until
+from support.serving import ENGINE, FRONT, Served, serve, write_config
 
 from fleetdistill_server.store.store import Store
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from service.test_supervisor import FRONT, serve, write_config
 from support.processes import PATIENCE_SECONDS, children, free_port
 from support.secured import make_pki
+from support.serving import FRONT, serve, write_config
 
 from fleetdistill.errors import FleetDistillError, LinkError
 from fleetdistill_server.operations.client import connect

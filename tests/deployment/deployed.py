@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from link.test_hostile_server import Events, device_at
-from support.hostile_server import CLASSES, LyingLink, ask
+from support.hostile_server import CLASSES, Events, LyingLink, ask, device_at
 from torch import nn
 
 from fleetdistill import Device

@@ -10,8 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from link.test_hostile_server import Events, device_at
-from support.hostile_server import CLASSES, LyingLink, ask
+from support.hostile_server import CLASSES, Events, LyingLink, ask, device_at
 from support.open_device import open_device
 from torch import nn
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from link.test_hostile_server import device_at
-from support.hostile_server import LyingLink
+from support.hostile_server import LyingLink, device_at
 from support.processes import python
 
 from fleetdistill import Deployment

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from link.test_hostile_server import device_at
-from support.hostile_server import CLASSES, LyingLink, ask, terms
+from support.hostile_server import CLASSES, LyingLink, ask, device_at, terms
 from torch import nn
 
 from fleetdistill import Deployment, Device, Predictor

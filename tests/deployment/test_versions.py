@@ -13,8 +13,7 @@ import torch
 from deployment.deployed import BATCH, device_of
 from hypothesis import given
 from hypothesis import strategies as st
-from link.test_hostile_server import Events
-from support.hostile_server import CLASSES
+from support.hostile_server import CLASSES, Events
 from support.open_device import open_device
 from support.small_device import SmallWorker
 

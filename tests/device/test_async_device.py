@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from device.test_loops import WaitingLink
-from link.test_hostile_server import DATA, device_at, model
-from support.hostile_server import LyingLink, ask, terms
+from device.waiting import WaitingLink
+from support.hostile_server import DATA, LyingLink, ask, device_at, model, terms
 from support.open_device import grouped
 from support.processes import PATIENCE_SECONDS
 from torch import Tensor, nn

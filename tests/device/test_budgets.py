@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from link.test_hostile_server import device_at, model
-from support.hostile_server import LyingLink, ask, terms
+from support.hostile_server import LyingLink, ask, device_at, model, terms
 from support.processes import python
 
 from fleetdistill import Budgets, Eligibility, Event, Step

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from device.sdk_fleet import RUN, Fleet, make_device
-from link.test_hostile_server import device_at
 from support.devices import answer_waits, compute_of, state_of
-from support.hostile_server import LyingLink, ask
+from support.hostile_server import LyingLink, ask, device_at
 
 from fleetdistill import Step
 from fleetdistill.errors import (

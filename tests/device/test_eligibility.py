@@ -21,9 +21,8 @@ import pytest
 from device.sdk_fleet import RUN, Fleet, make_device
 from hypothesis import example, given
 from hypothesis import strategies as st
-from link.test_hostile_server import device_at
 from support.fleets import RUNS, device_files, prepare, record, run_in_memory
-from support.hostile_server import LyingLink, ask, terms
+from support.hostile_server import LyingLink, ask, device_at, terms
 from support.long import long_except
 from support.open_device import open_device
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from link.test_hostile_server import DATA
-from support.hostile_server import CLASSES, LyingLink, ask, terms
+from support.hostile_server import CLASSES, DATA, LyingLink, ask, terms
 from support.open_device import open_device
 from support.processes import PATIENCE_SECONDS
 from torch import nn

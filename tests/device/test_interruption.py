@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from link.test_hostile_server import device_at
-from support.hostile_server import LyingLink, ask, terms
+from support.hostile_server import LyingLink, ask, device_at, terms
 from support.processes import PATIENCE_SECONDS
 
 from fleetdistill import Event, Step

@@ -8,9 +8,8 @@ import pkgutil
 from pathlib import Path
 
 import pytest
-from device.test_progress import Ticking
-from link.test_hostile_server import device_at
-from support.hostile_server import LyingLink, ask, terms
+from device.waiting import Ticking
+from support.hostile_server import LyingLink, ask, device_at, terms
 
 import fleetdistill
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from device.sdk_fleet import Fleet, make_device
-from link.test_hostile_server import DATA, device_at, model
-from support.hostile_server import LyingLink, ask
+from device.waiting import WaitingLink
+from support.hostile_server import DATA, LyingLink, ask, device_at, model
 from support.processes import PATIENCE_SECONDS, module_path
 from torch import nn
 
@@ -28,27 +28,6 @@ from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.memory_link import MemoryLink
 
 COME_BACK = service_pb2.NextAskResponse(come_back=service_pb2.ComeBack(after_seconds=7, before_seconds=7))
-
-
-class WaitingLink(LyingLink):
-    """Holds every request for work until `interrupt`, like a server without work."""
-
-    def __init__(self, *asks: Any) -> None:
-        super().__init__(*asks)
-        self.polling, self.interrupted = threading.Event(), threading.Event()
-
-    def next_ask(self, identity: Any, wait_seconds: float) -> Any:
-        if self.asks:
-            return super().next_ask(identity, wait_seconds)
-        self.polling.set()
-        assert self.interrupted.wait(PATIENCE_SECONDS)
-        self.interrupted.clear()
-        self.polling.clear()
-        raise LinkError("the call was cancelled")
-
-    def interrupt(self) -> None:
-        if self.polling.is_set():
-            self.interrupted.set()
 
 
 def in_thread(function: Callable[[], Any]) -> list[Any]:
@@ -173,7 +152,7 @@ def test_an_app_that_ends_without_close_stops_its_device(tmp_path: Path) -> None
     script.write_text(
         "import sys\n"
         "from pathlib import Path\n"
-        "from device.test_loops import WaitingLink, device_at\n"
+        "from device.waiting import WaitingLink\nfrom support.hostile_server import device_at\n"
         "link = WaitingLink()\n"
         "device, events = device_at(link, Path(sys.argv[1]))\n"
         "device.start()\n"

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from link.test_hostile_server import DATA, device_at, model
-from support.hostile_server import CLASSES, LyingLink, ask, terms
+from support.hostile_server import CLASSES, DATA, LyingLink, ask, device_at, model, terms
 from support.open_device import open_device
 from support.processes import PATIENCE_SECONDS
 from support.small_device import SmallWorker

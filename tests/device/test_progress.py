@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from link.test_hostile_server import device_at
-from support.hostile_server import LyingLink, ask, terms
+from device.waiting import Ticking
+from support.hostile_server import LyingLink, ask, device_at, terms
 from support.open_device import open_device
 
 from fleetdistill import Event
@@ -16,14 +16,6 @@ from fleetdistill.compute import light_worker
 from fleetdistill.progress import report_progress, reported_to
 from fleetdistill.testing import EventLog, ManualClock
 from fleetdistill_server.testing import MemoryServer
-
-
-class Ticking(ManualClock):
-    """A quarter of a second passes each time that somebody looks."""
-
-    def now(self) -> float:
-        self.advance(0.25)
-        return super().now()
 
 
 def test_training_reports_its_progress_at_most_once_per_second(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from link.test_hostile_server import CLASSES, device_at
-from support.hostile_server import LyingLink, ask
+from support.hostile_server import CLASSES, LyingLink, ask, device_at
 from support.processes import PATIENCE_SECONDS, free_port, wait_until
 
 from fleetdistill import Device, Event

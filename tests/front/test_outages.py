@@ -9,7 +9,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from service.test_supervisor import completed, serve, write_config
 from support.answering import AnsweringFleet
 from support.live_front import (
     CALL_SECONDS,
@@ -25,6 +24,7 @@ from support.live_front import (
 )
 from support.postgres import Postgres
 from support.processes import COMMAND, wait_until
+from support.serving import completed, serve, write_config
 from support.wire_samples import make_payload
 from typer.testing import CliRunner
 

@@ -10,47 +10,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from support.hostile_server import CLASSES, RUN, VALUES, LyingLink, ask, knowledge, terms
-from support.open_device import open_device
-from torch import nn
+from support.hostile_server import (
+    CLASSES,
+    RUN,
+    VALUES,
+    LyingLink,
+    ask,
+    device_at,
+    knowledge,
+    terms,
+)
 
-from fleetdistill import COLUMNS, Device, Event, Step
+from fleetdistill import Step
 from fleetdistill.errors import CannotAnswer, ConfigurationError, LinkError, WireError
 from fleetdistill.interruption import check_may_continue, time_limit
 from fleetdistill.link.terms import MAX_ATTEMPTS, pause_seconds, plain
 from fleetdistill.testing import ManualClock
-from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codes import LONGEST_AFTER_SECONDS
 from fleetdistill.wire.digests import digest
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2, tensor_pb2
-
-DATA = (np.random.default_rng(0).random((12, 4)).astype(np.float32), np.arange(12) % CLASSES)
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return split_sequential(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, CLASSES)), 2)
-
-
-class Events(list[Event]):
-    def texts(self, kind: str) -> list[str]:
-        return [event.text for event in self if event.kind == kind]
-
-
-def device_at(link: Any, state_dir: Path, **changes: Any) -> tuple[Device, Events]:
-    events = Events()
-    settings: dict[str, Any] = {
-        "server": link,
-        "model": model,
-        "data": DATA,
-        "state_dir": state_dir,
-        "allow": COLUMNS,
-        "export": "never",
-        "on_event": events.append,
-    }
-    return open_device(**{**settings, **changes}), events
-
 
 # --- the terms
 

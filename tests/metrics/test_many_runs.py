@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from service.test_many_runs import call
-from service.test_supervisor import serve, write_config
 from support.processes import free_port
 from support.scraping import scraped_until
+from support.serving import call, serve, write_config
 
 
 @pytest.mark.slow

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
-import pytest
+from metrics.promtool import ALERTS, DASHBOARD, ROOT, needs_promtool, promtool
 
 from fleetdistill_console.metrics.catalogue import CATALOGUE
 
-ROOT = Path(__file__).parents[2]
-ALERTS, DASHBOARD = ROOT / "deploy/prometheus/alerts.yml", ROOT / "deploy/grafana/fleetdistill.json"
 PAGE = ROOT / "docs/how-to/monitor-a-server.md"
-PROMTOOL = shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian's package prometheus)")
 
 
 def names_in(text: str) -> set[str]:
     """Names of metrics in expressions."""
     return set(re.findall(r"\bfleetdistill_\w+", text))
-
-
-def promtool(*words: str, stdin: str | None = None) -> None:
-    """Runs promtool in deploy/prometheus; fails with what it says."""
-    done = subprocess.run(
-        [str(PROMTOOL), *words], cwd=ALERTS.parent, input=stdin, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_page_lists_every_metric_as_the_code_defines_it() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from metrics.test_names import needs_promtool, promtool
+from metrics.promtool import needs_promtool, promtool
 from support.open_device import open_device
 from support.processes import PATIENCE_SECONDS, free_port, wait_until
 from support.scraping import Scraped, scraped_until

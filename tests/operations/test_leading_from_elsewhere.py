@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from operations.conftest import DEVICES, take_part
-from service.test_supervisor import FRONT, Served, serve
 from support.processes import free_port, is_alive, wait_until
 from support.secured import make_pki
 from support.served import RUN
+from support.serving import FRONT, Served, serve
 from typer.testing import CliRunner
 
 from fleetdistill.errors import FleetDistillError

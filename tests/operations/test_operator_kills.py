@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos.leading import LED
 from chaos.operators import OperatorKiller
-from service.test_leading_kills import COMMANDS, LED, prepare, run_command, state_of, write_config
+from chaos.run_commands import COMMANDS, prepare, run_command, state_of
 from support.live_front import RUN, prepare_store
 from support.processes import COMMAND, wait_until
 from support.secured import SecuredFront, make_pki, secured_front
+from support.serving import write_config
 
 from fleetdistill.state.failpoints import VARIABLE
 from fleetdistill_server.operations.source import LocalStore

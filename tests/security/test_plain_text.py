@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from link.test_hostile_server import DATA, model
+from support.hostile_server import DATA, model
 from support.open_device import open_device
 from support.processes import free_port
 from support.secured import make_pki, secured_front

@@ -16,9 +16,9 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from service.test_supervisor import ENGINE, FRONT, RUN, completed, serve, write_config
 from support.answering import AnsweringFleet
 from support.processes import COMMAND, PATIENCE_SECONDS, is_alive, wait_until
+from support.serving import ENGINE, FRONT, RUN, completed, serve, write_config
 from typer.testing import CliRunner
 
 from fleetdistill_server.cli.app import app

@@ -3,75 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from chaos.leading import LED, Killer, checkpoint_of, server_toml, summary
-from service.test_supervisor import serve, write_config
+from chaos.leading import LED, Killer, checkpoint_of, server_toml
+from chaos.run_commands import COMMANDS, prepare, run_command, state_of
 from support.answering import AnsweringFleet
 from support.long import long_except
 from support.processes import COMMAND, children, is_alive, wait_until
+from support.serving import serve, write_config
 
 from fleetdistill.state.failpoints import VARIABLE
-from fleetdistill_server.config.run_config import load_run_config
-from fleetdistill_server.service import leading
 from fleetdistill_server.store.store import Store
 
 # --- the commands, without a server
 
-COMMANDS: dict[str, tuple[list[str], list[str]]] = {
-    "create": ([], ["create", "run.toml", "--start"]),
-    "start": (["create"], ["start", LED]),
-    "pause": (["create", "start"], ["pause", LED]),
-    "resume": (["create", "start", "pause"], ["resume", LED]),
-    "stop": (["create", "start"], ["stop", LED]),
-    "clone": (["create"], ["clone", LED, "copy", "--set", "run.seed=7"]),
-    "delete": (["create", "start"], ["delete", LED, "--yes"]),
-}
 LEADS, DELETES = "runs.lead", "runs.delete"
 CASES = [
     (command, f"{DELETES if command == 'delete' else LEADS}.{point}")
     for command in COMMANDS
     for point in ("before-commit", "after-commit")
 ]
-
-
-def run_command(folder: Path, words: list[str], points: str = "") -> subprocess.CompletedProcess[str]:
-    where = ["--store", str(folder / "store")]
-    environment = os.environ | ({VARIABLE: points} if points else {})
-    return subprocess.run(
-        [*COMMAND, "runs", *words, *where], cwd=folder, env=environment, capture_output=True, text=True
-    )
-
-
-def prepare(folder: Path, actions: list[str]) -> None:
-    """A store in which these actions were done, with another run that nobody touches."""
-    folder.mkdir()
-    config = load_run_config(write_config(folder, run_name=LED, run_rounds=3))
-    store = Store.open(folder / "store")
-    leading.create(store, load_run_config(write_config(folder, run_name="other")))
-    write_config(folder, run_name=LED, run_rounds=3)
-    steps: dict[str, Callable[[], object]] = {
-        "create": lambda: leading.create(store, config),
-        "start": lambda: leading.start(store, LED),
-        "pause": lambda: leading.pause(store, LED),
-    }
-    for action in actions:
-        steps[action]()
-    store.close()
-
-
-def state_of(folder: Path) -> Any:
-    store = Store.open(folder / "store")
-    try:
-        return summary(store)
-    finally:
-        store.close()
 
 
 @pytest.mark.slow

@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service.test_supervisor import ENGINE, FRONT, serve, write_config
 from support.answering import AnsweringFleet
 from support.processes import children, is_alive, wait_until
-from typer.testing import CliRunner
+from support.serving import ENGINE, FRONT, call, serve, write_config
 
-from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.service import engine_process, engine_slots, leading, serve_lock
@@ -330,12 +328,6 @@ def test_one_byte_of_the_front_wakes_every_engine() -> None:
 
 
 # --- real processes
-
-
-def call(*words: str) -> str:
-    result = CliRunner().invoke(app, list(words))
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 @pytest.mark.slow

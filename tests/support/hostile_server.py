@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from support.open_device import open_device
+from torch import nn
 
+from fleetdistill import COLUMNS, Device, Event
 from fleetdistill.knowledge import Kind, Plan, RefinedKnowledge
 from fleetdistill.methods import config_class, config_to_plan
+from fleetdistill.training.model import split_sequential
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import AnyChunk
@@ -124,3 +130,30 @@ class LyingLink:
 def terms_of(given: Any) -> Any:
     """The given ones, or valid ones."""
     return terms() if given is None else given
+
+
+DATA = (np.random.default_rng(0).random((12, 4)).astype(np.float32), np.arange(12) % CLASSES)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return split_sequential(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, CLASSES)), 2)
+
+
+class Events(list[Event]):
+    def texts(self, kind: str) -> list[str]:
+        return [event.text for event in self if event.kind == kind]
+
+
+def device_at(link: Any, state_dir: Path, **changes: Any) -> tuple[Device, Events]:
+    events = Events()
+    settings: dict[str, Any] = {
+        "server": link,
+        "model": model,
+        "data": DATA,
+        "state_dir": state_dir,
+        "allow": COLUMNS,
+        "export": "never",
+        "on_event": events.append,
+    }
+    return open_device(**{**settings, **changes}), events

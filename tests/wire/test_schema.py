@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wire.test_codec import ONE_OF_EACH
+from wire.one_of_each import ONE_OF_EACH
 
 from fleetdistill import knowledge as k
 from fleetdistill.wire.codec import encode

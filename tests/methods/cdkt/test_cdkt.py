@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from methods.cdkt.cdkt_fleet import CLASSES, INPUTS, PROXY, WIDTH, made_up, make_proxy, make_server, tiny_model
 from support.fleets import prepare, run_in_memory
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,48 +31,22 @@ from fleetdistill.models import build_model
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData, train_epochs
 from fleetdistill.training.losses import distillation_loss, euclidean_distance, js_divergence
-from fleetdistill.training.model import SplitModel, parameter_count
+from fleetdistill.training.model import parameter_count
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import encode
 from fleetdistill_lab.simulation.report.metrics import c_per
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation
-from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.engine.export import export_server_model
 from fleetdistill_server.engine.forgetting import BetweenRounds
 from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.cdkt import CDKTServer
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Sizes, features_of, round_bytes
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.testing import FakeCohort, Member, always, play
 
-CLASSES, INPUTS, WIDTH, PROXY = 3, 6, 5, 7
 VARIANTS = ("full", "rep", "repfull")
 every_variant = pytest.mark.parametrize("knowledge", VARIANTS)
-
-
-def tiny_model(input_shape: tuple[int, ...] = (INPUTS,), classes: int = CLASSES) -> SplitModel:
-    stages = {"stem": nn.Linear(INPUTS, WIDTH), "relu": nn.ReLU(), "head": nn.Linear(WIDTH, classes)}
-    return SplitModel(stages, cut="stem")
-
-
-def make_proxy(rows: int = PROXY) -> TensorData:
-    generator = torch.Generator().manual_seed(11)
-    return TensorData(torch.randn(rows, INPUTS, generator=generator), torch.arange(rows) % CLASSES)
-
-
-def make_server(**settings: Any) -> CDKTServer:
-    sys.modules["test_cdkt"] = sys.modules[__name__]
-    context = MethodContext(
-        classes=CLASSES,
-        input_shape=(INPUTS,),
-        models=ModelSection(server="test_cdkt:tiny_model"),
-        torch_device=torch.device("cpu"),
-        seed=3,
-        proxy=make_proxy(),
-    )
-    return CDKTServer(CDKTConfig(**settings).for_classes(CLASSES), context)
 
 
 def make_device(rows: int = 20, **settings: Any) -> CDKTDevice:
@@ -81,15 +55,6 @@ def make_device(rows: int = 20, **settings: Any) -> CDKTDevice:
     model, where = tiny_model(), torch.device("cpu")
     local = Local(model=model, taps=model, data=data, classes=CLASSES, torch_device=where, proxy=make_proxy())
     return CDKTDevice(CDKTConfig(**settings).for_classes(CLASSES), local)
-
-
-def made_up(seed: int = 0, rows: int = PROXY, columns: str = "logits embeddings") -> ProxyKnowledge:
-    random = np.random.default_rng(seed)
-    both = {
-        "logits": random.normal(size=(rows, CLASSES)).astype(np.float32),
-        "embeddings": random.random((rows, WIDTH), np.float32),
-    }
-    return ProxyKnowledge(valid=True, **{name: both[name] for name in columns.split()})  # type: ignore[arg-type]
 
 
 NOTHING = ProxyKnowledge(valid=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from methods.cdkt.test_cdkt import CLASSES, made_up, make_proxy
+from methods.cdkt.cdkt_fleet import CLASSES, made_up, make_proxy
 
 from fleetdistill.methods.cdkt.config import CDKTConfig
 from fleetdistill.wire.codec import encode

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import copy
-import sys
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from methods.feddkc.feddkc_fleet import (
+    CLASSES,
+    FEATURES,
+    NOTHING,
+    ask,
+    make_device,
+    make_knowledge,
+    make_server,
+    run_round,
+)
 from methods.stale import run_stale_round
 from torch import nn
 from torch.nn import functional
@@ -17,58 +26,14 @@ from torch.testing import assert_close
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import CUT, RefinedKnowledge, SampleKnowledge
-from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.feddkc.config import FedDKCConfig
 from fleetdistill.methods.feddkc.device import FedDKCDevice
 from fleetdistill.state.state_file import pack_state, unpack_state
-from fleetdistill.training.local_training import TensorData, smallest_batch
-from fleetdistill.training.model import split_sequential
+from fleetdistill.training.local_training import smallest_batch
 from fleetdistill.wire.codec import encode
-from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.feddkc.server import FedDKCServer, Upload
-from fleetdistill_server.testing import FakeCohort, always, play
+from fleetdistill_server.testing import FakeCohort, always
 from fleetdistill_server.training.loop import batches
-
-CLASSES, FEATURES = 3, 4
-
-
-def identity_extractor(input_shape: tuple[int, ...]) -> nn.Module:
-    return nn.Identity()
-
-
-def small_predictor(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
-
-
-def make_server(**settings: Any) -> FedDKCServer:
-    sys.modules["test_feddkc"] = sys.modules[__name__]
-    context = MethodContext(
-        classes=CLASSES,
-        input_shape=(FEATURES,),
-        models=ModelSection(extractor="test_feddkc:identity_extractor", server="test_feddkc:small_predictor"),
-        torch_device=torch.device("cpu"),
-        seed=3,
-    )
-    return FedDKCServer(FedDKCConfig(**settings).for_classes(CLASSES), context)
-
-
-def make_knowledge(seed: int, rows: int = 12, right: bool = True) -> SampleKnowledge:
-    rng = np.random.default_rng(seed)
-    labels = rng.integers(0, CLASSES, rows).astype(np.int32)
-    said = labels if right else (labels + 1) % CLASSES
-    return SampleKnowledge(
-        sample_ids=np.arange(rows) * 10 + seed,
-        features={CUT: (rng.normal(size=(rows, FEATURES)) + labels[:, None]).astype(np.float32)},
-        logits=(4 * np.eye(CLASSES)[said]).astype(np.float32),
-        labels=labels,
-    )
-
-
-def run_round(server: FedDKCServer, knowledge: dict[str, SampleKnowledge]) -> FakeCohort:
-    """A round in which devices answer with knowledge that a test made."""
-    (cohort,) = play(server, {device: always({"knowledge": one}) for device, one in knowledge.items()})
-    return cohort
 
 
 def test_a_round_takes_a_part_of_the_devices_and_keeps_what_it_knows_about_the_others() -> None:
@@ -103,23 +68,6 @@ def test_an_answer_to_an_earlier_round_has_a_part_of_its_rows() -> None:
         cohort = run_stale_round(server, members, {"b": decay})
         assert sum(cohort.figures["refined_rows"].values()) == 12 + rows
         assert [len(server.knowledge[device][0]) for device in "ab"] == [12, 12]
-
-
-def make_device(rows: int = 20, **settings: Any) -> FedDKCDevice:
-    torch.manual_seed(5)
-    model = split_sequential(
-        nn.Sequential(nn.Linear(6, FEATURES), nn.BatchNorm1d(FEATURES), nn.ReLU(), nn.Linear(FEATURES, CLASSES)), 3
-    )
-    data = TensorData(torch.randn(rows, 6), torch.arange(rows) % CLASSES)
-    local = Local(model=model, taps=model, data=data, classes=CLASSES, torch_device=torch.device("cpu"))
-    return FedDKCDevice(FedDKCConfig(**settings).for_classes(CLASSES), local)
-
-
-def ask(knowledge: RefinedKnowledge, seed: int = 1) -> Ask:
-    return Ask(round=1, step="train", seed=seed, parts={"knowledge": knowledge})
-
-
-NOTHING = RefinedKnowledge(valid=False)
 
 
 # --- the wire

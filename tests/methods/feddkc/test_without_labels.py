@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from methods.feddkc.test_feddkc import NOTHING, ask, make_device, make_knowledge, make_server, run_round
+from methods.feddkc.feddkc_fleet import NOTHING, ask, make_device, make_knowledge, make_server, run_round
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import RefinedKnowledge, SampleKnowledge
