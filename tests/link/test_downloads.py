@@ -11,7 +11,7 @@ from typing import Any
 
 import google_crc32c
 import pytest
-from support.other_system import windows_files
+from platforms.other_system import windows_files
 from support.wire_samples import data_of, in_pieces, make_knowledge, make_payload, with_blake3
 
 from fleetdistill.errors import LinkError, NoRoomError, PayloadTooLargeError, RefusedError, WireError

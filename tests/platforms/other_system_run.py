@@ -1,4 +1,4 @@
-"""A run in memory in a process that behaves like one on another system; see `support.other_system`.
+"""A run in memory in a process that behaves like one on another system; see `platforms.other_system`.
 
 Imports the product only inside functions, after the process has been changed.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import other_system
+from platforms import other_system
 from support.open_device import open_device
 
 SYSTEMS: dict[str, Callable[[], None]] = {
