@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -50,36 +51,59 @@ COMMANDS = {
 pytestmark = [pytest.mark.slow, pytest.mark.cold_start]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return without(tmp_path_factory.mktemp("hidden"), *OPTIONAL)
 
 
-def refused(command: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """What a command that fails says, in one line."""
-    done = subprocess.run([*COMMAND, *command], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return " ".join((done.stdout + done.stderr).split())
+RUN_EACH = """
+import json, os, sys
+from fleetdistill_server import start
+import torch
+from fleetdistill_server.cli import app
+for folder, words in json.load(sys.stdin):
+    if not os.fork():
+        os.chdir(folder)
+        file = os.open(f"{folder}.log", os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, 1), os.dup2(file, 2)
+        sys.argv[1:] = words
+        start.main()
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+"""Runs each command in a process of its own, which has imported the command line already."""
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> dict[str, str]:
+    """What each command of the tables says, in one line; all of them fail and store nothing."""
+    work = tmp_path_factory.mktemp("refused")
+    given = {setting: (f"{setting} = {value}\n", words) for setting, (value, _, words) in SETTINGS.items()}
+    given |= {name: ("", words) for name, (words, _) in COMMANDS.items()}
+    for name, (setting, _) in given.items():
+        (work / name).mkdir()
+        (work / name / "run.toml").write_text(RUN_TOML + setting)
+    commands = json.dumps([(str(work / name), words) for name, (_, words) in given.items()])
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_EACH], input=commands, env=environment, capture_output=True, text=True
+    )
+    texts = {name: (work / f"{name}.log").read_text() for name in given}
+    assert done.stdout.split() == ["1"] * len(given), (done.stderr, texts)
+    for name, text in texts.items():
+        assert "Traceback" not in text
+        assert [path.name for path in (work / name).iterdir()] == ["run.toml"], "nothing was stored"
+    return {name: " ".join(text.split()) for name, text in texts.items()}
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_setting_names_the_extra_that_it_needs(tmp_path: Path, environment: dict[str, str], setting: str) -> None:
-    value, extra, command = SETTINGS[setting]
-    (tmp_path / "run.toml").write_text(f"{RUN_TOML}{setting} = {value}\n")
-    said = refused(command, tmp_path, environment)
+def test_a_setting_names_the_extra_that_it_needs(refused: dict[str, str], setting: str) -> None:
+    _, extra, _ = SETTINGS[setting]
     needs = rf"\[server\] {setting} needs [\w-]+, which is not installed: pip install 'fleetdistill\[{extra}\]'"
-    assert re.search(needs, said), said
-    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"], "nothing was stored"
+    assert re.search(needs, refused[setting]), refused[setting]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_names_the_extra_that_it_needs(tmp_path: Path, environment: dict[str, str], name: str) -> None:
-    command, extra = COMMANDS[name]
-    (tmp_path / "run.toml").write_text(RUN_TOML)
-    said = refused(command, tmp_path, environment)
-    assert f"which is not installed: pip install 'fleetdistill[{extra}]'" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"], "nothing was stored"
+def test_a_command_names_the_extra_that_it_needs(refused: dict[str, str], name: str) -> None:
+    assert f"which is not installed: pip install 'fleetdistill[{COMMANDS[name][1]}]'" in refused[name]
 
 
 # --- a device's environment, with the extra `light` only
@@ -173,6 +197,7 @@ def test_a_device_names_the_extra_of_its_tracer_provider(tmp_path: Path, environ
     ), said.stderr
 
 
+@pytest.mark.long
 def test_a_run_is_served_without_any_of_them(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "run.toml").write_text(RUN_TOML)
     log, command = tmp_path / "log", [*COMMAND, "serve", "run.toml", "--until-finished"]

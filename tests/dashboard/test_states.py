@@ -55,29 +55,45 @@ CUT_OFF = """() => [...document.querySelectorAll(
 """Headings, figures, statuses and names of controls that are wider than the place for them."""
 
 
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A store on which a dashboard looks, and the address of the dashboard."""
+    work = tmp_path_factory.mktemp("states")
+    Store.open(work / "store").close()
+    with dashboard(work, "--store", "store") as url:
+        yield work / "store", url
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Path:
-    """A store with a run that nobody serves."""
-    opened = Store.open(tmp_path / "store")
+def empty(shown: tuple[Path, str]) -> Iterator[Path]:
+    """The store, without runs at the begin and the end of the test."""
+    yield shown[0]
+    opened = Store.open(shown[0])
+    for name in opened.runs.names():
+        opened.runs.delete(name)
+    opened.close()
+
+
+@pytest.fixture
+def store(empty: Path) -> Path:
+    """The store with a run that nobody serves."""
+    opened = Store.open(empty)
     opened.runs.begin("digits", {"run": {"name": "digits", "method": "fedavg", "rounds": 3}})
     opened.history.add_event("digits", "refused", "the answer is too large", device="d0", code="too-large")
     opened.history.add_event("digits", "norm-guard", "an update was <b>scaled</b>", device="d1")
     opened.close()
-    return tmp_path / "store"
+    return empty
 
 
 @pytest.fixture
-def url(store: Path) -> Iterator[str]:
-    with dashboard(store.parent, "--store", "store") as url:
-        yield url
+def url(shown: tuple[Path, str], store: Path) -> str:
+    return shown[1]
 
 
-def test_a_store_without_runs_says_how_to_begin(tmp_path: Path, page: Any) -> None:
-    Store.open(tmp_path / "store").close()
-    with dashboard(tmp_path, "--store", "store") as url:
-        page.goto(url)
-        page.get_by_text("There are no runs yet").wait_for()
-        picture(page, "no-runs")
+def test_a_store_without_runs_says_how_to_begin(shown: tuple[Path, str], empty: Path, page: Any) -> None:
+    page.goto(shown[1])
+    page.get_by_text("There are no runs yet").wait_for()
+    picture(page, "no-runs")
 
 
 def test_a_run_that_is_deleted_while_it_is_shown_is_said_to_be_gone(store: Path, url: str, page: Any) -> None:

@@ -18,7 +18,7 @@ from support.wire_samples import make_payload
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
 from fleetdistill_console.metrics.files import FilesCollector
 
-MANY = 2000
+MANY = 1300
 MOST_SERIES = 60
 """More than the methods and codes below have, and fewer than 5 % of the callers' names."""
 
