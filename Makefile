@@ -23,8 +23,8 @@ demo: .venv/.installed  ## Train a small fleet on real digits (METHOD=feddkc, OU
 test: .venv/.installed  ## Run the tests but the long ones, in minutes (FAST=1 leaves out the slow ones, ARGS="-k name" passes options to pytest)
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not containers and not long$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)
 
-test-all: .venv/.installed  ## Run all tests (ARGS as for test)
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not containers" $(ARGS)
+test-all: .venv/.installed  ## Run all tests, and keep pictures of the dashboard in out/dashboard (ARGS as for test)
+	@PYTHONDONTWRITEBYTECODE= FLEETDISTILL_TESTS_PICTURES=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not containers" $(ARGS)
 
 coverage: .venv/.installed  ## Run the tests and say which lines of both packages they reach (ARGS as for test)
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered -m "not containers$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)

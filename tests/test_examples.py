@@ -30,6 +30,7 @@ def run(name: str, folder: Path, *options: str) -> str:
     return program.said
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_fedprox_with_mu_0_is_fedavg_and_with_another_is_not(tmp_path: Path) -> None:
     shown = run("fedprox", tmp_path, "--rounds", "1")

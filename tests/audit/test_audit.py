@@ -122,6 +122,7 @@ def test_the_command_prints_a_table_and_writes_the_figures(tmp_path) -> None:
     assert f"{parameters['linked']:.3f}" in shown.output
 
 
+@pytest.mark.long
 @pytest.mark.pictures
 def test_the_command_draws_pictures(tmp_path) -> None:
     config = tmp_path / "run.toml"

@@ -278,6 +278,7 @@ def test_a_store_of_another_version_is_named_and_not_migrated(store: Store, tmp_
     assert digest(tmp_path / "store") == before
 
 
+@pytest.mark.long
 def test_a_database_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "location.toml").write_text("")

@@ -54,6 +54,7 @@ def test_the_page_of_a_large_run_holds_few_elements(url: str, page: Any, watched
     assert watched.errors == []
 
 
+@pytest.mark.long
 def test_a_new_round_is_shown_and_only_what_changed_is_sent(store: Path, url: str, page: Any) -> None:
     received: list[int] = []
     page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: received.append(len(frame))))

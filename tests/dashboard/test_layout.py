@@ -140,6 +140,7 @@ def test_a_narrow_table_begins_with_what_happened(width: int, first: str, url: s
     assert texts(page.get_by_role("columnheader"), "x")[0] == first
 
 
+@pytest.mark.long
 def test_a_table_of_many_rows_scrolls(tmp_path: Path, page: Any) -> None:
     store = Store.open(tmp_path / "store")
     for number in range(40):

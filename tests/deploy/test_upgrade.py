@@ -159,7 +159,8 @@ sqlite3.connect = traced
 """Kills the process before the n-th statement with which one of its connections changes the database."""
 
 
-@pytest.mark.parametrize("number", [3, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [3, 5])
 def test_a_server_that_is_killed_while_it_upgrades_loses_nothing(machine: Machine, number: int) -> None:
     before = schema(machine.store)
     machine.is_later = True

@@ -184,9 +184,17 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
                 del sys.modules[name]
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] if serves(page) else []) for page in PAGES]
-)
+SIMULATES = [
+    f"docs/how-to/{name}.md" for name in ("audit-a-run", "choose-a-method", "keep-rows-private", "read-a-report")
+]
+"""Pages that simulate for long; docs/tutorials/first-fleet.md does so in little time."""
+
+
+def marks(page: str) -> list[pytest.MarkDecorator]:
+    return [*([pytest.mark.slow] if serves(page) else []), *([pytest.mark.long] if page in SIMULATES else [])]
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=marks(page)) for page in PAGES])
 def test_a_page_runs_as_it_stands(page: str, reader: Reader) -> None:
     if page in NEEDS:
         reader.follow(blocks(*NEEDS[page]))

@@ -456,6 +456,7 @@ def test_the_number_of_short_rounds_outlives_the_engine() -> None:
     assert len(drive.store.runs.rounds(RUN)) == 5
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_disk_that_is_full_at_any_step_ends_the_engine_as_such_and_the_next_one_goes_on() -> None:
     """Only then does the supervisor know that it is no failure."""

@@ -63,6 +63,7 @@ CALLS: dict[str, Callable[[Client], object]] = {
 """Every call of the device service, in an order in which each can succeed."""
 
 
+@pytest.mark.long
 def test_every_call_is_refused_for_now_while_postgres_is_away(own_server: Postgres, tmp_path: Path) -> None:
     assert set(CALLS) == {one.name for one in service_pb2.DESCRIPTOR.services_by_name["DeviceService"].methods}
     with own_server.schema() as url:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.fleets import RUN, RUNS, prepare, record, run_in_memory
+from support.long import long_except
 from support.outside import fresh_process
 from support.undisturbed import Undisturbed
 
@@ -116,7 +117,7 @@ def test_a_small_fleet_learns_and_every_upload_is_used(method: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@every_method
+@pytest.mark.parametrize("method", long_except(sorted(METHODS), "fedavg", "feddkc"))
 def test_the_same_seed_gives_the_same_fleet_and_another_seed_another(
     method: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
-every_method = pytest.mark.parametrize("name", long_except(sorted(METHODS), "classstats", "fedavg"))
+every_method = pytest.mark.parametrize("name", long_except(sorted(METHODS), "fedavg"))
 State = tuple[int, int, int]
 """(round, step number, answers to that step), what a store shows in mid-run."""
 

@@ -311,6 +311,7 @@ def test_a_stopped_engine_is_seen_killed_and_replaced(tmp_path: Path) -> None:
             store.close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_stopped_front_is_seen_until_it_goes_on(tmp_path: Path) -> None:
     with serve(write_config(tmp_path)) as server:

@@ -185,6 +185,7 @@ def demo() -> ModuleType:
 SMALL: dict[str, Any] = {"devices": 2, "train_limit": 200, "test_limit": 60, "seed": 3}
 
 
+@pytest.mark.long
 @pytest.mark.pictures
 def test_the_demo_ends_with_the_method_its_controls_and_one_exchange(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -96,6 +96,7 @@ def test_honest_devices_alone_are_not_named(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_global_model_is_about_as_good_as_without_the_hostile_device(tmp_path: Path) -> None:
     fleet = replace(FLEET, method="fedavg", train_limit=500, rounds=5, settings={"local_epochs": 4})

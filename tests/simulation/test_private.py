@@ -72,6 +72,7 @@ def test_the_command_has_epsilon(tmp_path):
     assert f"Privacy of class statistics: {SENTENCE}" in done.output
 
 
+@pytest.mark.long
 def test_a_hostile_device_that_flips_its_labels_is_named(tmp_path):
     report = simulate(replace(FLEET, devices=4, hostile=1, attack="flips", out=tmp_path))
     assert "device-0" in report.named

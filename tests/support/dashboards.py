@@ -19,6 +19,8 @@ from support.processes import COMMAND, PATIENCE_SECONDS, wait_until
 
 PICTURES = Path(__file__).parents[2] / "out" / "dashboard"
 """Where pictures of the pages are kept, to be looked at; git ignores them."""
+TAKE_PICTURES = "FLEETDISTILL_TESTS_PICTURES"
+"""Variable with which pictures are taken."""
 TOKEN = secrets.token_urlsafe(32)
 """The token of every dashboard of this process; the fixture `page` sends it."""
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
@@ -81,7 +83,9 @@ class Watched:
 
 
 def picture(page: Any, name: str) -> None:
-    """Keeps pictures of the whole page in light and dark, for people."""
+    """Keeps pictures of the whole page in light and dark, for people; in `make test-all`."""
+    if not os.environ.get(TAKE_PICTURES):
+        return
     PICTURES.mkdir(parents=True, exist_ok=True)
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme, reduced_motion="reduce")

@@ -75,6 +75,7 @@ def test_two_nodes_and_a_worker_that_dies_give_the_same_to_the_bit(tmp_path: Pat
     assert set().union(*seen) == {LOOPBACK}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.cold_start
 def test_a_cluster_of_this_machine_listens_on_the_loopback_only_and_ends_with_the_backend() -> None:
