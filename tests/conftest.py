@@ -168,7 +168,7 @@ def blobs_url(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> str
     return object_store.prefix()
 
 
-@pytest.fixture(params=["here", pytest.param("apart", marks=[pytest.mark.postgres, pytest.mark.s3])])
+@pytest.fixture(params=["here", pytest.param("apart", marks=[pytest.mark.postgres, pytest.mark.s3, pytest.mark.long])])
 def location(request: pytest.FixtureRequest) -> Location:
     """Where a test's rows and payloads are: in its directory, or in PostgreSQL and an object store."""
     if request.param == "here":

@@ -10,12 +10,13 @@ import onnxruntime
 import pytest
 import torch
 from support.fleets import RUNS, every_run
+from support.long import long_except
 from support.undisturbed import Undisturbed
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import GENERAL, OWN, Array
-from fleetdistill.methods import device_class
+from fleetdistill.methods import METHODS, device_class
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill_lab.simulation.spec.arrays import load_arrays
 from fleetdistill_lab.simulation.spec.device import build_device_model
@@ -43,7 +44,7 @@ def assert_same(model: nn.Module, file: Path, inputs: Array) -> None:
 
 
 @pytest.mark.slow
-@every_run
+@pytest.mark.parametrize("name", long_except(RUNS, *METHODS))
 def test_the_servers_model_is_exported_as_the_last_checkpoint_has_it(
     name: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

@@ -63,12 +63,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-APART = [pytest.mark.postgres, pytest.mark.s3]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("process", POINTS)
-@pytest.mark.parametrize("location", ["here", pytest.param("apart", marks=[*APART, pytest.mark.long])], indirect=True)
 def test_kills_at_every_point_change_nothing(
     process: str, location: Location, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support.stores import IN_POSTGRES, place_store
+from support.stores import place_store
 
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.replacement import REPLACED, SPLIT
@@ -28,7 +28,7 @@ RUNS = (f"run-{number}" for number in itertools.count())
 Changes = list[tuple[str, int, int]]
 
 
-@pytest.fixture(params=["memory", IN_POSTGRES])
+@pytest.fixture(params=["memory", pytest.param("postgres", marks=[pytest.mark.postgres, pytest.mark.long])])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     opened = Store.in_memory() if request.param == "memory" else Store.open(place_store(request, tmp_path / "store"))
     yield opened

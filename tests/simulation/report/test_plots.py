@@ -94,6 +94,7 @@ class TestReportFigure:
         with pytest.raises(DataError, match="cannot write the figure to"):
             _save(tmp_path / "file" / "report.png")
 
+    @pytest.mark.long
     def test_neither_import_nor_drawing_starts_pyplot(self, tmp_path: Path) -> None:
         """pyplot would look for a screen and keep every figure."""
         code = (
