@@ -119,6 +119,8 @@ _ONE_EXCHANGE: dict[str, dict[str, Any]] = {
     "one exchange, the diagonal alone": {"rounds": 1, "settings": {"rank": 0}},
     "one exchange, own predictors": {"rounds": 1, "settings": {"predictor": "trained"}},
 }
+_ONE_ARCHITECTURE = ("fedd2s", "cdkt", "feddkd", "dafkd")
+"""Methods whose devices have one architecture; CDKT's server has it too."""
 
 
 def _classstats(base: Simulation, fedavg: tuple[str, ...]) -> Comparison:
@@ -128,6 +130,7 @@ def _classstats(base: Simulation, fedavg: tuple[str, ...]) -> Comparison:
     rate = {"learning_rate": settings.get("learning_rate", _FEDAVG_RATE), "weight_decay": 0.0}
     runs: dict[str, dict[str, Any]] = {
         "fedgkt": {"method": "feddkc", "settings": settings | {"server_beta": 0.0}},
+        **{name: {"method": name, "models": fedavg[:1], "settings": settings} for name in _ONE_ARCHITECTURE},
         **_ONE_EXCHANGE,
         **{f"fedavg, {one}": {"method": "fedavg", "models": (one,), "settings": settings} for one in fedavg},
         f"fedavg, {fedavg[0]}, decaying": {
@@ -136,6 +139,7 @@ def _classstats(base: Simulation, fedavg: tuple[str, ...]) -> Comparison:
             "settings": decaying | rate,
         },
     }
+    runs["cdkt"]["server_model"] = fedavg[0]
     return Comparison(replace(base, method="classstats"), "devices", runs, ALPHAS)
 
 
