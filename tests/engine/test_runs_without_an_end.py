@@ -339,7 +339,7 @@ def test_an_engine_that_dies_at_any_step_never_takes_old_rows_for_new_ones() -> 
 def test_the_versions_of_a_round_that_is_over_are_not_kept() -> None:
     fleet = Fleet()
     fleet.play()
-    assert [row.data_versions for row in fleet.store.runs.rounds(RUN)] == [None]
+    assert [row.data_versions for row in fleet.store.runs.rounds(RUN)] == [{}]
 
 
 def test_rounds_that_nobody_answers_come_ever_more_rarely() -> None:

@@ -279,7 +279,7 @@ def test_a_fleet_of_different_predictors_learns_on_a_given_extractor(case: Any, 
             tensors = device.models["general"].state_dict()
             (first,) = (one for name, one in tensors.items() if name.endswith(("extractor.0.weight", ".mixing")))
             assert torch.equal(first, given.get("conv1.weight", given.get("mixing")))
-    assert {row["step"] for row in store.asks.uploads(RUN)} == {"summarise", "learn"}
+    assert {row.step for row in store.asks.uploads(RUN)} == {"summarise", "learn"}
 
 
 def test_a_model_that_begins_otherwise_is_refused_at_check_in(case: Any, tmp_path: Path) -> None:

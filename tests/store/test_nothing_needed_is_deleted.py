@@ -199,8 +199,9 @@ class Retention(RuleBasedStateMachine):
                 self.store.blobs.get_state(kept.sha256)
             wanted = {row.sha256 for row in self._acknowledged(run)}
             opened = self.store.runs.open_round(run)
-            for step in range(1, 9) if opened else ():
-                wanted |= {one.payload for one in self.store.asks.of_step(run, opened["round"], step) if one.payload}  # type: ignore[index]
+            if opened is not None:
+                asks = [one for step in range(1, 9) for one in self.store.asks.of_step(run, opened.number, step)]
+                wanted |= {one.payload for one in asks if one.payload}
             newest = [one.number for one in self.store.runs.rounds(run) if one.status == "closed"][-1:]
             newest = [one for one in newest if one >= self.store.runs.first_kept_round(run)]  # a prune released others
             wanted |= {row.sha256 for row in self.store.asks.uploads(run) if row.round in newest and _counts(row)}
