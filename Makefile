@@ -39,6 +39,7 @@ check: .venv/.installed  ## Lint, check formatting and types, and check the prot
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@PYTHONPATH=client_sdk:server $(BIN)/lint-imports
+	@$(BIN)/python tools/structure.py
 	@$(MAKE) --no-print-directory protos-check
 
 SERVE ?= 0
