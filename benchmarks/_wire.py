@@ -41,8 +41,8 @@ MB = 10**6
 SHAPE = (16, 16, 16)
 ROW_BYTES = 4 * 16**3
 RUN, DEVICE = "bench", "device"
-MOST_ASKS = 200
-MOST_ROWS = 1 << 30
+MAX_ASKS = 200
+MAX_ROWS = 1 << 30
 _DISTINCT = 64
 STREAM_OPTIONS = [("grpc.max_receive_message_length", 4 << 20), ("grpc.max_send_message_length", 4 << 20)]
 
@@ -150,7 +150,7 @@ def bare_server(tls: Secured | None = None) -> Iterator[Bare]:
 
 @dataclass
 class Front:
-    """A live front, its store, and a device that is checked in and asked `MOST_ASKS` times."""
+    """A live front, its store, and a device that is checked in and asked `MAX_ASKS` times."""
 
     process: subprocess.Popen[str]
     store: Store
@@ -233,7 +233,7 @@ def _prepared_store(directory: Path, handed_out: list[Payload]) -> Store:
     store.runs.start_round(RUN, [DEVICE])
     ask = {"run": RUN, "round": 1, "device": DEVICE, "step": "train"}
     ask |= {"expects": {"knowledge": "sample_knowledge"}, "seed": 0, "deadline_at": time.time() + 3600}
-    asks = [{**ask, "step_number": number} for number in range(1, MOST_ASKS + 1)]
+    asks = [{**ask, "step_number": number} for number in range(1, MAX_ASKS + 1)]
     for asked, payload in zip(reversed(asks), handed_out, strict=False):
         store.blobs.put(payload)
         asked |= {"payload": payload.sha256, "payload_bytes": payload.data_bytes}
@@ -245,7 +245,7 @@ def _check_in(link: GrpcLink) -> service_pb2.Identity:
     identity = service_pb2.Identity(run=RUN, device=DEVICE)
     profile = contract_pb2.DeviceProfile(
         classes=10,
-        samples=MOST_ROWS,
+        samples=MAX_ROWS,
         input_shape=[1],
         features=[contract_pb2.NamedShape(name="cut", shape=SHAPE)],
         knowledge_types=[tensor_pb2.ELEMENT_TYPE_FLOAT32],

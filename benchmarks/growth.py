@@ -43,7 +43,7 @@ Figures = dict[str, float]
 """Figures of one value, by column."""
 MB = 1e6
 SECONDS_BETWEEN_SAMPLES = 0.02
-CLASSES, MOST_CLASSES = 10, 1000
+CLASSES, MAX_CLASSES = 10, 1000
 COMMON: dict[str, Any] = {"partition": "iid", "with_alone": False, "with_fedavg": False, "torch_device": "cpu"}
 FEATURES_OF_A_ROW = (64, 32, 32)
 ROW_BYTES = 4 * math.prod(FEATURES_OF_A_ROW)
@@ -158,7 +158,7 @@ def rounds_point(value: int, method: str) -> Any:
 
 def classes_point(value: int, method: str) -> Any:
     rounds = 1 if method == "classstats" else 3
-    return fleet(5, rounds, images(10 * MOST_CLASSES, MOST_CLASSES, value), method)
+    return fleet(5, rounds, images(10 * MAX_CLASSES, MAX_CLASSES, value), method)
 
 
 def run_simulation(wanted: Any) -> float:

@@ -31,7 +31,7 @@ from fleetdistill_server.service.supervisor import Supervisor
 
 MODEL = "digits_cnn_large"
 PATIENCE_SECONDS = 60.0
-LONGEST_TRAINING_SECONDS = 1.0
+MAX_TRAINING_SECONDS = 1.0
 
 
 class App:
@@ -72,7 +72,7 @@ class App:
         """Waits for a random moment of the training."""
         self.training.clear()
         assert self.training.wait(PATIENCE_SECONDS), "the device does not train"
-        time.sleep(random.uniform(0, LONGEST_TRAINING_SECONDS))
+        time.sleep(random.uniform(0, MAX_TRAINING_SECONDS))
 
     def not_eligible(self) -> float:
         """Returns the seconds from a condition that fails to a quiet device."""

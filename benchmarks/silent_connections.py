@@ -27,8 +27,8 @@ from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.security.pki import make_authority
 from fleetdistill_server.service.processes import allow_open_files, front_environment
 
-MOST_CONNECTIONS = 18_000
-MOST_SECONDS = 60.0
+MAX_CONNECTIONS = 18_000
+MAX_SECONDS = 60.0
 """Longest time for opening the connections."""
 UNLIMITED = Limits(unknown_connections=2**31 - 1, unknown_connections_per_address=2**31 - 1)
 
@@ -76,8 +76,8 @@ def measure(name: str, limits: Limits, count: int) -> None:
         before = settled(pid)
         began = time.monotonic()
         made = 0
-        while made < count and time.monotonic() - began < MOST_SECONDS:
-            opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=MOST_SECONDS))
+        while made < count and time.monotonic() - began < MAX_SECONDS:
+            opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=MAX_SECONDS))
             made += 1
         seconds = time.monotonic() - began
         after, peak = settled(pid), mebibytes(pid, "VmHWM")
@@ -90,8 +90,8 @@ def measure(name: str, limits: Limits, count: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--connections", type=int, default=15_000, help=f"at most {MOST_CONNECTIONS:,}")
-    count = min(parser.parse_args().connections, MOST_CONNECTIONS)
+    parser.add_argument("--connections", type=int, default=15_000, help=f"at most {MAX_CONNECTIONS:,}")
+    count = min(parser.parse_args().connections, MAX_CONNECTIONS)
     allow_open_files()
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")
     measure("with the limits", Limits(), count)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fleetdistill.methods.classstats.private_config import MOST_WHITENED
+from fleetdistill.methods.classstats.private_config import MAX_WHITENED
 from fleetdistill.methods.classstats.projection import projection_for
 from fleetdistill.methods.classstats.public_features import CONSTANTS, SIDES
 from fleetdistill.models.scattering import scattering
@@ -62,8 +62,8 @@ def whitening(side: int) -> dict[str, np.ndarray]:
     """Returns the constants of one image size: `mean_SIDE` `[D]` and `directions_SIDE` `[D, 64]`."""
     rows = projected(dead_leaves(IMAGES, side))
     values, vectors = np.linalg.eigh(np.cov(rows.T))
-    values, vectors = values[::-1][:MOST_WHITENED], vectors[:, ::-1][:, :MOST_WHITENED]
-    directions = vectors * np.where(vectors[abs(vectors).argmax(axis=0), range(MOST_WHITENED)] < 0, -1, 1)
+    values, vectors = values[::-1][:MAX_WHITENED], vectors[:, ::-1][:, :MAX_WHITENED]
+    directions = vectors * np.where(vectors[abs(vectors).argmax(axis=0), range(MAX_WHITENED)] < 0, -1, 1)
     return {
         f"mean_{side}": rows.mean(axis=0).astype(np.float32),
         f"directions_{side}": (directions / np.sqrt(values)).astype(np.float16),

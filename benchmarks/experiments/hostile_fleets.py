@@ -138,7 +138,7 @@ def main() -> None:
     given = parser.parse_args()
     given.results.parent.mkdir(parents=True, exist_ok=True)
     known = [json.loads(line) for line in given.results.read_text().splitlines()] if given.results.exists() else []
-    links.MOST_SHORT_ROUNDS = SHORT_ROUNDS
+    links.MAX_SHORT_ROUNDS = SHORT_ROUNDS
     for name in () if given.table else given.names or METHODS:
         for attack in given.attacks:
             for robust in given.robust:

@@ -28,7 +28,7 @@ from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, ClassSpace
 from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space
 from fleetdistill.methods.classstats.class_variants import class_variants
-from fleetdistill.methods.classstats.private_config import MOST_WHITENED
+from fleetdistill.methods.classstats.private_config import MAX_WHITENED
 from fleetdistill.methods.classstats.private_merge import merge_private, strength
 from fleetdistill.methods.classstats.private_sums import NoiseScale, class_sums, on_grid, release_rounded, unit_rows
 from fleetdistill.methods.classstats.public_features import private_extractor
@@ -47,7 +47,7 @@ _NO_NOISE = 1e6
 
 def features(images: torch.Tensor) -> Array:
     """Returns the public features of images, `[n, 64]` float64."""
-    extractor = private_extractor("scattering", None, tuple(images.shape[1:]), MOST_WHITENED).eval()
+    extractor = private_extractor("scattering", None, tuple(images.shape[1:]), MAX_WHITENED).eval()
     with torch.no_grad():
         return torch.cat([extractor(batch) for batch in images.split(BATCH)]).double().numpy()
 

@@ -24,7 +24,7 @@ from fleetdistill.methods.feddkd.device import distillation_gradient
 from fleetdistill.models.discriminators import SharedHead
 from fleetdistill.training.model import logits_and_embedding
 from fleetdistill.training.parameters import model_parameters
-from fleetdistill_lab.audit.attacks import attack, largest_mu, parts_sent
+from fleetdistill_lab.audit.attacks import attack, max_mu, parts_sent
 from fleetdistill_lab.audit.candidates import Attacker, Rows
 from fleetdistill_lab.audit.knowledge import features_of
 from fleetdistill_lab.audit.linkage import Scored, linkage
@@ -114,8 +114,8 @@ def test_sums_without_noise_link_rows_of_small_classes(public: PublicSet) -> Non
     part = ClassSums(counts=sums.counts, sums=sums.sums, second_moment=second_moment, mu=1.0, discrete=False)
     sent = [message({"statistics": part})]
     assert linked(public, attacker, sent, rows)["statistics", "sums"] > 0.2  # chance .01
-    assert largest_mu(sent) == 1.0
-    assert largest_mu([*sent, message({"metrics": Metrics(metrics=[])})]) is None, "not only private sums left"
+    assert max_mu(sent) == 1.0
+    assert max_mu([*sent, message({"metrics": Metrics(metrics=[])})]) is None, "not only private sums left"
     assert class_shares(sent, 10) == pytest.approx([0.1] * 10)
 
 

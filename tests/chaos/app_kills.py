@@ -34,7 +34,7 @@ from fleetdistill.wire import payload as wire
 from fleetdistill.wire.digests import Algorithm, digest
 
 KILLS_OF_A_RUN = 25
-LONGEST_LIFE_SECONDS = 1.5
+MAX_LIFE_SECONDS = 1.5
 _TORCH_EVERY = 4
 """One run of so many trains with FedDKC and torch; all others count, without torch."""
 
@@ -129,7 +129,7 @@ class _App(Member):
             self._arena.look_into(self.name)
         if self._life < self.forked.lives:
             self._life = self.forked.lives
-            self._at = time.monotonic() + self._arena.rng.uniform(0.0, LONGEST_LIFE_SECONDS)
+            self._at = time.monotonic() + self._arena.rng.uniform(0.0, MAX_LIFE_SECONDS)
         if self._arena.left and time.monotonic() >= self._at:
             self._at = float("inf")
             self._arena.left -= self.strike(Blow(0, 0.0, Action.KILL, self.name, 0.0))

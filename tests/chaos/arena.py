@@ -40,12 +40,12 @@ from fleetdistill_server.store.store import Store
 
 RUN = "chaos"
 _LOOK_SECONDS = 0.05
-_MOST_FAILURES = 5
+_MAX_FAILURES = 5
 _DISK_BYTES = 1 << 30
 _AFTERMATH_SECONDS = 5.0
 """Time after a full disk in which processes may end with an error of it; supervisor and apps start them again."""
-_LONGEST_END_SECONDS = 5.0
-_LONGEST_FAULT_SECONDS = 3.0
+_MAX_END_SECONDS = 5.0
+_MAX_FAULT_SECONDS = 3.0
 _FURTHEST_BYTE = 4 << 20
 
 
@@ -245,7 +245,7 @@ class Arena:
         self._ports = {name: _free_port() for name in self._wanted.fronts}
         for name in self._wanted.devices:
             seed = f"{self._wanted.seed}/{name}"
-            faults_of = seeded_faults(seed, self._wanted.faulty, _LONGEST_FAULT_SECONDS, _FURTHEST_BYTE)
+            faults_of = seeded_faults(seed, self._wanted.faulty, _MAX_FAULT_SECONDS, _FURTHEST_BYTE)
             proxy = FaultProxy(*self._ports.values(), faults_of=faults_of)
             self._proxies[name] = await stack.enter_async_context(proxy)
 
@@ -282,7 +282,7 @@ class Arena:
             if self._members[ENGINE].done and not calm:
                 calm = True
                 self._end_of_trouble()
-            if any(len(member.failures) >= _MOST_FAILURES for member in self._members.values()):
+            if any(len(member.failures) >= _MAX_FAILURES for member in self._members.values()):
                 break
             if time.monotonic() - began > self._wanted.max_seconds:
                 left = ", ".join(member.name for member in self._members.values() if not member.done)
@@ -391,7 +391,7 @@ class Arena:
         everyone = [member for member in self._members.values() if member.forked.is_alive]
         for member in everyone:
             member.terminate()
-        until = time.monotonic() + _LONGEST_END_SECONDS
+        until = time.monotonic() + _MAX_END_SECONDS
         for member in everyone:
             assert member.forked.process is not None
             member.forked.process.join(max(until - time.monotonic(), 0.0))

@@ -68,13 +68,13 @@ FaultsOf = Callable[[int], Sequence[Fault]]
 """What happens to the n-th connection, counted from 1."""
 
 
-def seeded_faults(seed: str, share: float, longest_seconds: float, furthest_byte: int) -> FaultsOf:
+def seeded_faults(seed: str, share: float, max_seconds: float, furthest_byte: int) -> FaultsOf:
     """Faults for a share of all connections, chosen by seed and number; spoiled bytes hit bulk data only.
 
     Args:
         seed: Names the sequence.
         share: Part of the connections that meets a fault, in [0, 1].
-        longest_seconds: Most that a delay, a throttling or a half-open state lasts.
+        max_seconds: Most that a delay, a throttling or a half-open state lasts.
         furthest_byte: Faults lie before this offset, half of them in the first hundredth.
     """
 
@@ -88,7 +88,7 @@ def seeded_faults(seed: str, share: float, longest_seconds: float, furthest_byte
                 kind=rng.choice(list(Kind)),
                 way=rng.choice(list(Way)),
                 at=at,
-                seconds=longest_seconds * rng.uniform(0.1, 1.0),
+                seconds=max_seconds * rng.uniform(0.1, 1.0),
                 count=rng.choice((1, 9, 1000)) if rng.random() < 0.5 else 30_000,
                 bulk=4096,
             ),

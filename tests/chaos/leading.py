@@ -32,7 +32,7 @@ from support.serving import ENGINE, FRONT, Served, serve, write_config
 from fleetdistill_server.store.store import Store
 
 LED = "led"
-_LONGEST_SECONDS = 1.0
+_MAX_SECONDS = 1.0
 _KILLS_OF_A_RUN = 20
 _ROUNDS = 4
 _CHANGING = ("created_at", "queued_at", "paused_at", "engine", "setup")
@@ -100,7 +100,7 @@ class Killer:
                 paused = not paused
             else:  # repeated commands are refused from now on; processes are killed all the same
                 self._kill_one([])
-            time.sleep(self._chance.uniform(0, _LONGEST_SECONDS))
+            time.sleep(self._chance.uniform(0, _MAX_SECONDS))
 
     def repeat(self, words: list[str]) -> None:
         """Runs a command to its end, unless the run has ended."""

@@ -212,7 +212,7 @@ async def test_a_server_that_is_away_is_a_closed_connection() -> None:
 
 def test_a_seed_decides_the_faults_and_every_kind_comes_up() -> None:
     def faults(seed: str) -> list[Fault]:
-        faults_of = seeded_faults(seed, share=0.5, longest_seconds=2.0, furthest_byte=1 << 22)
+        faults_of = seeded_faults(seed, share=0.5, max_seconds=2.0, furthest_byte=1 << 22)
         return [fault for number in range(1, 400) for fault in faults_of(number)]
 
     assert faults("1") == faults("1") != faults("2")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetdistill_console.dashboard import units
-from fleetdistill_console.dashboard.chart import MOST_POINTS, thinned
+from fleetdistill_console.dashboard.chart import MAX_POINTS, thinned
 from fleetdistill_console.dashboard.pages.run import last_accuracy, time_left
 from fleetdistill_console.dashboard.pages.runs import accuracy
 from fleetdistill_console.dashboard.panels.classes import bubbles, note, spread
@@ -18,7 +18,7 @@ from fleetdistill_console.dashboard.panels.curves import axis
 from fleetdistill_console.dashboard.panels.devices import presence
 from fleetdistill_console.dashboard.panels.embed import address, embedding
 from fleetdistill_console.dashboard.panels.round import (
-    MOST_DEVICES,
+    MAX_DEVICES,
     bars,
     furthest_behind,
     latest_time,
@@ -33,7 +33,7 @@ from fleetdistill_console.dashboard.panels.traffic import by_kind
 def test_a_thinned_series_keeps_its_peaks_its_order_and_its_end(values: list[float]) -> None:
     points = [(float(x), y) for x, y in enumerate(values)]
     kept = thinned(points)
-    assert len(kept) <= MOST_POINTS
+    assert len(kept) <= MAX_POINTS
     assert kept == sorted(kept)
     assert set(kept) <= set(points)
     assert kept[-1] == points[-1]
@@ -110,10 +110,10 @@ def test_a_method_that_asks_twice_shows_the_newest_ask() -> None:
 def test_the_timeline_of_a_large_fleet_has_the_devices_that_are_furthest_behind() -> None:
     done = [ask(f"done-{number:04}", "acknowledged", acknowledged_at=float(number)) for number in range(1000)]
     shown = furthest_behind([*done, ask("slow", "uploading")])
-    assert len(shown) == MOST_DEVICES
+    assert len(shown) == MAX_DEVICES
     assert {row["device"] for row in shown} == {
         "slow",
-        *(f"done-{number:04}" for number in range(1001 - MOST_DEVICES, 1000)),
+        *(f"done-{number:04}" for number in range(1001 - MAX_DEVICES, 1000)),
     }
 
 

@@ -12,9 +12,9 @@ from support.dashboards import Watched, dashboard, picture
 from support.large_run import RUN, add_round, device_name, fill
 
 DEVICES, ROUNDS = 1000, 1000
-MOST_ELEMENTS = 5_000
+MAX_ELEMENTS = 5_000
 """Elements of a page; a row of a table has about 15, so 1,000 devices cannot all be there."""
-MOST_BYTES = 50_000
+MAX_BYTES = 50_000
 """Bytes of all messages to the browser in one update."""
 
 pytestmark = pytest.mark.slow
@@ -42,12 +42,12 @@ def test_the_page_of_a_large_run_holds_few_elements(url: str, page: Any, watched
     page.goto(f"{url}/runs/{RUN}")
     page.get_by_role("img", name=re.compile("Accuracy by round.*at 1,000")).wait_for()
     page.get_by_text("500 of 1,000 devices acknowledged").wait_for()
-    assert elements(page) < MOST_ELEMENTS
+    assert elements(page) < MAX_ELEMENTS
     picture(page, "large")
     for tab, wanted in (("Devices", device_name(3)), ("Rounds", "1,000")):
         page.get_by_role("tab", name=tab).click()
         page.get_by_role("gridcell", name=wanted, exact=True).first.wait_for()
-        assert elements(page) < MOST_ELEMENTS
+        assert elements(page) < MAX_ELEMENTS
     page.get_by_role("tab", name="Devices").click()
     page.get_by_label("Filter devices").fill(device_name(999))
     page.get_by_role("link", name=device_name(999)).wait_for()  # though it was not drawn before
@@ -64,4 +64,4 @@ def test_a_new_round_is_shown_and_only_what_changed_is_sent(store: Path, url: st
     received.clear()
     add_round(store, [device_name(0)])
     page.get_by_role("gridcell", name="1,002", exact=True).wait_for()
-    assert 0 < sum(received) < MOST_BYTES
+    assert 0 < sum(received) < MAX_BYTES

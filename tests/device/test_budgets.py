@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(120)  # a limit that does not hold makes a devi
 
 MORNING = datetime(2026, 1, 1, 8).timestamp()
 DAY = 86_400.0
-LARGEST_MESSAGE = 1000
+MAX_MESSAGE = 1000
 """More bytes than any message of the small run."""
 
 
@@ -213,7 +213,7 @@ def test_bytes_are_limited_per_day_and_an_answer_goes_on_the_next_day(tmp_path: 
     assert days["waiting"] == sorted(set(days["waiting"])), "once a day"
     assert len(set(days["answered"])) == len(days["answered"]) >= 3
     assert not link.declined
-    assert all(1500 <= count < 1500 + LARGEST_MESSAGE + 1500 / 20 for count in used), used
+    assert all(1500 <= count < 1500 + MAX_MESSAGE + 1500 / 20 for count in used), used
 
 
 def test_an_ask_over_the_budget_of_a_day_is_declined(tmp_path: Path) -> None:

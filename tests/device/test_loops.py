@@ -20,7 +20,7 @@ from support.processes import PATIENCE_SECONDS, module_path
 from torch import nn
 
 from fleetdistill import Device, Event, Step
-from fleetdistill.device.contact import LONGEST_PAUSE_SECONDS
+from fleetdistill.device.contact import MAX_PAUSE_SECONDS
 from fleetdistill.device.turn import POLL_SECONDS
 from fleetdistill.errors import ConfigurationError, DeviceBusyError, DeviceClosedError, LinkError, ModelError
 from fleetdistill.testing import EventLog, FaultyLink, ManualClock, lost
@@ -388,7 +388,7 @@ def test_a_first_contact_comes_before_the_check_in_and_returns_nothing(fleet: Fl
     with make_device(fleet, tmp_path, events, link=away, clock=clock) as device:
         for _ in range(5):
             device.tick()
-            clock.advance(LONGEST_PAUSE_SECONDS)
+            clock.advance(MAX_PAUSE_SECONDS)
     told = [(one.kind, one.text.split(" after ")[0]) for one in events if "contact" in one.kind or "check" in one.kind]
     assert [kind for kind, _ in told] == [
         *("lost-contact", "contact-returned", "checked-in"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from fleetdistill.wire.codec import decode
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.engine.arrivals import MOST_ROWS
+from fleetdistill_server.engine.arrivals import MAX_ROWS
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
@@ -51,7 +51,7 @@ def config_of(devices: int) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize(("count", "waiting"), [(5, 0), (MOST_ROWS + 6, 1)])
+@pytest.mark.parametrize(("count", "waiting"), [(5, 0), (MAX_ROWS + 6, 1)])
 def test_the_first_device_is_the_last_to_answer_and_all_others_are_prepared_before(
     count: int, waiting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,8 +71,8 @@ class Fleet:
     def wake_other(self) -> None:
         return
 
-    def run(self, config: RunConfig, most_short_rounds: int | None = 1) -> None:
-        asyncio.run(Engine(self.store, config, self, most_short_rounds).run())
+    def run(self, config: RunConfig, max_short_rounds: int | None = 1) -> None:
+        asyncio.run(Engine(self.store, config, self, max_short_rounds).run())
 
     def figures(self, name: str) -> list[dict[str, Any]]:
         return [row.figures.get(name, {}) for row in self.store.runs.rounds(RUN)]

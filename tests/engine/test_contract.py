@@ -23,13 +23,13 @@ def test_a_method_that_says_nothing_of_them_has_neither(tmp_path: Path) -> None:
     assert contract.initial_weights == initial.sha256
     assert (contract.extractor_file, extractor) == (b"", None)
     assert contract.uploads
-    assert {(one.least_samples, one.most_rows, one.rows_per_direction) for one in contract.uploads} == {(0, 0, 0)}
+    assert {(one.min_samples, one.max_rows, one.rows_per_direction) for one in contract.uploads} == {(0, 0, 0)}
 
 
 def test_the_contract_says_how_many_rows_and_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     statistics: dict[str, Any] = {"classes": 3, "dimensions": 4, "directions": 2, "features": {}}
     parts = {
-        "statistics": SharedStatistics.schema(**statistics, least_samples=5, most_rows=128, rows_per_direction=15),
+        "statistics": SharedStatistics.schema(**statistics, min_samples=5, max_rows=128, rows_per_direction=15),
         "other": WeightedPredictions.schema(rows=6, classes=3),
         "undeclared": ProxyKnowledge.schema(samples=6, classes=3, embedding=(2,), columns=("logits",)),
     }
@@ -39,7 +39,7 @@ def test_the_contract_says_how_many_rows_and_which_file(tmp_path: Path, monkeypa
     monkeypatch.setattr(FedAvgServer, "extractor_file", lambda self: file)
     config = recorded_config(tmp_path)
     contract, _, extractor = make_contract(config, build_method(config))
-    said = [(one.part, one.least_samples, one.most_rows, one.rows_per_direction) for one in contract.uploads]
+    said = [(one.part, one.min_samples, one.max_rows, one.rows_per_direction) for one in contract.uploads]
     assert said == [("statistics", 5, 128, 15), ("other", 0, 0, 0)]
     shapes = {one.part: {tensor.name: tuple(tensor.shape) for tensor in one.tensors} for one in contract.uploads}
     assert shapes == {"statistics": {"means": (4,), "variances": (4,)}, "other": {"values": (6, 3)}}

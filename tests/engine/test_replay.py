@@ -430,7 +430,7 @@ def test_a_device_that_comes_ends_the_pause() -> None:
 
 def test_a_simulation_ends_after_so_many_short_rounds_with_a_sentence() -> None:
     drive = failing()
-    engine = Engine(drive.store, config_for(), drive, most_short_rounds=5)
+    engine = Engine(drive.store, config_for(), drive, max_short_rounds=5)
     with pytest.raises(RunError, match="5 rounds in a row fell short of the quorum; run `fleetdistill"):
         asyncio.run(engine.run())
     run = drive.store.runs.existing(RUN)
@@ -445,7 +445,7 @@ def test_the_number_of_short_rounds_outlives_the_engine() -> None:
     deaths = 0
     while True:
         drive.fuse.touched = 0
-        engine = Engine(drive.store, config_for(), drive, most_short_rounds=5)
+        engine = Engine(drive.store, config_for(), drive, max_short_rounds=5)
         try:
             asyncio.run(engine.run())
         except Crash:

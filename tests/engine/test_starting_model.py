@@ -167,7 +167,7 @@ def drive(store: Store, prepared: Prepared, config: RunConfig) -> Engine:
     api = DeviceApi(store)
     devices = [make_device(spec, MemoryLink(api)) for spec in prepared[1]]
     try:
-        engine = Engine(store, config, DriveDevices(devices, lambda: None), most_short_rounds=3)
+        engine = Engine(store, config, DriveDevices(devices, lambda: None), max_short_rounds=3)
         asyncio.run(engine.run())
     finally:
         for device in devices:

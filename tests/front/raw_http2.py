@@ -41,7 +41,7 @@ class RawConnection:
     sock: socket.socket
     streams: dict[int, Stream] = field(default_factory=dict)
     closed: bool = False
-    most_streams: int | None = None
+    max_streams: int | None = None
     _window: int = _INITIAL_WINDOW
     _stream_window: int = _INITIAL_WINDOW
     _read: bytes = b""
@@ -113,7 +113,7 @@ class RawConnection:
                     stream.window += value - self._stream_window
                 self._stream_window = value
             elif name == _STREAMS_SETTING:
-                self.most_streams = value
+                self.max_streams = value
         self._out += _frame(SETTINGS, ACK, 0, b"")
 
     def _fill(self) -> None:

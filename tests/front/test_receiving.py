@@ -20,7 +20,7 @@ from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
 from fleetdistill_server.config.limits import Limits
-from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES, Quota, Receiver, most_bytes
+from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES, Quota, Receiver, max_bytes
 
 pytestmark = pytest.mark.cold_start  # the memory of a forked process says little
 
@@ -28,7 +28,7 @@ ENROL = "/fleetdistill.wire.v1.EnrolmentService/Enrol"
 CHECK_IN = "/fleetdistill.wire.v1.DeviceService/CheckIn"
 UPLOAD = "/fleetdistill.wire.v1.DeviceService/Upload"
 STREAMS = 100
-MOST_GROWTH_MIB = 100
+MAX_GROWTH_MIB = 100
 
 
 def resident_mib(pid: int) -> float:
@@ -57,8 +57,8 @@ def test_a_stranger_on_the_enrolment_port_gets_no_memory(tmp_path: Path) -> None
         for size in (MAX_MESSAGE_BYTES, ENROLMENT_BYTES):
             for one in made:
                 all_but_a_byte(one, ENROL, size)
-                assert one.most_streams == 4
-        assert resident_mib(front.process.pid) - before < MOST_GROWTH_MIB
+                assert one.max_streams == 4
+        assert resident_mib(front.process.pid) - before < MAX_GROWTH_MIB
         with front.anonymous(enrol=True) as channel, refused() as found:
             request = enrolment_pb2.EnrolRequest(secret=b"x" * 32, device="d1", signing_request=b"x")
             enrolment_pb2_grpc.EnrolmentServiceStub(channel).Enrol(request, timeout=30)
@@ -87,7 +87,7 @@ def test_requests_that_never_end_have_a_quota_of_memory(tmp_path: Path, path: st
         for one in made:
             all_but_a_byte(one, path, MAX_MESSAGE_BYTES)
         wait_until(lambda: sum(map(_open_streams, made)) <= 4, "all to be ended but for the places of one caller", 60)
-        assert resident_mib(front.process.pid) - before < 2 * MOST_GROWTH_MIB  # 800 MiB were sent, or would have been
+        assert resident_mib(front.process.pid) - before < 2 * MAX_GROWTH_MIB  # 800 MiB were sent, or would have been
         with client_of(front, "honest") as client:  # behind the same address
             assert client.check_in().run
 
@@ -149,7 +149,7 @@ def test_what_is_no_request_is_refused(requests: Any, code: Code, text: str) -> 
 
 
 def test_a_request_of_the_largest_size_is_read() -> None:
-    assert len(receive(Limits(), _these(b"x" * ENROLMENT_BYTES))) == ENROLMENT_BYTES == most_bytes(ENROL)
+    assert len(receive(Limits(), _these(b"x" * ENROLMENT_BYTES))) == ENROLMENT_BYTES == max_bytes(ENROL)
 
 
 def test_the_later_messages_of_an_upload_are_no_larger_than_a_chunk() -> None:
@@ -166,7 +166,7 @@ def test_the_later_messages_of_an_upload_are_no_larger_than_a_chunk() -> None:
 
 def test_who_holds_most_loses_its_oldest_place() -> None:
     async def play() -> tuple[list[bool], int]:
-        quota = Quota(most=4, most_of_one=3)
+        quota = Quota(most=4, max_per_caller=3)
         loop = asyncio.get_running_loop()
         made = []
         for caller in ("hog", "hog", "hog", "b", "c", "hog", "hog"):
@@ -194,7 +194,7 @@ def test_a_place_whose_deadline_has_just_passed_can_be_taken() -> None:
     """Between a deadline and the end of its call others come, in the same turn of the event loop."""
 
     async def play() -> tuple[list[object], int]:
-        quota, loop, errors = Quota(most=1, most_of_one=1), asyncio.get_running_loop(), list[object]()
+        quota, loop, errors = Quota(most=1, max_per_caller=1), asyncio.get_running_loop(), list[object]()
         loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1000) as passed, asyncio.timeout(1000) as newer:

@@ -106,12 +106,12 @@ def test_whatever_a_device_says_its_words_are_bounded(client: Client, store: Sto
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 120), st.integers(1, 5))
-def test_pages_hold_everything_in_order_within_their_bounds(sizes: list[int], most_bytes: int, most: int) -> None:
+def test_pages_hold_everything_in_order_within_their_bounds(sizes: list[int], max_bytes: int, most: int) -> None:
     messages = [change("x" * size) for size in sizes]
-    made = list(pages(messages, most_bytes, most))
+    made = list(pages(messages, max_bytes, most))
     assert [one for page in made for one in page] == messages
     assert all(1 <= len(page) <= most for page in made)
-    assert all(len(page) == 1 or _bytes(page) <= most_bytes for page in made)
+    assert all(len(page) == 1 or _bytes(page) <= max_bytes for page in made)
 
 
 def change(text: str) -> operations_pb2.RunChange:

@@ -39,7 +39,7 @@ ROOTS = (
 """All that a server says to a device."""
 FIELDS = {root.DESCRIPTOR.name: names([root.DESCRIPTOR]) for root in ROOTS}
 """`Message.field` of every field within each of them."""
-_MOST_DATA = 1 << 20
+_MAX_DATA = 1 << 20
 _RATES = [0.2, 0.5, 0.8]
 _TEXTS = ["", "no", "x" * 5000, "\x1b[2J\n", "%s {}"]
 _SECONDS = ["0", "5", "-1", "nan", "1e300", "soon"]
@@ -186,7 +186,7 @@ def _fitted(header: knowledge_pb2.PayloadHeader, data: bytes) -> bytes:
         size = sum(slot.nbytes for slot in slots(header.parts))
     except WireError:
         return data
-    return (data * (size // max(len(data), 1) + 1))[:size] if data and size <= max(_MOST_DATA, len(data)) else data
+    return (data * (size // max(len(data), 1) + 1))[:size] if data and size <= max(_MAX_DATA, len(data)) else data
 
 
 class LyingLink:

@@ -24,9 +24,9 @@ from fuzz.played import Played, play_all
 from support.fleets import RUNS
 from support.processes import own_peak_memory
 
-MOST_GROWTH = 200 << 20
+MAX_GROWTH = 200 << 20
 """Bytes that memory may grow by, whatever the number of messages; the largest payload that fits is far smaller."""
-MOST_SECONDS = 60.0
+MAX_SECONDS = 60.0
 """Longest step of a device that is given `fuzz.device_side.SECONDS_PER_ASK` for an ask, on a busy machine."""
 _REOPEN_EVERY = 20
 
@@ -77,7 +77,7 @@ def _devices(name: str, messages: int, seed: int, runs: list[Played], *, remote:
         left = sorted(target.liar.untouched())
         print(f"  {len(target.liar.touched)} fields changed, {len(left)} not {left[:5]}; ", end="")
         print(f"longest step {target.slowest:.1f} s")
-        return told, failed + bool(left) + (target.slowest > MOST_SECONDS)
+        return told, failed + bool(left) + (target.slowest > MAX_SECONDS)
 
 
 def _device_runs() -> list[Played]:
@@ -100,9 +100,9 @@ def _said(name: str, sent: int, broken: list[int], outcomes: Any, grown: int, st
         print(f"  {count:>9,}  {outcome}")
     if broken:
         print(f"  broken by seeds {broken[:20]}")
-    if grown > MOST_GROWTH:
-        print(f"  memory grew by more than {MOST_GROWTH >> 20} MiB")
-    return sent, len(broken) + (grown > MOST_GROWTH)
+    if grown > MAX_GROWTH:
+        print(f"  memory grew by more than {MAX_GROWTH >> 20} MiB")
+    return sent, len(broken) + (grown > MAX_GROWTH)
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 _PROXY_SAMPLES = 5
 _DIGEST = bytes(range(32))
-_MOST_ROWS = 4
+_MAX_ROWS = 4
 _DECLARED = (
     "shared_statistics",
     "class_sums",
@@ -112,9 +112,9 @@ def _declare(contract: contract_pb2.Contract, part: knowledge_pb2.Part) -> None:
     if any(known.part == part.name for known in contract.uploads):
         return
     kind = part.WhichOneof("kind")
-    shapes = contract.uploads.add(part=part.name, least_samples=5 if kind == "shared_statistics" else 0)
+    shapes = contract.uploads.add(part=part.name, min_samples=5 if kind == "shared_statistics" else 0)
     if kind == "shared_statistics":
-        shapes.most_rows = _MOST_ROWS
+        shapes.max_rows = _MAX_ROWS
         shapes.tensors.extend([contract_pb2.NamedShape(name=name, shape=(4,)) for name in ("means", "variances")])
         return
     for slot in slots(knowledge_pb2.Parts(parts=[part])):

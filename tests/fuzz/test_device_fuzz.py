@@ -8,7 +8,7 @@ import pytest
 from fuzz.device_side import device_target
 from fuzz.liar import FIELDS, Liar
 from fuzz.played import LIGHT, Played, play_all
-from fuzz.run import MOST_GROWTH, fuzz_in_process
+from fuzz.run import MAX_GROWTH, fuzz_in_process
 from fuzz.spoilt_enrolment import enrol_with_lies
 from support.processes import own_peak_memory
 
@@ -26,7 +26,7 @@ MUST_OCCUR = {
     "enrolled",
 }
 
-_MOST_SESSIONS = 1_000
+_MAX_SESSIONS = 1_000
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +45,13 @@ def test_every_field_of_every_message_is_changed_and_nothing_foreign_comes_out(r
     assert [one.name for one in runs] == ["feddkc", LIGHT, f"light {LIGHT}"]
     with device_target(runs) as target:
         before = own_peak_memory()
-        for seed in range(1, _MOST_SESSIONS):
+        for seed in range(1, _MAX_SESSIONS):
             assert fuzz_in_process(target, 1, seed)[1] == []
             if not target.liar.untouched():
                 break
         assert not target.liar.untouched()
         assert target.outcomes.keys() >= MUST_OCCUR
-        assert own_peak_memory() - before < MOST_GROWTH
+        assert own_peak_memory() - before < MAX_GROWTH
 
 
 def test_all_that_a_server_says_to_a_device_is_among_the_messages() -> None:
@@ -76,7 +76,7 @@ def test_devices_over_grpc(training: list[Played]) -> None:
 def test_a_pause_that_overflows_is_found(training: list[Played]) -> None:
     with pytest.MonkeyPatch.context() as patch, device_target(training) as target:
         patch.setattr("fleetdistill.device.turn.pause_seconds", lambda pause, remote: int(pause.after_seconds))
-        assert any(fuzz_in_process(target, 1, seed)[1] for seed in range(1, _MOST_SESSIONS)), "not noticed"
+        assert any(fuzz_in_process(target, 1, seed)[1] for seed in range(1, _MAX_SESSIONS)), "not noticed"
 
 
 def test_a_certificate_that_locks_a_device_out_is_found(tmp_path: Path) -> None:
@@ -85,4 +85,4 @@ def test_a_certificate_that_locks_a_device_out_is_found(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fleetdistill.link.x509.check_fits", lambda *given: None)
         with pytest.raises(StateError, match="its certificate cannot be read"):
-            [enrol_with_lies(liar, tmp_path) for _ in range(_MOST_SESSIONS)]
+            [enrol_with_lies(liar, tmp_path) for _ in range(_MAX_SESSIONS)]

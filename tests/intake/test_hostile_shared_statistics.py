@@ -37,7 +37,7 @@ from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.store import Store
 
-SIZE, MOST_ROWS, LEAST, SAMPLES, ROWS_PER_DIRECTION = 4, 3, 5, 15, 4
+SIZE, MAX_ROWS, LEAST, SAMPLES, ROWS_PER_DIRECTION = 4, 3, 5, 15, 4
 EXPECTS = {"statistics": "shared_statistics"}
 TITLE = "Shared statistics"
 _numbers = itertools.count(1)
@@ -52,8 +52,8 @@ def uploads() -> list[contract_pb2.PartShapes]:
         contract_pb2.PartShapes(
             part="statistics",
             tensors=tensors,
-            least_samples=LEAST,
-            most_rows=MOST_ROWS,
+            min_samples=LEAST,
+            max_rows=MAX_ROWS,
             rows_per_direction=ROWS_PER_DIRECTION,
         ),
     ]
@@ -143,7 +143,7 @@ def send(request: pytest.FixtureRequest) -> Send:
 # --- what is sent
 
 
-def honest(*counts: int, rank: int = MOST_ROWS) -> SharedStatistics:
+def honest(*counts: int, rank: int = MAX_ROWS) -> SharedStatistics:
     """What a device with so many rows of class 0, 1, ... sends."""
     labels = np.repeat(np.arange(len(counts)), counts)
     rows = np.random.default_rng(1).normal(size=(len(labels), SIZE))
@@ -191,7 +191,7 @@ HOSTILE: dict[str, tuple[SharedStatistics, str, str]] = {
         "statistics/directions has 3 rows, must be at most 1 for 4 degrees of freedom",
     ),
     "more directions than the contract allows": (
-        replace(SENT, directions=whole(MOST_ROWS + 1, SIZE), steps=half(MOST_ROWS + 1)),
+        replace(SENT, directions=whole(MAX_ROWS + 1, SIZE), steps=half(MAX_ROWS + 1)),
         "bad-tensor",
         "statistics/directions has 4 rows, expected at most 3",
     ),
@@ -384,7 +384,7 @@ def test_another_kind_in_their_place_is_refused(part: Kind, send: Send) -> None:
 
 def test_too_many_directions_are_refused_before_a_byte_of_data_is_taken() -> None:
     """Their number stands in the header; the largest that a contract allows would be a megabyte."""
-    part = replace(SENT, directions=whole(MOST_ROWS + 1, SIZE), steps=half(MOST_ROWS + 1))
+    part = replace(SENT, directions=whole(MAX_ROWS + 1, SIZE), steps=half(MAX_ROWS + 1))
     with pytest.raises(RefusedError, match="has 4 rows, expected at most 3"):
         Ingest("d", encode({"statistics": part}).header(), make_contract(uploads=uploads()), EXPECTS, SAMPLES)
 

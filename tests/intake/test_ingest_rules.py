@@ -18,7 +18,7 @@ from support.wire_samples import (
 
 from fleetdistill import knowledge as k
 from fleetdistill.errors import RefusedError
-from fleetdistill.knowledge.reports import MOST_METRICS
+from fleetdistill.knowledge.reports import MAX_METRICS
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import ELEMENT_TYPES, slots
@@ -209,8 +209,8 @@ def test_metrics_are_counted_and_each_is_there_once() -> None:
         return k.Metrics(metrics=[k.Metric(name=one, split="test", sum=1, count=1) for one in names])
 
     knowledge = make_knowledge()
-    take_in(encode({"knowledge": knowledge, "metrics": sent(*(f"m{n}" for n in range(MOST_METRICS)))}))
-    for wrong in (sent(*(f"m{n}" for n in range(MOST_METRICS + 1))), sent("a", "a")):
+    take_in(encode({"knowledge": knowledge, "metrics": sent(*(f"m{n}" for n in range(MAX_METRICS)))}))
+    for wrong in (sent(*(f"m{n}" for n in range(MAX_METRICS + 1))), sent("a", "a")):
         error = refusal(encode({"knowledge": knowledge, "metrics": wrong}))
         text = f"device d1: part 'metrics' has {len(wrong.metrics)} metrics, must be at most 100 with distinct names"
         assert said(error) == (Code.BAD_VALUE, text)

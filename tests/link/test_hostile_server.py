@@ -26,7 +26,7 @@ from fleetdistill.errors import CannotAnswer, ConfigurationError, LinkError, Wir
 from fleetdistill.interruption import check_may_continue, time_limit
 from fleetdistill.link.terms import MAX_ATTEMPTS, pause_seconds, plain
 from fleetdistill.testing import ManualClock
-from fleetdistill.wire.codes import LONGEST_AFTER_SECONDS
+from fleetdistill.wire.codes import MAX_AFTER_SECONDS
 from fleetdistill.wire.digests import digest
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2, tensor_pb2
 
@@ -284,7 +284,7 @@ def test_a_come_back_that_is_no_range_is_told_and_the_device_keeps_trying(
 
 def test_a_device_stays_away_for_an_hour_at_most_and_over_a_network_never_for_nothing() -> None:
     far = service_pb2.ComeBack(after_seconds=1e300, before_seconds=1.5e300)
-    assert pause_seconds(far, remote=True) == LONGEST_AFTER_SECONDS <= threading.TIMEOUT_MAX
+    assert pause_seconds(far, remote=True) == MAX_AFTER_SECONDS <= threading.TIMEOUT_MAX
     assert pause_seconds(service_pb2.ComeBack(), remote=True) > 0
     assert pause_seconds(service_pb2.ComeBack(), remote=False) == 0
     with pytest.raises(LinkError):

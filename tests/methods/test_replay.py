@@ -31,7 +31,7 @@ from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.store import Store
 
-MOST_RESTARTS = 1000
+MAX_RESTARTS = 1000
 
 
 class DiesAfterEveryWait(DriveDevices):
@@ -57,11 +57,11 @@ def run_with_a_new_engine_after_every_wait(prepared: Prepared, store: Store) -> 
 
 def _drive(store: Store, config: object, devices: list[Device]) -> int:
     waker = DiesAfterEveryWait(devices, lambda: None)
-    for number in range(1, MOST_RESTARTS):
+    for number in range(1, MAX_RESTARTS):
         with contextlib.suppress(asyncio.CancelledError):
             asyncio.run(Engine(store, config, waker).run())  # type: ignore[arg-type]
             return number
-    raise AssertionError(f"the run was not over after {MOST_RESTARTS} engines")
+    raise AssertionError(f"the run was not over after {MAX_RESTARTS} engines")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 from prometheus_client.metrics_core import Metric
 
 from fleetdistill import knowledge
-from fleetdistill_console.metrics.runs import MOST_RUNS, STATES, RunsCollector
+from fleetdistill_console.metrics.runs import MAX_RUNS, STATES, RunsCollector
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
@@ -22,14 +22,14 @@ def values(collector: RunsCollector, name: str) -> dict[str, float]:
 def test_only_the_newest_runs_have_figures_of_their_own(tmp_path: Path) -> None:
     store, clock = Store.open(tmp_path), [0.0]
     store.database.now = lambda: clock[0]
-    for number in range(MOST_RUNS + 5):
+    for number in range(MAX_RUNS + 5):
         clock[0] = float(number)
         store.runs.begin(f"run-{number}", {})
         if number != 0:
             store.runs.set_status(f"run-{number}", RunStatus.FINISHED, "")
     collector = RunsCollector(tmp_path)
     present = values(collector, "fleetdistill_devices_present")
-    assert set(present) == {"run-0", *(f"run-{number}" for number in range(6, MOST_RUNS + 5))}, "the oldest still runs"
+    assert set(present) == {"run-0", *(f"run-{number}" for number in range(6, MAX_RUNS + 5))}, "the oldest still runs"
     collector.close()
     store.close()
 

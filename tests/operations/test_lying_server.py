@@ -216,7 +216,7 @@ def test_a_model_that_is_none_leaves_nothing(liar: LyingServer, tmp_path: Path, 
 def test_a_model_in_small_parts_has_a_bound_too(
     liar: LyingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiving, "MOST_MODEL_BYTES", 3)
+    monkeypatch.setattr(receiving, "MAX_MODEL_BYTES", 3)
     rest = words.FilePart(report='{"bytes": 4, "max_difference": 0}')
     liar.replies["ExportModel"] = files(MODEL, *[words.FilePart(data=b"x")] * 3, rest)
     assert "sent more than 3 bytes" in liar.said("export", "r", "--out", str(tmp_path / "m.onnx"))

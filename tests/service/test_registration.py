@@ -200,7 +200,7 @@ def run_on(store: Store, prepared: Prepared, rounds: int) -> None:
     with contextlib.ExitStack() as stack:
         api = DeviceApi(store)
         devices = [stack.enter_context(make_device(spec, MemoryLink(api))) for spec in prepared[1]]
-        engine = Engine(store, settings, DriveDevices(devices, lambda: None), most_short_rounds=3)
+        engine = Engine(store, settings, DriveDevices(devices, lambda: None), max_short_rounds=3)
         asyncio.run(engine.run())
         for device in devices:
             while device.step(0.0) is not Step.FINISHED:

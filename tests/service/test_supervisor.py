@@ -223,7 +223,7 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
 def test_a_simulation_that_falls_short_again_and_again_ends_with_a_sentence(tmp_path: Path) -> None:
     """Two devices check in and never answer."""
     path = write_config(tmp_path, run_deadline_seconds=0.2)
-    supervisor = Supervisor(load_run_config(path), log=tmp_path / "server.log", most_short_rounds=3)
+    supervisor = Supervisor(load_run_config(path), log=tmp_path / "server.log", max_short_rounds=3)
     failures: list[FleetDistillError] = []
 
     def run() -> None:

@@ -61,7 +61,7 @@ def test_devices_beyond_the_first_hundred_have_the_same_accuracy_without_a_file(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = run(tmp_path / "every", method)
-    monkeypatch.setattr("fleetdistill_lab.simulation.spec.plan.MOST_EXPORTS", 1)
+    monkeypatch.setattr("fleetdistill_lab.simulation.spec.plan.MAX_EXPORTS", 1)
     first = run(tmp_path / "first", method)
     assert [one.onnx_file for one in first.devices] == ["onnx/device-0.onnx", None]
     found, expected = ([one.accuracy_fleet for one in of.devices] for of in (first, every))

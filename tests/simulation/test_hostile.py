@@ -75,7 +75,7 @@ def test_a_device_that_declares_far_too_many_samples_is_named(name: str, tmp_pat
 
 def test_with_robust_off_one_device_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attack is one: without the bounds nothing finite comes of the rounds."""
-    monkeypatch.setattr(links, "MOST_SHORT_ROUNDS", 2)
+    monkeypatch.setattr(links, "MAX_SHORT_ROUNDS", 2)
     with pytest.raises(RunError, match="2 rounds in a row fell short"):
         run(tmp_path, "fedavg", "scaled", robust="off")
 

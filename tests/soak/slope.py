@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from scipy.stats import theilslopes
 
 Point = tuple[float, float]
-_MOST_POINTS = 300
+_MAX_POINTS = 300
 
 
 def theil_sen(points: Sequence[Point]) -> float:
@@ -15,5 +15,5 @@ def theil_sen(points: Sequence[Point]) -> float:
 
     Of many points every n-th is taken, because the estimate compares all pairs.
     """
-    x, y = zip(*points[:: max(1, len(points) // _MOST_POINTS)], strict=True)
+    x, y = zip(*points[:: max(1, len(points) // _MAX_POINTS)], strict=True)
     return float(theilslopes(y, x).slope)

@@ -45,7 +45,7 @@ DEVICES = 8
 LEASE_SECONDS = 2.0
 _WARM_UP = 1 / 5  # of all uploads
 _LOOK_SECONDS = 0.05
-_LONGEST_SAMPLE_SECONDS = 3.0
+_MAX_SAMPLE_SECONDS = 3.0
 _SHORTEST_SAMPLE_SECONDS = 0.25
 _KEPT_ANSWERS = 100
 
@@ -117,7 +117,7 @@ class Extent:
         """Seconds between two looks at front and engine."""
         if math.isinf(self.seconds):
             return _SHORTEST_SAMPLE_SECONDS
-        return min(max(self.seconds / 600, _SHORTEST_SAMPLE_SECONDS), _LONGEST_SAMPLE_SECONDS)
+        return min(max(self.seconds / 600, _SHORTEST_SAMPLE_SECONDS), _MAX_SAMPLE_SECONDS)
 
 
 class Churning:

@@ -15,7 +15,7 @@ from fleetdistill.device.inspection import inspect
 from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files
 from fleetdistill.state.sent import Ledger, Sent, compacted
-from fleetdistill.state.sent_ledger import KEPT_ENTRIES, LEDGER, MOST_ENTRIES, SentLedger, read_ledger
+from fleetdistill.state.sent_ledger import KEPT_ENTRIES, LEDGER, MAX_ENTRIES, SentLedger, read_ledger
 
 NOVEMBER = time.mktime((2026, 11, 15, 12, 0, 0, 0, 0, 0))
 
@@ -73,19 +73,19 @@ def test_the_file_is_private_to_its_owner(tmp_path: Path) -> None:
 
 def test_old_entries_become_totals_of_their_months_and_nothing_is_lost(tmp_path: Path) -> None:
     month = 30 * 86400
-    entries = [answer(number, NOVEMBER + number * month / 500, size=number) for number in range(1, MOST_ENTRIES)]
+    entries = [answer(number, NOVEMBER + number * month / 500, size=number) for number in range(1, MAX_ENTRIES)]
     lines = SentLedger(Files(tmp_path))
     full = Ledger(entries)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(failpoints, "hit", lambda name: None)
         (tmp_path / LEDGER).write_bytes(b"".join(sealed(one) for one in entries))
-        lines.record(answer(MOST_ENTRIES, NOVEMBER + 5 * month, size=7))
+        lines.record(answer(MAX_ENTRIES, NOVEMBER + 5 * month, size=7))
     found = ledger_of(tmp_path)
     assert len(found.entries) == KEPT_ENTRIES
-    assert found.entries[-1].round == MOST_ENTRIES
+    assert found.entries[-1].round == MAX_ENTRIES
     assert [one.month for one in found.months] == ["2026-11", "2026-12", "2027-01"]
     assert found.totals.bytes == full.totals.bytes + 7
-    assert found.totals.messages == {"answer": MOST_ENTRIES}
+    assert found.totals.messages == {"answer": MAX_ENTRIES}
     assert found.totals.columns == ["features", "logits"]
 
 

@@ -152,11 +152,11 @@ def forked_grpc_devices(specs: Sequence[DeviceSpec], port: int, *, keep_open: bo
     return Forked(_run_grpc_devices, list(specs), port, 1 << 30 if keep_open else 0)
 
 
-def _run_grpc_devices(points: str, specs: list[DeviceSpec], port: int, most_waiting_bytes: int) -> None:
+def _run_grpc_devices(points: str, specs: list[DeviceSpec], port: int, max_waiting_bytes: int) -> None:
     from fleetdistill_lab.simulation.links.multiplexer import run_devices
 
     failpoints.switch_on(points)
-    sys.exit(run_devices(specs, f"127.0.0.1:{port}", most_waiting_bytes))
+    sys.exit(run_devices(specs, f"127.0.0.1:{port}", max_waiting_bytes))
 
 
 def forked_host(specs: Sequence[DeviceSpec], port: int, hook: Path | None = None) -> ForkServerProcess:

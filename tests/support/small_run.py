@@ -177,9 +177,7 @@ def _device(points: str, place: Place, name: str) -> None:
                 file.write(event.values["receipt"] + "\n")
 
     failpoints.switch_on(points)
-    contact.LONGEST_PAUSE_SECONDS = (
-        0.2  # a front that dies over and over again is not to be waited for longer each time
-    )
+    contact.MAX_PAUSE_SECONDS = 0.2  # a front that dies over and over again is not to be waited for longer each time
     provider = app_provider(dict(place.environment))
     device = open_device(
         server=f"127.0.0.1:{place.port}",

@@ -36,7 +36,7 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import RAW, ZSTD, Packer, choose, unpacked
 from fleetdistill.wire.digests import digest
 from fleetdistill.wire.payload import CHUNK_BYTES, chunk_data, chunks, slots
-from fleetdistill.wire.quantize import LARGEST, LARGEST_SCALE, dequantize, quantize
+from fleetdistill.wire.quantize import LARGEST, MAX_SCALE, dequantize, quantize
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, tensor_pb2
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.ingest import Ingest
@@ -213,7 +213,7 @@ def test_a_column_in_steps_is_taken() -> None:
         ("step", [1, -1e-9], "step -1e-09 outside [0, 513.757) at row 1"),
         (
             "step",
-            [np.nextafter(np.float32(LARGEST_SCALE), np.float32(1e9)), 1],
+            [np.nextafter(np.float32(MAX_SCALE), np.float32(1e9)), 1],
             "step 513.757 outside [0, 513.757) at row 0",
         ),
         ("minimum", [0, np.nan], "non-finite minimum at row 1"),

@@ -23,7 +23,7 @@ MODEL = k.ModelParameters(
 SIZE = k.Weights.of(MODEL)
 IDS = np.arange(N, dtype=np.int64)
 ROWS: dict[str, Any] = {"features": {"cut": (2, 2)}, "classes": C, "columns": ("features", "logits", "labels")}
-STATISTICS: dict[str, Any] = {"features": {}, "least_samples": 1, "rows_per_direction": 2}
+STATISTICS: dict[str, Any] = {"features": {}, "min_samples": 1, "rows_per_direction": 2}
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -71,7 +71,7 @@ PARTS: list[tuple[k.Kind, PartSchema]] = [
             variances=zeros(D),
             df=zeros(dtype=np.int32),
         ),
-        k.SharedStatistics.schema(classes=C, dimensions=D, directions=R, most_rows=R, **STATISTICS),
+        k.SharedStatistics.schema(classes=C, dimensions=D, directions=R, max_rows=R, **STATISTICS),
     ),
     (
         k.SharedStatistics(
@@ -81,7 +81,7 @@ PARTS: list[tuple[k.Kind, PartSchema]] = [
             variances=zeros(D),
             df=zeros(dtype=np.int32),
         ),
-        k.SharedStatistics.schema(classes=C, dimensions=D, directions=0, most_rows=R, **STATISTICS),
+        k.SharedStatistics.schema(classes=C, dimensions=D, directions=0, max_rows=R, **STATISTICS),
     ),
     (
         k.ClassSums(counts=zeros(C), sums=zeros(C, D), second_moment=zeros(D * (D + 1) // 2), mu=1.0, discrete=False),

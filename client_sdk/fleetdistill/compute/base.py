@@ -47,7 +47,7 @@ FAULTS = (
 
 _logged: set[str] = set()
 """Faults whose traceback is in the log; a model that fails in every round fills it with one line each."""
-_MOST_LOGGED = 100
+_MAX_LOGGED = 100
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def faults_decline(what: str) -> Iterator[None]:
         message = str(error).strip().split("\n")[0][:300]
         name = f"{what} failed with {type(error).__name__}: {message}"
         logger.warning("%s", name, exc_info=None if name in _logged else error)
-        if len(_logged) < _MOST_LOGGED:
+        if len(_logged) < _MAX_LOGGED:
             _logged.add(name)
         raise CannotAnswer(
             f"{name}; either the server's values do not fit this device, "

@@ -27,7 +27,7 @@ from fleetdistill.training.onnx_file import (
 )
 
 _TOLERANCE = 1e-4
-_LEAST_OPSET = 18  # required by ReduceMin with axes as an input
+_MIN_OPSET = 18  # required by ReduceMin with axes as an input
 _OWN = "fleetdistill_"  # prefix of the names of added nodes
 _REFERENCE = Reference(
     "this device",
@@ -77,8 +77,8 @@ def _graph_of(model: LightModel) -> Any:
 
     proto = onnx.load_model_from_string(model.extractor.data)
     (opset,) = (one.version for one in proto.opset_import if one.domain in ("", "ai.onnx"))
-    if opset < _LEAST_OPSET:
-        raise ExportError(f"the extractor's file has opset {opset}, must be at least {_LEAST_OPSET}; update the server")
+    if opset < _MIN_OPSET:
+        raise ExportError(f"the extractor's file has opset {opset}, must be at least {_MIN_OPSET}; update the server")
     added = _Chain(proto.graph)
     added.then("Flatten", axis=1)
     space = model.classifier.space

@@ -54,7 +54,7 @@ _TEXTS = {
 
 
 _FIRST_PAUSE_SECONDS = 0.5
-_LONGEST_PAUSE_SECONDS = 60.0
+_MAX_PAUSE_SECONDS = 60.0
 
 
 def notes_text(step: str, notes: Mapping[str, int]) -> str:
@@ -85,7 +85,7 @@ class Declines:
             self.reason = reason
         self._times += 1
         pause = _FIRST_PAUSE_SECONDS * 2.0 ** min(self._times - 2, 10)
-        return min(pause, _LONGEST_PAUSE_SECONDS) if self._times > 1 else 0.0
+        return min(pause, _MAX_PAUSE_SECONDS) if self._times > 1 else 0.0
 
     def is_first_report(self) -> bool:
         """Returns True on the first call for the current ask, so that the app gets one event."""

@@ -17,7 +17,7 @@ MAX_THREADS = 64
 MAX_SECONDS_PER_ASK = 3600.0
 """Default of `Budgets(seconds_per_ask=...)`, in seconds."""
 
-_LEAST_NICE, _MOST_NICE = 1, 19
+_MIN_NICE, _MAX_NICE = 1, 19
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,8 @@ class Budgets:
     def _check_niceness(self) -> None:
         if self.niceness is None:
             return
-        if self.niceness > _MOST_NICE:
-            raise ConfigurationError(f"niceness is {self.niceness}, must be {_LEAST_NICE} to {_MOST_NICE}")
+        if self.niceness > _MAX_NICE:
+            raise ConfigurationError(f"niceness is {self.niceness}, must be {_MIN_NICE} to {_MAX_NICE}")
         if not sys.platform.startswith("linux"):
             raise ConfigurationError(
                 f"niceness requires Linux; on {sys.platform} it would apply to the whole app. Leave it out"

@@ -15,7 +15,7 @@ from fleetdistill.wire.codes import Code, after_seconds, is_final
 from fleetdistill.wire.v1 import service_pb2
 
 _FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 15.0
+MAX_PAUSE_SECONDS = 15.0
 """Longest pause between two attempts to reach the server, in seconds, unless the server requests a longer one."""
 
 _pauses = random.Random()  # the app may have seeded the generator of the module `random`
@@ -48,7 +48,7 @@ class Contact:
             first = "" if self._known else "no contact yet: "
             self._events.emit("lost-contact", 0, f"{first}{self._reason}; the device keeps trying")
         pause = error.after_seconds + _pauses.uniform(self._pause / 2, self._pause)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        self._pause = min(2 * self._pause, MAX_PAUSE_SECONDS)
         return pause
 
     def restored(self) -> None:

@@ -30,7 +30,7 @@ CHECK_SECONDS = 0.25
 """Interval between two probes of the conditions during work, in seconds."""
 WAIT_SECONDS = 5.0
 """Interval between two probes of the conditions while one does not hold, in seconds."""
-_LONGEST_WAIT_SECONDS = 60.0
+_MAX_WAIT_SECONDS = 60.0
 """Longest wait even if the end is known, because the machine may be suspended or its time changed."""
 _SHORTEST_REPORTED_SECONDS = 1.0
 _COUNTERS = {"bytes": "bytes_per_day", "compute_seconds": "compute_seconds_per_day"}
@@ -143,7 +143,7 @@ class Permission:
 
 def seconds_to_wait(hold: Hold) -> float:
     """Returns after how many seconds the device checks again whether it may work."""
-    return WAIT_SECONDS if hold.seconds is None else min(hold.seconds, _LONGEST_WAIT_SECONDS)
+    return WAIT_SECONDS if hold.seconds is None else min(hold.seconds, _MAX_WAIT_SECONDS)
 
 
 class EligibilityGate:

@@ -17,7 +17,7 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 PlanValue = int | float | bool | str | list[int]
 
-MOST_METRICS = 100
+MAX_METRICS = 100
 """Maximum number of metrics in a part; the store has a row for each metric of an answer."""
 _MAX_WORD = 64
 _MAX_VALUE = 1e40
@@ -123,8 +123,8 @@ class Metrics(Kind):
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
         """Checks that metrics are in their ranges, unique and of known classes; returns no tensors."""
         metrics = part.metrics.metrics
-        if len(metrics) > MOST_METRICS or len({(one.name, one.split) for one in metrics}) != len(metrics):
-            text = f"part {part.name!r} has {len(metrics)} metrics, must be at most {MOST_METRICS} with distinct names"
+        if len(metrics) > MAX_METRICS or len({(one.name, one.split) for one in metrics}) != len(metrics):
+            text = f"part {part.name!r} has {len(metrics)} metrics, must be at most {MAX_METRICS} with distinct names"
             raise RefusedError(Code.BAD_VALUE, text)
         for metric in metrics:
             _check_metric(metric, len(contract.classes))

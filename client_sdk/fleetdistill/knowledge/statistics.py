@@ -10,12 +10,12 @@ import numpy as np
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION
+from fleetdistill.wire.directions import MIN_ROWS_PER_DIRECTION
 from fleetdistill.wire.kind import Array, Kind, PartData, PartSchema, declared_of, declared_shapes
 from fleetdistill.wire.schema import FLOAT64, INT8, INT32, INT64, KIND, Shapes, Tensors, TensorSchema
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
-_LEAST_INT8 = -127
+_MIN_INT8 = -127
 """Smallest quantized value; the range is symmetric, so -128 is not used."""
 
 
@@ -49,15 +49,15 @@ class SharedStatistics(Kind):
     df: Array | None = None
 
     @classmethod
-    def tensors(cls, classes: int, of_one: Shapes, least_samples: int, directions: int) -> Tensors:
+    def tensors(cls, classes: int, of_one: Shapes, min_samples: int, directions: int) -> Tensors:
         """Returns the schemas of all tensors; `of_one` has the shapes of one class's `means` and `variances`."""
         means, variances = of_one.get("means", ()), of_one.get("variances", ())
         spread = {
-            "directions": TensorSchema((INT8,), (directions, *variances), low=_LEAST_INT8, what="direction"),
+            "directions": TensorSchema((INT8,), (directions, *variances), low=_MIN_INT8, what="direction"),
             "steps": TensorSchema(KIND, (directions,), above=0, what="step"),
         }
         return {
-            "counts": cls.counts_schema(classes, least_samples),
+            "counts": cls.counts_schema(classes, min_samples),
             "means": TensorSchema(KIND, (classes, *means), what="means"),
             "variances": TensorSchema(KIND, variances, low=0, what="variance"),
             "df": TensorSchema((INT32,), (), low=0, what="degrees of freedom"),
@@ -72,8 +72,8 @@ class SharedStatistics(Kind):
         dimensions: int,
         directions: int,
         features: Shapes,
-        least_samples: int,
-        most_rows: int,
+        min_samples: int,
+        max_rows: int,
         rows_per_direction: int,
     ) -> PartSchema:
         """Returns the schema of a part.
@@ -83,19 +83,19 @@ class SharedStatistics(Kind):
             dimensions: Dimension D of a mean.
             directions: Number of rows of the covariance factor that a device sends.
             features: Feature column that the statistics are computed from, if the run's models have it.
-            least_samples: Minimum number of samples of a class.
-            most_rows: Maximum number of directions of any device.
+            min_samples: Minimum number of samples of a class.
+            max_rows: Maximum number of directions of any device.
             rows_per_direction: Minimum number of degrees of freedom per direction.
         """
         of_one = {"means": (dimensions,), "variances": (dimensions,)}
         return PartSchema(
             kind=cls,
-            tensors=cls.tensors(classes, of_one, least_samples, directions),
+            tensors=cls.tensors(classes, of_one, min_samples, directions),
             columns=cls.possible_columns or (),
             features=features,
             declared=of_one,
-            least_samples=least_samples,
-            most_rows=most_rows,
+            min_samples=min_samples,
+            max_rows=max_rows,
             rows_per_direction=rows_per_direction,
         )
 
@@ -107,7 +107,7 @@ class SharedStatistics(Kind):
             return {}
         cls.require(part, ("counts", "means", "variances", "df"), contract)
         directions, declared = cls._sent_directions(part, contract), declared_of(part, contract)
-        return cls.tensors(len(labels), declared_shapes(part, contract), declared.least_samples, directions)
+        return cls.tensors(len(labels), declared_shapes(part, contract), declared.min_samples, directions)
 
     @classmethod
     def _sent_directions(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> int:
@@ -117,7 +117,7 @@ class SharedStatistics(Kind):
             return 0
         cls.require(part, ("directions", "steps"), contract)
         rows = sent.directions.shape[0] if sent.directions.shape else 0
-        most = declared_of(part, contract).most_rows
+        most = declared_of(part, contract).max_rows
         if not 1 <= rows <= most:
             path, expected = (
                 f"{part.name}/directions",
@@ -164,9 +164,9 @@ class SharedStatistics(Kind):
             raise RefusedError(Code.BAD_TENSOR, text, {"tensor": f"{part.name}/{missing[0]}"})
 
     @staticmethod
-    def counts_schema(classes: int, least_samples: int) -> TensorSchema:
+    def counts_schema(classes: int, min_samples: int) -> TensorSchema:
         """Returns the schema of the tensor with the number of samples per class."""
-        return TensorSchema((INT32,), (classes,), low=max(least_samples, 1), what="count")
+        return TensorSchema((INT32,), (classes,), low=max(min_samples, 1), what="count")
 
     @staticmethod
     def declared_counts(part: knowledge_pb2.Part, data: PartData, samples: int | None) -> np.ndarray[Any, Any]:
@@ -181,7 +181,7 @@ class SharedStatistics(Kind):
     @staticmethod
     def rows_per_direction(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> int:
         """Returns the contract's rows per direction, or the default for older contracts, which do not declare it."""
-        return declared_of(part, contract).rows_per_direction or LEAST_ROWS_PER_DIRECTION
+        return declared_of(part, contract).rows_per_direction or MIN_ROWS_PER_DIRECTION
 
 
 @dataclass(frozen=True, kw_only=True)

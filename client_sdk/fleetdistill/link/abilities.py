@@ -10,7 +10,7 @@ from fleetdistill.link.terms import MAX_CLASSES
 from fleetdistill.wire.payload import MAX_AXES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
-_MOST_CHARACTERS = 128
+_MAX_CHARACTERS = 128
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class Abilities:
         if not valid or not all(_is_count(one) for one in sizes):
             text = f"1 to {MAX_AXES} whole numbers of at least 1, such as (1, 28, 28)"
             raise ConfigurationError(f"Abilities(input_shape=...) is {sizes!r}, must be {text}")
-        if not isinstance(self.model, str) or len(self.model) > _MOST_CHARACTERS:
+        if not isinstance(self.model, str) or len(self.model) > _MAX_CHARACTERS:
             raise ConfigurationError(
-                f"Abilities(model=...) is {self.model!r:.200}, must be text of at most {_MOST_CHARACTERS} characters"
+                f"Abilities(model=...) is {self.model!r:.200}, must be text of at most {_MAX_CHARACTERS} characters"
             )
 
     def _check_classes(self) -> None:
         found = self.classes
         count = len(self.names) or self.classes
         named = isinstance(found, Sequence) and not isinstance(found, str)
-        valid = all(isinstance(one, str) and 1 <= len(one) <= _MOST_CHARACTERS for one in self.names)
+        valid = all(isinstance(one, str) and 1 <= len(one) <= _MAX_CHARACTERS for one in self.names)
         if not (named or _is_count(found)) or not valid or not _is_count(count) or int(str(count)) > MAX_CLASSES:
             text = f"a number of classes from 1 to {MAX_CLASSES:,}, or their names"
             raise ConfigurationError(f"Abilities(classes=...) is {found!r:.200}, must be {text}")

@@ -13,7 +13,7 @@ from fleetdistill.errors import ConfigurationError, LinkError, WireError
 from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.printable import printable
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES
-from fleetdistill.wire.codes import LONGEST_AFTER_SECONDS
+from fleetdistill.wire.codes import MAX_AFTER_SECONDS
 from fleetdistill.wire.compression import RAW
 from fleetdistill.wire.digests import Algorithm, has_blake3
 from fleetdistill.wire.payload import MAX_AXES, MAX_NAME
@@ -133,13 +133,13 @@ def pause_seconds(come_back: service_pb2.ComeBack, remote: bool) -> float:
             f"the server requested a wait of {first:g} to {last:g} seconds, expected finite numbers in ascending order "
             f"from 0; {_ADVICE}"
         )
-    drawn = random.uniform(min(first, LONGEST_AFTER_SECONDS), min(last, LONGEST_AFTER_SECONDS))
+    drawn = random.uniform(min(first, MAX_AFTER_SECONDS), min(last, MAX_AFTER_SECONDS))
     return max(drawn, SHORTEST_PAUSE_SECONDS) if remote else drawn
 
 
 def heartbeat_interval(wanted: float) -> float:
     """Returns the heartbeat interval in seconds: the server's value, clamped to 0.2 to 3,600."""
-    return min(max(wanted, SHORTEST_BEAT_SECONDS), LONGEST_AFTER_SECONDS)
+    return min(max(wanted, SHORTEST_BEAT_SECONDS), MAX_AFTER_SECONDS)
 
 
 def _invalid(contract: contract_pb2.Contract, found: str, expected: str) -> WireError:

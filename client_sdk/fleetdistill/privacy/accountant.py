@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-_LARGEST_EPSILON = 100.0
+_MAX_EPSILON = 100.0
 """Guarantees beyond it mean nothing, and `exp` of ten times as much overflows."""
 _BISECTIONS = 200
 
@@ -54,9 +54,9 @@ def epsilon_for(mu: float, delta: float) -> float:
     """
     if gaussian_delta(0.0, mu) <= delta:
         return 0.0
-    if gaussian_delta(_LARGEST_EPSILON, mu) > delta:
+    if gaussian_delta(_MAX_EPSILON, mu) > delta:
         return math.inf
-    return _bisect(0.0, _LARGEST_EPSILON, lambda epsilon: gaussian_delta(epsilon, mu) > delta)[1]
+    return _bisect(0.0, _MAX_EPSILON, lambda epsilon: gaussian_delta(epsilon, mu) > delta)[1]
 
 
 def epsilon_for_zcdp(rho: float, delta: float) -> float:
@@ -71,9 +71,9 @@ def epsilon_for_zcdp(rho: float, delta: float) -> float:
     """
     if zcdp_delta(rho, 0.0) <= delta:
         return 0.0
-    if zcdp_delta(rho, _LARGEST_EPSILON) > delta:
+    if zcdp_delta(rho, _MAX_EPSILON) > delta:
         return math.inf
-    return _bisect(0.0, _LARGEST_EPSILON, lambda epsilon: zcdp_delta(rho, epsilon) > delta)[1]
+    return _bisect(0.0, _MAX_EPSILON, lambda epsilon: zcdp_delta(rho, epsilon) > delta)[1]
 
 
 def composed(mus: Iterable[float]) -> float:
@@ -118,8 +118,8 @@ def _normal_cdf(value: float) -> float:
 
 
 def _check(epsilon: float, delta: float) -> None:
-    if not 0 < epsilon <= _LARGEST_EPSILON:
-        raise ValueError(f"epsilon must be in (0, {_LARGEST_EPSILON:g}], got {epsilon!r}")
+    if not 0 < epsilon <= _MAX_EPSILON:
+        raise ValueError(f"epsilon must be in (0, {_MAX_EPSILON:g}], got {epsilon!r}")
     if not 0 < delta < 1:
         raise ValueError(f"delta must be in (0, 1), got {delta!r}")
 

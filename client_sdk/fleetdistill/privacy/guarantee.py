@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.privacy.accountant import discrete_mu_for, mu_for
 
-LEAST_EPSILON, MOST_EPSILON = 0.1, 20.0
-MOST_DELTA = 0.01
+MIN_EPSILON, MAX_EPSILON = 0.1, 20.0
+MAX_DELTA = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,13 @@ class Guarantee:
 
     def check(self) -> None:
         """Raises ConfigurationError if a value is out of range."""
-        if not LEAST_EPSILON <= self.epsilon <= MOST_EPSILON:
+        if not MIN_EPSILON <= self.epsilon <= MAX_EPSILON:
             raise ConfigurationError(
-                f"epsilon must be in [{LEAST_EPSILON:g}, {MOST_EPSILON:g}], got {self.epsilon!r}; a smaller one is "
+                f"epsilon must be in [{MIN_EPSILON:g}, {MAX_EPSILON:g}], got {self.epsilon!r}; a smaller one is "
                 "more private"
             )
-        if not 0 < self.delta <= MOST_DELTA:
-            raise ConfigurationError(f"delta must be in (0, {MOST_DELTA:g}], got {self.delta!r}")
+        if not 0 < self.delta <= MAX_DELTA:
+            raise ConfigurationError(f"delta must be in (0, {MAX_DELTA:g}], got {self.delta!r}")
 
     @property
     def mu(self) -> float:

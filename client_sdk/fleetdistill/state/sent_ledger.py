@@ -3,8 +3,8 @@
     ledger.jsonl    one JSON object per line, each with the CRC-32C of its other members as `crc`
 
 An entry is written and fsynced before the bytes leave; the server's receipt or refusal is appended as a second line. An
-answer without either may have been sent. Lines are only appended, up to `MOST_ENTRIES`. Then a file with the newest
-`KEPT_ENTRIES` replaces this one; the others become totals of their months, of which `MOST_MONTHS` are kept.
+answer without either may have been sent. Lines are only appended, up to `MAX_ENTRIES`. Then a file with the newest
+`KEPT_ENTRIES` replaces this one; the others become totals of their months, of which `MAX_MONTHS` are kept.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fleetdistill.state.sent import ANSWER, CHECK_IN, DECLINE, Ledger, Sent, Sen
 from fleetdistill.wire.codec import Payload
 
 LEDGER = "ledger.jsonl"
-MOST_ENTRIES, KEPT_ENTRIES = 2000, 1000
-MOST_MONTHS = 240
+MAX_ENTRIES, KEPT_ENTRIES = 2000, 1000
+MAX_MONTHS = 240
 _OUTCOME, _MONTH = "outcome", "month"
 _CHECK_IN_NAME = (0, 0, 0)
 """What outcomes name a check-in by; rounds begin with 1."""
@@ -81,8 +81,8 @@ class SentLedger:
 
     def _append(self, entry: Sent) -> None:
         self._write(_line(entry))
-        if len(self._ledger().entries) >= MOST_ENTRIES:
-            self._loaded = compacted(self._ledger(), KEPT_ENTRIES, MOST_MONTHS)
+        if len(self._ledger().entries) >= MAX_ENTRIES:
+            self._loaded = compacted(self._ledger(), KEPT_ENTRIES, MAX_MONTHS)
             self._files.save(LEDGER, _content(self._loaded), mode=0o600)
 
     def _write(self, line: Mapping[str, Any]) -> None:

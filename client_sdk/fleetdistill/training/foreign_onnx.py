@@ -28,7 +28,7 @@ _NODE_OPERATOR, _NODE_DOMAIN = 4, 7
 _REPEATING = (b"Loop", b"Scan")
 """Operators that may repeat for ever."""
 _TENSOR_EXTERNAL, _TENSOR_LOCATION = 13, 14
-_MOST_FIELDS = (1 << 29) - 1
+_MAX_FIELDS = (1 << 29) - 1
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
@@ -113,8 +113,8 @@ def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int]]:
     while at < len(message):
         key, at = _varint(message, at)
         number, wire_type = key >> 3, key & 7
-        if number > _MOST_FIELDS:  # other readers drop the high bits, and read another field
-            raise ValueError(f"a field has number {number}, must be at most {_MOST_FIELDS}")
+        if number > _MAX_FIELDS:  # other readers drop the high bits, and read another field
+            raise ValueError(f"a field has number {number}, must be at most {_MAX_FIELDS}")
         if wire_type == _VARINT:
             value, at = _varint(message, at)
             yield number, value

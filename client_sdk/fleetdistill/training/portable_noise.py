@@ -12,7 +12,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Array
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
-MOST_NUMBERS = 1 << 24
+MAX_NUMBERS = 1 << 24
 """Largest number of elements in one draw, about 0.7 GB; protects a device's memory from a server's settings."""
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -56,11 +56,11 @@ def portable_noise(seed: int, rows: int, size: int) -> Array:
         `[rows, size]` float32, finite.
 
     Raises:
-        ConfigurationError: An argument is out of range, or `rows * size` is above `MOST_NUMBERS`.
+        ConfigurationError: An argument is out of range, or `rows * size` is above `MAX_NUMBERS`.
     """
-    if rows * size > MOST_NUMBERS:
+    if rows * size > MAX_NUMBERS:
         raise ConfigurationError(
-            f"cannot draw {rows} rows of {size} numbers: one draw has at most {MOST_NUMBERS} numbers; reduce the rows"
+            f"cannot draw {rows} rows of {size} numbers: one draw has at most {MAX_NUMBERS} numbers; reduce the rows"
         )
     pairs = (rows * size + 1) // 2
     uniform = ((splitmix64(seed, 2 * pairs) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53

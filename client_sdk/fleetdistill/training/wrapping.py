@@ -20,7 +20,7 @@ from fleetdistill.training.model import Cut, SplitModel, split_sequential
 __all__ = ["WrappedModel", "node_names", "wrap"]
 
 _EXTRACTOR = "extractor"
-_MOST_NAMES = 8
+_MAX_NAMES = 8
 _OTHER_LAYERS = "runs other layers in train than in eval mode"
 _T = TypeVar("_T")
 
@@ -213,9 +213,9 @@ def _shortest(ordered: Sequence[str], at: int) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     """Returns some of the names of valid cuts, those of outer layers first."""
-    outer = sorted(range(len(names)), key=lambda at: (names[at].count("."), at))[:_MOST_NAMES]
+    outer = sorted(range(len(names)), key=lambda at: (names[at].count("."), at))[:_MAX_NAMES]
     text = ", ".join(names[at] for at in sorted(outer))
-    return text + (", ..." if len(names) > _MOST_NAMES else "") if names else "no layer: it is a single layer"
+    return text + (", ..." if len(names) > _MAX_NAMES else "") if names else "no layer: it is a single layer"
 
 
 def _stages(module: nn.Module, nodes: Sequence[fx.Node], cut: int) -> OrderedDict[str, nn.Module]:

@@ -14,7 +14,7 @@ from enum import StrEnum
 DOMAIN = "fleetdistill"
 AFTER_SECONDS = "after_seconds"
 """Detail of a temporary error: seconds until a retry."""
-LONGEST_AFTER_SECONDS = 3600.0
+MAX_AFTER_SECONDS = 3600.0
 """Longest wait before a retry in seconds; longer values from a server are clamped."""
 
 
@@ -62,7 +62,7 @@ def after_seconds(details: Mapping[str, str]) -> float:
         seconds = float(details.get(AFTER_SECONDS, "0"))
     except ValueError:
         return 0.0
-    return min(max(seconds, 0.0), LONGEST_AFTER_SECONDS) if math.isfinite(seconds) else 0.0
+    return min(max(seconds, 0.0), MAX_AFTER_SECONDS) if math.isfinite(seconds) else 0.0
 
 
 def is_final(code: str) -> bool:

@@ -19,9 +19,9 @@ ZSTD = knowledge_pb2.COMPRESSION_ZSTD
 
 _LEVEL = 1
 # Largest ratio at which compression is used; features shrink to 0.6, parameters to 0.93 (benchmarks/RESULTS.md).
-_MOST_LEFT = 0.9
+_MAX_LEFT = 0.9
 # Smaller chunks are not compressed, because the frame's overhead exceeds the saving.
-_LEAST_BYTES = 256
+_MIN_BYTES = 256
 
 
 def compression_of(name: str) -> knowledge_pb2.Compression.ValueType:
@@ -63,10 +63,10 @@ class Packer:
 
     def pack(self, data: bytes | memoryview) -> tuple[bytes | memoryview, knowledge_pb2.Compression.ValueType]:
         """Returns the bytes to send and their compression; a poor ratio stops compression for this tensor."""
-        if self._zstd is None or not self._worth or len(data) < _LEAST_BYTES:
+        if self._zstd is None or not self._worth or len(data) < _MIN_BYTES:
             return data, RAW
         packed: bytes = self._zstd.compress(data)
-        self._worth = len(packed) <= _MOST_LEFT * len(data)
+        self._worth = len(packed) <= _MAX_LEFT * len(data)
         return (packed, ZSTD) if self._worth else (data, RAW)
 
 

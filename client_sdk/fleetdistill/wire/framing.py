@@ -17,7 +17,7 @@ _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 _CHUNK, _DATA = bytes([2 << 3 | _DELIMITED]), bytes([3 << 3 | _DELIMITED])
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 # Longest length of a field that is read here: a varint of four bytes.
-_MOST_BITS = 28
+_MAX_BITS = 28
 
 
 def framed(chunk: AnyChunk) -> bytes:
@@ -87,7 +87,7 @@ def _data_in(message: bytes, at: int) -> tuple[int, int, int] | None:
 def _length_at(message: bytes, at: int) -> tuple[int | None, int]:
     """Returns a length and the position after it; None instead of a length that is incomplete or too long."""
     number = 0
-    for shift in range(0, _MOST_BITS, 7):
+    for shift in range(0, _MAX_BITS, 7):
         if at >= len(message):
             break
         number |= (message[at] & 0x7F) << shift

@@ -160,8 +160,8 @@ class PartSchema:
         columns: Columns of the device that the part contains, as names of `fleetdistill.COLUMNS`.
         features: Feature columns that the part contains or is computed from: shape of one sample by cut.
         declared: Shapes that the contract declares for the part's tensors.
-        least_samples: Smallest number of samples of a class in the part.
-        most_rows: Largest number of directions.
+        min_samples: Smallest number of samples of a class in the part.
+        max_rows: Largest number of directions.
         rows_per_direction: Smallest number of samples, or degrees of freedom, per direction.
         sent: Whether the settings send the part. Contracts also declare parts that only other settings send.
     """
@@ -171,8 +171,8 @@ class PartSchema:
     columns: tuple[str, ...] = ()
     features: Shapes = field(default_factory=dict)
     declared: Shapes = field(default_factory=dict)
-    least_samples: int = 0
-    most_rows: int = 0
+    min_samples: int = 0
+    max_rows: int = 0
     rows_per_direction: int = 0
     sent: bool = True
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 LARGEST = float(np.finfo(np.float16).max)
 """Largest absolute value that can be encoded; equal to float16's, so that both types accept the same values."""
-LARGEST_SCALE = float(np.float32(2 * LARGEST / 255))
+MAX_SCALE = float(np.float32(2 * LARGEST / 255))
 _LEVELS = np.float32(255)
 # Smaller spans are treated as 0, because the division would leave float32's normal range.
-_LEAST_SPAN = np.float32(2.0**-110)
+_MIN_SPAN = np.float32(2.0**-110)
 
 
 def quantize(numbers: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -39,7 +39,7 @@ def quantize(numbers: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray
         return np.zeros(numbers.shape, np.uint8), none, none
     minimum = numbers.min(axis=across)
     span = numbers.max(axis=across) - minimum
-    step = np.where(span < _LEAST_SPAN, np.float32(0), span / _LEVELS)
+    step = np.where(span < _MIN_SPAN, np.float32(0), span / _LEVELS)
     shape = (1, -1, *[1] * (numbers.ndim - 2))
     divisor = np.where(step > 0, step, np.float32(1)).reshape(shape)
     elements = np.rint((numbers - minimum.reshape(shape)) / divisor)

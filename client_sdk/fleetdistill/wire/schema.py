@@ -14,7 +14,7 @@ from enum import Enum
 
 import numpy as np
 
-from fleetdistill.wire.quantize import LARGEST, LARGEST_SCALE
+from fleetdistill.wire.quantize import LARGEST, MAX_SCALE
 
 ROWS = -1
 """Placeholder for a number of rows in an expected shape; any number, but equal for all columns of a part."""
@@ -111,7 +111,7 @@ class TensorSchema:
 
     def _quantized(self, shape: tuple[int, ...]) -> dict[str, TensorSchema]:
         """Returns the tensors of a quantized column; the bounds of its scales make every decoded number finite."""
-        too_large, too_long = (float(np.nextafter(np.float32(most), np.inf)) for most in (LARGEST, LARGEST_SCALE))
+        too_large, too_long = (float(np.nextafter(np.float32(most), np.inf)) for most in (LARGEST, MAX_SCALE))
         scales = shape[1:2] if self.channels is None else (self.channels,)
         return {
             "": replace(self, dtypes=(UINT8,), quantized=True),

@@ -30,7 +30,7 @@ from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.views.deleted import NOTHING, left_for_later, pruned
 from fleetdistill_server.views.units import counted
 
-_MOST_ROUNDS = 20
+_MAX_ROUNDS = 20
 """Number of rounds that `runs show` prints; the newest ones."""
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 runs_app = typer.Typer(help="Inspects and manages runs.", no_args_is_help=True)
@@ -66,9 +66,9 @@ def runs_show(
     with open_source(store, server, identity) as source:
         view = source.run(run)
     rounds = view.lists["rounds"]
-    if len(rounds) > _MOST_ROUNDS and not as_json:
-        view.lists["rounds"] = rounds[-_MOST_ROUNDS:]
-        view.facts["rounds_shown"] = f"the last {_MOST_ROUNDS} of {len(rounds)}; --json prints all"
+    if len(rounds) > _MAX_ROUNDS and not as_json:
+        view.lists["rounds"] = rounds[-_MAX_ROUNDS:]
+        view.facts["rounds_shown"] = f"the last {_MAX_ROUNDS} of {len(rounds)}; --json prints all"
     show(view, as_json)
 
 

@@ -15,10 +15,10 @@ from fleetdistill_server.store.states import ACTIVE, IDLE, QUEUED, WAITING, RunS
 
 _ACTING = ("operator", "local")
 """Roles whose calls change something."""
-_LONGEST_REASON = 512
-_MOST_TOKENS = 1000
+_MAX_REASON = 512
+_MAX_TOKENS = 1000
 """Largest number of tokens that a page shows; `fleetdistill enrol --out` writes more of them to a file."""
-_LONGEST_HOURS = 366 * 24
+_MAX_HOURS = 366 * 24
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class RevokeButton:
         )
         asked.warn()
         with asked.fields:
-            reason = ui.input("Reason, which is stored").props(f"dense outlined maxlength={_LONGEST_REASON}")
+            reason = ui.input("Reason, which is stored").props(f"dense outlined maxlength={_MAX_REASON}")
 
     def _told(self, changed: bool) -> None:
         ui.notify(f"Device {self._device} {'is revoked' if changed else 'was already revoked'}.")
@@ -184,8 +184,8 @@ class EnrolButton:
             _show_tokens,
         )
         with asked.fields:
-            count = ui.number("Number of tokens", value=1, min=1, max=_MOST_TOKENS, precision=0)
-            hours = ui.number("Valid for (hours)", value=24, min=0.1, max=_LONGEST_HOURS)
+            count = ui.number("Number of tokens", value=1, min=1, max=_MAX_TOKENS, precision=0)
+            hours = ui.number("Valid for (hours)", value=24, min=0.1, max=_MAX_HOURS)
             device = ui.input("Only for the device id (optional)")
             for field in (count, hours, device):
                 field.props("dense outlined")

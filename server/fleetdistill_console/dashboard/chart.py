@@ -8,7 +8,7 @@ from typing import Any
 from nicegui import ui
 
 Point = tuple[float, float]
-MOST_POINTS = 400
+MAX_POINTS = 400
 """Largest number of points sent of a series; more cannot be told apart on a screen."""
 Series = Mapping[str, Sequence[Point]]
 _COLOURS = [f"var(--fd-{number})" for number in range(1, 7)]
@@ -23,7 +23,7 @@ ECharts chooses an end, for null, up to 0.3 times the values' range beyond the l
 _DASHES = ["solid", "dashed", "dotted"]
 
 
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     """Returns at most `most` points of a series: the lowest and the highest of each stretch, and the last one.
 
     Peaks therefore stay visible.

@@ -33,13 +33,13 @@ _SESSION = "session"
 """Where a cookie has the name of its session."""
 _PUBLIC = ("/static/", "/favicon.ico")
 """Paths of files that are the same for everybody and needed by the page for signing in."""
-_LEAST_CHARACTERS = 32
+_MIN_CHARACTERS = 32
 _HEALTH_SECONDS = 8.0
 """Time for which the health check waits for the first answer of the server that is shown."""
-_LONGEST_FORM = 4096
-_MOST_WRONG = 20
+_MAX_FORM = 4096
+_MAX_WRONG = 20
 """Largest number of wrong tokens from an address within a minute."""
-_MOST_ADDRESSES = 1000
+_MAX_ADDRESSES = 1000
 _TEMPLATE = "index.html"
 """NiceGUI's template of all pages."""
 _NONCE = "fleetdistill.nonce"
@@ -82,8 +82,8 @@ def read_token(file: Path) -> str:
         token = file.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"--token-file {file} cannot be read: {in_words(error)}") from error
-    if len(token) < _LEAST_CHARACTERS or not token.isascii() or len(token.split()) > 1:
-        text = f"must contain one word of at least {_LEAST_CHARACTERS} ASCII characters"
+    if len(token) < _MIN_CHARACTERS or not token.isascii() or len(token.split()) > 1:
+        text = f"must contain one word of at least {_MIN_CHARACTERS} ASCII characters"
         raise ConfigurationError(f"--token-file {file} {text}; create it with: openssl rand -hex 32")
     return token
 
@@ -191,7 +191,7 @@ class _Gate:
         return secrets.compare_digest(token.encode(), self._token.encode())
 
 
-_MOST_SESSIONS = 1000
+_MAX_SESSIONS = 1000
 """Largest number of open sessions; a further one ends the oldest."""
 _DISCONNECT: Message = {"type": "websocket.disconnect", "code": 1001}
 
@@ -204,7 +204,7 @@ class OpenSessions:
 
     def begin(self) -> str:
         """Begins a session and returns its name, which cannot be guessed."""
-        if len(self._ended) >= _MOST_SESSIONS:
+        if len(self._ended) >= _MAX_SESSIONS:
             self.end(next(iter(self._ended)))
         name = secrets.token_urlsafe(32)
         self._ended[name] = asyncio.Event()
@@ -247,12 +247,12 @@ class _Attempts:
 
     def allowed(self, address: str) -> bool:
         """Returns whether an address may try another token."""
-        return len([at for at in self._wrong.get(address, ()) if at > monotonic() - 60]) < _MOST_WRONG
+        return len([at for at in self._wrong.get(address, ()) if at > monotonic() - 60]) < _MAX_WRONG
 
     def note(self, address: str) -> None:
         """Notes a wrong token; the address that failed longest ago is dropped if there are too many."""
-        times = [*self._wrong.pop(address, [])[-_MOST_WRONG:], monotonic()]
-        if len(self._wrong) >= _MOST_ADDRESSES:
+        times = [*self._wrong.pop(address, [])[-_MAX_WRONG:], monotonic()]
+        if len(self._wrong) >= _MAX_ADDRESSES:
             del self._wrong[next(iter(self._wrong))]
         self._wrong[address] = times
 
@@ -267,7 +267,7 @@ async def _body(request: Request) -> str | None:
     with suppress(ClientDisconnect):
         async for part in request.stream():
             body += part
-            if len(body) > _LONGEST_FORM:
+            if len(body) > _MAX_FORM:
                 return None
     return body.decode("ascii", "replace")
 

@@ -24,9 +24,9 @@ _STATIC = Path(__file__).parent / "static"
 _CLOSE_SECONDS = 2
 """Seconds for browsers to disconnect when the dashboard is stopped."""
 
-_MOST_CONNECTIONS = 256
+_MAX_CONNECTIONS = 256
 """Connections without an open page, of all callers; a browser opens 6, and closes them when it has the page."""
-_MOST_HEADER_BYTES = 16 << 10
+_MAX_HEADER_BYTES = 16 << 10
 
 
 class BoundedHttp(H11Protocol):
@@ -42,7 +42,7 @@ class BoundedHttp(H11Protocol):
         """Closes another connection if there are too many."""
         super().connection_made(transport)
         self._open[self] = self.client[0] if self.client else ""
-        if len(self._open) > _MOST_CONNECTIONS:
+        if len(self._open) > _MAX_CONNECTIONS:
             ((crowded, _),) = Counter(self._open.values()).most_common(1)
             oldest = next(one for one, address in self._open.items() if address == crowded)
             del self._open[oldest]
@@ -86,7 +86,7 @@ def serve(board: Board, bound: socket.socket, access: Access, on_listening: Call
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         server_header=False,
         http=BoundedHttp,
-        h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         ws_per_message_deflate=True,
     )
     assets.on_startup(lambda: on_listening())

@@ -81,14 +81,14 @@ def rate(field: str, heading: str, **more: Any) -> dict[str, Any]:
     return number(field, heading, **{":valueFormatter": _PERCENT, **more})
 
 
-_MOST_AT_ONCE = 12
+_MAX_AT_ONCE = 12
 """Largest number of rows of a table that is as high as its rows."""
 _ORDER = """params => {
   const names = params.clientWidth < 640 ? %s : %s;
   params.api.applyColumnState({state: names.map(colId => ({colId})), applyOrder: true});
 }"""
 _HEIGHT = f"""params => params.api.setGridOption(
-  'domLayout', params.api.getDisplayedRowCount() > {_MOST_AT_ONCE} ? 'normal' : 'autoHeight')"""
+  'domLayout', params.api.getDisplayedRowCount() > {_MAX_AT_ONCE} ? 'normal' : 'autoHeight')"""
 _ANY_COLUMN = {
     "sortable": True,
     "resizable": True,
@@ -158,7 +158,7 @@ class LiveTable:
             self.grid.run_grid_method("setGridOption", "loading", False)
         if not any(change.values()):
             return
-        if len(new) > _MOST_AT_ONCE:  # before all rows would be drawn; after the transaction `_HEIGHT` decides
+        if len(new) > _MAX_AT_ONCE:  # before all rows would be drawn; after the transaction `_HEIGHT` decides
             self.grid.run_grid_method("setGridOption", "domLayout", "normal")
         self.grid.run_grid_method("applyTransaction", change)
 

@@ -10,7 +10,7 @@ from typing import Any
 from fleetdistill_server.views.overview import RECENT
 from fleetdistill_server.views.units import readable_bytes
 
-_MOST_DIGITS, _LARGEST_DENOMINATOR = 8, 100
+_MAX_DIGITS, _MAX_DENOMINATOR = 8, 100
 UNKNOWN = "–"
 """Shown for a figure that is not known."""
 ROUND_SECONDS = f"Mean duration of the last {RECENT} rounds"
@@ -41,8 +41,8 @@ def duration(seconds: float | None) -> str:
 
 def setting(value: Any) -> str:
     """Returns a setting as in run.toml; a number that needs many digits as a fraction, such as 2/3."""
-    if isinstance(value, float) and len(repr(value)) > _MOST_DIGITS:
-        simple = Fraction(value).limit_denominator(_LARGEST_DENOMINATOR)
+    if isinstance(value, float) and len(repr(value)) > _MAX_DIGITS:
+        simple = Fraction(value).limit_denominator(_MAX_DENOMINATOR)
         if float(simple) == value and simple:
             return str(simple)
     return value if isinstance(value, str) else json.dumps(value)

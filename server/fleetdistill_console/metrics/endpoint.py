@@ -23,7 +23,7 @@ from fleetdistill_server.config.server_config import ServerSection
 
 _STALL_SECONDS = 10.0
 """Longest wait for a part of a request, and for a caller to read a part of the answer."""
-_MOST_CONNECTIONS = 32
+_MAX_CONNECTIONS = 32
 
 
 class Endpoint:
@@ -94,11 +94,11 @@ class _Server(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
             self._open.append(request)
-            surplus = self._open[:-_MOST_CONNECTIONS]
+            surplus = self._open[:-_MAX_CONNECTIONS]
             for one in surplus:
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)  # its thread then closes it
-            self._open = self._open[-_MOST_CONNECTIONS:]
+            self._open = self._open[-_MAX_CONNECTIONS:]
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:

@@ -26,7 +26,7 @@ from fleetdistill_server.store.states import IDLE, QUEUED, WAITING, RunStatus
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.metrics")
-MOST_RUNS = 50
+MAX_RUNS = 50
 """Runs with figures of their own."""
 KEPT_SECONDS = 2.0
 """Time for which a reading answers further scrapes."""
@@ -92,7 +92,7 @@ class RunsCollector:
             states[run.name] = state_of(run, now)
             counts[run.status] -= 1
             counts[states[run.name]] += 1
-        return run_figures(store.database, MOST_RUNS), counts, states
+        return run_figures(store.database, MAX_RUNS), counts, states
 
 
 def _add(samples: Samples, run: RunFigures, state: str) -> None:

@@ -26,7 +26,7 @@ from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.tracking")
 LOOK_SECONDS = 1.0
-_LONGEST_WAIT_SECONDS = 300.0
+_MAX_WAIT_SECONDS = 300.0
 _WARN_SECONDS = 3600.0
 
 
@@ -76,7 +76,7 @@ class Follower:
         """Copies until `stopped` is set, then once more; a failure is logged and repeated later."""
         while not stopped.is_set():
             self.look()
-            stopped.wait(min(LOOK_SECONDS * 2**self._failures, _LONGEST_WAIT_SECONDS))
+            stopped.wait(min(LOOK_SECONDS * 2**self._failures, _MAX_WAIT_SECONDS))
         self.look()
         self._forget()
 

@@ -15,9 +15,9 @@ from fleetdistill_server.store.states import RunStatus
 T = TypeVar("T")
 _ID = "fleetdistill.id"
 _NOTE = "fleetdistill."
-_MOST_METRICS, _MOST_PARAMS = 1000, 100
+_MAX_METRICS, _MAX_PARAMS = 1000, 100
 """Limits of MLflow for one request."""
-_MOST_CHARACTERS = 5000
+_MAX_CHARACTERS = 5000
 """Longest value of a tag and, in part, of a parameter that MLflow accepts."""
 _STATUSES: Mapping[str, str] = {
     RunStatus.FINISHED: "FINISHED",
@@ -102,9 +102,9 @@ class MlflowRun:
         """Stores settings as parameters. MLflow never changes one, so a changed value becomes a tag."""
         from mlflow.entities import Param
 
-        short = {name: value[:_MOST_CHARACTERS] for name, value in settings.items()}
+        short = {name: value[:_MAX_CHARACTERS] for name, value in settings.items()}
         new = [Param(name, value) for name, value in short.items() if name not in self._settings]
-        for some in _batches(new, _MOST_PARAMS):
+        for some in _batches(new, _MAX_PARAMS):
             self._client.log_batch(self._id, params=some)
         for name, value in short.items():
             if self._settings.get(name, value) != value:
@@ -117,7 +117,7 @@ class MlflowRun:
         metrics = [
             Metric(name, value, int(one.at * 1000), one.step) for one in points for name, value in one.values.items()
         ]
-        for some in _batches(metrics, _MOST_METRICS):
+        for some in _batches(metrics, _MAX_METRICS):
             self._client.log_batch(self._id, metrics=some)
             for one in some:
                 self._known[one.key].add(one.step)
@@ -128,7 +128,7 @@ class MlflowRun:
 
     def set_note(self, name: str, value: str) -> None:
         """Sets a tag of the run."""
-        tag, value = _NOTE + name, value[:_MOST_CHARACTERS]
+        tag, value = _NOTE + name, value[:_MAX_CHARACTERS]
         if self._tags.get(tag) != value:
             self._client.set_tag(self._id, tag, value)
             self._tags[tag] = value

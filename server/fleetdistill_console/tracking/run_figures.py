@@ -18,9 +18,9 @@ from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.views.figures import server_figures
 
 _SPLITS = ("train", "validation", "test")
-_MOST_VARIANTS = 4
+_MAX_VARIANTS = 4
 """Largest number of variants with figures of their own, because devices choose the variants' names."""
-_MOST_CHARACTERS = 40
+_MAX_CHARACTERS = 40
 
 
 def settings_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -85,13 +85,13 @@ def _device_figures(reported: Sequence[Row]) -> Iterator[tuple[str, float]]:
         if row["name"] in ("loss", "accuracy"):
             yield f"{row['name']}/{row['split']}", row["mean"]
     of_variants = [row for row in known if row["name"].endswith("/accuracy") and row["split"] == "test"]
-    for row in sorted(of_variants, key=lambda row: (-row["devices"], row["name"]))[:_MOST_VARIANTS]:
+    for row in sorted(of_variants, key=lambda row: (-row["devices"], row["name"]))[:_MAX_VARIANTS]:
         yield f"accuracy/test_{_plain(row['name'].removesuffix('/accuracy'))}", row["mean"]
 
 
 def _plain(name: str) -> str:
     """Returns a name with the characters that every tracker accepts."""
-    return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:_MOST_CHARACTERS]
+    return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:_MAX_CHARACTERS]
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from fleetdistill_server.service.processes import child_environment
 logger = logging.getLogger("fleetdistill.server.tracking")
 MODEL_NAME = "onnx/server.onnx"
 """Path under which a tracker shows the server's model."""
-_MOST_SECONDS = 600.0
+_MAX_SECONDS = 600.0
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def exported_model(store: Path, run: str) -> Iterator[Path | None]:
         file = Path(folder, "server.onnx")
         command = [sys.executable, "-m", "fleetdistill_console.tracking.server_model", str(store), run, str(file)]
         done = subprocess.run(
-            command, capture_output=True, text=True, env=child_environment(), timeout=_MOST_SECONDS, check=False
+            command, capture_output=True, text=True, env=child_environment(), timeout=_MAX_SECONDS, check=False
         )
         if done.returncode:
             why = (done.stdout or done.stderr).strip().splitlines()

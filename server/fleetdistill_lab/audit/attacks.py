@@ -59,7 +59,7 @@ def parts_sent(messages: Sequence[Message]) -> list[str]:
     return list(dict.fromkeys(name for message in messages for name in message.sent))
 
 
-def largest_mu(messages: Sequence[Message]) -> float | None:
+def max_mu(messages: Sequence[Message]) -> float | None:
     """Returns the largest Gaussian-DP parameter of a device's answers; None if an answer is not private."""
     answers = [message.sent for message in messages if message.sent]
     if not answers or not all(isinstance(part, ClassSums) for sent in answers for part in sent.values()):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fleetdistill.errors import RunError
-from fleetdistill_lab.audit.attacks import attack, largest_mu, parts_sent, smallest_batch
+from fleetdistill_lab.audit.attacks import attack, max_mu, parts_sent, smallest_batch
 from fleetdistill_lab.audit.candidates import Attacker, Part, Rows, Scores
 from fleetdistill_lab.audit.linkage import Linkage, Scored, known_shares, linkage
 from fleetdistill_lab.audit.public_set import PublicSet, split_public
@@ -238,7 +238,7 @@ def report(wanted: Audit, public: PublicSet, recorded: Recorded) -> AuditReport:
         parts=_by_part(found, recorded.record.messages),
         classes=_classes(recorded),
         smallest_batch=smallest_batch(recorded.record.messages),
-        mu=largest_mu(recorded.record.messages),
+        mu=max_mu(recorded.record.messages),
     )
 
 

@@ -11,7 +11,7 @@ _RATE, _BATCH = 2e-3, 64
 _EPOCHS, _EPOCHS_SMALL = 4, 30
 _HIDDEN = 256
 _WIDTHS = (24, 16)
-_LEAST_DEVIATION = 1e-3
+_MIN_DEVIATION = 1e-3
 
 
 def fit_decoder(features: Tensor, images: Tensor) -> nn.Module:
@@ -47,7 +47,7 @@ def decode(decoder: nn.Module, features: Tensor) -> Tensor:
 def standardised(features: Tensor, by: Tensor) -> Tensor:
     """Returns features centred and scaled by the moments of `by`, `[m, ...]` with m at least 2."""
     deviation = by.std(dim=0)
-    return (features - by.mean(dim=0)) / (deviation + _LEAST_DEVIATION * deviation.mean() + 1e-12)
+    return (features - by.mean(dim=0)) / (deviation + _MIN_DEVIATION * deviation.mean() + 1e-12)
 
 
 def _dense(features: Tensor, images: Tensor) -> nn.Module:

@@ -19,7 +19,7 @@ from fleetdistill_lab.audit.shares import class_shares
 
 _SHRINKAGE = 0.05
 """Weight of the diagonal in the attacker's covariance, as in the default of the class space."""
-_LEAST_DEVIATION = 1e-3
+_MIN_DEVIATION = 1e-3
 _TINY = 1e-12
 
 
@@ -80,7 +80,7 @@ def fitted(extractor: nn.Module, inputs: Tensor) -> nn.Module:
 
 
 def _scaled(rows_nf: Array, deviations: Array) -> Array:
-    return np.asarray(rows_nf / (deviations + _LEAST_DEVIATION * deviations.mean() + _TINY))
+    return np.asarray(rows_nf / (deviations + _MIN_DEVIATION * deviations.mean() + _TINY))
 
 
 def _first_and_last(messages: Sequence[Message]) -> Iterator[tuple[Message, str, str, Array]]:

@@ -29,7 +29,7 @@ from fleetdistill_lab.audit.similarity import psnr, reidentified, ssim
 PICTURES = 100
 """Most pictures of one kind."""
 _OTHERS = 999
-_MOST_GRADIENTS = 10
+_MAX_GRADIENTS = 10
 _STEPS, _RATE = 300, 0.1
 _SMOOTHNESS = 1e-4
 _NOISE, _SPREAD = 0.1, 0.3
@@ -202,7 +202,7 @@ def _from_gradients(recorded: Recorded, start: Tensor) -> Iterator[tuple[str, st
     if not isinstance(config, FedDKDConfig):  # another method may draw its batches differently
         return
     steps = [(device, step) for device in recorded.rows for step in steps_of(recorded.record.of(device))]
-    taken = min(max(PICTURES // config.dkd_batch_size, 1), _MOST_GRADIENTS)
+    taken = min(max(PICTURES // config.dkd_batch_size, 1), _MAX_GRADIENTS)
     spread = steps[:: max(len(steps) // taken, 1)][:taken]  # of all devices and rounds
     originals, pictures = [], []
     for device, step in spread:

@@ -15,10 +15,10 @@ from fleetdistill_lab.simulation.data.datasets import DATASETS, Dataset, load_da
 from fleetdistill_lab.simulation.data.own import limited, read_dataset
 from fleetdistill_server.config.run_config import ContractSection
 
-MOST_DECOYS = 999
+MAX_DECOYS = 999
 """Decoys of a class, so that a row is linked by chance once in 1,000."""
-_MOST_PUBLIC = 4000
-_MOST_TEST = 200
+_MAX_PUBLIC = 4000
+_MAX_TEST = 200
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def kinds_of_images(public: PublicSet, other: str, contract: ContractSection) ->
     kinds = {"public rows of the same kind": public.attacker.inputs}
     if other:
         data = read_public(other, contract)
-        kinds[f"rows of {data.name}"] = data.train_images[:_MOST_PUBLIC]
+        kinds[f"rows of {data.name}"] = data.train_images[:_MAX_PUBLIC]
     return kinds
 
 
@@ -103,7 +103,7 @@ def split_public(data: Dataset, rows: int, seed: int) -> PublicSet:
     fleet = Dataset(
         data.name,
         *(images[trained], labels[trained]),
-        *(images[public[:_MOST_TEST]], labels[public[:_MOST_TEST]]),
+        *(images[public[:_MAX_TEST]], labels[public[:_MAX_TEST]]),
         data.classes,
     )
     return PublicSet(fleet, Rows(images[decoys], labels[decoys]), Rows(images[public], labels[public]))
@@ -118,8 +118,8 @@ def _decoys_and_public(unseen: np.ndarray, labels: np.ndarray, data: Dataset) ->
             f"{data.name} leaves {smallest} rows of a class that no device trains on, expected at least 4 of two or "
             "more classes; give a larger public set or fewer --rows"
         )
-    most = _MOST_PUBLIC // len(pools)
-    counts = [min(MOST_DECOYS, 2 * len(pool) // 3) for pool in pools]
+    most = _MAX_PUBLIC // len(pools)
+    counts = [min(MAX_DECOYS, 2 * len(pool) // 3) for pool in pools]
     decoys = np.concatenate([pool[:count] for pool, count in zip(pools, counts, strict=True)])
     public = np.concatenate([pool[count : count + most] for pool, count in zip(pools, counts, strict=True)])
     return decoys, np.random.default_rng(0).permutation(public)

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fleetdistill.errors import StateError
-from fleetdistill.methods.feddkd.config import LEAST_BATCH
+from fleetdistill.methods.feddkd.config import MIN_BATCH
 from fleetdistill_lab.audit.audit import AuditReport
 from fleetdistill_lab.audit.pictures import Pictures
 from fleetdistill_server.views.runs import View
@@ -99,10 +99,10 @@ def _bound(facts: dict[str, Any]) -> list[str]:
 def _warnings(facts: dict[str, Any]) -> list[str]:
     """Returns a line for gradients of few rows, whatever this attack finds in them."""
     batch = facts["smallest_batch"]
-    if batch is None or batch >= LEAST_BATCH:
+    if batch is None or batch >= MIN_BATCH:
         return []
     return [
-        f"A device sent a gradient of {batch} {'row' if batch == 1 else 'rows'}: gradients of fewer than {LEAST_BATCH} "
+        f"A device sent a gradient of {batch} {'row' if batch == 1 else 'rows'}: gradients of fewer than {MIN_BATCH} "
         "rows can be inverted to the rows by stronger attacks."
     ]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fleetdistill.errors import DataError, in_words
 
-MOST_BYTES = 4 << 30
+MAX_BYTES = 4 << 30
 """Largest size of a file, also unpacked."""
 
 
@@ -40,6 +40,6 @@ def _check(file: str, opened: IO[bytes]) -> None:
         raise DataError(f"{file!r} is not an .npz file; expected one with the arrays inputs and labels")
     with zipfile.ZipFile(opened) as packed:
         size = max(status.st_size, sum(one.file_size for one in packed.infolist()))
-    if size > MOST_BYTES:
-        raise DataError(f"{file!r} has {size:,} bytes unpacked, must be at most {MOST_BYTES:,}; use fewer samples")
+    if size > MAX_BYTES:
+        raise DataError(f"{file!r} has {size:,} bytes unpacked, must be at most {MAX_BYTES:,}; use fewer samples")
     opened.seek(0)

@@ -21,7 +21,7 @@ from fleetdistill.methods import config_class
 from fleetdistill.methods.local import LocalTraining
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import NAME
-from fleetdistill.privacy.guarantee import LEAST_EPSILON, MOST_DELTA, MOST_EPSILON
+from fleetdistill.privacy.guarantee import MAX_DELTA, MAX_EPSILON, MIN_EPSILON
 from fleetdistill_server.config import server_config
 from fleetdistill_server.config.engine_config import EngineSection
 from fleetdistill_server.config.limits import Limits
@@ -150,8 +150,8 @@ class PrivacySection(Section):
         exact: Whether the noise is discrete Gaussian, immune to attacks on rounding.
     """
 
-    epsilon: Annotated[float, Field(ge=LEAST_EPSILON, le=MOST_EPSILON)]
-    delta: Annotated[float, Field(gt=0, le=MOST_DELTA)] = 1e-5
+    epsilon: Annotated[float, Field(ge=MIN_EPSILON, le=MAX_EPSILON)]
+    delta: Annotated[float, Field(gt=0, le=MAX_DELTA)] = 1e-5
     exact: bool = True
 
 

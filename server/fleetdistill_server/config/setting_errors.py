@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from fleetdistill.names import NAME_RULE, did_you_mean
 
-_LONGEST_VALUE = 80
+_MAX_VALUE = 80
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _BRANCHES = ("int", "float", "str", "bool")
 """Names that Pydantic appends to a setting's location for the branches of a union."""
@@ -101,6 +101,6 @@ def _where(one: ErrorDetails, section: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """Returns a value in a notation close to TOML, truncated to `_LONGEST_VALUE` characters."""
+    """Returns a value in a notation close to TOML, truncated to `_MAX_VALUE` characters."""
     text = "none" if value is None else json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+    return text if len(text) <= _MAX_VALUE else f"{text[:_MAX_VALUE]}..."

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from fleetdistill_server.methods.cohort import DeviceAnswer, Prepare
 from fleetdistill_server.store.records import Ask
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Number of answers that are looked up at once, so that the work between two checks of the waking device is bounded."""
 
 
@@ -15,7 +15,7 @@ class Arrivals:
     """The answers of one step that were read early.
 
     Args:
-        answered_after: Returns the answered asks of the step after a device, ordered by device, at most `MOST_ROWS`.
+        answered_after: Returns the answered asks of the step after a device, ordered by device, at most `MAX_ROWS`.
         read: Reads and verifies the answer to an ask; returns None if its payload is lost.
         prepare: The method's function for each answer; None to verify only, which keeps no file open.
     """
@@ -38,7 +38,7 @@ class Arrivals:
         asks = self._answered_after(max(self._cursor, after))
         new = next((ask for ask in asks if ask.id not in self._seen), None)
         if new is None:
-            self._cursor = asks[-1].device if len(asks) == MOST_ROWS else ""
+            self._cursor = asks[-1].device if len(asks) == MAX_ROWS else ""
             return False
         self._seen.add(new.id)
         answer = self._read(new)

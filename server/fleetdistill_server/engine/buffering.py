@@ -17,7 +17,7 @@ from functools import partial
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.config.run_config import RunSection
-from fleetdistill_server.engine.arrivals import MOST_ROWS
+from fleetdistill_server.engine.arrivals import MAX_ROWS
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.service.wakeups import Waker
 from fleetdistill_server.store.asks import Asks
@@ -89,8 +89,8 @@ class Buffer:
         self.busy = {ask.device for ask in self._pool(number - 1)}
 
     def answered_after(self, device: str) -> list[Ask]:
-        """Returns the answered asks for devices after `device`, ordered by device, at most `MOST_ROWS`."""
-        return self._pool(self._number, status=AskStatus.ANSWERED, after=device, most=MOST_ROWS)
+        """Returns the answered asks for devices after `device`, ordered by device, at most `MAX_ROWS`."""
+        return self._pool(self._number, status=AskStatus.ANSWERED, after=device, most=MAX_ROWS)
 
     async def filled(self, read_one: Callable[[], bool], waker: Waker) -> list[Ask]:
         """Waits until the round has its answers; returns their asks ordered by device.

@@ -21,7 +21,7 @@ from fleetdistill.knowledge import Parts
 from fleetdistill.state import failpoints
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.engine.arrivals import MOST_ROWS, Arrivals
+from fleetdistill_server.engine.arrivals import MAX_ROWS, Arrivals
 from fleetdistill_server.engine.buffering import Buffer, BufferTerms
 from fleetdistill_server.engine.group import Answer, EndOfStep, Group
 from fleetdistill_server.event_kinds import GUARD
@@ -43,7 +43,7 @@ from fleetdistill_server.store.states import STALENESS, AskStatus
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.cohort")
-_LONGEST_EVENT = 1000
+_MAX_EVENT = 1000
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class StoreCohort:
         answered = 0
         among = set(asked)
         asks = self._store.asks.of_step(self._terms.run, self.round, self._steps)
-        answered_after = partial(self._store.asks.answered_after, self._terms.run, self.round, self._steps, MOST_ROWS)
+        answered_after = partial(self._store.asks.answered_after, self._terms.run, self.round, self._steps, MAX_ROWS)
         arrivals = Arrivals(answered_after, self._accepted, prepare if self.group is None else None)
         self._in_round -= among - {one.device for one in asks}
         for one in asks:
@@ -279,7 +279,7 @@ class StoreCohort:
                 asks.append(self._new_ask(step, number, device, encoded(device), expects))
             except (KnowledgeError, WireError) as error:  # one device's payload must not end the run for all
                 text = f"step {step!r} cannot be sent to {device}; the device drops out of the round: {error}"
-                self.event("not-asked", text[:_LONGEST_EVENT], device)
+                self.event("not-asked", text[:_MAX_EVENT], device)
         for ask in asks:
             old = known.get(ask.device)
             if old is not None and old.payload != ask.payload:

@@ -131,8 +131,8 @@ def _part_shapes(name: str, part: PartSchema) -> contract_pb2.PartShapes:
     return contract_pb2.PartShapes(
         part=name,
         tensors=[_named(path, shape) for path, shape in part.declared.items()],
-        least_samples=part.least_samples,
-        most_rows=part.most_rows,
+        min_samples=part.min_samples,
+        max_rows=part.max_rows,
         rows_per_direction=part.rows_per_direction,
     )
 

@@ -49,14 +49,14 @@ logger = logging.getLogger("fleetdistill.server.engine")
 _REPORTED_AFTER = 3
 """Number of consecutive short rounds after which the reason in the run's status reports them."""
 _FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 60.0
+_MAX_PAUSE_SECONDS = 60.0
 _DOUBLINGS = 16
-"""Upper bound on the exponent; pauses reach `_LONGEST_PAUSE_SECONDS` before it."""
+"""Upper bound on the exponent; pauses reach `_MAX_PAUSE_SECONDS` before it."""
 
 
 def pause_seconds(failures: int) -> float:
     """Returns the pause after this many consecutive failures, at least 1: 0.1 s, doubled each time, at most 60 s."""
-    return float(min(_FIRST_PAUSE_SECONDS * 2.0 ** min(failures - 1, _DOUBLINGS), _LONGEST_PAUSE_SECONDS))
+    return float(min(_FIRST_PAUSE_SECONDS * 2.0 ** min(failures - 1, _DOUBLINGS), _MAX_PAUSE_SECONDS))
 
 
 class _UnusableState(Exception):
@@ -70,7 +70,7 @@ class Engine:
         store: Store that contains the run.
         config: The run's configuration.
         waker: Waits for devices' answers and wakes the front.
-        most_short_rounds: Number of consecutive short rounds after which the run fails; for simulations. None retries
+        max_short_rounds: Number of consecutive short rounds after which the run fails; for simulations. None retries
             without a limit, since devices may return at any time.
         directory: Directory for the file that names the resume point of a long training; None for no resume points.
         group: Processes that train together; None for this one alone.
@@ -78,7 +78,7 @@ class Engine:
             take it over here.
 
     Attributes:
-        pauses: Whether to pause after short rounds; by default only without `most_short_rounds`.
+        pauses: Whether to pause after short rounds; by default only without `max_short_rounds`.
         around_round: Function of a round's number; the context that it returns is entered for the round.
     """
 
@@ -87,13 +87,13 @@ class Engine:
         store: Store,
         config: RunConfig,
         waker: Waker,
-        most_short_rounds: int | None = None,
+        max_short_rounds: int | None = None,
         directory: Path | None = None,
         group: Group | None = None,
         token: str | None = None,
     ) -> None:
-        self._most_short_rounds = most_short_rounds
-        self.pauses = most_short_rounds is None
+        self._max_short_rounds = max_short_rounds
+        self.pauses = max_short_rounds is None
         self.around_round: Callable[[int], AbstractContextManager[object]] = nullcontext
         self._store = store
         self._config = config
@@ -126,7 +126,7 @@ class Engine:
         """Completes the run's remaining rounds; does not return if the run has no round limit.
 
         Raises:
-            RunError: Another engine took over the run, or `most_short_rounds` consecutive rounds fell short.
+            RunError: Another engine took over the run, or `max_short_rounds` consecutive rounds fell short.
             NoSpaceError: The disk is full; a restarted engine continues the run.
         """
         torch.set_num_threads(self._config.run.threads)
@@ -158,9 +158,9 @@ class Engine:
         return True
 
     async def _after_short_round(self, short: int) -> None:
-        """Reports consecutive short rounds and pauses before the next; raises RunError at `most_short_rounds`."""
+        """Reports consecutive short rounds and pauses before the next; raises RunError at `max_short_rounds`."""
         text = f"{counted(short, 'round')} in a row fell short of the quorum; {self._last_event()}"
-        over = self._most_short_rounds is not None and short >= self._most_short_rounds
+        over = self._max_short_rounds is not None and short >= self._max_short_rounds
         if over or short >= _REPORTED_AFTER:
             with self._store.transaction():
                 self._store.runs.assert_owner(self._name, self.token)

@@ -39,7 +39,7 @@ from fleetdistill_server.store.store import Store
 from fleetdistill_server.tracing.spans import open_spans
 
 logger = logging.getLogger("fleetdistill.server.engine")
-_LONGEST_FAILURE = 1000
+_MAX_FAILURE = 1000
 _PATIENCE_SECONDS = 60.0
 """Time for which an engine waits for a lost database, with its work in memory, before it ends and starts anew."""
 
@@ -49,7 +49,7 @@ class _Arguments:
     config: Path
     store: Path
     wakeups: Ends
-    most_short_rounds: int | None
+    max_short_rounds: int | None
     token: str | None
     directory: Path
 
@@ -101,7 +101,7 @@ async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group 
     spans = None
     try:
         spans = open_spans(config.server.traces, "engine")
-        meter, terms = open_meter(config), (given.most_short_rounds, given.directory, group, given.token)
+        meter, terms = open_meter(config), (given.max_short_rounds, given.directory, group, given.token)
         engine = Engine(store, config, measured(wakeups, meter), *terms)
         if spans is not None:
             rounds = RoundSpans(spans, store, config.run.name, config.run.deadline_seconds)
@@ -135,7 +135,7 @@ def _is_taken(store: Store, run: str, token: str | None) -> bool:
 def _note_failure(store: Store, run: str, why: str) -> None:
     """Records in the store why the engine ended; the supervisor reports it as the run's reason."""
     with contextlib.suppress(StoreError):
-        store.history.add_event(run, ENGINE_FAILED, why[:_LONGEST_FAILURE])
+        store.history.add_event(run, ENGINE_FAILED, why[:_MAX_FAILURE])
 
 
 def main() -> int:
@@ -145,7 +145,7 @@ def main() -> int:
     parser.add_argument("--wakeups", type=Ends.parse, default=Ends())
     parser.add_argument("--parent", type=int)
     parser.add_argument("--supervisor", type=int)
-    parser.add_argument("--most-short-rounds", type=int)
+    parser.add_argument("--max-short-rounds", type=int)
     parser.add_argument("--token")
     parser.add_argument("--log-format", choices=list(LogFormat), default=LogFormat.TEXT)
     parser.add_argument("--log-level", choices=list(LogLevel), default=LogLevel.INFO)
@@ -162,7 +162,7 @@ def main() -> int:
         directory = engine_directory(store, run)
         with disk_errors(f"creating {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
-        arguments = _Arguments(given.config, store, given.wakeups, given.most_short_rounds, given.token, directory)
+        arguments = _Arguments(given.config, store, given.wakeups, given.max_short_rounds, given.token, directory)
         group = Group() if joins() else None
         if group is not None and group.ranks.rank > 0:
             _follow(arguments, group)

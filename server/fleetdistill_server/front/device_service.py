@@ -34,7 +34,7 @@ from fleetdistill_server.tracing.spans import Spans
 
 T = TypeVar("T")
 
-LONGEST_WAIT_SECONDS = 60.0
+MAX_WAIT_SECONDS = 60.0
 # After a wake-up, devices return at random times within [0, devices / WAKES_PER_SECOND] seconds.
 WAKES_PER_SECOND = 1000
 
@@ -125,7 +125,7 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         wake_up: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting[wake_up] = who
         # A waiting device is alive, so its lease must not expire. This order of arguments maps NaN to the longest wait.
-        longest = min(LONGEST_WAIT_SECONDS, self._api.sessions.lease_seconds / 2)
+        longest = min(MAX_WAIT_SECONDS, self._api.sessions.lease_seconds / 2)
         try:
             async with asyncio.timeout(max(0.0, min(longest, wait_seconds))):
                 woken = await wake_up

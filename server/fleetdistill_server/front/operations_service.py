@@ -45,7 +45,7 @@ from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import to_json
 from fleetdistill_server.views.operators import backed_up
-from fleetdistill_server.views.reading import FOR_OPERATORS, MOST_EVENTS, VIEWS, Query, ViewReader, read
+from fleetdistill_server.views.reading import FOR_OPERATORS, MAX_EVENTS, VIEWS, Query, ViewReader, read
 from fleetdistill_server.views.runs import View
 from fleetdistill_server.views.units import counted, readable_bytes
 from fleetdistill_server.views.watch import changes, is_over
@@ -53,11 +53,11 @@ from fleetdistill_server.views.watch import changes, is_over
 T = TypeVar("T", bound=Message)
 MakeFiles = Callable[[Path], tuple[list[Path], str]]
 """Writes files into a folder; returns them and a report."""
-MOST_ROWS = 1000
+MAX_ROWS = 1000
 PAGE_BYTES = 1 << 20
 """Largest size of one list with texts in a response; callers accept 4 MiB in total."""
 _FRAME_BYTES = 6  # overhead of a message in a list
-_LONGEST_REASON = 512
+_MAX_REASON = 512
 _CHANGES: dict[str, type[Any]] = {
     "run": operations_pb2.RunProgress,
     "round": operations_pb2.RoundProgress,
@@ -96,7 +96,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         seen: dict[str, Row] = {}
         while True:
             new = await in_pool(self._pool, context, partial(self._changes, request.run, seen))
-            for page in pages(map(_change, new), PAGE_BYTES, MOST_ROWS):
+            for page in pages(map(_change, new), PAGE_BYTES, MAX_ROWS):
                 yield operations_pb2.WatchRunResponse(changes=page)
             if is_over(new):
                 return
@@ -250,8 +250,8 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         if request.view not in views:
             raise RefusedError(Code.BAD_MESSAGE, f"there is no view {request.view[:64]!r}; upgrade the server")
         optional = {name: getattr(request, name) for name in ("round", "before") if request.HasField(name)}
-        if not 1 <= request.most <= MOST_EVENTS:
-            raise RefusedError(Code.BAD_MESSAGE, f"most is {request.most}, must be 1 to {MOST_EVENTS}")
+        if not 1 <= request.most <= MAX_EVENTS:
+            raise RefusedError(Code.BAD_MESSAGE, f"most is {request.most}, must be 1 to {MAX_EVENTS}")
         for name in ("round", "before"):
             if getattr(request, name) >= 1 << 63:
                 raise RefusedError(Code.BAD_MESSAGE, f"{name} is {getattr(request, name)}, must be below 2**63")
@@ -318,13 +318,13 @@ def parts_of(view: View) -> Iterator[operations_pb2.ReadResponse]:
         yield page
 
 
-def pages(messages: Iterable[T], most_bytes: int, most: int = MOST_ROWS) -> Iterator[list[T]]:
-    """Yields the messages in lists of at most `most` messages and `most_bytes` bytes; a larger message is alone."""
+def pages(messages: Iterable[T], max_bytes: int, most: int = MAX_ROWS) -> Iterator[list[T]]:
+    """Yields the messages in lists of at most `most` messages and `max_bytes` bytes; a larger message is alone."""
     page: list[T] = []
     size = 0
     for one in messages:
         more = one.ByteSize() + _FRAME_BYTES
-        if page and (size + more > most_bytes or len(page) == most):
+        if page and (size + more > max_bytes or len(page) == most):
             yield page
             page, size = [], 0
         page.append(one)
@@ -388,4 +388,4 @@ def _unknown_run() -> Iterator[None]:
     try:
         yield
     except ConfigurationError as error:
-        raise RefusedError(Code.UNKNOWN_RUN, str(error)[:_LONGEST_REASON]) from error
+        raise RefusedError(Code.UNKNOWN_RUN, str(error)[:_MAX_REASON]) from error

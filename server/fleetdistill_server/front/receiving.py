@@ -24,7 +24,7 @@ ENROLMENT_BYTES = 16 << 10
 _USUAL_BYTES = 64 << 10
 _DEVICE = "/fleetdistill.wire.v1.DeviceService/"
 _ENROLMENT = "/fleetdistill.wire.v1.EnrolmentService/"
-_MOST_BYTES = {
+_MAX_BYTES = {
     f"{_DEVICE}Upload": MAX_MESSAGE_BYTES,
     f"{_DEVICE}CheckIn": 2 * _USUAL_BYTES,  # a profile of 64 KiB and an identity
     f"{_ENROLMENT}Enrol": ENROLMENT_BYTES,
@@ -35,9 +35,9 @@ _CHUNK_MESSAGE_BYTES = CHUNK_BYTES + _USUAL_BYTES
 _QUICK_SECONDS = 0.5
 
 
-def most_bytes(method: str) -> int:
+def max_bytes(method: str) -> int:
     """Returns the largest size in bytes of a method's first or only message."""
-    return _MOST_BYTES.get(method, _USUAL_BYTES)
+    return _MAX_BYTES.get(method, _USUAL_BYTES)
 
 
 class Quota:
@@ -45,17 +45,17 @@ class Quota:
 
     Args:
         most: Slots of all callers together, at least 1.
-        most_of_one: Slots of one caller, at least 1.
+        max_per_caller: Slots of one caller, at least 1.
     """
 
-    def __init__(self, most: int, most_of_one: int) -> None:
-        self._most, self._most_of_one = most, most_of_one
+    def __init__(self, most: int, max_per_caller: int) -> None:
+        self._most, self._max_per_caller = most, max_per_caller
         self._slots: defaultdict[str, dict[asyncio.Timeout, None]] = defaultdict(dict)
         self.held = 0
 
     def take(self, caller: str, deadline: asyncio.Timeout) -> None:
         """Takes a slot; if none is free, an older request's deadline expires immediately."""
-        if len(self._slots[caller]) >= self._most_of_one:
+        if len(self._slots[caller]) >= self._max_per_caller:
             self._end_oldest(caller)
         elif self.held >= self._most:
             self._end_oldest(max(self._slots, key=lambda one: len(self._slots[one])))
@@ -86,8 +86,8 @@ class Receiver:
 
     def __init__(self, limits: Limits) -> None:
         self._seconds = limits.request_seconds
-        most, most_of_one = limits.request_bytes, limits.request_bytes_per_caller
-        self.quota = Quota(max(most // MAX_MESSAGE_BYTES, 1), max(most_of_one // MAX_MESSAGE_BYTES, 1))
+        most, max_per_caller = limits.request_bytes, limits.request_bytes_per_caller
+        self.quota = Quota(max(most // MAX_MESSAGE_BYTES, 1), max(max_per_caller // MAX_MESSAGE_BYTES, 1))
 
     async def first(self, requests: AsyncIterator[bytes], method: str, caller: str) -> bytes:
         """Returns the first or only message of a call.
@@ -109,7 +109,7 @@ class Receiver:
             raise RefusedError(Code.BAD_MESSAGE, f"the call of {method} ended without a request") from None
         except TimeoutError:
             raise self._too_slow(method, caller, early=loop.time() < until) from None
-        return _checked(message, most_bytes(method), method)
+        return _checked(message, max_bytes(method), method)
 
     async def all(self, requests: AsyncIterator[bytes], method: str, caller: str) -> AsyncIterator[bytes]:
         """Yields every message of a stream. The caller enforces deadlines for all but the first.
@@ -119,7 +119,7 @@ class Receiver:
         """
         yield await self.first(requests, method, caller)
         async for message in requests:
-            yield _checked(message, min(most_bytes(method), _CHUNK_MESSAGE_BYTES), method)
+            yield _checked(message, min(max_bytes(method), _CHUNK_MESSAGE_BYTES), method)
 
     def _too_slow(self, method: str, caller: str, *, early: bool) -> RefusedError:
         if early:

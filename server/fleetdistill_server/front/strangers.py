@@ -36,8 +36,8 @@ class Strangers:
     """
 
     def __init__(self, limits: Limits) -> None:
-        self._most, self._most_of_address = limits.unknown_connections, limits.unknown_connections_per_address
-        self._count_after = self._quarter = max(1, min(self._most, self._most_of_address) // 4)
+        self._most, self._max_per_address = limits.unknown_connections, limits.unknown_connections_per_address
+        self._count_after = self._quarter = max(1, min(self._most, self._max_per_address) // 4)
         self._ports: frozenset[int] = frozenset()
         self._lock = threading.Lock()
         self._known: set[Peer] = set()
@@ -82,7 +82,7 @@ class Strangers:
             ranked.append((counts[peer[0]], peer))
             counts[peer[0]] += 1
         ranked.sort(key=lambda one: one[0])
-        kept = {peer for rank, peer in ranked[: self._most] if rank < self._most_of_address}
+        kept = {peer for rank, peer in ranked[: self._most] if rank < self._max_per_address}
         for peer in unknown - kept:
             _shut_down(found[peer], peer)
             self._closed.add(peer)

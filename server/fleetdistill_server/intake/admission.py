@@ -16,7 +16,7 @@ MAX_VERSION_BYTES = 32
 """Longest `data_version`, in bytes: the size of a SHA-256 digest."""
 MAX_COLUMNS = 100
 _USUAL_CHARACTERS = 64
-_MOST_CHARACTERS = {"model_name": 128, "features": MAX_NAME}
+_MAX_CHARACTERS = {"model_name": 128, "features": MAX_NAME}
 
 
 def check_profile(
@@ -70,7 +70,7 @@ def _check_lengths(profile: contract_pb2.DeviceProfile) -> None:
         "features": [column.name for column in profile.features],
     }
     for field, texts in fields.items():
-        most = _MOST_CHARACTERS.get(field, _USUAL_CHARACTERS)
+        most = _MAX_CHARACTERS.get(field, _USUAL_CHARACTERS)
         longest = max(map(len, texts), default=0)
         if longest > most or len(texts) > MAX_COLUMNS:
             text = f"the profile's {field} has {len(texts)} entries of up to {longest} characters"

@@ -36,8 +36,8 @@ from fleetdistill_server.store.store import Store
 logger = logging.getLogger("fleetdistill.server.intake")
 STOPPED_SECONDS = 30.0
 """Shortest wait, in seconds, before a stopped run's devices call again, or a quarter of the lease if that is less."""
-_LONGEST_SENTENCE = 1000
-_LONGEST_REASON = 512  # characters of a device's reason to decline
+_MAX_SENTENCE = 1000
+_MAX_REASON = 512  # characters of a device's reason to decline
 
 
 class DeviceApi:
@@ -184,7 +184,7 @@ class DeviceApi:
         run, device = self.sessions.authenticate(request.identity)
         ask = self.store.asks.get(run, min(request.round, MAX_NUMBER), request.step_number, device)
         if ask is not None and ask.status is AskStatus.OPEN:
-            text = f"step {ask.step!r}: {request.reason[:_LONGEST_REASON]}"
+            text = f"step {ask.step!r}: {request.reason[:_MAX_REASON]}"
             self.commit(partial(_close_declined, run, ask, text))
             self.wake_engine()
         return service_pb2.DeclineResponse()
@@ -206,7 +206,7 @@ class DeviceApi:
 def _wait_for_restart(reason: str, seconds: float) -> service_pb2.NextAskResponse:
     """Returns a request to wait, for devices of a stopped run, because the operator may restart the run."""
     come_back = service_pb2.ComeBack(after_seconds=seconds, before_seconds=2 * seconds)
-    come_back.reason = f"the run is stopped until its operator restarts it: {reason}"[:_LONGEST_SENTENCE]
+    come_back.reason = f"the run is stopped until its operator restarts it: {reason}"[:_MAX_SENTENCE]
     return service_pb2.NextAskResponse(come_back=come_back)
 
 

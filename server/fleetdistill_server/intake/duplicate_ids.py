@@ -8,7 +8,7 @@ import numpy as np
 
 ROOM = 1 << 20
 """Default number of values that one pass over the column holds in memory."""
-_MOST_READINGS = 64
+_MAX_READINGS = 64
 Read = Callable[[], Iterator[np.ndarray]]
 
 
@@ -26,7 +26,7 @@ def first_repeat(read: Read, count: int, room: int = ROOM) -> tuple[int, int] | 
     """
     if _is_increasing(read):
         return None
-    value = _smallest_repeat(read, max(room, -(-count // _MOST_READINGS)))
+    value = _smallest_repeat(read, max(room, -(-count // _MAX_READINGS)))
     return None if value is None else (value, _second_row(read, value))
 
 

@@ -29,7 +29,7 @@ from fleetdistill_server.store.blobs import Staging
 TENSOR = "tensor"
 """Kind that marks an entry of an ask's `expects` as the path of a column; all other entries name parts."""
 
-_MOST_QUOTED = 5
+_MAX_QUOTED = 5
 
 
 class Ingest:
@@ -356,5 +356,5 @@ def _shape_text(shape: tuple[int, ...]) -> str:
 
 def _listed(parts: Mapping[str, str | None]) -> str:
     """Formats the first parts and their kinds for a message, with names cut to 64 characters."""
-    listed = ", ".join(f"{name[:64]} ({kind})" for name, kind in sorted(parts.items())[:_MOST_QUOTED]) or "none"
-    return listed if len(parts) <= _MOST_QUOTED else f"{listed} and {len(parts) - _MOST_QUOTED} more"
+    listed = ", ".join(f"{name[:64]} ({kind})" for name, kind in sorted(parts.items())[:_MAX_QUOTED]) or "none"
+    return listed if len(parts) <= _MAX_QUOTED else f"{listed} and {len(parts) - _MAX_QUOTED} more"

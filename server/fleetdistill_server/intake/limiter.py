@@ -25,7 +25,7 @@ _ALL: DeviceKey = ("", "")
 _MINUTE, _HOUR = 60.0, 3600.0
 # Seconds after which to retry when the limit frees up as soon as another call ends.
 _SOON_SECONDS = 5.0
-_MOST_KEYS = 200_000
+_MAX_KEYS = 200_000
 
 
 class Reservation(AbstractContextManager["Reservation"]):
@@ -56,7 +56,7 @@ class Allowance:
     def take(self, key: DeviceKey) -> float:
         """Takes a token and returns 0, or returns the seconds until one is available."""
         now = self._clock()
-        if len(self._left) > _MOST_KEYS:  # a missing entry stands for a full bucket
+        if len(self._left) > _MAX_KEYS:  # a missing entry stands for a full bucket
             self._left = {one: (left, at) for one, (left, at) in self._left.items() if not self._is_full(left, at, now)}
         left, since = self._left.get(key, (float(self._most), now))
         left = min(self._most, left + (now - since) * self._most / self._seconds)

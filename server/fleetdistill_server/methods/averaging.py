@@ -19,7 +19,7 @@ from fleetdistill_server.methods.cohort import Notes
 from fleetdistill_server.phases import phase
 
 OFF = "off"
-_MOST_WEIGHT = 3.0  # times the median weight
+_MAX_WEIGHT = 3.0  # times the median weight
 _FEWEST_DEVICES = 4
 _CLIPPED_FROM = 2.0  # times the median distance from the devices' median
 _LEFT_OUT_FROM = 4.0
@@ -29,7 +29,7 @@ _TRIMMED_SHARE = 5  # one device in five is left out at each end
 
 def capped(weights: Sequence[float]) -> list[float]:
     """Caps weights at three times their median. Requires at least one weight; all must be at least 0."""
-    most = _MOST_WEIGHT * median(weights)
+    most = _MAX_WEIGHT * median(weights)
     return [min(weight, most) for weight in weights]
 
 

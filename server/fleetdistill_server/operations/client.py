@@ -23,7 +23,7 @@ from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server.operations.interface import Exported, Source
 from fleetdistill_server.operations.receiving import json_row, receive_backup, receive_model
 from fleetdistill_server.security.certificates import holder_of
-from fleetdistill_server.security.tokens import MOST_TOKENS
+from fleetdistill_server.security.tokens import MAX_TOKENS
 from fleetdistill_server.service.creation import CREATION_SECONDS, NewRun
 from fleetdistill_server.store.backup import BackedUp, check_empty
 from fleetdistill_server.store.database import Row
@@ -150,7 +150,7 @@ class OperatorClient(Source):
             return [token for one in requests for token in self._tokens(one)]
         made: list[str] = []
         while not made or len(made) < count:
-            wanted = min(count - len(made), _TOKENS_AT_ONCE) if count <= MOST_TOKENS else count  # the server refuses it
+            wanted = min(count - len(made), _TOKENS_AT_ONCE) if count <= MAX_TOKENS else count  # the server refuses it
             made += self._tokens(operations_pb2.CreateTokensRequest(count=wanted, expires_seconds=seconds, run=run))
         return made
 

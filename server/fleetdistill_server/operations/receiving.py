@@ -20,7 +20,7 @@ from fleetdistill_server.store.backup import BackedUp, check_backup, check_empty
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.database import Row
 
-MOST_MODEL_BYTES = 2 << 30
+MAX_MODEL_BYTES = 2 << 30
 """Largest size of a model in bytes, that of a protobuf message."""
 _NAMES = re.compile(r"backup/(manifest\.json|store\.sqlite|blobs/[0-9a-f]{2}/[0-9a-f]{64}\.safetensors)|model\.onnx")
 
@@ -32,7 +32,7 @@ def receive_model(parts: Iterable[operations_pb2.FilePart], out: Path) -> tuple[
         LinkError: The server sent something else than one complete model.
         StoreError: The file cannot be written.
     """
-    with _receiving(parts, out, MOST_MODEL_BYTES) as (folder, report), disk_errors(f"writing {out}"):
+    with _receiving(parts, out, MAX_MODEL_BYTES) as (folder, report), disk_errors(f"writing {out}"):
         size = (folder / "model.onnx").stat().st_size if (folder / "model.onnx").exists() else -1
         if size != report.get("bytes"):
             raise LinkError(f"the server sent {max(size, 0)} of {report.get('bytes')} bytes of the model; try again")

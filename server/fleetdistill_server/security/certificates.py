@@ -19,7 +19,7 @@ from fleetdistill.errors import ConfigurationError, RefusedError
 from fleetdistill.wire.codes import Code
 
 URI_SCHEME = "fleetdistill"
-_LARGEST_REQUEST = 4096
+_MAX_REQUEST = 4096
 _CACHED_HOLDERS = 20_000
 
 
@@ -109,8 +109,8 @@ def read_request(der: bytes) -> ec.EllipticCurvePublicKey:
         RefusedError: The request is malformed, or its key is not ECDSA P-256.
     """
     try:
-        if len(der) > _LARGEST_REQUEST:
-            raise ValueError(f"the size is {len(der)} bytes, must be at most {_LARGEST_REQUEST}")
+        if len(der) > _MAX_REQUEST:
+            raise ValueError(f"the size is {len(der)} bytes, must be at most {_MAX_REQUEST}")
         request = x509.load_der_x509_csr(der)
         key = request.public_key()
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):

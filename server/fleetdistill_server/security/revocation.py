@@ -7,7 +7,7 @@ from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.store.store import Store
 
-_LONGEST_REASON = 512
+_MAX_REASON = 512
 
 
 def revoke_person(store: Store, role: str, name: str, reason: str) -> bool:
@@ -20,7 +20,7 @@ def revoke_person(store: Store, role: str, name: str, reason: str) -> bool:
         raise ConfigurationError(f"role is {role[:70]!r}, must be operator or viewer")
     if not is_name(name):
         raise ConfigurationError(f"name is {name[:70]!r}, must be {NAME_RULE}")
-    return store.credentials.revoke(f"{role}:{name}", reason[:_LONGEST_REASON])
+    return store.credentials.revoke(f"{role}:{name}", reason[:_MAX_REASON])
 
 
 def revoke_device(store: Store, device: str, reason: str) -> bool:
@@ -37,11 +37,11 @@ def revoke_device(store: Store, device: str, reason: str) -> bool:
     if not is_name(device):
         raise ConfigurationError(f"device id is {device[:70]!r}, must be {NAME_RULE}")
     with store.transaction():
-        if not store.credentials.revoke(f"{Role.DEVICE}:{device}", reason[:_LONGEST_REASON]):
+        if not store.credentials.revoke(f"{Role.DEVICE}:{device}", reason[:_MAX_REASON]):
             return False
         for run in store.runs.names():
             if store.devices.get(run, device) is not None:
                 store.devices.mark_absent(run, device, "device revoked")
-                text = f"device {device} was revoked: {reason[:_LONGEST_REASON] or 'no reason given'}"
+                text = f"device {device} was revoked: {reason[:_MAX_REASON] or 'no reason given'}"
                 store.history.add_event(run, "revoked", text, device=device)
     return True

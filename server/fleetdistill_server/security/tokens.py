@@ -22,8 +22,8 @@ from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
 
-MOST_TOKENS = 10_000
-MOST_SECONDS = 366 * 86_400.0
+MAX_TOKENS = 10_000
+MAX_SECONDS = 366 * 86_400.0
 _SECRET_BYTES = 32
 
 
@@ -48,12 +48,12 @@ def create_tokens(
         ConfigurationError: A value is out of range, or the run does not exist.
     """
     count = len(devices) or count
-    if not 1 <= count <= MOST_TOKENS:
-        raise ConfigurationError(f"count is {count}, must be 1 to {MOST_TOKENS}")
+    if not 1 <= count <= MAX_TOKENS:
+        raise ConfigurationError(f"count is {count}, must be 1 to {MAX_TOKENS}")
     for device in devices:
         if not is_name(device):
             raise ConfigurationError(f"device is {device[:70]!r}, must be {NAME_RULE}")
-    if not 0 < seconds <= MOST_SECONDS:
+    if not 0 < seconds <= MAX_SECONDS:
         raise ConfigurationError(f"the validity is {seconds:g} seconds, must be above 0 and at most a year")
     if run and not is_name(run):
         raise ConfigurationError(f"run is {run[:70]!r}, must be {NAME_RULE}")

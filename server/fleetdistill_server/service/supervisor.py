@@ -103,7 +103,7 @@ class Supervisor:
         config: A run's configuration, to serve only this run; or a server's, to serve all runs of the store.
         on_listening: Called with the port whenever a front has started to listen.
         log: File for the standard error of front and engines; None for the supervisor's standard error.
-        most_short_rounds: Largest number of consecutive short rounds in a simulation, as in `Engine`.
+        max_short_rounds: Largest number of consecutive short rounds in a simulation, as in `Engine`.
         stopped: Event that makes `serve` return; `stop` sets it.
         log_options: `--log-format` and `--log-level` of front and engines.
         only: `front` or `engine` to run only these processes, for a server beyond one machine; empty for both.
@@ -124,14 +124,14 @@ class Supervisor:
         config: RunConfig | ServerConfig,
         on_listening: Callable[[int], None] = lambda port: None,
         log: Path | None = None,
-        most_short_rounds: int | None = None,
+        max_short_rounds: int | None = None,
         stopped: threading.Event | None = None,
         log_options: Sequence[str] = (),
         only: str = "",
     ) -> None:
         check_system()
         self._only = only
-        self._most_short_rounds = most_short_rounds
+        self._max_short_rounds = max_short_rounds
         self._server = config.server
         self._run = config.run.name if isinstance(config, RunConfig) else ""
         self._on_listening = on_listening
@@ -160,7 +160,7 @@ class Supervisor:
             make_slots(ends),
             self._run,
             log,
-            [*log_options, *([] if most_short_rounds is None else ["--most-short-rounds", str(most_short_rounds)])],
+            [*log_options, *([] if max_short_rounds is None else ["--max-short-rounds", str(max_short_rounds)])],
             self._on_failed,
         )
 
@@ -257,7 +257,7 @@ class Supervisor:
 
     def _check_short_rounds(self) -> None:
         """Raises RunError if the engine of a simulation stopped its run after consecutive short rounds."""
-        run = self.store.runs.get(self._run) if self._most_short_rounds is not None else None
+        run = self.store.runs.get(self._run) if self._max_short_rounds is not None else None
         if run is not None and run.status is RunStatus.STOPPED:
             raise RunError(run.reason)
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 logger = logging.getLogger("fleetdistill.server.commits")
 # The pause between groups lets the engine's commits acquire the write lock.
 _PAUSE_SECONDS = 0.001
-_LARGEST_GROUP = 500
+_MAX_GROUP = 500
 
 
 class CommitThread:
@@ -106,7 +106,7 @@ class CommitThread:
 
     def _group(self) -> list[tuple[Callable[[Store], Any], Future[Any]] | None]:
         group = [self._jobs.get()]
-        while len(group) < _LARGEST_GROUP:
+        while len(group) < _MAX_GROUP:
             try:
                 group.append(self._jobs.get_nowait())
             except queue.Empty:

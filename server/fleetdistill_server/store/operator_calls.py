@@ -14,7 +14,7 @@ from fleetdistill_server.texts import shortened
 
 KEPT = 10_000
 """Number of the newest calls that are kept, of those that were carried out and of those that were refused, each."""
-_LONGEST_LIST = 20
+_MAX_LIST = 20
 LOCAL = "local"
 """Role and address of a caller on the store's machine."""
 BEGUN = "begun"
@@ -168,8 +168,8 @@ def containing(text: str) -> str:
 def _text_of(arguments: Mapping[str, Any]) -> str:
     """Returns the arguments as JSON; long lists are cut, with their length."""
     shown = {
-        name: [*value[:_LONGEST_LIST], f"and {len(value) - _LONGEST_LIST} more"]
-        if isinstance(value, list) and len(value) > _LONGEST_LIST
+        name: [*value[:_MAX_LIST], f"and {len(value) - _MAX_LIST} more"]
+        if isinstance(value, list) and len(value) > _MAX_LIST
         else value
         for name, value in arguments.items()
     }

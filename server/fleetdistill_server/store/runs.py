@@ -21,7 +21,7 @@ from fleetdistill_server.store.records import Checkpoint, Round, Run
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import (
     ACTIVE,
-    MOST_STALENESS,
+    MAX_STALENESS,
     OVER,
     RoundStatus,
     RunStatus,
@@ -178,7 +178,7 @@ class Runs:
                 raise RunError(f"run {run!r} has no checkpoint of round {number}")
             check_run_change(self._db, run, RunStatus.STOPPED)
             self._close_open_round(run, why)
-            self._sums.drop_rounds(run, number - MOST_STALENESS, EVERY)
+            self._sums.drop_rounds(run, number - MAX_STALENESS, EVERY)
             report_late_answers(self._db, run, number, why)
             later = "run = ? AND round > ?"
             asked = f"(SELECT id FROM asks WHERE {later})"
@@ -194,7 +194,7 @@ class Runs:
                 "WHERE name = ?",
                 *(kept[number].sha256, kept[number].completed_rounds, why, run),
             )
-            self._sums.add_settled(run, EVERY, number - MOST_STALENESS)
+            self._sums.add_settled(run, EVERY, number - MAX_STALENESS)
             self._history.add_event(run, "rolled-back", f"{why} by {who}", number=number)
         return {checkpoint.sha256 for after, checkpoint in kept.items() if after > number}
 

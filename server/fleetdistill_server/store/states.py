@@ -90,7 +90,7 @@ DEADLINE_PASSED = "deadline passed"
 """Reason stored for an ask that was not answered before its deadline."""
 STALENESS = "staleness"
 """Figure of a round: by device, how many rounds old the ask was that its answer belongs to."""
-MOST_STALENESS = 1000
+MAX_STALENESS = 1000
 """Largest age of an ask in rounds, the upper limit of `[run] staleness_limit`."""
 
 

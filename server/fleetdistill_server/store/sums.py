@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.records import AnswerCounts, Round
-from fleetdistill_server.store.states import MOST_STALENESS
+from fleetdistill_server.store.states import MAX_STALENESS
 
 EVERY = 2**62
 """A round after all rounds."""
@@ -139,7 +139,7 @@ class Sums:
             last: Last round.
             first: First round; None for the first one that can have had an open ask until now.
         """
-        settled = self._db.rows(_SETTLED, run, last - MOST_STALENESS if first is None else first, last)
+        settled = self._db.rows(_SETTLED, run, last - MAX_STALENESS if first is None else first, last)
         self._db.insert_many("round_answers", settled)
         for row in settled:
             self._db.write(_ADD_ROUND_FIGURES, run, row["round"])

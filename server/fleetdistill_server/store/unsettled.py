@@ -7,7 +7,7 @@ import json
 from fleetdistill_server.store.asks import Asks
 from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.records import Run
-from fleetdistill_server.store.states import MOST_STALENESS, STALENESS
+from fleetdistill_server.store.states import MAX_STALENESS, STALENESS
 from fleetdistill_server.store.sums import Sums
 
 
@@ -29,7 +29,7 @@ def settle(db: Database, run: str, first: int, last: int, unused: str) -> None:
 def settle_until(db: Database, run: str, last: int, unused: str) -> None:
     """Settles all asks up to a round, and adds the rounds that are settled now to the sums."""
     with db.transaction():
-        settle(db, run, last - MOST_STALENESS, last, unused)
+        settle(db, run, last - MAX_STALENESS, last, unused)
         Sums(db).add_settled(run, last)
 
 
@@ -48,5 +48,5 @@ def first_needed_round(asks: Asks, run: Run, first: int) -> int:
     """Returns the first round with an unsettled ask of a run, or `first` if that is earlier."""
     if not run.config.get("run", {}).get("buffer_answers"):
         return first
-    found = asks.first_unsettled(run.name, first - MOST_STALENESS, first)
+    found = asks.first_unsettled(run.name, first - MAX_STALENESS, first)
     return first if found is None else min(first, found)

@@ -30,7 +30,7 @@ _USUAL: Mapping[str, Mapping[str, Any]] = {
     "run": {"name": "test", "rounds": 1, "min_devices": 1},
     "server": {"torch_device": "cpu"},
 }
-_MOST_SHORT_ROUNDS = 10
+_MAX_SHORT_ROUNDS = 10
 """Number of consecutive short rounds after which the run fails, since no further devices will join."""
 
 
@@ -57,7 +57,7 @@ class MemoryServer:
         if clock is not None:
             self.store.asks.clock = StoreClock(clock.now, clock.now)
         self.api = DeviceApi(self.store, lease_seconds=self._config.server.lease_seconds)
-        self._turns = Engine(self.store, self._config, _Turns(), _MOST_SHORT_ROUNDS).run()
+        self._turns = Engine(self.store, self._config, _Turns(), _MAX_SHORT_ROUNDS).run()
         # Like an asyncio task, the engine has its own context, whichever thread runs it.
         self._context = copy_context()
         self._over = False

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "fleetdistill."
 """Prefix of the attributes of all spans."""
-_MOST_RUNS = 1000
+_MAX_RUNS = 1000
 
 
 def open_spans(traces: str, process: str) -> Spans | None:
@@ -54,7 +54,7 @@ class Spans:
 
     def ids(self, run: str, created_at: float, number: int) -> RoundIds:
         """Returns the ids of a round."""
-        if run not in self._created and len(self._created) >= _MOST_RUNS:
+        if run not in self._created and len(self._created) >= _MAX_RUNS:
             self._created.clear()
         self._created[run] = created_at
         return RoundIds(run, created_at, number)

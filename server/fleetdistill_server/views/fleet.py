@@ -16,9 +16,9 @@ from fleetdistill_server.views.runs import View, contract_of, device_rows, event
 
 _COUNTED = {"refused": "refusals", "late": "late", "declined": "declined"}
 """Kinds of events that are counted by device, and the names of the columns."""
-MOST_ASKS = 5_000
+MAX_ASKS = 5_000
 """Largest number of a device's asks that are shown; the newest are shown."""
-MOST_DEVICE_EVENTS = 1_000
+MAX_DEVICE_EVENTS = 1_000
 _SPLITS = ("train", "test")
 
 
@@ -61,10 +61,10 @@ def device(store: Store, run: str, name: str, *, served: bool = True) -> View:
     found = participants(store, run, name, served=served).lists["devices"]
     if not found:
         raise ConfigurationError(f"run {run!r} has no device {name[:64]!r}; `fleetdistill devices` lists them")
-    asks = store.summaries.asks_of_device(run, name, MOST_ASKS)
+    asks = store.summaries.asks_of_device(run, name, MAX_ASKS)
     answered = {ask.round for ask, _ in asks if ask.status is AskStatus.ANSWERED}
     reported = [row for row in store.summaries.figures_of_device(run, name) if row["round"] in answered]
-    events = store.summaries.events(run, before=None, device=name, most=MOST_DEVICE_EVENTS)[::-1]
+    events = store.summaries.events(run, before=None, device=name, most=MAX_DEVICE_EVENTS)[::-1]
     certificates = store.credentials.certificates(name)
     return View(
         {

@@ -15,7 +15,7 @@ from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import shortened, when
 from fleetdistill_server.views.units import readable_bytes
 
-_LONGEST_REASON = 300
+_MAX_REASON = 300
 
 
 def problems(store: Store, directory: Path) -> list[str]:
@@ -45,7 +45,7 @@ def fairun_control(store: Store) -> list[str]:
     """Returns a sentence for each run that its failing engine stopped, until the run is started again or deleted."""
     text = "run {name!r} stopped after a failure at {at}: {reason}; when it is mended, `fleetdistill runs start {name}`"
     return [
-        text.format(name=run.name, at=when(run.at), reason=shortened(run.reason, _LONGEST_REASON))
+        text.format(name=run.name, at=when(run.at), reason=shortened(run.reason, _MAX_REASON))
         for run in store.run_control.failed()
     ]
 

@@ -17,7 +17,7 @@ from fleetdistill_server.texts import when
 from fleetdistill_server.views import fleet, health, overview, progress, runs, server
 from fleetdistill_server.views.runs import View
 
-MOST_EVENTS = 1000
+MAX_EVENTS = 1000
 """Largest number of events in a page."""
 
 
@@ -58,8 +58,8 @@ def read(store: Store, directory: Path, query: Query) -> View:
     views = {**VIEWS, **FOR_OPERATORS}
     if query.view not in views:
         raise ConfigurationError(f"there is no view {query.view[:64]!r}; there are: {', '.join(views)}")
-    if not 1 <= query.most <= MOST_EVENTS:
-        raise ConfigurationError(f"most is {query.most}, must be 1 to {MOST_EVENTS}")
+    if not 1 <= query.most <= MAX_EVENTS:
+        raise ConfigurationError(f"most is {query.most}, must be 1 to {MAX_EVENTS}")
     return views[query.view](store, directory, query)
 
 

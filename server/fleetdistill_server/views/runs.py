@@ -28,9 +28,9 @@ UNTIL_STOPPED = "until stopped"
 """Text shown for a run without a number of rounds."""
 _FURTHER = "/accuracy"
 """Suffix of the accuracy figures of further variants; the variant's name precedes it."""
-MOST_EVENTS = 1000
+MAX_EVENTS = 1000
 """Largest number of events shown for a run; the newest are shown."""
-_MOST_ANSWERS = 4
+_MAX_ANSWERS = 4
 """Largest number of further variants shown, because devices choose the names of their figures."""
 
 
@@ -81,7 +81,7 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
         "bytes": figures.bytes_by_device(store, name),
         "bytes_by_kind": figures.bytes_by_kind(store, name),
         "reported_uploads": [_reported_row(upload) for upload in store.summaries.reported_uploads(name)],
-        "events": [event_row(event) for event in store.history.newest_events(name, MOST_EVENTS)],
+        "events": [event_row(event) for event in store.history.newest_events(name, MAX_EVENTS)],
     }
     totals = {
         "events_in_all": store.history.count_events(name),
@@ -193,7 +193,7 @@ def _answers(store: Store, run: str) -> dict[str, list[Row]]:
     if not further:
         return {}
     # Variants reported by the most devices come first.
-    usual = sorted(further, key=lambda name: -len(reported[name]))[:_MOST_ANSWERS]
+    usual = sorted(further, key=lambda name: -len(reported[name]))[:_MAX_ANSWERS]
     named = {name.removesuffix(_FURTHER): reported[name] for name in sorted(usual)}
     answers = {GENERAL: reported.get("accuracy", []), **named}
     rows: dict[str, Row] = {}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.methods.classstats.private_config import MOST_WHITENED
+from fleetdistill.methods.classstats.private_config import MAX_WHITENED
 from fleetdistill.methods.classstats.public_features import (
     CONSTANTS,
     SIDES,
@@ -59,9 +59,9 @@ def test_the_constants_are_those_of_the_script_and_whiten_its_images():
         assert stored["mean_8"] == pytest.approx(made["mean_8"], abs=1e-3)
         assert stored["directions_8"].astype(float) == pytest.approx(made["directions_8"].astype(float), abs=0.05)
     with torch.no_grad():
-        rows = WhitenedScattering((1, 8, 8), MOST_WHITENED)(script().dead_leaves(4000, 8)).double().numpy()
-    assert rows.mean(axis=0) == pytest.approx(np.zeros(MOST_WHITENED), abs=0.01)
-    assert np.cov(rows.T) == pytest.approx(np.eye(MOST_WHITENED), abs=0.02)
+        rows = WhitenedScattering((1, 8, 8), MAX_WHITENED)(script().dead_leaves(4000, 8)).double().numpy()
+    assert rows.mean(axis=0) == pytest.approx(np.zeros(MAX_WHITENED), abs=0.01)
+    assert np.cov(rows.T) == pytest.approx(np.eye(MAX_WHITENED), abs=0.02)
 
 
 def test_fewer_dimensions_are_the_first_ones():

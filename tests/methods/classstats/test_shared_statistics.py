@@ -29,9 +29,9 @@ from fleetdistill.methods.classstats.shared_statistics import (
     Moments,
     from_wire,
     in_int8,
+    max_directions,
     merge,
     moments_of,
-    most_directions,
     to_wire,
 )
 from fleetdistill.models import build_model
@@ -287,7 +287,7 @@ def test_fix_11_the_space() -> None:
 
 def test_fix_12_the_rule_and_the_cap_on_directions() -> None:
     assert [shrinkage_rule(384, df) for df in (190, 1000, 2990, 60000)] == [0.5, 0.096, 0.05, 0.05]
-    assert most_directions(128, 7, 384) == 3
+    assert max_directions(128, 7, 384) == 3
 
 
 # --- laws

@@ -147,7 +147,7 @@ def test_dkc_8_skr(target: float, theta: float, row: list[float], ends: tuple[fl
 
 
 def test_dkc_9_the_bracket_holds_over_ten_orders_of_magnitude(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bisect, "MOST_HALVINGS", 15)
+    monkeypatch.setattr(bisect, "MAX_HALVINGS", 15)
     rng = np.random.default_rng(9)
     for classes in range(2, 101):
         for _ in range(3):

@@ -47,10 +47,10 @@ def test_every_method_gives_the_same_to_the_bit(tmp_path: Path, undisturbed: Und
     assert device_files(helped) == alone.files
 
 
-@pytest.mark.parametrize(("workers", "most_open"), [(1, 1), (3, 256)])
-def test_results_are_the_same_for_any_number_of_workers(tmp_path: Path, workers: int, most_open: int) -> None:
+@pytest.mark.parametrize(("workers", "max_open"), [(1, 1), (3, 256)])
+def test_results_are_the_same_for_any_number_of_workers(tmp_path: Path, workers: int, max_open: int) -> None:
     alone, helped = (prepare(FLEET, tmp_path / kind) for kind in ("alone", "helped"))
-    assert_same(alone, helped, run_in_memory(alone), run_with_workers(helped, workers, most_open=most_open))
+    assert_same(alone, helped, run_in_memory(alone), run_with_workers(helped, workers, max_open=max_open))
     assert not children(os.getpid(), WORKER)
 
 

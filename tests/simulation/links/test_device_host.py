@@ -12,7 +12,7 @@ from support.fleets import prepare
 from support.forked import forked_host
 from support.processes import PATIENCE_SECONDS, children, free_port, wait_until
 
-from fleetdistill_lab.simulation.links.device_host import MOST_RESTARTS
+from fleetdistill_lab.simulation.links.device_host import MAX_RESTARTS
 from fleetdistill_lab.simulation.spec.settings import Simulation
 
 
@@ -41,7 +41,7 @@ def test_a_process_that_is_killed_again_and_again_ends_the_simulation(tmp_path: 
     host = forked_host(specs, free_port())  # no server is there: the devices try again for ever
     pid = host.pid
     assert pid is not None
-    for _ in range(MOST_RESTARTS + 1):
+    for _ in range(MAX_RESTARTS + 1):
         wait_until(lambda: len(children(pid)) == 2, "both processes")
         before = children(pid)
         os.kill(before[-1], signal.SIGKILL)

@@ -42,12 +42,12 @@ def test_only_a_durable_run_has_state_directories(tmp_path: Path) -> None:
     assert len(payloads) == len(files_of(fast[2] / "store") - {"store.sqlite"}) > 0, "checkpoints only"
 
 
-@pytest.mark.parametrize("most_open", [1, 2])
-def test_devices_that_are_closed_between_rounds_go_on_where_they_were(tmp_path: Path, most_open: int) -> None:
+@pytest.mark.parametrize("max_open", [1, 2])
+def test_devices_that_are_closed_between_rounds_go_on_where_they_were(tmp_path: Path, max_open: int) -> None:
     all_open, few = (prepare(FLEET, tmp_path / kind) for kind in ("all", "few"))
     with (
         closing(run_in_memory(all_open)) as one,
-        closing(run_over_memory(*few, lambda store: None, most_open=most_open)) as other,
+        closing(run_over_memory(*few, lambda store: None, max_open=max_open)) as other,
     ):
         assert record(one) == record(other)
         assert device_files(all_open) == device_files(few)

@@ -33,7 +33,7 @@ def test_the_device_that_has_waited_longest_is_closed_first(tmp_path: Path) -> N
     def opened(spec: DeviceSpec) -> Device:
         return make_device(spec, ParkingLink(server, shared))
 
-    waiting = WaitingDevices(most_bytes=1 << 30, most=2)
+    waiting = WaitingDevices(max_bytes=1 << 30, most=2)
     devices = [opened(spec) for spec in specs]
     for spec, device in zip(specs, devices, strict=True):
         waiting.put(spec.name, device)
@@ -46,7 +46,7 @@ def test_the_device_that_has_waited_longest_is_closed_first(tmp_path: Path) -> N
 def test_devices_that_were_closed_have_no_open_files(tmp_path: Path) -> None:
     _, specs, _ = prepare(Simulation(method="feddkc", devices=5, train_limit=80, test_limit=20), tmp_path / "work")
     server = f"127.0.0.1:{free_port()}"
-    shared, waiting = Connection(server), WaitingDevices(most_bytes=1 << 30, most=1)
+    shared, waiting = Connection(server), WaitingDevices(max_bytes=1 << 30, most=1)
     for spec in specs:
         waiting.put(spec.name, make_device(spec, ParkingLink(server, shared)))
     for spec in specs[:-1]:
@@ -99,7 +99,7 @@ def test_only_the_devices_that_work_are_open_if_none_may_wait(tmp_path: Path, mo
     with live_front(Path(config.server.store), config.server.lease_seconds, ends) as front:
         engine.start()
         try:
-            assert run_devices(specs, f"127.0.0.1:{front.port}", most_waiting_bytes=0) == 0
+            assert run_devices(specs, f"127.0.0.1:{front.port}", max_waiting_bytes=0) == 0
             engine.wait_for_the_end()
         finally:
             engine.kill()

@@ -23,7 +23,7 @@ from fleetdistill_lab.simulation.report.device_plots import (
     plot_rounds,
 )
 from fleetdistill_lab.simulation.report.plots import plot_comparison, plot_partition, save_report_figure
-from fleetdistill_lab.simulation.report.table import MOST_ROWS
+from fleetdistill_lab.simulation.report.table import MAX_ROWS
 
 figure_module = pytest.importorskip("matplotlib.figure", reason="matplotlib draws the pictures")
 
@@ -86,7 +86,7 @@ class TestReportFigure:
         assert height > 2284
 
     def test_a_large_fleet_has_a_row_for_some_devices_only(self, tmp_path: Path) -> None:
-        sizes = {_png_size(_save(tmp_path / "report.png", devices=devices)) for devices in (MOST_ROWS, 3 * MOST_ROWS)}
+        sizes = {_png_size(_save(tmp_path / "report.png", devices=devices)) for devices in (MAX_ROWS, 3 * MAX_ROWS)}
         assert len(sizes) == 1
 
     def test_a_file_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:

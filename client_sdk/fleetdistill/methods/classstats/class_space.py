@@ -21,14 +21,14 @@ BELOW_ALL = 20.0
 """Difference between the smallest logit of the space's classes and the logit of a class that is not in the space."""
 TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Temperatures τ from which a device selects the best one for its personal variant (line `personal`)."""
-LEAST_SHRINKAGE, MOST_SHRINKAGE = 0.05, 0.5
+MIN_SHRINKAGE, MAX_SHRINKAGE = 0.05, 0.5
 _RIDGE = 1e-6
 _SMALLEST_REST = 1e-6  # lower bound of 1 - beta E, which is 0 for a class that consists of one row
 
 
 def shrinkage_rule(dimensions: int, df: int) -> float:
     """Returns s = D / (4 df), at least 0.05 and at most 0.5 (line `shrink`)."""
-    return float(np.clip(dimensions / (4 * max(df, 1)), LEAST_SHRINKAGE, MOST_SHRINKAGE))
+    return float(np.clip(dimensions / (4 * max(df, 1)), MIN_SHRINKAGE, MAX_SHRINKAGE))
 
 
 def shrunk(covariance: Array, share: float, ridge: float = _RIDGE) -> Array:

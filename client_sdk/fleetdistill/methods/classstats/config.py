@@ -10,11 +10,11 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.base import check_choice, check_range
 from fleetdistill.methods.classstats.projection import usual_dimensions
 from fleetdistill.methods.local import LocalTraining
-from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION, ROWS_PER_DIRECTION
+from fleetdistill.wire.directions import MIN_ROWS_PER_DIRECTION, ROWS_PER_DIRECTION
 
 SCATTERING = "scattering"
-_MOST_RANK = 512
-_MOST_IMAGES = 100_000
+_MAX_RANK = 512
+_MAX_IMAGES = 100_000
 _DIMENSIONS = (8, 2048)
 SMALLEST_SIDE = 8
 _CHOICES = {
@@ -64,7 +64,7 @@ class SpaceConfig(LocalTraining):
             check_choice(name, getattr(self, name), known)
         for name in ("predictor_steps", "own_network_epochs"):
             check_range(name, getattr(self, name), 1)
-        check_range("drawn_images", self.drawn_images, 0, _MOST_IMAGES + 1)
+        check_range("drawn_images", self.drawn_images, 0, _MAX_IMAGES + 1)
         check_range("own_network_rate", self.own_network_rate, 0, open_low=True)
         if self.count_cap:
             check_range("count_cap", self.count_cap, 1)
@@ -105,9 +105,9 @@ class ClassStatsConfig(SpaceConfig):
         low, high = _DIMENSIONS
         if self.dimensions and not low <= self.dimensions <= high:
             raise ConfigurationError(f"dimensions must be 0 or in [{low}, {high}], got {self.dimensions!r}")
-        if not 0 <= self.rank <= _MOST_RANK:
-            raise ConfigurationError(f"rank must be in [0, {_MOST_RANK}], got {self.rank!r}")
-        check_range("rows_per_direction", self.rows_per_direction, LEAST_ROWS_PER_DIRECTION)
+        if not 0 <= self.rank <= _MAX_RANK:
+            raise ConfigurationError(f"rank must be in [0, {_MAX_RANK}], got {self.rank!r}")
+        check_range("rows_per_direction", self.rows_per_direction, MIN_ROWS_PER_DIRECTION)
         check_range("min_samples", self.min_samples, 2)
         self._check_shrinkage()
 

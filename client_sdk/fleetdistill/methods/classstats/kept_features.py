@@ -21,7 +21,7 @@ from fleetdistill.methods.classstats.projection import projection
 from fleetdistill.training.local_training import extract
 from fleetdistill.training.tensor_data import LazyInputs, parts_of
 
-MOST_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 """Maximum size of the cache in bytes; the least recently used features are removed first."""
 _BATCH = 256
 
@@ -58,7 +58,7 @@ class FixedFeatures:
         made = self._make(inputs)
         with _lock:
             _kept[name] = made
-            while sum(one.nbytes for one in _kept.values()) > MOST_BYTES and len(_kept) > 1:
+            while sum(one.nbytes for one in _kept.values()) > MAX_BYTES and len(_kept) > 1:
                 _kept.popitem(last=False)
         return made
 

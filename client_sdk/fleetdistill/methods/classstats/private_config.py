@@ -11,10 +11,10 @@ from fleetdistill.methods.classstats.config import ClassStatsConfig, SpaceConfig
 from fleetdistill.methods.local import LocalTraining
 from fleetdistill.privacy.guarantee import Guarantee
 
-_LEAST_DIMENSIONS = 8
-MOST_WHITENED = 64
+_MIN_DIMENSIONS = 8
+MAX_WHITENED = 64
 """Largest number of whitened features of the scattering."""
-MOST_OUTPUTS = 128
+MAX_OUTPUTS = 128
 """Largest number of outputs of the run's own extractor: the noise grows with it."""
 
 
@@ -35,16 +35,16 @@ class PrivateConfig(SpaceConfig):
     """Every class is sent, whether the device has rows of it or not."""
     rows_per_direction: ClassVar[int] = 1
 
-    dimensions: int = MOST_WHITENED
+    dimensions: int = MAX_WHITENED
     epsilon: float
     delta: float = 1e-5
     exact: bool = True
 
     def __post_init__(self) -> None:
         SpaceConfig.__post_init__(self)
-        if not _LEAST_DIMENSIONS <= self.dimensions <= MOST_WHITENED:
+        if not _MIN_DIMENSIONS <= self.dimensions <= MAX_WHITENED:
             raise ConfigurationError(
-                f"dimensions must be in [{_LEAST_DIMENSIONS}, {MOST_WHITENED}] with [privacy], got {self.dimensions!r}"
+                f"dimensions must be in [{_MIN_DIMENSIONS}, {MAX_WHITENED}] with [privacy], got {self.dimensions!r}"
             )
         self.guarantee.check()
 
@@ -60,7 +60,7 @@ class PrivateConfig(SpaceConfig):
 
     def dimensions_for(self, input_shape: tuple[int, ...], features: int) -> int:
         """Returns F: all features, which are at most 128; `dimensions` has chosen those of the scattering."""
-        return min(MOST_OUTPUTS, features)
+        return min(MAX_OUTPUTS, features)
 
 
 Settings = ClassStatsConfig | PrivateConfig

@@ -20,7 +20,7 @@ from torch.nn import functional
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Array
 from fleetdistill.methods.classstats.config import SCATTERING
-from fleetdistill.methods.classstats.private_config import MOST_OUTPUTS, MOST_WHITENED
+from fleetdistill.methods.classstats.private_config import MAX_OUTPUTS, MAX_WHITENED
 from fleetdistill.methods.classstats.projection import projection_for
 from fleetdistill.models.scattering import SMALLEST_SIDE, scattering
 from fleetdistill.models.shapes import checked_image
@@ -68,9 +68,9 @@ class WhitenedScattering(nn.Module):
         """
         super().__init__()
         channels, height, width = checked_image(input_shape, smallest=SMALLEST_SIDE)
-        if channels not in (1, 3) or dimensions > MOST_WHITENED:
+        if channels not in (1, 3) or dimensions > MAX_WHITENED:
             raise ConfigurationError(
-                f"private scattering needs images of 1 or 3 channels and dimensions of at most {MOST_WHITENED}, got "
+                f"private scattering needs images of 1 or 3 channels and dimensions of at most {MAX_WHITENED}, got "
                 f"{channels} channels and dimensions {dimensions}; set features = 'model'"
             )
         self._side = min(SIDES, key=lambda side: abs(np.log(min(height, width) / side)))
@@ -120,9 +120,9 @@ def private_extractor(
     if given is None or features == SCATTERING:
         return PublicFeatures(WhitenedScattering(input_shape, size), size)
     outputs = prod(output_shape(given, input_shape))
-    if outputs > MOST_OUTPUTS:
+    if outputs > MAX_OUTPUTS:
         raise ConfigurationError(
-            f"[model] extractor has {outputs} outputs; private statistics need at most {MOST_OUTPUTS}, about white on "
+            f"[model] extractor has {outputs} outputs; private statistics need at most {MAX_OUTPUTS}, about white on "
             "public data"
         )
     return PublicFeatures(given, outputs)

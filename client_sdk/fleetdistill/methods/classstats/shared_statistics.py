@@ -13,10 +13,10 @@ import numpy as np
 
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, SharedStatistics
-from fleetdistill.wire.directions import LEAST_ROWS_PER_DIRECTION
+from fleetdistill.wire.directions import MIN_ROWS_PER_DIRECTION
 
-_LARGEST_COUNT = 2**31 - 1
-_LARGEST_STEP = 127
+_MAX_COUNT = 2**31 - 1
+_MAX_STEP = 127
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,7 +74,7 @@ def moments_of(rows_nd: Array, labels_n: Array, min_samples: int = 1) -> Moments
     )
 
 
-def most_directions(rank: int, df: int, dimensions: int, rows_per_direction: int = LEAST_ROWS_PER_DIRECTION) -> int:
+def max_directions(rank: int, df: int, dimensions: int, rows_per_direction: int = MIN_ROWS_PER_DIRECTION) -> int:
     """Returns r, the number of directions that a device sends (line `device`).
 
     If r were equal to the degrees of freedom, the directions would span the rows and so reveal them.
@@ -82,7 +82,7 @@ def most_directions(rank: int, df: int, dimensions: int, rows_per_direction: int
     return min(rank, df // rows_per_direction, dimensions)
 
 
-def to_wire(moments: Moments, rank: int, rows_per_direction: int = LEAST_ROWS_PER_DIRECTION) -> SharedStatistics:
+def to_wire(moments: Moments, rank: int, rows_per_direction: int = MIN_ROWS_PER_DIRECTION) -> SharedStatistics:
     """Returns the wire form of moments: means in float16, the largest directions in int8, the rest as a diagonal.
 
     The diagonal is computed from the rounded directions, so that each feature's variance is exact up to the rounding
@@ -98,7 +98,7 @@ def to_wire(moments: Moments, rank: int, rows_per_direction: int = LEAST_ROWS_PE
     """
     if not moments.labels:
         return SharedStatistics(labels=[])
-    count = most_directions(rank, moments.df, moments.dimensions, rows_per_direction)
+    count = max_directions(rank, moments.df, moments.dimensions, rows_per_direction)
     values, vectors = np.linalg.eigh(moments.covariance)
     largest = np.sqrt(np.maximum(values[::-1][:count], 0))[:, None] * vectors[:, ::-1][:, :count].T
     directions, steps = in_int8(_with_signs(largest))
@@ -106,12 +106,12 @@ def to_wire(moments: Moments, rank: int, rows_per_direction: int = LEAST_ROWS_PE
     rest = np.maximum(np.diag(moments.covariance) - np.square(sent).sum(axis=0), 0)
     return SharedStatistics(
         labels=list(moments.labels),
-        counts=np.minimum(moments.counts, _LARGEST_COUNT).astype(np.int32),
+        counts=np.minimum(moments.counts, _MAX_COUNT).astype(np.int32),
         means=_half(moments.means, "means"),
         directions=directions if count else None,
         steps=steps if count else None,
         variances=_half(rest, "variances"),
-        df=np.array(min(moments.df, _LARGEST_COUNT), dtype=np.int32),
+        df=np.array(min(moments.df, _MAX_COUNT), dtype=np.int32),
     )
 
 
@@ -184,10 +184,10 @@ def in_int8(rows_rd: Array) -> tuple[Array, Array]:
     Raises:
         KnowledgeError: The size of a level is out of float16's range.
     """
-    steps = _half(np.abs(rows_rd).max(axis=1, initial=0) / _LARGEST_STEP, "directions")
+    steps = _half(np.abs(rows_rd).max(axis=1, initial=0) / _MAX_STEP, "directions")
     steps = np.where(steps == 0, np.float16(1), steps)
     whole = np.round(rows_rd / steps.astype(np.float64)[:, None])
-    return np.clip(whole, -_LARGEST_STEP, _LARGEST_STEP).astype(np.int8), steps
+    return np.clip(whole, -_MAX_STEP, _MAX_STEP).astype(np.int8), steps
 
 
 def _with_signs(rows_rd: Array) -> Array:

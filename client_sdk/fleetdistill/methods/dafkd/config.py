@@ -26,7 +26,7 @@ _CHOICES = {
 _PAPERS_GENERATOR = "embedding_generator"
 _DEFAULT_GENERATORS = {"input": "dafkd_generator", "feature": "feature_generator"}
 # These settings determine sizes of tensors; larger tensors could fill a device's memory.
-_MOST_NOISE, _MOST_SAMPLES = 4096, 100_000
+_MAX_NOISE, _MAX_SAMPLES = 4096, 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class DaFKDConfig(LocalTraining):
 
     def _check_ranges(self) -> None:
         check_range("kd_start_round", self.kd_start_round, 1)
-        for name, most in (("noise_dim", _MOST_NOISE), ("kd_samples", _MOST_SAMPLES)):
+        for name, most in (("noise_dim", _MAX_NOISE), ("kd_samples", _MAX_SAMPLES)):
             check_range(name, getattr(self, name), 1, most + 1)
         for name in ("generator_lr", "discriminator_lr", "kd_lr", "temperature"):
             check_range(name, getattr(self, name), 0, open_low=True)

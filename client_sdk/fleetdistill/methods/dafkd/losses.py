@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-LEAST_IMPORTANCE = 1e-12
+MIN_IMPORTANCE = 1e-12
 """Lower bound of f where it multiplies predictions, so that they do not underflow in float32."""
 
 
@@ -87,4 +87,4 @@ def weighted_predictions(realness_m: Tensor | None, probs_mc: Tensor) -> Tensor:
     """
     if realness_m is None:
         return probs_mc.double()
-    return realness_m.double().sigmoid().clamp_min(LEAST_IMPORTANCE)[:, None] * probs_mc.double()
+    return realness_m.double().sigmoid().clamp_min(MIN_IMPORTANCE)[:, None] * probs_mc.double()

@@ -20,7 +20,7 @@ CHOICES = {
     "fedmax_form": ("a_to_u", "u_to_a_elementwise"),
 }
 _DKD_LR, _DKD_LR_WITH_BATCH_NORM = 0.1, 0.01
-LEAST_BATCH = 32
+MIN_BATCH = 32
 """Fewest rows of a gradient that is not called invertible."""
 
 
@@ -96,10 +96,10 @@ class FedDKDConfig(LocalTraining):
 
     def reveals(self) -> str:
         """See `LocalTraining.reveals`."""
-        if not self.dkd_steps or self.dkd_batch_size >= LEAST_BATCH:
+        if not self.dkd_steps or self.dkd_batch_size >= MIN_BATCH:
             return ""
         rows = "one sample" if self.dkd_batch_size == 1 else f"{self.dkd_batch_size} samples"
-        return f"gradients of {rows} leave, fewer than {LEAST_BATCH}; the server can invert them to the inputs"
+        return f"gradients of {rows} leave, fewer than {MIN_BATCH}; the server can invert them to the inputs"
 
     @classmethod
     def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:

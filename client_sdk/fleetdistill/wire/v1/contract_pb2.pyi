@@ -130,14 +130,14 @@ class PartShapes(_message.Message):
 
     PART_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
-    LEAST_SAMPLES_FIELD_NUMBER: _builtins.int
-    MOST_ROWS_FIELD_NUMBER: _builtins.int
+    MIN_SAMPLES_FIELD_NUMBER: _builtins.int
+    MAX_ROWS_FIELD_NUMBER: _builtins.int
     ROWS_PER_DIRECTION_FIELD_NUMBER: _builtins.int
     part: _builtins.str
     """Name of the part in the answer."""
-    least_samples: _builtins.int
+    min_samples: _builtins.int
     """For shared statistics: smallest number of samples of a class. 0 for any other kind."""
-    most_rows: _builtins.int
+    max_rows: _builtins.int
     """For shared statistics: largest number of rows of `directions`. 0 for any other kind."""
     rows_per_direction: _builtins.int
     """For shared statistics: smallest number of degrees of freedom per direction. 0 counts as 2."""
@@ -152,13 +152,13 @@ class PartShapes(_message.Message):
         *,
         part: _builtins.str = ...,
         tensors: _abc.Iterable[Global___NamedShape] | None = ...,
-        least_samples: _builtins.int = ...,
-        most_rows: _builtins.int = ...,
+        min_samples: _builtins.int = ...,
+        max_rows: _builtins.int = ...,
         rows_per_direction: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["least_samples", b"least_samples", "most_rows", b"most_rows", "part", b"part", "rows_per_direction", b"rows_per_direction", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_rows", b"max_rows", "min_samples", b"min_samples", "part", b"part", "rows_per_direction", b"rows_per_direction", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -311,7 +311,7 @@ class SharedStatistics(_message.Message):
 
     @_builtins.property
     def counts(self) -> _tensor_pb2.Tensor:
-        """[K] int32, samples of each class: at least `PartShapes.least_samples` each, in total at most the device's samples."""
+        """[K] int32, samples of each class: at least `PartShapes.min_samples` each, in total at most the device's samples."""
 
     @_builtins.property
     def means(self) -> _tensor_pb2.Tensor:
@@ -320,7 +320,7 @@ class SharedStatistics(_message.Message):
     @_builtins.property
     def directions(self) -> _tensor_pb2.Tensor:
         """[r, D] int8, -127 to 127: rows of a factor of the covariance, each with its own scale. r is at most
-        `PartShapes.most_rows` and df / `PartShapes.rows_per_direction`. Absent if r = 0.
+        `PartShapes.max_rows` and df / `PartShapes.rows_per_direction`. Absent if r = 0.
         """
 
     @_builtins.property

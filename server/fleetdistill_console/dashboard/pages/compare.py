@@ -16,7 +16,7 @@ from fleetdistill_console.dashboard.readers import RUNS, rounds, settings
 from fleetdistill_console.dashboard.units import ROUND_SECONDS, UNKNOWN, duration, percent, setting, size
 from fleetdistill_server.store.database import Row
 
-MOST_RUNS = 5
+MAX_RUNS = 5
 _LOSS = "train_loss"
 
 
@@ -27,12 +27,12 @@ def show(board: Board, names: Sequence[str]) -> None:
         board: What all pages share.
         names: Names of the runs, from the address; those after the fifth are left out.
     """
-    chosen = list(dict.fromkeys(names))[:MOST_RUNS]
+    chosen = list(dict.fromkeys(names))[:MAX_RUNS]
     with frame(board, "Compare", [("Runs", "/")]):
         notice = Notice()
         choice = _Choice(chosen)
-        if len(set(names)) > MOST_RUNS:
-            ui.label(f"Only the first {MOST_RUNS} runs are shown.").props("role=status").classes("fd-muted")
+        if len(set(names)) > MAX_RUNS:
+            ui.label(f"Only the first {MAX_RUNS} runs are shown.").props("role=status").classes("fd-muted")
         parts: list[_Part] = [make(board, chosen) for make in (_Figures, _Compared, _Differences)] if chosen else []
 
         def update() -> None:
@@ -59,8 +59,8 @@ class _Choice:
     """Chooses the runs; the choice is in the page's address, so that it can be shared."""
 
     def __init__(self, chosen: list[str]) -> None:
-        self._select = ui.select(chosen, value=chosen, multiple=True, label=f"Runs, at most {MOST_RUNS}")
-        self._select.props(f"dense outlined use-chips options-dense max-values={MOST_RUNS}").classes("fd-filter")
+        self._select = ui.select(chosen, value=chosen, multiple=True, label=f"Runs, at most {MAX_RUNS}")
+        self._select.props(f"dense outlined use-chips options-dense max-values={MAX_RUNS}").classes("fd-filter")
         self._select.on("popup-hide", self._go)
         self._select.on("remove", self._go)
         self._chosen = chosen

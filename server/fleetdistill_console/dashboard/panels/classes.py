@@ -13,7 +13,7 @@ from fleetdistill_console.dashboard.readers import classes
 from fleetdistill_console.dashboard.units import natural
 from fleetdistill_server.store.database import Row
 
-MOST_DEVICES = 60
+MAX_DEVICES = 60
 """Largest number of devices in the picture, as in that of a simulation."""
 _DATA = {"train": "training data", "test": "test data"}
 _LARGEST = 26.0
@@ -43,7 +43,7 @@ class ClassesPanel:
         self._shown = view
         devices = sorted(view.lists["devices"], key=lambda row: natural(row["device"]))
         names = [str(one) for one in view.facts["classes"]]
-        rows = spread(devices, MOST_DEVICES)
+        rows = spread(devices, MAX_DEVICES)
         self._note.text = note(rows, len(devices))
         self._chart.set_visibility(bool(rows))
         if rows:

@@ -29,7 +29,7 @@ STATES = {
     "out": ("var(--fd-bad)", "out"),
 }
 """Colour and name of each state of an ask, in the order of a round."""
-MOST_DEVICES = 25
+MAX_DEVICES = 25
 """Largest number of devices in the timeline."""
 _PHASES = (
     ("asked", "asked_at"),
@@ -109,7 +109,7 @@ def furthest_behind(asks: Sequence[Row]) -> list[Row]:
     behind = sorted(
         asks, key=lambda ask: (order[ask["state"]] >= order["acknowledged"], -(ask["acknowledged_at"] or 0))
     )
-    return sorted(behind[:MOST_DEVICES], key=lambda ask: natural(ask["device"]), reverse=True)
+    return sorted(behind[:MAX_DEVICES], key=lambda ask: natural(ask["device"]), reverse=True)
 
 
 def latest_time(asks: Sequence[Row], facts: Row) -> float:

@@ -23,7 +23,7 @@ from fleetdistill_lab.simulation.backends.backend import Description, Export, Re
 from fleetdistill_lab.simulation.spec.compute import Shared
 from fleetdistill_lab.simulation.spec.device import make_compute
 
-MOST_PREPARED = 64
+MAX_PREPARED = 64
 """Largest number of devices whose model a worker keeps; preparing one again takes milliseconds."""
 _MODEL_FILE = "model.onnx"
 
@@ -74,7 +74,7 @@ class TaskRunner:
         if known is None or (known.held is not None and task.state is None):  # the weights may have changed
             self._prepared[name] = self._new(task)
         self._prepared.move_to_end(name)
-        if len(self._prepared) > MOST_PREPARED:
+        if len(self._prepared) > MAX_PREPARED:
             self._prepared.popitem(last=False)
         return self._prepared[name]
 

@@ -24,7 +24,7 @@ from fleetdistill_lab.simulation.links.multiplexer import run_devices
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_server.service.processes import allow_open_files, end_with_parent
 
-MOST_RESTARTS = 5
+MAX_RESTARTS = 5
 """How often one process of a simulation is started again."""
 _LOOK_SECONDS = 0.2
 
@@ -79,7 +79,7 @@ class DeviceProcess:
             return False
         self._restarts += 1
         name = f"a process with {len(self._given[0])} devices was killed by signal {number}"
-        if self._restarts > MOST_RESTARTS:
+        if self._restarts > MAX_RESTARTS:
             print(f"{name}, the {self._restarts}th time; the machine may lack memory", file=sys.stderr)
             return False
         print(f"{name}; it is started again, and its devices continue from their state directories", file=sys.stderr)

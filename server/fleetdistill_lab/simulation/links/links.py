@@ -15,7 +15,7 @@ from fleetdistill.wire.compression import compression_of
 from fleetdistill_lab.simulation.backends.backend import MakeBackend
 from fleetdistill_lab.simulation.backends.remote_work import RemoteWork
 from fleetdistill_lab.simulation.links.drive import DriveFleet
-from fleetdistill_lab.simulation.links.simulated_devices import MOST_OPEN, DeviceStates, SimulatedDevices
+from fleetdistill_lab.simulation.links.simulated_devices import MAX_OPEN, DeviceStates, SimulatedDevices
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
 from fleetdistill_lab.simulation.timing.timing import Timing
@@ -28,9 +28,9 @@ from fleetdistill_server.store.store import Store
 Watch = Callable[[Store], None]
 MakeLink = Callable[[DeviceApi, str], Link]
 """Makes the link of one device, from the server's side of the device API and the device's id."""
-MOST_SHORT_ROUNDS = 10
+MAX_SHORT_ROUNDS = 10
 """Number of consecutive short rounds after which a simulation fails, since no further devices will join."""
-_MOST_SHORT_ROUNDS_OF_TRACES = 100
+_MAX_SHORT_ROUNDS_OF_TRACES = 100
 """The same with a simulated time, in which devices come and go."""
 
 
@@ -47,7 +47,7 @@ def run_over_memory(
     make_link: MakeLink = memory_link,
     *,
     durable: bool = False,
-    most_open: int = MOST_OPEN,
+    max_open: int = MAX_OPEN,
     behaviour: FleetBehaviour | None = None,
     make_backend: MakeBackend | None = None,
 ) -> Store:
@@ -63,7 +63,7 @@ def run_over_memory(
         watch: Called with the store after every device step.
         make_link: Makes each device's link.
         durable: Whether devices and server write and fsync their files as over gRPC.
-        most_open: Largest number of devices in memory, unless `durable`.
+        max_open: Largest number of devices in memory, unless `durable`.
         behaviour: Behaviour of the fleet in simulated time, with its own links; None if all devices are always
             available and answer immediately.
         make_backend: Makes what computes the devices' work; None for this process. Not with `durable`.
@@ -81,13 +81,13 @@ def run_over_memory(
     with _closed_on_failure(store), without_app(), _rare_collections(), _remote(api, config, make_backend) as remote:
         states = DeviceStates(store) if isinstance(store, RoundStore) else None
         clock = None if timing is None else timing.clock
-        with SimulatedDevices(specs, link_of, states, most_open, clock, remote) as devices:
+        with SimulatedDevices(specs, link_of, states, max_open, clock, remote) as devices:
             after = partial(watch, store)
             if timing is None:
                 waker = DriveFleet(store, config.run.name, devices, after)
             else:
                 waker = timing.drive(api, devices, after)
-            most = MOST_SHORT_ROUNDS if timing is None else _MOST_SHORT_ROUNDS_OF_TRACES
+            most = MAX_SHORT_ROUNDS if timing is None else _MAX_SHORT_ROUNDS_OF_TRACES
             engine = Engine(store, config, waker, most)
             engine.pauses = timing is not None
             # asyncio.run would turn Ctrl-C into a task cancellation, which this code never awaits.

@@ -25,23 +25,23 @@ from fleetdistill_server.service.processes import open_files
 
 DEVICES_PER_CONNECTION = 64
 """Devices that share a connection; fewer than the server allows open calls on one ([limits])."""
-MOST_WAITING_BYTES = 256 << 20
+MAX_WAITING_BYTES = 256 << 20
 """Largest size of the devices that wait for work and are open, in bytes: `DEVICE_BYTES` and the state of each one."""
 DEVICE_BYTES = 200_000
 """Memory of an open device besides its model, in bytes."""
-MOST_UNCOLLECTED = 64
+MAX_UNCOLLECTED = 64
 """Closed devices after which garbage is collected: they are reference cycles, whose data stay in memory and open."""
 THREADS = 4
 """Devices of a process that work at the same time. While one computes, others wait for the disk and the server."""
 
 
-def run_devices(specs: Sequence[DeviceSpec], server: str, most_waiting_bytes: int = MOST_WAITING_BYTES) -> int:
+def run_devices(specs: Sequence[DeviceSpec], server: str, max_waiting_bytes: int = MAX_WAITING_BYTES) -> int:
     """Runs devices until the run is finished; returns the process's exit status and prints an error.
 
     SIGTERM ends the devices without leaving the run, so that the open round waits for their restart.
     """
     try:
-        asyncio.run(Multiplexer(specs, server, most_waiting_bytes).run())
+        asyncio.run(Multiplexer(specs, server, max_waiting_bytes).run())
     except FleetDistillError as error:
         print(error, file=sys.stderr)
         return 1
@@ -54,15 +54,15 @@ class Multiplexer:
     Args:
         specs: The devices.
         server: `"host:port"` of the server.
-        most_waiting_bytes: Largest size of the devices that wait for work and are open.
+        max_waiting_bytes: Largest size of the devices that wait for work and are open.
     """
 
-    def __init__(self, specs: Sequence[DeviceSpec], server: str, most_waiting_bytes: int) -> None:
+    def __init__(self, specs: Sequence[DeviceSpec], server: str, max_waiting_bytes: int) -> None:
         connections = [Connection(server) for _ in range(0, len(specs), DEVICES_PER_CONNECTION)]
         self._members = [
             (spec, ParkingLink(server, connections[number % len(connections)])) for number, spec in enumerate(specs)
         ]
-        self._waiting = WaitingDevices(most_waiting_bytes, most_waiting())
+        self._waiting = WaitingDevices(max_waiting_bytes, max_waiting())
         self._threads = ThreadPoolExecutor(THREADS, "devices")
         self._shared = Shared()
 
@@ -109,12 +109,12 @@ class WaitingDevices:
     """The open devices of a process that wait. Those that have waited longest are closed when there are too many.
 
     Args:
-        most_bytes: Largest size of the open devices, in bytes.
+        max_bytes: Largest size of the open devices, in bytes.
         most: Largest number of open devices.
     """
 
-    def __init__(self, most_bytes: int, most: int) -> None:
-        self._most_bytes, self._most = most_bytes, most
+    def __init__(self, max_bytes: int, most: int) -> None:
+        self._max_bytes, self._most = max_bytes, most
         self._bytes = self._closed = 0
         self._open: OrderedDict[str, tuple[Device, int]] = OrderedDict()
         self._lock = threading.Lock()  # held while a device closes, so that it is not opened again before
@@ -125,7 +125,7 @@ class WaitingDevices:
         with self._lock:
             self._open[name] = device, size
             self._bytes += size
-            while self._bytes > self._most_bytes or len(self._open) > self._most:
+            while self._bytes > self._max_bytes or len(self._open) > self._most:
                 _, (oldest, size) = self._open.popitem(last=False)
                 self._bytes -= size
                 oldest.close(leave=False)
@@ -134,7 +134,7 @@ class WaitingDevices:
 
     def _note_closed(self) -> None:
         self._closed += 1
-        if self._closed >= min(MOST_UNCOLLECTED, self._most):
+        if self._closed >= min(MAX_UNCOLLECTED, self._most):
             self._closed = 0
             gc.collect()
 
@@ -146,6 +146,6 @@ class WaitingDevices:
         return device
 
 
-def most_waiting() -> int:
+def max_waiting() -> int:
     """Returns how many devices of a process may be open while they wait: each has two or three open files."""
     return max(1, open_files() // 8)

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fleetdistill.errors import RunError
-from fleetdistill_lab.simulation.links.links import MOST_SHORT_ROUNDS, Watch
+from fleetdistill_lab.simulation.links.links import MAX_SHORT_ROUNDS, Watch
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.service.processes import child_environment
@@ -39,7 +39,7 @@ def run_over_grpc(config: RunConfig, specs: list[DeviceSpec], work: Path, watch:
     Raises:
         RunError: A device failed, a process was killed too often, or the run was stopped.
     """
-    supervisor = Supervisor(config, log=work / "server.log", most_short_rounds=MOST_SHORT_ROUNDS)
+    supervisor = Supervisor(config, log=work / "server.log", max_short_rounds=MAX_SHORT_ROUNDS)
     failure: list[Exception] = []
     serving = threading.Thread(target=_serve, args=(supervisor, failure), name="supervisor")
     finished = False

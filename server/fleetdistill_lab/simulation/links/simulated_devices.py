@@ -22,7 +22,7 @@ from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_compute, ma
 from fleetdistill_server.store.round_store import RoundStore
 from fleetdistill_server.store.store import Store
 
-MOST_OPEN = 256
+MAX_OPEN = 256
 """Largest number of open devices. Opening one again takes milliseconds, so this exceeds a usual cohort."""
 _COLLECTED = 256
 """Number of closed devices that are garbage-collected together; a collection takes tenths of a second."""
@@ -68,7 +68,7 @@ class SimulatedDevices:
         specs: The devices.
         link_of: Makes the link of a device, given its id.
         states: Saved states; None for devices with state directories, which all stay open.
-        most_open: Largest number of open devices with saved states.
+        max_open: Largest number of open devices with saved states.
         clock: Clock of the devices in simulated time; None for the machine's.
         remote: Computes the devices' work in other processes; None for this process.
 
@@ -81,7 +81,7 @@ class SimulatedDevices:
         specs: Sequence[DeviceSpec],
         link_of: Callable[[str], Link],
         states: DeviceStates | None,
-        most_open: int,
+        max_open: int,
         clock: Clock | None = None,
         remote: RemoteWork | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class SimulatedDevices:
         self.names = tuple(self._specs)
         self._link_of = link_of
         self._states = states
-        self._most_open = most_open
+        self._max_open = max_open
         self._remote = remote
         self._shared = Shared()
         self._closed = 0
@@ -102,7 +102,7 @@ class SimulatedDevices:
             self._open[name] = self._opened(self._specs[name])
         self._open.move_to_end(name)
         result = self._open[name][0].step(0.0)
-        while self._states is not None and len(self._open) > self._most_open:
+        while self._states is not None and len(self._open) > self._max_open:
             self._close_oldest()
         return result
 

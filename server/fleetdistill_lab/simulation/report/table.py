@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-_LEAST_NEEDED = ("ONNX", "params", "down", "samples", "up")
+_MIN_NEEDED = ("ONNX", "params", "down", "samples", "up")
 """Columns that a narrow terminal omits, in this order; report.json has all figures."""
 _LEFT = ("device", "model")
 
@@ -32,8 +32,8 @@ def report_table(report: FleetReport, width: int | None = None) -> Table:
 
     rows = [(_cells(report.devices[at]), report.devices[at].further) for at in rows_shown(len(report.devices))]
     mean = _mean_cells(report)
-    for dropped in range(len(_LEAST_NEEDED) + 1):
-        names = [name for name in rows[0][0] if name not in _LEAST_NEEDED[:dropped]]
+    for dropped in range(len(_MIN_NEEDED) + 1):
+        names = [name for name in rows[0][0] if name not in _MIN_NEEDED[:dropped]]
         table = _table(report, names, rows, mean)
         if width is None or Console(width=1000).measure(table).maximum <= width:
             break
@@ -106,11 +106,11 @@ def _arrow(before: float | None, after: float | None) -> str:
     return " -> ".join(f"{one:.1%}" for one in (before, after) if one is not None)
 
 
-MOST_ROWS = 60
+MAX_ROWS = 60
 """Largest number of devices with a row of their own; report.json has all of them."""
 
 
 def rows_shown(devices: int) -> list[int]:
     """Returns the positions of the devices that get a row, evenly spaced if there are too many for all."""
-    shown = min(devices, MOST_ROWS)
+    shown = min(devices, MAX_ROWS)
     return [number * devices // shown for number in range(shown)]

@@ -20,7 +20,7 @@ from fleetdistill.training.figures import Counts
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_lab.simulation.spec.arrays import load_arrays
 
-_MOST_SCORES = 64
+_MAX_SCORES = 64
 
 
 class Shared:
@@ -78,7 +78,7 @@ class SimulatedCompute(TorchCompute):
         found = scores.get(key)
         if found is None:
             found = scores[key] = super()._score_model(name, model)
-            while len(scores) > _MOST_SCORES:
+            while len(scores) > _MAX_SCORES:
                 scores.popitem(last=False)
         return found
 

@@ -30,7 +30,7 @@ RUN = "simulation"
 NO_DEADLINE_SECONDS = 1e7
 """Deadline and lease without simulated time, in seconds; long enough that neither expires before a resume."""
 PROXY_PER_CLASS = 8
-MOST_EXPORTS = 100
+MAX_EXPORTS = 100
 """Number of devices that export their model; the report scores the others by the model that they have."""
 DIGITS_MODELS = ("digits_linear", "digits_mlp_small", "digits_mlp_large", "digits_cnn_small", "digits_cnn_large")
 RESNET_MODELS = ("resnet2", "resnet4", "resnet6", "resnet10", "resnet12")
@@ -173,7 +173,7 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
                 state_dir=str(work / name),
                 run=RUN,
                 modules=tuple(modules),
-                exports=number < MOST_EXPORTS,
+                exports=number < MAX_EXPORTS,
             )
         )
     return specs

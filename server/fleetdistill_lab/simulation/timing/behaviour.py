@@ -77,12 +77,12 @@ class FleetBehaviour:
     def sigma(self) -> float:
         """Standard deviation of the logarithm of the devices' times; 0 if all take the same time."""
         name, value = _parsed("compute", self.compute, ("constant", "lognormal"), None)
-        if not 0 < value <= _LARGEST_SIGMA:
-            raise ConfigurationError(f"[fleet] compute is {self.compute!r}, its sigma must be in (0, {_LARGEST_SIGMA}]")
+        if not 0 < value <= _MAX_SIGMA:
+            raise ConfigurationError(f"[fleet] compute is {self.compute!r}, its sigma must be in (0, {_MAX_SIGMA}]")
         return 0.0 if name == "constant" else value
 
 
-_LARGEST_SIGMA = 5
+_MAX_SIGMA = 5
 _RANGES = {
     "seconds_per_sample": (0.0, 1e6),
     "seconds_per_ask": (0.0, 1e6),

@@ -18,7 +18,7 @@ from fleetdistill_lab.simulation.timing.work_log import Work, WorkLog
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.records import Ask
 
-LONGEST_WAIT_SECONDS = 30 * 86_400.0
+MAX_WAIT_SECONDS = 30 * 86_400.0
 """Simulated seconds without an open ask after which a simulation fails, because too few devices are available."""
 
 
@@ -204,7 +204,7 @@ class SimulatedTime(DriveFleet):
         return any(concerns)
 
     def _check_progress(self) -> None:
-        if not self._open and self._clock.now() - self._asked_at > LONGEST_WAIT_SECONDS:
+        if not self._open and self._clock.now() - self._asked_at > MAX_WAIT_SECONDS:
             raise RunError(f"{self._where()}: no round began for 30 simulated days; {self._needed()}")
 
     def _where(self) -> str:

@@ -16,7 +16,7 @@ _CENTRE_SECONDS = 3 * 3600.0
 """Mean of the centres of the devices' daily windows, after midnight."""
 _SPREAD_SECONDS = 3 * 3600.0
 """Standard deviation of the centres."""
-_LARGEST_SHIFT_SECONDS = 3600.0
+_MAX_SHIFT_SECONDS = 3600.0
 """Largest shift of a device's window from one day's centre."""
 
 
@@ -97,7 +97,7 @@ class FleetTraces:
 
 def _daily(centre: float, share: float, generator: random.Random) -> Iterator[Interval]:
     """Yields one window per day, of equal length and shifted at random so far that two windows never overlap."""
-    shift = min(_LARGEST_SHIFT_SECONDS, (1 - share) * DAY_SECONDS / 2)
+    shift = min(_MAX_SHIFT_SECONDS, (1 - share) * DAY_SECONDS / 2)
     day = -2  # the centre may be on the following or the previous day
     while True:
         middle = day * DAY_SECONDS + centre + generator.uniform(-shift, shift)

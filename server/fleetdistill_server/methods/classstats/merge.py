@@ -10,7 +10,7 @@ import numpy as np
 
 from fleetdistill.knowledge import Array, SharedStatistics
 from fleetdistill.methods.classstats.shared_statistics import Moments, from_wire, merge
-from fleetdistill_server.methods.classstats.robust import MOST_ROWS, DeviceStatistics, Fleet, LeftOut, capped, screen
+from fleetdistill_server.methods.classstats.robust import MAX_ROWS, DeviceStatistics, Fleet, LeftOut, capped, screen
 from fleetdistill_server.methods.cohort import Notes
 
 
@@ -72,7 +72,7 @@ def merged_moments(parts: Mapping[str, SharedStatistics], rules: Rules, notes: N
 
 def _screened(fleet: Fleet, rules: Rules, notes: Notes) -> tuple[Fleet, LeftOutReasons]:
     off = rules.robust == "off"
-    cap = rules.count_cap or (0.0 if off else MOST_ROWS)
+    cap = rules.count_cap or (0.0 if off else MAX_ROWS)
     bounded = capped(fleet, cap) if cap else fleet
     for device in (one for one in fleet if bounded[one] is not fleet[one]):
         rows, counted = (int(one[device].counts.sum()) for one in (fleet, bounded))

@@ -15,7 +15,7 @@ from fleetdistill.knowledge import Array
 from fleetdistill.methods.classstats.private_merge import merge_private
 from fleetdistill.methods.classstats.private_sums import NoiseScale, RowSums
 from fleetdistill_server.methods.classstats.merge import LeftOutReasons, Rules, note_left_out
-from fleetdistill_server.methods.classstats.robust import MOST_ROWS, DeviceStatistics, screen
+from fleetdistill_server.methods.classstats.robust import MAX_ROWS, DeviceStatistics, screen
 from fleetdistill_server.methods.cohort import Notes
 
 Releases = dict[str, tuple[RowSums, NoiseScale]]
@@ -39,7 +39,7 @@ def screened(
     A device with one suspicious class is left out as a whole: its second moment cannot be split by class.
     """
     off = rules.robust == "off"
-    cap = rules.count_cap or (0.0 if off else MOST_ROWS)
+    cap = rules.count_cap or (0.0 if off else MAX_ROWS)
     capped = _capped(releases, cap, notes) if cap else releases
     bounded = {device: _scaled(*one, weights[device]) for device, one in capped.items()}
     if off:
@@ -76,8 +76,8 @@ def _comparable(releases: Releases) -> Mapping[str, DeviceStatistics]:
     merged = merge_private([sums for sums, _ in releases.values()], [noise for _, noise in releases.values()])
     if merged is None or len(merged.labels) < 2:
         return {}
-    most_noise = _NOISE_SHARE * _smallest_square(merged.means)
-    found = {device: _statistics_of(*one, most_noise) for device, one in releases.items()}
+    max_noise = _NOISE_SHARE * _smallest_square(merged.means)
+    found = {device: _statistics_of(*one, max_noise) for device, one in releases.items()}
     return {device: one for device, one in found.items() if one.labels}
 
 
@@ -86,10 +86,10 @@ def _smallest_square(means_kf: Array) -> float:
     return float(squares[~np.eye(len(means_kf), dtype=bool)].min())
 
 
-def _statistics_of(sums: RowSums, noise: NoiseScale, most_noise: float) -> DeviceStatistics:
+def _statistics_of(sums: RowSums, noise: NoiseScale, max_noise: float) -> DeviceStatistics:
     counts, dimensions = np.maximum(sums.counts, 1.0), sums.sums.shape[1]
     labels = np.flatnonzero(
-        (sums.counts > 2 * noise.counts) & (dimensions * np.square(noise.sums / counts) <= most_noise)
+        (sums.counts > 2 * noise.counts) & (dimensions * np.square(noise.sums / counts) <= max_noise)
     )
     return DeviceStatistics(
         labels=tuple(labels.tolist()),

@@ -17,7 +17,7 @@ from fleetdistill.errors import RunError
 from fleetdistill.knowledge import ClassSpace, ClassSums, Kind
 from fleetdistill.methods.classstats.class_space import make_space
 from fleetdistill.methods.classstats.config import SCATTERING
-from fleetdistill.methods.classstats.private_config import MOST_OUTPUTS, PrivateConfig
+from fleetdistill.methods.classstats.private_config import MAX_OUTPUTS, PrivateConfig
 from fleetdistill.methods.classstats.private_merge import (
     PrivateMoments,
     merge_private,
@@ -57,7 +57,7 @@ class PrivateServer(ClassStatsServer):
     @classmethod
     def dimensions(cls, config: Any, sizes: Sizes) -> int:
         """Returns F, numbers of a row of features."""
-        return min(config.dimensions if config.features == SCATTERING else MOST_OUTPUTS, sizes.features)
+        return min(config.dimensions if config.features == SCATTERING else MAX_OUTPUTS, sizes.features)
 
     @classmethod
     def statistics_schema(cls, config: Any, sizes: Sizes) -> PartSchema:

@@ -19,17 +19,17 @@ from torch import Tensor
 from fleetdistill.knowledge import Array
 from fleetdistill.training.local_training import TensorData
 
-MOST_ROWS = 3.0
+MAX_ROWS = 3.0
 """Largest row count of a device, as a multiple of the median device's."""
-MOST_SPREAD = 4.0
+MAX_SPREAD = 4.0
 """Largest trace of a covariance, as a multiple of the median trace."""
-MOST_LENGTH = 4.0
+MAX_LENGTH = 4.0
 """Largest length of a device's longest class mean, as a multiple of the median device's."""
-LEAST_NEAR = {"gross": 0.25, "strict": 0.5}
+MIN_NEAR = {"gross": 0.25, "strict": 0.5}
 """Smallest share of a device's class means that must be nearest to the centre of their own class."""
 COMMON_SHIFT = 0.75
 """Share of a device's squared distances from the centres above which a common shift is attributed to its images."""
-_MOST_DISTANCE, _LEAST_DISTANCE, _DEVICES_DIFFER = 3.0, 3.0, 0.05
+_MAX_DISTANCE, _MIN_DISTANCE, _DEVICES_DIFFER = 3.0, 3.0, 0.05
 _FEWEST_SHIFTED = 4
 """Fewest means for a common shift: with two swapped, similar classes most of the distance is common as well."""
 _FEWEST_DEVICES = 3
@@ -142,13 +142,13 @@ def trusted_centres(rows: TensorData | None, features: Callable[[Tensor], Array]
 def _drop_long_means(fleet: Fleet) -> Screened:
     """Leaves out devices whose longest mean is too long; such a mean may still be nearest to its own centre."""
     longest = {device: _longest(one.means) for device, one in fleet.items()}
-    limit = MOST_LENGTH * median(longest.values())
+    limit = MAX_LENGTH * median(longest.values())
     left_out = [
         LeftOut(
             device=device,
             labels=one.labels,
             reason=f"its longest class mean has length {longest[device]:.4g}, the limit is {limit:.4g}, "
-            f"{MOST_LENGTH:g} times the median device's",
+            f"{MAX_LENGTH:g} times the median device's",
         )
         for device, one in fleet.items()
         if longest[device] > limit
@@ -164,12 +164,12 @@ def _drop_wide_covariances(fleet: Fleet) -> Screened:
     """Leaves out devices whose covariance is too large; it would affect all classes through the shared covariance."""
     if not fleet:
         return {}, []
-    limit = MOST_SPREAD * median(one.trace for one in fleet.values())
+    limit = MAX_SPREAD * median(one.trace for one in fleet.values())
     left_out = [
         LeftOut(
             device=device,
             labels=one.labels,
-            reason=f"its covariance has trace {one.trace:.4g}, the limit is {limit:.4g}, {MOST_SPREAD:g} times the "
+            reason=f"its covariance has trace {one.trace:.4g}, the limit is {limit:.4g}, {MAX_SPREAD:g} times the "
             "median",
         )
         for device, one in fleet.items()
@@ -187,15 +187,15 @@ def without(fleet: Fleet, left_out: list[LeftOut]) -> Fleet:
 # --- nearest centre
 
 
-def _drop_misplaced_devices(fleet: Fleet, robust: str, most_left_out: int, trusted: Mapping[int, Array]) -> Screened:
+def _drop_misplaced_devices(fleet: Fleet, robust: str, max_left_out: int, trusted: Mapping[int, Array]) -> Screened:
     """Leaves out devices whose class means are nearest to the centres of other classes, the worst device first.
 
     Centres are recomputed after each device, because a hostile device shifts the others' centres. The worst device is
     the one with the most misplaced means, not the largest share of them: hostile devices that send all classes can
     reach a smaller share than honest devices with two classes.
     """
-    kept, left_out, least = dict(fleet), list[LeftOut](), LEAST_NEAR[robust]
-    for _ in range(most_left_out):
+    kept, left_out, least = dict(fleet), list[LeftOut](), MIN_NEAR[robust]
+    for _ in range(max_left_out):
         centres = Centres(kept, trusted, shifted=robust == "gross")
         compared = {device: near for device, one in kept.items() if (near := centres.near(one)) is not None}
         found = {device: near for device, near in compared.items() if near.share < least}
@@ -294,7 +294,7 @@ def _drop_distant_classes(fleet: Fleet) -> Screened:
     for label in sorted({label for one in fleet.values() for label in one.labels}):
         holders = {device: one for device, one in fleet.items() if label in one.labels}
         distances = _standardised_distances(holders, label) if len(holders) >= _FEWEST_DEVICES else {}
-        most = max(_MOST_DISTANCE * median(distances.values()), _LEAST_DISTANCE) if distances else 0.0
+        most = max(_MAX_DISTANCE * median(distances.values()), _MIN_DISTANCE) if distances else 0.0
         for device in (one for one, distance in distances.items() if distance > most):
             far[device].append((label, distances[device], most))
     left_out = []

@@ -34,7 +34,7 @@ from fleetdistill.methods.classstats.exchange import SpacePlan, check_images
 from fleetdistill.methods.classstats.fixed_extractor import fixed_features
 from fleetdistill.methods.classstats.kept_features import projected
 from fleetdistill.methods.classstats.kept_space import packed, unpacked
-from fleetdistill.methods.classstats.shared_statistics import Moments, most_directions
+from fleetdistill.methods.classstats.shared_statistics import Moments, max_directions
 from fleetdistill.methods.classstats.space_model import SpaceModel
 from fleetdistill.seeds import derive_seed
 from fleetdistill.training.model import output_shape
@@ -135,10 +135,10 @@ class ClassStatsServer(ServerMethod):
         return SharedStatistics.schema(
             classes=sizes.classes,
             dimensions=dimensions,
-            directions=most_directions(config.rank, df, dimensions, config.rows_per_direction),
+            directions=max_directions(config.rank, df, dimensions, config.rows_per_direction),
             features=sizes.cuts,
-            least_samples=config.min_samples,
-            most_rows=config.rank,
+            min_samples=config.min_samples,
+            max_rows=config.rank,
             rows_per_direction=config.rows_per_direction,
         )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_LEAST_TOTAL = 1e-30
+_MIN_TOTAL = 1e-30
 _NO_COLLAPSE = 5
 """Number of classes in generated samples that rules out a collapsed generator."""
 
@@ -64,8 +64,8 @@ def ensemble_of_weighted(weighted_mc: Tensor) -> tuple[Tensor, Tensor]:
         is undefined.
     """
     total_m1 = weighted_mc.double().sum(dim=-1, keepdim=True)
-    usable_m = total_m1[:, 0] >= _LEAST_TOTAL
-    return weighted_mc.double() / total_m1.clamp_min(_LEAST_TOTAL), usable_m
+    usable_m = total_m1[:, 0] >= _MIN_TOTAL
+    return weighted_mc.double() / total_m1.clamp_min(_MIN_TOTAL), usable_m
 
 
 def effective_devices(weights_km: Tensor) -> float:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MOST_HALVINGS = 200  # enough to narrow any bracket to one float64
+MAX_HALVINGS = 200  # enough to narrow any bracket to one float64
 
 
 class Bracket(NamedTuple):
@@ -32,7 +32,7 @@ def bisect_rows(
     """
     found_b = torch.empty_like(low_b)
     rows = torch.arange(len(low_b), device=low_b.device)
-    for _ in range(MOST_HALVINGS):
+    for _ in range(MAX_HALVINGS):
         if not len(rows):
             break
         middle_b = low_b.sqrt() * high_b.sqrt()  # the product itself may underflow
