@@ -24,7 +24,8 @@ from torch.nn import functional
 from fleetdistill import methods as device_methods
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.methods.base import Answer, Ask, answers, check_range
-from fleetdistill.methods.fedavg import FedAvgConfig, FedAvgDevice
+from fleetdistill.methods.fedavg.config import FedAvgConfig
+from fleetdistill.methods.fedavg.device import FedAvgDevice
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.training.local_training import train_epochs
 from fleetdistill.training.parameters import model_parameters, take_weights

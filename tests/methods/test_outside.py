@@ -157,8 +157,14 @@ def test_what_a_module_raises_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_method_without_a_server_half_is_refused_with_the_call_that_is_missing(tmp_path: Path) -> None:
-    text = "from fleetdistill import methods\nfrom fleetdistill.methods.fedavg import FedAvgConfig, FedAvgDevice\n"
-    write_module(tmp_path, "half", f"{text}methods.register('half', FedAvgConfig, FedAvgDevice)\n")
+    text = """
+from fleetdistill import methods
+from fleetdistill.methods.fedavg.config import FedAvgConfig
+from fleetdistill.methods.fedavg.device import FedAvgDevice
+
+methods.register("half", FedAvgConfig, FedAvgDevice)
+"""
+    write_module(tmp_path, "half", text)
     outside.import_modules(["half"], "--import")
     with pytest.raises(ConfigurationError, match=r"'half' has no server half: .*fleetdistill_server.methods.register"):
         server_class("half")
@@ -183,7 +189,8 @@ def test_an_engine_that_cannot_import_the_method_says_so(tmp_path: Path, process
 
 FAULTY = """
 from fleetdistill import methods
-from fleetdistill.methods.fedavg import FedAvgConfig, FedAvgDevice
+from fleetdistill.methods.fedavg.config import FedAvgConfig
+from fleetdistill.methods.fedavg.device import FedAvgDevice
 from fleetdistill.methods.base import answers
 import fleetdistill_server.methods
 from fleetdistill_server.methods.fedavg import FedAvgServer
@@ -255,7 +262,7 @@ def test_a_contract_makes_a_device_import_nothing_that_is_not_declared_under_tha
 def test_a_built_in_method_is_never_taken_from_a_package(tmp_path: Path) -> None:
     write_module(tmp_path, "spy", NOTES_ITSELF)
     install(tmp_path, "others", {"fedavg": "spy"})
-    assert config_class("fedavg").__module__ == "fleetdistill.methods.fedavg"
+    assert config_class("fedavg").__module__ == "fleetdistill.methods.fedavg.config"
     assert not (tmp_path / "spy.imported").exists()
 
 

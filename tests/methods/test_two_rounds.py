@@ -22,7 +22,8 @@ from fleetdistill.methods.cdkt.config import CDKTConfig
 from fleetdistill.methods.cdkt.device import CDKTDevice
 from fleetdistill.methods.dafkd.config import DaFKDConfig
 from fleetdistill.methods.dafkd.device import DaFKDDevice
-from fleetdistill.methods.fedavg import FedAvgConfig, FedAvgDevice
+from fleetdistill.methods.fedavg.config import FedAvgConfig
+from fleetdistill.methods.fedavg.device import FedAvgDevice
 from fleetdistill.methods.fedd2s.config import FedD2SConfig
 from fleetdistill.methods.fedd2s.device import FedD2SDevice
 from fleetdistill.methods.feddkc.config import FedDKCConfig

@@ -1,8 +1,8 @@
 """The table of methods, device side: the configuration and the device half of each.
 
-A built-in method is a file or a folder of the same name. An app adds a method with `register`, or installs a package
-that declares one (`fleetdistill.methods.outside`). A contract contains only the method's name, so a server cannot make
-a device import other code.
+A built-in method is a folder of the same name, which contains `config.py` and `device.py`. An app adds a method with
+`register`, or installs a package that declares one (`fleetdistill.methods.outside`). A contract contains only the
+method's name, so a server cannot make a device import other code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "cdkt": ("cdkt.config:CDKTConfig", "cdkt.device:CDKTDevice"),
         "classstats": ("classstats.config:ClassStatsConfig", "classstats.device:ClassStatsDevice"),
         "dafkd": ("dafkd.config:DaFKDConfig", "dafkd.device:DaFKDDevice"),
-        "fedavg": ("fedavg:FedAvgConfig", "fedavg:FedAvgDevice"),
+        "fedavg": ("fedavg.config:FedAvgConfig", "fedavg.device:FedAvgDevice"),
         "fedd2s": ("fedd2s.config:FedD2SConfig", "fedd2s.device:FedD2SDevice"),
         "feddkc": ("feddkc.config:FedDKCConfig", "feddkc.device:FedDKCDevice"),
         "feddkd": ("feddkd.config:FedDKDConfig", "feddkd.device:FedDKDDevice"),

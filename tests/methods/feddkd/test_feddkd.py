@@ -33,7 +33,7 @@ from fleetdistill.errors import (
     ConfigurationError,
 )
 from fleetdistill.knowledge import DistillationGradient, ModelParameters, Weights
-from fleetdistill.methods.fedavg import FedAvgConfig
+from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.methods.feddkd.device import distillation_gradient
 from fleetdistill.models import build_model

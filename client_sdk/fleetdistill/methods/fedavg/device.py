@@ -1,4 +1,4 @@
-"""FedAvg, the baseline of every comparison: configuration and device half.
+"""Device half of FedAvg, the baseline of every comparison.
 
 McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017, algorithm 1.
 """
@@ -6,32 +6,18 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
 
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers, with_parameters
-from fleetdistill.methods.local import LocalTraining, make_local_optimizer
+from fleetdistill.methods.fedavg.config import FedAvgConfig
+from fleetdistill.methods.local import make_local_optimizer
+from fleetdistill.training.local_training import train_epochs
+from fleetdistill.training.parameters import model_parameters, take_weights
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["FedAvgConfig", "FedAvgDevice"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FedAvgConfig(LocalTraining):
-    """Settings of FedAvg, which are those of local training. `participation_ratio` is the paper's C.
-
-    Each round starts with a new optimiser.
-    """
-
-    learning_rate: float = 0.02
-    weight_decay: float = 0.0
-
-    def for_classes(self, classes: int) -> FedAvgConfig:
-        """Returns this configuration: no setting depends on the number of classes."""
-        return self
+__all__ = ["FedAvgDevice"]
 
 
 class FedAvgDevice(DeviceMethod):
@@ -45,19 +31,11 @@ class FedAvgDevice(DeviceMethod):
         return ("train",)
 
     def first_ask(self) -> Ask:
-        from fleetdistill.training.parameters import model_parameters
-
         return Ask(round=1, step="train", seed=0, parts={"parameters": model_parameters(self.local.model)})
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
         """Trains locally from the global model (Algorithm 1, `ClientUpdate(k, w)`)."""
-        import torch
-        from torch.nn import functional
-
-        from fleetdistill.training.local_training import train_epochs
-        from fleetdistill.training.parameters import model_parameters, take_weights
-
         local = self.local
         take_weights(local.model, ask.part("parameters", ModelParameters))  # w
         self.trained = train_epochs(  # w <- w - eta * gradient, for each epoch and mini-batch
@@ -76,8 +54,6 @@ class FedAvgDevice(DeviceMethod):
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
         """Loads the final global model into the device's model."""
-        from fleetdistill.training.parameters import take_weights
-
         take_weights(self.local.model, ask.part("parameters", ModelParameters))
         return Answer(parts={}, samples=len(self.local.data))
 

@@ -1,0 +1,1 @@
+"""FedAvg: configuration and device half."""
