@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from fleetdistill.methods.classstats.space_model import MakePredictor
-    from fleetdistill.training.local_training import LazyData, TensorData, TrainingReport
+    from fleetdistill.training.local_training import BatchLosses, LazyData, TensorData, TrainingReport
     from fleetdistill.training.model import FeatureModel
 
 __all__ = [
@@ -197,6 +197,39 @@ class DeviceMethod:
         this model if the run ended with the last completed round. It is scored before the ask is handled.
         """
         return None
+
+    def train_local(
+        self, losses: BatchLosses, optimizer: torch.optim.Optimizer, seed: int, *, epochs: int | None = None
+    ) -> None:
+        """Trains the local model on the device's own rows with the settings of local training, and sets `trained`.
+
+        Args:
+            losses: Function of the epoch, from 0, and a mini-batch's row indices `[batch]` on `torch_device`. Each
+                scalar that it yields is the loss of one optimiser step, taken before the next loss is computed.
+            optimizer: Optimiser of the local model's parameters.
+            seed: Seed of the order of the rows: the ask's.
+            epochs: Passes over the rows, at least 1; by default the configuration's `local_epochs`.
+
+        Raises:
+            ConfigurationError: `epochs` is less than 1, or the batch size less than 2 for a model with batch-norm.
+            DataError: There are no rows.
+            KnowledgeError: A loss is not finite; the model keeps the weights from before that step.
+            CannotAnswer, WorkInterrupted: The work must end; see `fleetdistill.interruption`.
+        """
+        import torch
+
+        from fleetdistill.training.local_training import train_steps
+
+        self.trained = train_steps(
+            self.local.model,
+            len(self.local.data),
+            epochs=self.config.local_epochs if epochs is None else epochs,
+            batch_size=self.config.batch_size,
+            optimizer=optimizer,
+            losses=losses,
+            generator=torch.Generator().manual_seed(seed),
+            device=self.local.torch_device,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state to keep between rounds besides the model's: dicts, lists, numbers, strings and tensors."""

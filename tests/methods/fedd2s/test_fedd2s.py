@@ -218,7 +218,7 @@ def test_d2s_11_optimiser_steps_of_a_phase(steps: str, updates: int, monkeypatch
 
     settings: dict[str, Any] = {"steps": steps, "batch_size": 128, "warmup_epochs": 0, "local_epochs": 4}
     server, device = make_server(**settings), make_device(rows=800, **settings)
-    monkeypatch.setattr("fleetdistill.methods.fedd2s.device.train_steps", counting(train_steps))
+    monkeypatch.setattr("fleetdistill.training.local_training.train_steps", counting(train_steps))
     monkeypatch.setattr(Trainer, "train_steps", counting(Trainer.train_steps))
     run_round(server, {"d0": device})
     assert reports == [updates, updates]  # the server's phase, the device's

@@ -21,7 +21,7 @@ from fleetdistill.methods.cdkt.config import CDKTConfig
 from fleetdistill.methods.cdkt.transfer import Distance, Knowledge, proxy_batches, with_labels
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.seeds import derive_seed
-from fleetdistill.training.local_training import TensorData, extract, train_steps
+from fleetdistill.training.local_training import TensorData, extract
 from fleetdistill.training.model import logits_and_embedding
 
 Term = Callable[["Tensor", "Tensor | None", "Tensor"], "Tensor"]
@@ -57,16 +57,8 @@ class CDKTDevice(DeviceMethod):
             term: The proxy mini-batch's term of the loss; None to use only cross-entropy on own samples.
             seed: Seed of the mini-batches.
         """
-        self.trained = train_steps(
-            self.local.model,
-            len(self.local.data),
-            epochs=self.config.local_epochs,
-            batch_size=self.config.batch_size,
-            optimizer=make_local_optimizer(self.config, self.local.model.parameters()),
-            losses=self._losses(term, derive_seed(seed, "proxy")),
-            generator=torch.Generator().manual_seed(seed),
-            device=self.local.torch_device,
-        )
+        optimizer = make_local_optimizer(self.config, self.local.model.parameters())
+        self.train_local(self._losses(term, derive_seed(seed, "proxy")), optimizer, seed)
 
     def _losses(self, term: Term | None, seed: int) -> Callable[[int, Tensor], Iterator[Tensor]]:
         where, proxy = self.local.torch_device, self._proxy

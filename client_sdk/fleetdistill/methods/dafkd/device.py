@@ -29,7 +29,7 @@ from fleetdistill.methods.dafkd.samples import distillation_samples, make_genera
 from fleetdistill.methods.dafkd.training import AdversarialTraining, adam
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.models.discriminators import JudgedClassifier, shared_features
-from fleetdistill.training.local_training import extract, train_steps
+from fleetdistill.training.local_training import extract
 from fleetdistill.training.losses import soft_targets
 from fleetdistill.training.parameters import model_parameters, take_weights
 
@@ -122,16 +122,8 @@ class DaFKDDevice(DeviceMethod):
             seed=ask.seed,
             adversarial=ask.setting("adversarial", bool),
         )
-        self.trained = train_steps(
-            self.local.model,
-            len(self.data),
-            epochs=self.config.local_epochs,
-            batch_size=self.config.batch_size,
-            optimizer=make_local_optimizer(self.config, self.local.model.parameters()),
-            losses=training.losses,
-            generator=torch.Generator().manual_seed(ask.seed),
-            device=self.local.torch_device,
-        )
+        optimizer = make_local_optimizer(self.config, self.local.model.parameters())
+        self.train_local(training.losses, optimizer, ask.seed)
 
     def ready(self) -> tuple[JudgedClassifier, torch.optim.Optimizer]:
         """Returns the classifier with its discriminator, and the discriminator's optimiser.

@@ -25,7 +25,7 @@ def adam(config: DaFKDConfig, module: torch.nn.Module, learning_rate: float) -> 
 
 
 class AdversarialTraining:
-    """A device's training in one round. `train_steps` takes `losses` and steps the classifier's optimiser.
+    """A device's training in one round. `train_local` takes `losses` and steps the classifier's optimiser.
 
     Args:
         config: The method's settings.

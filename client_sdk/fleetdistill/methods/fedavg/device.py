@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers, with_parameters
 from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.training.local_training import train_epochs
 from fleetdistill.training.parameters import model_parameters, take_weights
 
 __all__ = ["FedAvgDevice"]
@@ -36,20 +36,16 @@ class FedAvgDevice(DeviceMethod):
     @answers("train")
     def train(self, ask: Ask) -> Answer:
         """Trains locally from the global model (Algorithm 1, `ClientUpdate(k, w)`)."""
-        local = self.local
-        take_weights(local.model, ask.part("parameters", ModelParameters))  # w
-        self.trained = train_epochs(  # w <- w - eta * gradient, for each epoch and mini-batch
-            local.model,
-            local.data,
-            epochs=self.config.local_epochs,
-            batch_size=self.config.batch_size,
-            optimizer=make_local_optimizer(self.config, local.model.parameters()),
-            loss=lambda logits_bc, labels_b, rows_b: functional.cross_entropy(logits_bc, labels_b),
-            generator=torch.Generator().manual_seed(ask.seed),
-            device=local.torch_device,
-        )
-        sent = model_parameters(local.model)  # return w
-        return Answer(parts={"parameters": sent}, samples=len(local.data))
+        model, data = self.local.model, self.local.data.to(self.local.torch_device)
+
+        def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
+            return [functional.cross_entropy(model(data.draw(rows_b)), data.labels[rows_b])]
+
+        take_weights(model, ask.part("parameters", ModelParameters))  # w
+        optimizer = make_local_optimizer(self.config, model.parameters())
+        self.train_local(losses, optimizer, ask.seed)  # w <- w - eta * gradient, for each epoch and mini-batch
+        sent = model_parameters(model)  # return w
+        return Answer(parts={"parameters": sent}, samples=len(data))
 
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:

@@ -30,7 +30,7 @@ from fleetdistill.knowledge import (
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
 from fleetdistill.methods.fedd2s.config import FedD2SConfig
 from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.training.local_training import extract, train_steps
+from fleetdistill.training.local_training import extract
 from fleetdistill.training.losses import distillation_loss, feature_distance
 from fleetdistill.training.model import SplitModel
 from fleetdistill.training.parameters import take_weights
@@ -116,7 +116,12 @@ class FedD2SDevice(DeviceMethod):
     def _warm_up(self, seed: int) -> None:
         """Trains on labels before the device's first upload: the server learns little from an untrained model."""
         if not self._warmed_up and self.config.warmup_epochs:
-            self._train(self.config.warmup_epochs, lambda epoch, rows_b: iter([self._label_loss(rows_b)]), seed)
+            self.train_local(
+                lambda epoch, rows_b: [self._label_loss(rows_b)],
+                self._optimizer,
+                seed,
+                epochs=self.config.warmup_epochs,
+            )
         self._warmed_up = True
 
     def _participations_differ(self, ask: Ask) -> bool:
@@ -143,21 +148,9 @@ class FedD2SDevice(DeviceMethod):
         layer = self._layer(ask)  # message 4: l
         distil, unknown = self.distillation(ask, layer)  # J of eq. (12)
         losses = scheduled(self.config, distil, self._label_loss)  # with Q of eq. (13)
-        self._train(phase_epochs(self.config), losses, ask.seed)
+        self.train_local(losses, self._optimizer, ask.seed, epochs=phase_epochs(self.config))
         self.participations += 1
         return Answer(parts={}, samples=len(self.local.data), notes={"unknown_ids": unknown})
-
-    def _train(self, epochs: int, losses: Callable[[int, Tensor], Iterator[Tensor]], seed: int) -> None:
-        self.trained = train_steps(
-            self.model,
-            len(self.local.data),
-            epochs=epochs,
-            batch_size=self.config.batch_size,
-            optimizer=self._optimizer,
-            losses=losses,
-            generator=torch.Generator().manual_seed(seed),
-            device=self.local.torch_device,
-        )
 
     def _label_loss(self, rows_b: Tensor) -> Tensor:
         """Returns Q of eq. (13), over the whole model."""

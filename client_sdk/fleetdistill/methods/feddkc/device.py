@@ -7,7 +7,7 @@ these samples. With `labels = false` the labels stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from fleetdistill.knowledge import CUT, Array, RefinedKnowledge, SampleKnowledge
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
 from fleetdistill.methods.feddkc.config import FedDKCConfig
 from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.training.local_training import Loss, extract, train_epochs
+from fleetdistill.training.local_training import extract
 from fleetdistill.training.losses import distillation_loss, soft_targets
 
 
@@ -88,27 +88,25 @@ class FedDKCDevice(DeviceMethod):
         return _Teacher(torch.full((rows, classes), 1 / classes), torch.ones(rows, dtype=torch.bool), 0)
 
     def _train(self, teacher: _Teacher | None, seed: int) -> None:
-        self.trained = train_epochs(
-            self.local.model,
-            self.local.data,
-            epochs=self.config.local_epochs,
-            batch_size=self.config.batch_size,
-            optimizer=self._optimizer,
-            loss=_cross_entropy if teacher is None else self._loss(teacher),
-            generator=torch.Generator().manual_seed(seed),
-            device=self.local.torch_device,
-        )
+        """Trains on eq. (1): cross-entropy plus beta times the distillation loss."""
+        model, data = self.local.model, self.local.data.to(self.local.torch_device)
+        distillation = None if teacher is None else self._distillation(teacher)
 
-    def _loss(self, teacher: _Teacher) -> Loss:
-        """Returns eq. (1): cross-entropy plus beta times the distillation loss on the rows that have a target."""
+        def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
+            logits_bc = model(data.draw(rows_b))
+            own = functional.cross_entropy(logits_bc, data.labels[rows_b])
+            return [own if distillation is None else own + self.config.beta * distillation(logits_bc, rows_b)]
+
+        self.train_local(losses, self._optimizer, seed)
+
+    def _distillation(self, teacher: _Teacher) -> Callable[[Tensor, Tensor], Tensor]:
+        """Returns the distillation loss on the rows that have a target, as a function of logits `[b, C]` and rows."""
         probs, valid = teacher.probs.to(self.local.torch_device), teacher.valid.to(self.local.torch_device)
 
-        def loss(logits_bc: Tensor, labels_b: Tensor, rows_b: Tensor) -> Tensor:
-            own = _cross_entropy(logits_bc, labels_b, rows_b)
-            teachers = distillation_loss(logits_bc, probs[rows_b], self.config.temperature, valid_b=valid[rows_b])
-            return own + self.config.beta * teachers
+        def distillation(logits_bc: Tensor, rows_b: Tensor) -> Tensor:
+            return distillation_loss(logits_bc, probs[rows_b], self.config.temperature, valid_b=valid[rows_b])
 
-        return loss
+        return distillation
 
     def knowledge(self) -> SampleKnowledge:
         """Returns features at the cut, logits and, unless they stay, labels of all own rows, computed in eval mode."""
@@ -144,7 +142,3 @@ class _Teacher:
     probs: Tensor
     valid: Tensor
     unknown: int
-
-
-def _cross_entropy(logits_bc: Tensor, labels_b: Tensor, rows_b: Tensor) -> Tensor:
-    return functional.cross_entropy(logits_bc, labels_b)

@@ -30,7 +30,7 @@ from fleetdistill.methods.base import (
 )
 from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.training.local_training import extract, smallest_batch, train_steps
+from fleetdistill.training.local_training import extract, smallest_batch
 from fleetdistill.training.losses import activation_divergence, soft_cross_entropy, soft_targets
 from fleetdistill.training.model import embedding_tap, frozen_batch_norm, in_mode, logits_and_embedding
 from fleetdistill.training.parameters import batch_norm_names, model_parameters, take_weights, tensors_of
@@ -82,18 +82,9 @@ class FedDKDDevice(DeviceMethod):
         return Answer(parts={"parameters": sent}, samples=len(self.local.data))
 
     def _train(self, rate: float, seed: int) -> None:
-        local, config = self.local, self.config
-        data = local.data.to(local.torch_device)
-        self.trained = train_steps(
-            local.model,
-            len(local.data),
-            epochs=config.local_epochs,
-            batch_size=config.batch_size,
-            optimizer=make_local_optimizer(replace(config, learning_rate=rate), local.model.parameters()),
-            losses=lambda epoch, rows_b: [self.loss(data.draw(rows_b), data.labels[rows_b])],
-            generator=torch.Generator().manual_seed(seed),
-            device=local.torch_device,
-        )
+        data = self.local.data.to(self.local.torch_device)
+        optimizer = make_local_optimizer(replace(self.config, learning_rate=rate), self.local.model.parameters())
+        self.train_local(lambda epoch, rows_b: [self.loss(data.draw(rows_b), data.labels[rows_b])], optimizer, seed)
 
     def _set_teacher_round(self, number: int) -> None:
         """Records that the local model is the teacher of a round, or with `_NO_ROUND` that it is not a teacher."""
