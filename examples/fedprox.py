@@ -19,16 +19,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from fleetdistill import methods as device_methods
 from fleetdistill.knowledge import ModelParameters
-from fleetdistill.methods.base import Answer, Ask, answers, check_range
+from fleetdistill.methods.base import check_range
 from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.fedavg.device import FedAvgDevice
-from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill.training.local_training import train_epochs
-from fleetdistill.training.parameters import model_parameters, take_weights
 from fleetdistill_lab import Simulation, simulate
 from fleetdistill_server import register
 from fleetdistill_server.methods.fedavg import FedAvgServer
@@ -51,29 +47,15 @@ def proximal_term(model: nn.Module, start: list[Tensor], mu: float) -> Tensor:
 
 
 class FedProxDevice(FedAvgDevice):
-    """Device half: local training with the proximal term."""
+    """Device half: FedAvg's, with the proximal term in the loss."""
 
     config: FedProxConfig
 
-    @answers("train")
-    def train(self, ask: Ask) -> Answer:
-        """Trains for one round, starting from the global model in the ask."""
-        model, data = self.local.model, self.local.data
-        take_weights(model, ask.part("parameters", ModelParameters))
-        start = [w.detach().clone() for w in model.parameters()]
-        self.trained = train_epochs(
-            model,
-            data,
-            epochs=self.config.local_epochs,
-            batch_size=self.config.batch_size,
-            optimizer=make_local_optimizer(self.config, model.parameters()),
-            loss=lambda logits_bc, labels_b, rows_b: (
-                functional.cross_entropy(logits_bc, labels_b) + proximal_term(model, start, self.config.mu)
-            ),
-            generator=torch.Generator().manual_seed(ask.seed),
-            device=self.local.torch_device,
-        )
-        return Answer(parts={"parameters": model_parameters(model)}, samples=len(data))
+    def loss(self, inputs_b: Tensor, labels_b: Tensor, start: ModelParameters) -> Tensor:
+        """Returns h_k(w; w_t) on a mini-batch."""
+        model = self.local.model
+        w_t = [torch.tensor(start.parameters[name]).to(w) for name, w in model.named_parameters()]
+        return super().loss(inputs_b, labels_b, start) + proximal_term(model, w_t, self.config.mu)
 
 
 class FedProxServer(FedAvgServer):

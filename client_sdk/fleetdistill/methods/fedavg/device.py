@@ -37,15 +37,28 @@ class FedAvgDevice(DeviceMethod):
     def train(self, ask: Ask) -> Answer:
         """Trains locally from the global model (Algorithm 1, `ClientUpdate(k, w)`)."""
         model, data = self.local.model, self.local.data.to(self.local.torch_device)
+        start = ask.part("parameters", ModelParameters)
 
         def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
-            return [functional.cross_entropy(model(data.draw(rows_b)), data.labels[rows_b])]
+            return [self.loss(data.draw(rows_b), data.labels[rows_b], start)]
 
-        take_weights(model, ask.part("parameters", ModelParameters))  # w
+        take_weights(model, start)  # w
         optimizer = make_local_optimizer(self.config, model.parameters())
         self.train_local(losses, optimizer, ask.seed)  # w <- w - eta * gradient, for each epoch and mini-batch
         sent = model_parameters(model)  # return w
         return Answer(parts={"parameters": sent}, samples=len(data))
+
+    def loss(self, inputs_b: Tensor, labels_b: Tensor, start: ModelParameters) -> Tensor:
+        """Returns the local model's loss on a mini-batch, a scalar: the mean cross-entropy.
+
+        A method with another local loss overrides it.
+
+        Args:
+            inputs_b: Inputs `[batch, ...]` on the model's device.
+            labels_b: Classes `[batch]`, int64, on the model's device.
+            start: The global model from which the round's training started.
+        """
+        return functional.cross_entropy(self.local.model(inputs_b), labels_b)
 
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
