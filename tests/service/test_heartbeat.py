@@ -273,7 +273,7 @@ def test_the_heartbeat_that_an_ended_engine_left_is_no_hang(tmp_path: Path) -> N
     directory = engine_directory(tmp_path, RUN)
     directory.mkdir(parents=True)
     beat(directory, time.time() - 60)
-    for status in ("finished", "stopped", "paused", "running"):
+    for status in ("running", "paused", "stopped", "preparing", "finished"):
         store.runs.set_status(RUN, RunStatus(status), "")
         for run in (RUN, ""):
             with serve_lock.take(tmp_path, run):

@@ -270,7 +270,7 @@ class Asks:
                 "status": UploadStatus.ACKNOWLEDGED,
             }
             self._db.insert("uploads", row)
-            return self.upload_of(ask)
+            return Upload.from_row(self._db.rows(f"{_UPLOADS} WHERE u.receipt = ?", row["receipt"])[0])
 
     def record_times(self, times: Mapping[tuple[int, str], float]) -> None:
         """Stores when the steps of asks began: seconds since 1970 by (ask, column); the first time of each stays."""
