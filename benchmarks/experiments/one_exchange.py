@@ -6,8 +6,9 @@
 
 Features are computed once. Every row of one (setting, seed) has the same rows on the same devices, so differences are
 paired. Results are appended to a file as they come; what is there already is not computed again. `--table` prints the
-tables and computes nothing. Bytes are those of the specification's section 6, without headers: float16 numbers, int8
-directions; FedAvg's are its parameters in float32, both ways in each round.
+tables and computes nothing. Bytes are those of
+docs/reference/methods/classstats.md, without headers: float16 numbers, int8 directions; FedAvg's are its parameters in
+float32, both ways in each round.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def general(fleet: Fleet, space: ClassSpace) -> Array:
 
 
 def personal(fleet: Fleet, part: Part, space: ClassSpace, counted: Sequence[int]) -> tuple[Array, float, float]:
-    """The closed form with the device's own class shares (3.9).
+    """The closed form with the device's own class shares.
 
     Returns:
         Logits on the test part; the shares of own rows that leave-one-out tells without and with the device's shares.
@@ -165,7 +166,7 @@ def personal(fleet: Fleet, part: Part, space: ClassSpace, counted: Sequence[int]
 
 
 def closed_form(fleet: Fleet, cap: Callable[[int], int] | None = None, shrinkage: float | None = None) -> Figures:
-    """General answer on all classes, personal answer on own ones, and with the guard (3.7, 3.9, 3.11)."""
+    """General answer on all classes, personal answer on own ones, and with the guard."""
     made = exchange(fleet, cap or (lambda _: RANK), shrinkage)
     on_all, of_general = accuracies(fleet, [general(fleet, made.space)] * len(fleet.parts))
     answers, estimates, guarded, kept = [], [], [], 0
@@ -223,7 +224,7 @@ def leave_one_out_shrinkage(fleet: Fleet) -> Figures:
 
 
 def own_predictor(fleet: Fleet) -> Figures:
-    """Predictors of five sizes on own and drawn rows of the class space (3.10)."""
+    """Predictors of five sizes on own and drawn rows of the class space."""
     made = exchange(fleet, lambda _: RANK)
     inputs = [coordinates(made.space, part.features) for part in fleet.parts]
     drawn = drawn_about(made.space.centres.astype(np.float64), made.space.labels)

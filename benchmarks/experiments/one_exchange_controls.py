@@ -146,7 +146,7 @@ def _fleet_scale(parts: Sequence[Part]) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class PredictorSettings:
-    """How a device's own predictor is trained (3.10).
+    """How a device's own predictor is trained.
 
     Attributes:
         steps: At least so many in all.
@@ -215,7 +215,7 @@ def predictors(
 
 
 def drawn_about(centres_kq: Array, labels: Sequence[int], rows: int = 32) -> Drawn:
-    """Rows of classes drawn at random, each its class's centre and standard normal noise: of a class space (3.10)."""
+    """Rows of classes drawn at random, each its class's centre and standard normal noise: of a class space."""
     centres, known = _tensor(centres_kq), torch.tensor(labels)
 
     def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -121,12 +121,12 @@ def test_a_round_sends_the_bytes_that_the_table_says(
         assert up > 0
 
 
-# --- the specifications' examples
+# --- examples calculated by hand
 
 
 @pytest.mark.parametrize(("features", "up"), [(4096, 16_428_000), (16_384, 65_580_000)])
 def test_dkc_17_bytes(features: int, up: int) -> None:
-    ids = 8 * 1000  # which the specification counts apart
+    ids = 8 * 1000  # which the formula counts apart
     assert predicted("feddkc", Sizes(samples=1000, features=features)) == (up + ids, 40_000 + ids)
 
 
@@ -194,9 +194,9 @@ def test_daf_12_the_exact_mode_adds_the_generator_down() -> None:
     [(10_000, 57_900), (1000, 57_900 - (128 - 66) * (384 + 2)), (10, 57_900 - 128 * (384 + 2))],
 )
 def test_fix_10_bytes_of_one_exchange(samples: int, up: int) -> None:
-    """oneshot.md, section 6; 990 degrees of freedom at 15 a direction allow 66 of them, 0 none.
+    """990 degrees of freedom at 15 a direction allow 66 of them, 0 none.
 
-    The specification's 24 bytes of single numbers down are three of 8.
+    The 24 bytes of single numbers down are three of 8.
     """
     sizes = Sizes(samples=samples, features=217 * 16)
     assert predicted("classstats", sizes, "float16") == (up, 7174)

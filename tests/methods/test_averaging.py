@@ -1,4 +1,4 @@
-"""Means over devices: the oracles of robust.md, and what holds whatever the devices send."""
+"""Means over devices: oracles, which were computed independently, and what holds whatever the devices send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The accountant against the specification's numbers (privacy.md, PRI-1 to PRI-3, PRI-6) and its laws."""
+"""The accountant against numbers that were computed independently (PRI-1 to PRI-3, PRI-6), and its laws."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class CDKTServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: CDKTConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """Returns the exchange that the specification cdkt.md defines in section 8."""
+        """Returns the exchange of cdkt.md in docs/reference/methods."""
         embedding = sizes.cuts.get(EMBEDDING, (sizes.embedding,))
 
         def knowledge(outcomes: bool, embeddings: bool) -> Message:
@@ -117,7 +117,7 @@ class CDKTServer(ServerMethod):
         asked = cohort.sample(self.config.participation_ratio)
         async for answer in cohort.ask("train", self.message(cohort), to=asked):  # messages 1 and 2
             collected.add(answer)
-        self._distil(self._collective(collected), cohort)  # section 3.3, eq. (7)
+        self._distil(self._collective(collected), cohort)  # eq. (7)
         self.hold_back_if_poor(collected.accuracies, cohort)  # guard
 
     def _distil(self, collective: Knowledge, cohort: Cohort) -> None:
@@ -159,7 +159,7 @@ class CDKTServer(ServerMethod):
         )
 
     def _collective(self, collected: CollectedKnowledge) -> Knowledge:
-        """Returns z̄ and h̄ of section 3.3, from the means over the devices that answered."""
+        """Returns z̄ and h̄ of eq. (7), from the means over the devices that answered."""
         outcomes_pc, embeddings_pf = collected.means()
         if outcomes_pc is not None and self.config.label_average:
             outcomes_pc = with_labels(outcomes_pc, self._proxy.labels)

@@ -36,7 +36,7 @@ class FedAvgServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
-        """Returns the exchange, 4W bytes in each direction: section 8 of feddkd.md with J = 0."""
+        """Returns the exchange, 4W bytes of W parameters in each direction."""
         model = {"parameters": ModelParameters.schema(sizes.model)}
         return [Exchange(step="train", down=model, up=model)]
 

@@ -112,7 +112,7 @@ class FedDKDServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: FedDKDConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """Returns the exchanges of section 8 of feddkd.md; models include buffers, gradients do not."""
+        """Returns the exchanges of feddkd.md in docs/reference/methods; models include buffers, gradients do not."""
         model = {"parameters": ModelParameters.schema(sizes.model)}
         gradient = {"gradient": DistillationGradient.schema(sizes.model)}
         return [

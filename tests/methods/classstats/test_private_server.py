@@ -152,7 +152,7 @@ def test_a_device_that_claims_less_noise_than_the_run_asks_for_does_not_count_fo
 
 
 def test_the_strength_of_a_fleet():
-    """PRI-11: 20 devices of 300 and of 3,000 rows at epsilon 1. Its third number is that of a secure sum."""
+    """20 devices of 300 and of 3,000 rows at epsilon 1, computed independently."""
     one = mu_for(1, 1e-5)
     assert strength(300, [one] * 20) == pytest.approx(359.6, abs=0.05)
     assert strength(3000, [one] * 20) == pytest.approx(3596.3, abs=0.05)

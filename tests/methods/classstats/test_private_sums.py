@@ -1,4 +1,4 @@
-"""Private class statistics against the specification's numbers (privacy.md, PRI-4 to PRI-9) and their laws."""
+"""Private class statistics against numbers that were computed independently, and their laws."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ rows = st.lists(st.lists(st.floats(-1e200, 1e200), min_size=3, max_size=3), min_
 
 @given(rows=rows)
 def test_every_row_changes_the_release_by_at_most_one(rows):
-    """The joint sensitivity of (3.3), of the numbers that exact noise is added to: with their shares, at most 1."""
+    """The joint sensitivity of the numbers that exact noise is added to: with their shares, at most 1."""
     units = np.trunc(unit_rows(np.array(rows)) * 2**16) / 2**16
     for row in units:
         one = class_sums(row[None], np.array([0]), 1)

@@ -1,4 +1,4 @@
-"""The mathematics of one exchange: oneshot.md's oracles FIX-1 to FIX-12, and the laws of its section 9."""
+"""The mathematics of one exchange: oracles (FIX-1 to FIX-12), which were computed independently, and laws."""
 
 from __future__ import annotations
 

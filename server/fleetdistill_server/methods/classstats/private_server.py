@@ -1,7 +1,7 @@
 """Server half of private class statistics: merges noisy sums, knowing how large their noise is.
 
-Everything here is computed from what the devices have released, so it costs no privacy. Section numbers in comments are
-those of the form's specification, privacy.md.
+Everything here is computed from what the devices have released, so it costs no privacy. The formulas are in
+docs/reference/methods/classstats-private.md.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PrivateServer(ClassStatsServer):
     # --- the merge
 
     def merged(self, parts: Mapping[str, Any], rules: Rules, notes: Notes) -> Merged:
-        """Merges the noisy sums of the devices that pass the tests (3.8)."""
+        """Merges the noisy sums of the devices that pass the tests."""
         unit = math.sqrt(self.fixed.dimensions)
         rules = replace(rules, trusted={label: centre / unit for label, centre in rules.trusted.items()})
         releases = {device: self._release(part) for device, part in sorted(parts.items())}

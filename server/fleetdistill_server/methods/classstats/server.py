@@ -1,8 +1,7 @@
 """Server half of class statistics: merges the devices' statistics exactly and sends them the resulting class space.
 
 This method is our own; `docs/reference/methods/classstats.md` describes it. The server stores each device's statistics
-as they were sent, so a merge without a device depends on the other devices only. Section numbers in comments are those
-of the method's specification, oneshot.md.
+as they were sent, so a merge without a device depends on the other devices only.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class ClassStatsServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
-        """Returns the exchanges of section 6 of oneshot.md, for a device with enough samples of every class."""
+        """Returns the exchanges of a device with enough samples of each class: docs/reference/methods/classstats.md."""
         classes, dimensions = sizes.classes, cls.dimensions(config, sizes)
         space = ClassSpace.schema(classes=classes, dimensions=dimensions, directions=min(classes - 1, dimensions))
         return [

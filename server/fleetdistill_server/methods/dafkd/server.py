@@ -86,7 +86,7 @@ class DaFKDServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: DaFKDConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """Returns the exchanges of section 8 of dafkd.md. Only devices that run the server's model receive w."""
+        """Returns the exchanges of docs/reference/methods/dafkd.md. Only devices with the server's model receive w."""
         generator = {"generator": Generator.schema(sizes.generator)}
         model, predictions = ModelParameters.schema(sizes.model), _predictions(config, sizes)
         up = {

@@ -84,7 +84,7 @@ class FedD2SServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: FedD2SConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """Returns the exchanges of section 8 of fedd2s.md, with sample ids in both directions."""
+        """Returns the exchanges of fedd2s.md in docs/reference/methods, with sample ids in both directions."""
         columns, channels = sizes.cuts or _counted_columns(sizes), _counted_channels(sizes)
         own = SampleKnowledge.schema(
             rows=sizes.samples, features=columns, columns=("features", "labels"), channels=channels
@@ -207,7 +207,7 @@ class FedD2SServer(ServerMethod):
     def distillation(self, trained: nn.Sequential, sent: Triplets, p_bc: Tensor) -> Term | None:
         """Returns J of eq. (9): p is the constant teacher, q is the copy's output for H_1.
 
-        Returns None for l = 1, where p and q are equal at first and only labels count (fedd2s.md, section 3.6). A loss
+        Returns None for l = 1, where p and q are equal at first and only labels count. A loss
         of 0 would still change the copy, because Adam's first step has the size of the rate for any gradient.
         """
         if sent.layer == 1:

@@ -97,7 +97,7 @@ class FedDKCServer(ServerMethod):
 
     @classmethod
     def exchanges(cls, config: FedDKCConfig, sizes: Sizes) -> Sequence[Exchange]:
-        """Returns the exchange of section 8 of feddkc.md, with sample ids in both directions."""
+        """Returns the exchange of feddkc.md in docs/reference/methods, with sample ids in both directions."""
         n, c, channels = sizes.samples, sizes.classes, sizes.cut_channels
         columns = ("features", "logits", *(["labels"] if config.labels else []))
         own = SampleKnowledge.schema(rows=n, features=sizes.at_cut, classes=c, columns=columns, channels=channels)
