@@ -78,6 +78,6 @@ def test_the_parts_of_a_run_have_its_figures(address: str, tmp_path: Path, page:
         page.get_by_role("rowheader", name="local_epochs").wait_for()
         picture(page, "settings")
         open_tab(page, "Add a device")
-        page.get_by_text(f'server="{address}"').wait_for()
+        page.get_by_text(f'server=Server("{address}"').wait_for()
         picture(page, "embed")
     assert watched.errors == []

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from platforms import other_system
-from support.open_device import open_device
 
 SYSTEMS: dict[str, Callable[[], None]] = {
     "linux": lambda: None,
@@ -56,6 +55,7 @@ def take_part(system: str, kind: str, folder: Path) -> None:
 
 
 def _device(kind: str, server: Any, folder: Path, kinds: list[str]) -> Any:
+    from support.open_device import open_device
 
     return open_device(
         server=server.link(),

@@ -18,6 +18,7 @@ from support.serving import ENGINE, FRONT, RUN, Served, completed, serve, write_
 
 from fleetdistill.errors import FleetDistillError, LinkError, RefusedError, RunError
 from fleetdistill.link.grpc_link import GrpcLink
+from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.service import restarts
 from fleetdistill_server.service.supervisor import Supervisor
@@ -265,7 +266,8 @@ def test_a_configuration_that_cannot_work_is_not_tried_again(tmp_path: Path) -> 
     path = write_config(tmp_path, model_server="no_such_module:make")
     store = Store.open(tmp_path / "store")
     store.runs.begin(RUN, load_run_config(path).fixed_part())
-    store.runs.publish_contract(RUN, b"")  # a new run would be refused before any process is started
+    contract = contract_pb2.Contract(threads=1)  # a new run would be refused before any process is started
+    store.runs.publish_contract(RUN, contract.SerializeToString())
     store.close()
     with serve(path) as served:
         assert served.process.wait(PATIENCE_SECONDS) == 1
