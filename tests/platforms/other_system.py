@@ -42,7 +42,7 @@ SIGNAL_NAMES = (
 
 
 def forget_product() -> None:
-    """Removes the product and a helper that imports it, to import them again; the generated protocol stays registered."""
+    """Removes the product and a helper that imports it; the generated protocol stays registered."""
     for name in list(sys.modules):
         if re.match(r"(fleetdistill(_\w+)?|support\.open_device)(\.|$)", name) and ".wire.v1" not in name:
             del sys.modules[name]
