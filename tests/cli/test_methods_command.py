@@ -50,7 +50,7 @@ from fleetdistill_server.methods.traffic import (
     mean_round_bytes,
     round_bytes,
 )
-from fleetdistill_server.views.units import readable_bytes
+from fleetdistill_server.texts import readable_bytes
 
 WIDTH = 118
 every_method = pytest.mark.parametrize("method", sorted(METHODS))

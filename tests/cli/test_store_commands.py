@@ -17,7 +17,7 @@ from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views.units import readable_bytes
+from fleetdistill_server.texts import readable_bytes
 
 RUN = "digits"
 

@@ -33,9 +33,8 @@ from fleetdistill_server.security.tokens import state_of
 from fleetdistill_server.service.enrol_port import enrol_port_for_tokens
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.texts import when
+from fleetdistill_server.texts import counted, when
 from fleetdistill_server.views.runs import View
-from fleetdistill_server.views.units import counted
 
 
 @report_errors

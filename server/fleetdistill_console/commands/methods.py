@@ -34,8 +34,8 @@ from fleetdistill_server.methods.traffic import (
     usual_exchanges,
 )
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.texts import readable_bytes
 from fleetdistill_server.views.runs import View
-from fleetdistill_server.views.units import readable_bytes
 
 if TYPE_CHECKING:
     from fleetdistill_server.engine.run_sizes import RunSizes

@@ -27,8 +27,8 @@ from fleetdistill_server.operations.interface import Source
 from fleetdistill_server.operations.local_calls import noted_around
 from fleetdistill_server.operations.source import open_source, open_store
 from fleetdistill_server.service.serve_lock import serving
-from fleetdistill_server.views.deleted import NOTHING, left_for_later, pruned
-from fleetdistill_server.views.units import counted
+from fleetdistill_server.texts import counted
+from fleetdistill_server.views.results import NOTHING, left_for_later, pruned
 
 _MAX_ROUNDS = 20
 """Number of rounds that `runs show` prints; the newest ones."""

@@ -7,8 +7,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from fleetdistill_server.texts import readable_bytes
 from fleetdistill_server.views.overview import RECENT
-from fleetdistill_server.views.units import readable_bytes
 
 _MAX_DIGITS, _MAX_DENOMINATOR = 8, 100
 UNKNOWN = "–"

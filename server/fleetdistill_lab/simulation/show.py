@@ -27,8 +27,7 @@ from fleetdistill_lab.simulation.report.results import FleetReport
 from fleetdistill_lab.simulation.report.simulated_time import time_lines
 from fleetdistill_lab.simulation.report.table import report_table
 from fleetdistill_lab.simulation.spec.settings import Simulation
-from fleetdistill_server.texts import counted
-from fleetdistill_server.views.units import readable_bytes
+from fleetdistill_server.texts import counted, readable_bytes
 
 _PIPED_WIDTH = 118
 _SPEED_SECONDS = 3600.0

@@ -30,9 +30,9 @@ from fleetdistill_server.service.serve_lock import SERVED_FILE, is_served
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.location import Location, has_store
 from fleetdistill_server.store.store import Store, open_for_trial
+from fleetdistill_server.texts import counted, readable_bytes
 from fleetdistill_server.tracing.export import check_traces
 from fleetdistill_server.views.runs import UNTIL_STOPPED
-from fleetdistill_server.views.units import counted, readable_bytes
 
 _LOOK_SECONDS = 0.1
 _OPTIONAL = {

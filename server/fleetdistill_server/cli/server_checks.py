@@ -33,8 +33,8 @@ from fleetdistill_server.store.checks import is_current
 from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.location import Location, has_store
 from fleetdistill_server.store.store import Store, open_for_reading, open_for_trial
+from fleetdistill_server.texts import readable_bytes
 from fleetdistill_server.views.health import fairun_control, problems_of_processes
-from fleetdistill_server.views.units import readable_bytes
 
 _PACKAGES = ("grpcio", "torch", "onnxruntime", "cryptography", "psycopg", "s3fs")
 _FEW_FILES = 4096

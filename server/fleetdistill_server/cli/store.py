@@ -15,8 +15,8 @@ from fleetdistill_server.cli.options import (
     report_errors,
 )
 from fleetdistill_server.operations.source import open_source
-from fleetdistill_server.views.operators import backed_up
-from fleetdistill_server.views.units import counted
+from fleetdistill_server.texts import counted
+from fleetdistill_server.views.results import backed_up
 
 
 @report_errors

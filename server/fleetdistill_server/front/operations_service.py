@@ -43,11 +43,10 @@ from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.operator_calls import Call, Outcome
 from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.texts import to_json
-from fleetdistill_server.views.operators import backed_up
+from fleetdistill_server.texts import counted, readable_bytes, to_json
 from fleetdistill_server.views.reading import FOR_OPERATORS, MAX_EVENTS, VIEWS, Query, ViewReader, read
+from fleetdistill_server.views.results import backed_up
 from fleetdistill_server.views.runs import View
-from fleetdistill_server.views.units import counted, readable_bytes
 from fleetdistill_server.views.watch import changes, is_over
 
 T = TypeVar("T", bound=Message)

@@ -21,7 +21,7 @@ from fleetdistill_server.store.operator_calls import Call
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import shortened
-from fleetdistill_server.views.deleted import deleted
+from fleetdistill_server.views.results import deleted
 
 
 def led(change: Callable[[Store, str, str], str], run: str, who: str, store: Store) -> str:

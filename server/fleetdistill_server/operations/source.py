@@ -24,11 +24,10 @@ from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import SQLITE, has_store
 from fleetdistill_server.store.operator_calls import LOCAL
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views.deleted import deleted
-from fleetdistill_server.views.operators import backed_up
+from fleetdistill_server.texts import counted
 from fleetdistill_server.views.reading import Query, read
+from fleetdistill_server.views.results import backed_up, deleted
 from fleetdistill_server.views.runs import View
-from fleetdistill_server.views.units import counted
 from fleetdistill_server.views.watch import follow
 
 

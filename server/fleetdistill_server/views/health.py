@@ -12,8 +12,7 @@ from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.texts import shortened, when
-from fleetdistill_server.views.units import readable_bytes
+from fleetdistill_server.texts import readable_bytes, shortened, when
 
 _MAX_REASON = 300
 

@@ -17,10 +17,9 @@ from fleetdistill_server.store.records import Device, Event, Run, Upload
 from fleetdistill_server.store.states import ACTIVE, QUEUED, WAITING, RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
-from fleetdistill_server.texts import to_json, when
+from fleetdistill_server.texts import counted, to_json, when
 from fleetdistill_server.views import figures
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
-from fleetdistill_server.views.units import counted
 
 NO_SERVER = "no server"
 """What follows the status of an active run that no server works on."""

@@ -21,7 +21,7 @@ from fleetdistill_console.dashboard.panels.traffic import TrafficPanel
 from fleetdistill_console.dashboard.readers import RUNS
 from fleetdistill_console.dashboard.units import ROUND_SECONDS, UNKNOWN, duration, percent, size
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.views.units import counted
+from fleetdistill_server.texts import counted
 
 
 class Panel(Protocol):

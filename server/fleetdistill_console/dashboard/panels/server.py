@@ -14,7 +14,7 @@ from fleetdistill_console.dashboard.layout import Tiles, panel
 from fleetdistill_console.dashboard.readers import RUNS, SERVER
 from fleetdistill_console.dashboard.units import UNKNOWN, duration, size
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.views.operators import missing_in
+from fleetdistill_server.views.results import missing_in
 from fleetdistill_server.views.runs import NO_SERVER, View
 
 _ENGINES, _RUNS, _DISK, _EXPIRY, _BACKUP = "Engines", "Runs", "Free disk", "Next certificate to expire", "Last backup"

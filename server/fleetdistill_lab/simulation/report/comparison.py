@@ -18,7 +18,7 @@ from fleetdistill_lab.simulation.report.scores import in_class_mix
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views.units import readable_bytes
+from fleetdistill_server.texts import readable_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -28,7 +28,7 @@ from fleetdistill_lab.simulation.report.device_plots import (
     plot_rounds,
 )
 from fleetdistill_lab.simulation.report.table import rows_shown
-from fleetdistill_server.views.units import readable_bytes
+from fleetdistill_server.texts import readable_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

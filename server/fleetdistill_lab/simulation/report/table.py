@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill_lab.simulation.report.results import DeviceReport, FleetReport
-from fleetdistill_server.views.units import readable_bytes
+from fleetdistill_server.texts import readable_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

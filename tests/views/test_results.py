@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetdistill_server.store.retention import Freed, Pruned
-from fleetdistill_server.views.deleted import deleted, left_for_later
+from fleetdistill_server.views.results import deleted, left_for_later
 
 
 def test_a_deletion_counts_rounds_events_figures_and_payloads() -> None:

@@ -1,12 +1,13 @@
-"""What `fleetdistill runs delete` and `prune` print."""
+"""Results of operators' calls in words: what was deleted, and what a backup has."""
 
 from __future__ import annotations
 
 from fleetdistill_server.store.retention import Freed, Pruned
-from fleetdistill_server.views.units import counted, readable_bytes
+from fleetdistill_server.texts import counted, readable_bytes
 
 NOTHING = "nothing to delete"
 """End of the sentence on a run that does not exist, also as the result of an operator's call."""
+_WITH = ", with "
 
 
 def deleted(run: str, gone: Pruned | None) -> str:
@@ -33,3 +34,14 @@ def left_for_later(later: Freed) -> str:
     """Returns a sentence on the payloads that are too new to delete while a server runs, or an empty string."""
     age = "is" if later.payloads == 1 else "are"
     return f"{payloads(later)} {age} less than an hour old; the server deletes them later" if later.payloads else ""
+
+
+def backed_up(payloads: int, size: int, missing: int) -> str:
+    """Returns the content of a backup in words, with the number of payloads that the store has lost."""
+    found = f"{counted(payloads, 'payload')} and the database, {readable_bytes(size)}"
+    return f"{found}{_WITH}{counted(missing, 'payload')} missing" if missing else found
+
+
+def missing_in(result: str) -> str:
+    """Returns the end of a result that says how many payloads are missing; empty for a complete backup."""
+    return "".join(result.partition(_WITH)[1:])
