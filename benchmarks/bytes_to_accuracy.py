@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fleetdistill_console.commands.methods import method_row
-from fleetdistill_lab.simulation import FleetReport, Simulation, simulate
+from fleetdistill_lab import FleetReport, Simulation, simulate
 from fleetdistill_server.methods.traffic import KnowledgeType, Sizes
 
 LOCAL: dict[str, Any] = {

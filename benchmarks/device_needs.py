@@ -339,8 +339,7 @@ def measure_bytes() -> None:
 
 def _bytes_by_round(method: str) -> list[dict[str, float]]:
     """Mean bytes on the link, of a device, by round; the sizes of messages do not depend on epochs."""
-    from fleetdistill_lab import Simulation
-    from fleetdistill_lab.simulation import simulate
+    from fleetdistill_lab import Simulation, simulate
 
     with tempfile.TemporaryDirectory() as folder:
         report = simulate(

@@ -137,7 +137,7 @@ def images(train: int, test: int = 500, classes: int = CLASSES) -> dict[str, np.
 
 def fleet(devices: int, rounds: int, data: Mapping[str, np.ndarray], method: str = "fedavg", **more: Any) -> Any:
     """Returns a simulation's settings without its folder; FedAvg trains the smallest model."""
-    from fleetdistill_lab.simulation import Simulation
+    from fleetdistill_lab import Simulation
 
     models = (tiny,) if method == "fedavg" else ("digits_cnn_small",)
     given: dict[str, Any] = {**COMMON, "method": method, "devices": devices, "rounds": rounds, "models": models}
@@ -163,7 +163,7 @@ def classes_point(value: int, method: str) -> Any:
 
 def run_simulation(wanted: Any) -> float:
     """Runs a simulation and returns its seconds."""
-    from fleetdistill_lab.simulation import simulate
+    from fleetdistill_lab import simulate
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

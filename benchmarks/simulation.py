@@ -32,7 +32,7 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill.training.losses import distillation_loss, soft_targets
 from fleetdistill.training.model import split_sequential
-from fleetdistill_lab.simulation import Simulation
+from fleetdistill_lab import Simulation
 from fleetdistill_lab.simulation.controls.local_only import start_model
 from fleetdistill_lab.simulation.fleet import _load, _prepare
 from fleetdistill_lab.simulation.links.links import run_over_memory

@@ -172,7 +172,7 @@ def measured(devices: int, per_round: int, rounds: int) -> str:
 def run(devices: int, per_round: int, rounds: int) -> str:
     """Runs a simulation in this process; returns its row."""
     began = time.monotonic()
-    from fleetdistill_lab.simulation import Progress, Simulation, simulate
+    from fleetdistill_lab import Progress, Simulation, simulate
 
     at: dict[int, tuple[float, float, float]] = {}
 

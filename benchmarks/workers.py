@@ -40,7 +40,7 @@ def measure(workers: int, backend: str, epochs: int, rounds: int) -> Figures:
     import numpy as np
     import torch
 
-    from fleetdistill_lab.simulation import Progress, Simulation, simulate
+    from fleetdistill_lab import Progress, Simulation, simulate
 
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from fleetdistill import FleetDistillError
-from fleetdistill_lab import Simulation
-from fleetdistill_lab.simulation import (
+from fleetdistill_lab import (
     FleetReport,
+    Simulation,
     exchange_lines,
     show_comparison,
     show_run,

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fleetdistill.errors import RunError
-from fleetdistill_lab import Simulation, simulate
-from fleetdistill_lab.simulation import ATTACKS
+from fleetdistill_lab import ATTACKS, Simulation, simulate
 
 
 def main() -> None:

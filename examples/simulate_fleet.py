@@ -14,8 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fleetdistill_lab import Simulation, simulate
-from fleetdistill_lab.simulation import FleetReport
+from fleetdistill_lab import FleetReport, Simulation, simulate
 
 REFINEMENTS = ("none", "kkr", "skr")
 

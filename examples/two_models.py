@@ -12,8 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fleetdistill_lab import Simulation, simulate
-from fleetdistill_lab.simulation import DeviceReport
+from fleetdistill_lab import DeviceReport, Simulation, simulate
 
 MODELS = ("digits_linear", "digits_cnn_small")
 METHODS = ("feddkc", "cdkt", "classstats")

@@ -12,7 +12,7 @@ import torch
 
 from fleetdistill.methods import METHODS
 from fleetdistill.methods.dafkd.samples import make_generator
-from fleetdistill_lab.simulation import Simulation, simulate
+from fleetdistill_lab import Simulation, simulate
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = Simulation(

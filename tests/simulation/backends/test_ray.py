@@ -15,7 +15,7 @@ from support.fleets import SMALL, device_files, prepare, record, run_in_memory
 from support.processes import module_path, wait_until
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_lab.simulation import simulate
+from fleetdistill_lab import simulate
 from fleetdistill_lab.simulation.backends.backend import RunData
 from fleetdistill_lab.simulation.links.links import run_over_memory
 
