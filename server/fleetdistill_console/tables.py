@@ -19,14 +19,6 @@ Tables = Sequence[Table | Text | str]
 _PIPED_WIDTH = 240
 
 
-def show(view: View, as_json: bool, make_tables: Callable[[View], Tables] | None = None) -> None:
-    """Prints a view as JSON, or as tables; `make_tables` is `tables` by default."""
-    if as_json:
-        typer.echo(view.json())
-    else:
-        open_console().print(*(make_tables or tables)(view), sep="\n\n")
-
-
 def open_console() -> Console:
     """Returns the console for tables, as wide as the terminal, or wide enough for most tables without one."""
     console = Console()
@@ -44,6 +36,14 @@ def tables(view: View) -> Tables:
         *facts,
         *(_table(title, rows) if rows else Text(printable(f"{title} (0)")) for title, rows in lists.items()),
     ]
+
+
+def show(view: View, as_json: bool, make_tables: Callable[[View], Tables] = tables) -> None:
+    """Prints a view as JSON, or as tables."""
+    if as_json:
+        typer.echo(view.json())
+    else:
+        open_console().print(*make_tables(view), sep="\n\n")
 
 
 def _display_row(row: Row) -> Row:
