@@ -20,7 +20,7 @@ help:  ## List the targets
 demo: .venv/.installed  ## Train a small fleet on real digits (METHOD=feddkc, OUT=folder)
 	@$(BIN)/python examples/demo.py --method $(METHOD) --out $(OUT)
 
-test: .venv/.installed  ## Run the tests but the long ones, in minutes (FAST=1 leaves out the slow ones, ARGS="-k name" passes options to pytest)
+test: .venv/.installed  ## Run the tests but the long ones (FAST=1 leaves out the slow ones, ARGS="-k name" passes options to pytest)
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not containers and not long$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)
 
 test-all: .venv/.installed  ## Run all tests, and keep pictures of the dashboard in out/dashboard (ARGS as for test)
