@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import threading
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fleetdistill.device.interrupts import StopRequest
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.printable import printable
 from fleetdistill_server.cli.options import TrackOption, report_errors
@@ -61,7 +61,7 @@ def serve(
     A file without the section [run] serves all runs of the store, which `fleetdistill runs create` adds. Ctrl-C stops
     the server cleanly; starting it again continues its runs.
     """
-    stopped = threading.Event()
+    stopped = StopRequest()
     if not check:
         for number in (signal.SIGINT, signal.SIGTERM):  # before the slow imports
             signal.signal(number, lambda signum, frame: stopped.set())
@@ -97,7 +97,7 @@ def serve(
 
 
 def _serve(
-    path: Path, config: Config, stopped: threading.Event, until_finished: bool, log_options: list[str], only: str
+    path: Path, config: Config, stopped: StopRequest, until_finished: bool, log_options: list[str], only: str
 ) -> None:
     from fleetdistill_server.service.supervisor import Supervisor
 

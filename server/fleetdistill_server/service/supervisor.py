@@ -12,11 +12,11 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fleetdistill.device.interrupts import StopRequest
 from fleetdistill.errors import NoSpaceError, RunError, StoreUnavailableError
 from fleetdistill.link.credentials import write_private
 from fleetdistill_server.config.run_config import RunConfig
@@ -104,7 +104,7 @@ class Supervisor:
         on_listening: Called with the port whenever a front has started to listen.
         log: File for the standard error of front and engines; None for the supervisor's standard error.
         max_short_rounds: Largest number of consecutive short rounds in a simulation, as in `Engine`.
-        stopped: Event that makes `serve` return; `stop` sets it.
+        stopped: Request that makes `serve` return; `stop` sets it.
         log_options: `--log-format` and `--log-level` of front and engines.
         only: `front` or `engine` to run only these processes, for a server beyond one machine; empty for both.
 
@@ -125,7 +125,7 @@ class Supervisor:
         on_listening: Callable[[int], None] = lambda port: None,
         log: Path | None = None,
         max_short_rounds: int | None = None,
-        stopped: threading.Event | None = None,
+        stopped: StopRequest | None = None,
         log_options: Sequence[str] = (),
         only: str = "",
     ) -> None:
@@ -136,7 +136,7 @@ class Supervisor:
         self._run = config.run.name if isinstance(config, RunConfig) else ""
         self._on_listening = on_listening
         self._log = log
-        self._stopped = stopped or threading.Event()
+        self._stopped = stopped or StopRequest()
         self._at_once = False
         self._front: FrontProcess | None = None
         directory = Path(config.server.store)
