@@ -97,7 +97,7 @@ ROW = {"run": "r", "method": "fedavg", "status": "running", "reason": ESCAPE, ES
 
 
 def test_texts_of_tables_have_no_escapes(liar: LyingServer) -> None:
-    liar.replies["Read"] = view(json.dumps({"problems": [ESCAPE], "fairun_control": [ESCAPE]}), runs=[ROW])
+    liar.replies["Read"] = view(json.dumps({"problems": [ESCAPE], "failed_runs": [ESCAPE]}), runs=[ROW])
     assert "[bold]x[/bold]" in liar.said("runs", "list", code=0)
     call = dict.fromkeys(("arguments", "role", "name", "address", "call", "result", "at"), ESCAPE)
     liar.replies["ReadForOperators"] = view('{"more": false}', operators=[call])

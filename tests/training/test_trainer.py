@@ -285,7 +285,7 @@ def test_a_compiled_forward_pass_has_the_same_result_and_the_model_is_as_before(
     assert events == []
 
 
-def test_a_forward_pass_that_cannot_be_compirun_control_uncompiled_and_is_reported_once() -> None:
+def test_a_forward_pass_that_cannot_be_compiled_runs_uncompiled_and_is_reported_once() -> None:
     def no_backend(*_: Any) -> Any:
         raise RuntimeError("no C++ compiler")
 

@@ -83,7 +83,7 @@ def test_a_run_that_failed_is_told_until_it_is_started(tmp_path: Path) -> None:
 
     def says() -> list[str]:
         listed = CliRunner().invoke(app, ["runs", "list", "--store", str(tmp_path)]).stderr
-        found = source.server().facts["fairun_control"]
+        found = source.server().facts["failed_runs"]
         severity, text = sentence(source.server().facts, "")
         assert all(one in text and one in listed and severity == "bad" for one in found)
         assert (source.warnings(), source.problems()) == (found, [])

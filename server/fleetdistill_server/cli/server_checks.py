@@ -34,7 +34,7 @@ from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.location import Location, has_store
 from fleetdistill_server.store.store import Store, open_for_reading, open_for_trial
 from fleetdistill_server.texts import readable_bytes
-from fleetdistill_server.views.health import fairun_control, problems_of_processes
+from fleetdistill_server.views.health import failed_runs, problems_of_processes
 
 _PACKAGES = ("grpcio", "torch", "onnxruntime", "cryptography", "psycopg", "s3fs")
 _FEW_FILES = 4096
@@ -93,7 +93,7 @@ def _extras(server: ServerSection) -> Found:
 def _processes(server: ServerSection, path: Path) -> Found:
     directory = Path(server.store)
     found = serving(directory)
-    for text in _read(server, fairun_control):
+    for text in _read(server, failed_runs):
         yield WARNING, text
     if found is None:
         waiting = _read(server, lambda store: [repr(run.name) for run in store.runs.active()])

@@ -156,12 +156,12 @@ class Source(ABC):
     def warnings(self) -> list[str]:
         """Returns what `problems` does, and a sentence for each run that stopped after a failure."""
         facts = self.read(Query("health")).facts
-        return [*facts["problems"], *facts["fairun_control"]]
+        return [*facts["problems"], *facts["failed_runs"]]
 
     def server(self) -> View:
         """Returns the server as a whole: processes, engines and queue, disk, store, certificates, backups, versions.
 
-        `problems` and `fairun_control` say what is wrong, `warnings` what will be; see `views.server.server` for all
+        `problems` and `failed_runs` say what is wrong, `warnings` what will be; see `views.server.server` for all
         facts and lists.
         """
         return self.read(Query("server"))

@@ -40,7 +40,7 @@ def problems_of_processes(store: Store, directory: Path) -> list[str]:
     return [text for one in read_processes(directory) for text in one.problems()]
 
 
-def fairun_control(store: Store) -> list[str]:
+def failed_runs(store: Store) -> list[str]:
     """Returns a sentence for each run that its failing engine stopped, until the run is started again or deleted."""
     text = "run {name!r} stopped after a failure at {at}: {reason}; when it is mended, `fleetdistill runs start {name}`"
     return [

@@ -94,7 +94,7 @@ FOR_OPERATORS: Mapping[str, ViewReader] = {"operators": _operators}
 """Functions that read the views that only operators may read, by name."""
 VIEWS: Mapping[str, ViewReader] = {
     "health": lambda store, directory, query: View(
-        {}, {"problems": health.problems(store, directory), "fairun_control": health.fairun_control(store)}
+        {}, {"problems": health.problems(store, directory), "failed_runs": health.failed_runs(store)}
     ),
     "server": lambda store, directory, query: server.server(store, directory),
     "about": _about,

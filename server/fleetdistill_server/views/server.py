@@ -27,7 +27,7 @@ from fleetdistill_server.store.location import read_location
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import when
-from fleetdistill_server.views.health import fairun_control, problems
+from fleetdistill_server.views.health import failed_runs, problems
 from fleetdistill_server.views.runs import View, shown_status
 
 SOON_SECONDS = 21 * 86_400.0
@@ -44,7 +44,7 @@ _PACKAGES = ("torch", "grpcio", "nicegui")
 def server(store: Store, directory: Path) -> View:
     """Returns the state of the server of the store in a directory, and of the store itself.
 
-    Facts: `problems`, `fairun_control` and `warnings`, sentences; `serves`, `version`, `engines_at_once`, `store`,
+    Facts: `problems`, `failed_runs` and `warnings`, sentences; `serves`, `version`, `engines_at_once`, `store`,
     `database`, `payloads` and `runs`; in bytes `disk_free`, `disk_used`, `keep_free` and `disk_budget`, which is 0 for
     none. Lists: `processes`, `queue`, `certificates`, `backups` and `versions`.
 
@@ -64,7 +64,7 @@ def server(store: Store, directory: Path) -> View:
     }
     facts = {
         "problems": problems(store, directory),
-        "fairun_control": fairun_control(store),
+        "failed_runs": failed_runs(store),
         "warnings": [_warning(row) for row in certificates if row["state"] in _DUE and not row["device"]],
         "serves": found is not None,
         "version": VERSION,

@@ -52,7 +52,7 @@ def sentence(facts: Row, problem: str) -> tuple[str, str]:
         problem: What is wrong besides, such as that the server does not answer; may be empty.
     """
     found = facts["problems"] or ([problem] if problem else [])
-    wrong = list(dict.fromkeys([*found, *facts.get("fairun_control", ())]))
+    wrong = list(dict.fromkeys([*found, *facts.get("failed_runs", ())]))
     if wrong:
         return "bad", f"Something is wrong: {'; '.join(wrong)}."
     if not facts["serves"]:
