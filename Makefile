@@ -71,7 +71,7 @@ kills: .venv/.installed  ## Kill apps with a device at random moments, and check
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos.app_kills --kills $(KILLS) --seed $(SEED)
 
 lead-kills: .venv/.installed  ## Kill commands and processes while operators lead runs (KILLS=200, SEED=1)
-	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos.leading --kills $(KILLS) --seed $(SEED)
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos.run_changes --kills $(KILLS) --seed $(SEED)
 
 stores: .venv/.installed  ## Replay and kill runs of every method over PostgreSQL and an object store, too (ARGS as for test)
 	@OMP_NUM_THREADS=1 FLEETDISTILL_TESTS_EVERY_RUN_APART=1 $(BIN)/pytest -n 2 --dist worksteal -m postgres \

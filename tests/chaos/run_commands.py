@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chaos.leading import LED, summary
+from chaos.run_changes import LED, summary
 from support.processes import COMMAND
 from support.serving import write_config
 
 from fleetdistill.state.failpoints import VARIABLE
 from fleetdistill_server.config.run_config import load_run_config
-from fleetdistill_server.service import leading
+from fleetdistill_server.service import run_changes
 from fleetdistill_server.store.store import Store
 
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {
@@ -41,12 +41,12 @@ def prepare(folder: Path, actions: list[str]) -> None:
     folder.mkdir()
     config = load_run_config(write_config(folder, run_name=LED, run_rounds=3))
     store = Store.open(folder / "store")
-    leading.create(store, load_run_config(write_config(folder, run_name="other")))
+    run_changes.create(store, load_run_config(write_config(folder, run_name="other")))
     write_config(folder, run_name=LED, run_rounds=3)
     steps: dict[str, Callable[[], object]] = {
-        "create": lambda: leading.create(store, config),
-        "start": lambda: leading.start(store, LED),
-        "pause": lambda: leading.pause(store, LED),
+        "create": lambda: run_changes.create(store, config),
+        "start": lambda: run_changes.start(store, LED),
+        "pause": lambda: run_changes.pause(store, LED),
     }
     for action in actions:
         steps[action]()

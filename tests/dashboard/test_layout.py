@@ -14,7 +14,7 @@ from support.processes import wait_until
 
 from fleetdistill.knowledge import ClassCount, Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.service import leading
+from fleetdistill_server.service import run_changes
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
@@ -63,7 +63,7 @@ def fill(directory: Path) -> None:
         store.history.add_event("digits", "engine-failed", "the engine was killed")
         store.runs.close_round("digits", number, hashlib.sha256(b"answer").digest(), [], {})
         ask(store, store.runs.start_round("digits", list(DEVICES)))
-    leading.pause(store, "digits", "operator olga")
+    run_changes.pause(store, "digits", "operator olga")
     store.close()
 
 

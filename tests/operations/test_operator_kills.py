@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos.leading import LED
 from chaos.operators import OperatorKiller
+from chaos.run_changes import LED
 from chaos.run_commands import COMMANDS, prepare, run_command, state_of
 from support.live_front import RUN, prepare_store
 from support.processes import COMMAND, wait_until

@@ -56,7 +56,7 @@ from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.security.roles import ALLOWED_CALLERS, Caller
-from fleetdistill_server.service import leading
+from fleetdistill_server.service import run_changes
 from fleetdistill_server.store.store import Store
 
 OTHER_RUN = "other"
@@ -103,8 +103,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     store.runs.begin(TO_CANCEL, {"made": "by hand"})
     for name in ("to-start", "to-pause", "to-resume"):
         led = TO_LEAD.run.model_copy(update={"name": name})
-        leading.create(store, TO_LEAD.model_copy(update={"run": led}), start_it=name != "to-start")
-    leading.pause(store, "to-resume")
+        run_changes.create(store, TO_LEAD.model_copy(update={"run": led}), start_it=name != "to-start")
+    run_changes.pause(store, "to-resume")
     profile = make_profile().SerializeToString()
     for run in (RUN, OTHER_RUN):
         for device in (DEVICE, NEIGHBOUR, "shut-out", "withdrawn"):

@@ -21,7 +21,7 @@ from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.engine import engine, process
 from fleetdistill_server.event_kinds import ENGINE_FAILED
-from fleetdistill_server.service import engine_process, leading
+from fleetdistill_server.service import engine_process, run_changes
 from fleetdistill_server.service.engine_slots import Slot
 from fleetdistill_server.service.process_state import ProcessState
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE, EXIT_STORE_AWAY
@@ -296,7 +296,7 @@ def test_a_pause_ends_with_the_next_start_or_the_runs_need(service: Service, cod
     service.look(None, 11)
     assert waits() == [""], "it works again"
     service.look(code, 1)
-    leading.pause(service.store, RUN)
+    run_changes.pause(service.store, RUN)
     service.look(code, 1)
     assert waits() == [], "a run that is paused waits for no engine"
 
@@ -329,11 +329,11 @@ def test_restarts_are_counted_over_stops_of_the_run(service: Service) -> None:
     service.look(1, 3)
     before = restarts()
     assert before != [0]
-    leading.stop(service.store, RUN)
+    run_changes.stop(service.store, RUN)
     service.look(None, 2)
     assert restarts() == []
     service.child = None  # its next process is another one
-    leading.start(service.store, RUN)
+    run_changes.start(service.store, RUN)
     service.look(None, 2)
     assert restarts() == before
 

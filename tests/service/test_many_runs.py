@@ -21,7 +21,7 @@ from support.serving import ENGINE, FRONT, call, serve, write_config
 
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
-from fleetdistill_server.service import engine_process, engine_slots, leading, serve_lock
+from fleetdistill_server.service import engine_process, engine_slots, run_changes, serve_lock
 from fleetdistill_server.service.engine_slots import Slot, engines_at_once, make_slots, visible_gpus
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION
 from fleetdistill_server.service.reconciliation import Reconciliation
@@ -105,7 +105,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service
 def create(store: Store, *names: str) -> None:
     for name in names:
         settings = {"run": {"name": name}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}}
-        leading.create(store, run_config(settings), start_it=True)
+        run_changes.create(store, run_config(settings), start_it=True)
 
 
 def test_the_first_of_the_queue_have_engines_and_the_others_wait_in_order(service: Service) -> None:
@@ -120,22 +120,22 @@ def test_the_first_of_the_queue_have_engines_and_the_others_wait_in_order(servic
 def test_a_paused_run_frees_its_place_and_comes_back_at_the_end(service: Service) -> None:
     create(service.store, "a", "b", "c")
     assert service.runs() == ["a", "b"]
-    leading.pause(service.store, "a")
+    run_changes.pause(service.store, "a")
     assert service.runs() == ["b", "c"]
     assert service.children[0].code == 0, "its process is told to end"
     assert service.status()["a"] == "paused"
-    leading.resume(service.store, "a")
+    run_changes.resume(service.store, "a")
     assert service.runs() == ["b", "c"]
     assert service.status()["a"] == "queued (1 of 1)"
-    leading.stop(service.store, "b")
+    run_changes.stop(service.store, "b")
     assert service.runs() == ["a", "c"]
 
 
 def test_a_run_paused_and_resumed_between_two_looks_has_a_new_engine(service: Service) -> None:
     create(service.store, "a")
     assert service.runs() == ["a"]
-    leading.pause(service.store, "a")
-    leading.resume(service.store, "a")
+    run_changes.pause(service.store, "a")
+    run_changes.resume(service.store, "a")
     assert service.runs() == ["a"]
     assert [one.code for one in service.children] == [0, None]
     assert service.failed == []
@@ -170,8 +170,8 @@ def test_a_run_that_another_server_has_taken_is_left_to_it(service: Service) -> 
     assert service.runs() == []
     assert service.failed == [("a", "run 'a' was taken over by another server")]
     assert service.store.runs.existing("a").engine == theirs, "the two do not take it from each other for ever"
-    leading.pause(service.store, "a")
-    leading.resume(service.store, "a")
+    run_changes.pause(service.store, "a")
+    run_changes.resume(service.store, "a")
     assert service.runs() == ["a"]
 
 
@@ -181,7 +181,7 @@ def test_an_engine_reads_its_runs_settings_and_the_servers(service: Service) -> 
         "contract": {"classes": 10, "input_shape": [1, 8, 8]},
         "server": {"torch_device": "cpu", "keep_rounds": 7, "listen": "127.0.0.1:1", "lease_seconds": 5.0},
     }
-    leading.create(service.store, run_config(settings), start_it=True)
+    run_changes.create(service.store, run_config(settings), start_it=True)
     service.runs()
     written = tomllib.loads((service.directory / "engines" / "run-a" / "run.toml").read_text())
     assert (written["server"]["torch_device"], written["server"]["keep_rounds"]) == ("cpu", 7)
@@ -235,7 +235,7 @@ def test_a_run_that_waits_keeps_an_engine_that_nobody_else_needs(service: Servic
     for run in ("b", "c"):
         wait(service, run, 1)
     assert service.runs() == ["b", "c"], "runs that wait do not take each other's engines"
-    leading.stop(service.store, "b")
+    run_changes.stop(service.store, "b")
     assert service.runs() == ["a", "c"]
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from fleetdistill_console.dashboard.panels.server import sentence, tiles
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.operations.source import LocalStore
-from fleetdistill_server.service import leading, serve_lock
+from fleetdistill_server.service import run_changes, serve_lock
 from fleetdistill_server.service.engine_health import EngineHealth
 from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessFile, ProcessState
 from fleetdistill_server.store.store import Store
@@ -89,11 +89,11 @@ def test_a_run_that_failed_is_told_until_it_is_started(tmp_path: Path) -> None:
         assert (source.warnings(), source.problems()) == (found, [])
         return found
 
-    leading.start(store, "r")
-    leading.stop(store, "r")
+    run_changes.start(store, "r")
+    run_changes.stop(store, "r")
     assert says() == [], "an operator stopped it"
     for _ in range(2):
-        leading.start(store, "r")
+        run_changes.start(store, "r")
         assert says() == []
         store.run_control.stop_failed(
             "r", store.run_control.assign("r") or "", "the engine failed 6 times at the same point: no space"

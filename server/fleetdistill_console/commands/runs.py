@@ -10,8 +10,8 @@ from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.printable import printable
-from fleetdistill_console.commands.leading import COMMANDS
 from fleetdistill_console.commands.operators import cells
+from fleetdistill_console.commands.run_changes import COMMANDS
 from fleetdistill_console.tables import show
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,

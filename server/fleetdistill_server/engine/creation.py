@@ -15,9 +15,9 @@ from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.preflight import build, evaluation_samples, is_out_of_memory
 from fleetdistill_server.service.creation import NewRun
-from fleetdistill_server.service.leading import clone_settings, create
 from fleetdistill_server.service.processes import end_with_parent, limit_memory
 from fleetdistill_server.service.registration import is_prepared
+from fleetdistill_server.service.run_changes import clone_settings, create
 from fleetdistill_server.store.location import Location, has_store, set_location
 from fleetdistill_server.store.operator_calls import Call
 from fleetdistill_server.store.store import Store

@@ -29,14 +29,14 @@ from fleetdistill_server.front.file_streams import (
     parts_of_files,
 )
 from fleetdistill_server.front.guard import holder_in
-from fleetdistill_server.front.operator_log import OperatorLog, call_of
-from fleetdistill_server.front.remote_leading import RemoteLeading, led
+from fleetdistill_server.front.run_calls import RemoteLeading, led
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.operator_log import OperatorLog, call_of
 from fleetdistill_server.security.certificates import Holder
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens, token_bytes
-from fleetdistill_server.service.leading import pause, resume, start, stop
+from fleetdistill_server.service.run_changes import pause, resume, start, stop
 from fleetdistill_server.service.run_endings import mark_cancelled
 from fleetdistill_server.service.wakeups import POLL_SECONDS
 from fleetdistill_server.store.database import Row

@@ -66,7 +66,7 @@ def add_services(
     from fleetdistill_server.front.operations_service import (
         OperationsService,
     )  # imports rich, which plain text does not need
-    from fleetdistill_server.front.operator_log import OperatorLog
+    from fleetdistill_server.intake.operator_log import OperatorLog
 
     store = Path(config.store)
     certificates = EnrolmentApi(tls.directory, tls.certificate_days)

@@ -15,7 +15,7 @@ from fleetdistill_server.operations.local_calls import local_call, local_user, n
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens
-from fleetdistill_server.service import leading
+from fleetdistill_server.service import run_changes
 from fleetdistill_server.service.creation import NewRun, create_checked
 from fleetdistill_server.service.enrol_port import enrol_port_for_tokens
 from fleetdistill_server.service.run_endings import delete, roll_back
@@ -124,19 +124,19 @@ class LocalStore(Source):
 
     def start(self, run: str) -> str:
         """Starts a run that was created or stopped; returns a sentence on it."""
-        return self._lead("StartRun", leading.start, run)
+        return self._lead("StartRun", run_changes.start, run)
 
     def pause(self, run: str) -> str:
         """Pauses a run; returns a sentence on it."""
-        return self._lead("PauseRun", leading.pause, run)
+        return self._lead("PauseRun", run_changes.pause, run)
 
     def resume(self, run: str) -> str:
         """Resumes a paused run; returns a sentence on it."""
-        return self._lead("ResumeRun", leading.resume, run)
+        return self._lead("ResumeRun", run_changes.resume, run)
 
     def stop(self, run: str) -> str:
         """Stops a run until it is started again; returns a sentence on it."""
-        return self._lead("StopRun", leading.stop, run)
+        return self._lead("StopRun", run_changes.stop, run)
 
     def delete(self, run: str) -> str:
         """Deletes a run with everything that belongs to it; returns a sentence on what was deleted."""

@@ -17,7 +17,7 @@ from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.operations.local_calls import local_user
 from fleetdistill_server.operations.source import LocalStore
-from fleetdistill_server.service import call_log, leading
+from fleetdistill_server.service import call_log, run_changes
 from fleetdistill_server.service.call_log import CallLog
 from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.store.operator_calls import LOCAL, Call
@@ -50,7 +50,7 @@ def queue(store: Store) -> list[str]:
 
 def begin(store: Store, **run: Any) -> str:
     """A started run with a contract and an engine, whose token this returns."""
-    leading.create(store, config(**run), start_it=True)
+    run_changes.create(store, config(**run), start_it=True)
     store.runs.publish_contract(RUN, contract_pb2.Contract(run=RUN, knowledge_type=FLOAT16).SerializeToString())
     token = store.run_control.assign(RUN)
     assert token is not None
@@ -80,12 +80,12 @@ def ask_one(store: Store) -> int:
 # --- from one status to the next
 
 ACTIONS: dict[str, Callable[[Store], str]] = {
-    "create": lambda store: leading.create(store, config()),
-    "create --start": lambda store: leading.create(store, config(), start_it=True),
-    "start": lambda store: leading.start(store, RUN),
-    "pause": lambda store: leading.pause(store, RUN),
-    "resume": lambda store: leading.resume(store, RUN),
-    "stop": lambda store: leading.stop(store, RUN),
+    "create": lambda store: run_changes.create(store, config()),
+    "create --start": lambda store: run_changes.create(store, config(), start_it=True),
+    "start": lambda store: run_changes.start(store, RUN),
+    "pause": lambda store: run_changes.pause(store, RUN),
+    "resume": lambda store: run_changes.resume(store, RUN),
+    "stop": lambda store: run_changes.stop(store, RUN),
 }
 STATUS = {
     "create": "created",
@@ -110,10 +110,10 @@ def test_a_repeated_action_says_the_same_and_changes_nothing(store: Store, actio
 
 
 def test_a_creation_repeated_after_the_run_starts_nothing(store: Store) -> None:
-    said = leading.create(store, config(rounds=1), start_it=True)
+    said = run_changes.create(store, config(rounds=1), start_it=True)
     store.runs.close_round(RUN, store.runs.start_round(RUN, ["d1"]), b"", [], {})
     store.runs.set_status(RUN, RunStatus.FINISHED, "all rounds done")
-    assert leading.create(store, config(rounds=1), start_it=True) == said
+    assert run_changes.create(store, config(rounds=1), start_it=True) == said
     assert row_of(store).status == "finished"
     assert [event.kind for event in store.history.events(RUN)].count("started") == 1
 
@@ -131,20 +131,20 @@ def test_an_engine_whose_run_is_taken_from_it_can_commit_nothing(store: Store, a
 def test_neither_can_the_engine_of_a_deleted_run_even_if_it_is_made_again(store: Store, tmp_path: Path) -> None:
     token = begin(store)
     delete(tmp_path / "store", store, RUN)
-    leading.create(store, config(), start_it=True)
+    run_changes.create(store, config(), start_it=True)
     with pytest.raises(RunError):
         store.runs.assert_owner(RUN, token)
 
 
 def test_runs_wait_in_the_order_of_their_last_start(store: Store) -> None:
     for name in ("c", "b", "a"):
-        leading.create(store, config(name), start_it=name != "b")
+        run_changes.create(store, config(name), start_it=name != "b")
     assert queue(store) == ["c", "a"]
-    leading.start(store, "b")
+    run_changes.start(store, "b")
     assert queue(store) == ["c", "a", "b"]
-    leading.pause(store, "c")
+    run_changes.pause(store, "c")
     assert queue(store) == ["a", "b"]
-    leading.resume(store, "c")
+    run_changes.resume(store, "c")
     assert queue(store) == ["a", "b", "c"]
     store.runs.set_status("a", RunStatus.FINISHED, "")
     assert queue(store) == ["b", "c"]
@@ -156,7 +156,7 @@ def test_a_failed_run_is_stopped_only_by_its_own_engine_and_started_again(store:
     assert store.run_control.stop_failed(RUN, token, "the engine failed")
     assert (row_of(store).status, row_of(store).reason) == ("stopped", "the engine failed")
     assert queue(store) == []
-    assert leading.start(store, RUN) == "run 'digits' is started"
+    assert run_changes.start(store, RUN) == "run 'digits' is started"
     assert (row_of(store).status, row_of(store).reason, queue(store)) == ("running", "", [RUN])
 
 
@@ -167,11 +167,11 @@ def test_a_pause_keeps_the_open_round_and_extends_its_deadlines(store: Store) ->
     begin(store)
     ask_one(store)
     (before,) = store.asks.all_open(RUN)
-    leading.pause(store, RUN)
+    run_changes.pause(store, RUN)
     paused_at = row_of(store).paused_at
     assert paused_at is not None
     store.database.now = lambda: paused_at + 1000.0
-    leading.resume(store, RUN)
+    run_changes.resume(store, RUN)
     assert store.runs.open_number(RUN) == 1
     store.run_control.assign(RUN)
     (after,) = store.asks.all_open(RUN)
@@ -188,7 +188,7 @@ def test_a_stop_closes_the_open_round_and_reports_its_answers(store: Store) -> N
     answer = make_payload(2)
     store.blobs.put(answer)
     store.asks.accept_upload(asked.id, 1, answer.sha256, 10, 1)
-    leading.stop(store, RUN)
+    run_changes.stop(store, RUN)
     assert [(row.status, row.reason) for row in store.runs.rounds(RUN)] == [("short", "run stopped")]
     assert [(row.status, row.reason) for row in store.asks.uploads(RUN)] == [("reported", "round short: run stopped")]
 
@@ -203,12 +203,12 @@ def test_devices_of_a_paused_run_wait_and_what_they_have_begun_is_accepted(store
     found = api.next_ask(identity)
     assert found is not None
     assert found.ask.round == 1
-    leading.pause(store, RUN)
+    run_changes.pause(store, RUN)
     assert api.next_ask(identity) is None, "it waits, with its ask still open"
     name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
     status = api.uploads.status(service_pb2.UploadStatusRequest(identity=identity, name=name))
     assert status.ask_open
-    leading.resume(store, RUN)
+    run_changes.resume(store, RUN)
     again = api.next_ask(identity)
     assert again is not None
     assert again.ask.round == 1
@@ -224,32 +224,32 @@ def refusal(act: Callable[[], object]) -> str:
 
 
 def test_what_is_not_possible_is_a_sentence_and_changes_nothing(store: Store) -> None:
-    leading.create(store, config())
+    run_changes.create(store, config())
     before = row_of(store)
-    assert refusal(lambda: leading.pause(store, RUN)) == "run 'digits' is created, so it cannot be paused"
+    assert refusal(lambda: run_changes.pause(store, RUN)) == "run 'digits' is created, so it cannot be paused"
     text = "run 'digits' is created, not paused; start it with `fleetdistill runs start digits`"
-    assert refusal(lambda: leading.resume(store, RUN)) == text
+    assert refusal(lambda: run_changes.resume(store, RUN)) == text
     assert row_of(store) == before
-    leading.start(store, RUN)
-    leading.pause(store, RUN)
+    run_changes.start(store, RUN)
+    run_changes.pause(store, RUN)
     text = "run 'digits' is paused; continue it with `fleetdistill runs resume digits`"
-    assert refusal(lambda: leading.start(store, RUN)) == text
-    leading.resume(store, RUN)
+    assert refusal(lambda: run_changes.start(store, RUN)) == text
+    run_changes.resume(store, RUN)
     store.runs.set_status(RUN, RunStatus.FINISHED, "")
-    assert "is finished; raise [run] rounds" in refusal(lambda: leading.start(store, RUN))
-    assert refusal(lambda: leading.resume(store, RUN)) == "run 'digits' is finished, so it cannot be resumed"
-    assert leading.stop(store, RUN) == "run 'digits' had already ended"
-    for act in (leading.start, leading.pause, leading.resume, leading.stop):
+    assert "is finished; raise [run] rounds" in refusal(lambda: run_changes.start(store, RUN))
+    assert refusal(lambda: run_changes.resume(store, RUN)) == "run 'digits' is finished, so it cannot be resumed"
+    assert run_changes.stop(store, RUN) == "run 'digits' had already ended"
+    for act in (run_changes.start, run_changes.pause, run_changes.resume, run_changes.stop):
         with pytest.raises(ConfigurationError, match=r"there is no run 'digist'; did you mean 'digits'\?"):
             act(store, "digist")
 
 
 def test_a_run_is_created_again_only_with_settings_that_may_change(store: Store) -> None:
-    leading.create(store, config(rounds=3))
-    assert leading.create(store, config(rounds=5)) == "run 'digits' is created"
+    run_changes.create(store, config(rounds=3))
+    assert run_changes.create(store, config(rounds=5)) == "run 'digits' is created"
     assert (store.run_control.setup(RUN) or {})["run"]["rounds"] == 5
     assert "exists with another configuration: run.seed was 0, is 7" in refusal(
-        lambda: leading.create(store, config(rounds=5, seed=7))
+        lambda: run_changes.create(store, config(rounds=5, seed=7))
     )
     assert (store.run_control.setup(RUN) or {})["run"]["seed"] == 0
 
@@ -258,19 +258,19 @@ def test_a_finished_run_with_more_rounds_waits_to_be_started(store: Store) -> No
     begin(store, rounds=1)
     store.runs.close_round(RUN, store.runs.start_round(RUN, ["d1"]), b"checkpoint", [], {})
     store.runs.set_status(RUN, RunStatus.FINISHED, "1 round completed")
-    leading.create(store, config(rounds=1))
+    run_changes.create(store, config(rounds=1))
     assert row_of(store).status == "finished"
-    leading.create(store, config(rounds=40))
+    run_changes.create(store, config(rounds=40))
     assert (row_of(store).status, row_of(store).reason) == ("stopped", "finished, and now has 40 rounds")
-    leading.start(store, RUN)
+    run_changes.start(store, RUN)
     assert row_of(store).status == "running"
 
 
 def test_a_run_of_an_earlier_version_is_started_once_its_configuration_is_known(store: Store) -> None:
     store.runs.begin(RUN, config().fixed_part())
     assert queue(store) == [], "nobody starts what an earlier server left"
-    assert "does not have the complete configuration" in refusal(lambda: leading.start(store, RUN))
-    leading.create(store, config())
+    assert "does not have the complete configuration" in refusal(lambda: run_changes.start(store, RUN))
+    run_changes.create(store, config())
     assert queue(store) == [RUN]
 
 
@@ -278,26 +278,26 @@ def test_a_run_of_an_earlier_version_is_started_once_its_configuration_is_known(
 
 
 def test_a_clone_has_the_settings_of_its_run_and_its_own(store: Store) -> None:
-    leading.create(store, config(rounds=3))
+    run_changes.create(store, config(rounds=3))
     changes = ["run.rounds=20", "method.local_lr = 0.5", "server.torch_device=cpu", 'model.device="digits_linear"']
-    cloned = leading.clone_settings(store, RUN, "second", changes)
+    cloned = run_changes.clone_settings(store, RUN, "second", changes)
     assert (cloned["run"]["name"], cloned["run"]["rounds"], cloned["run"]["seed"]) == ("second", 20, 0)
     assert (cloned["method"]["local_lr"], cloned["server"]["torch_device"]) == (0.5, "cpu")
-    assert run_config(leading.clone_settings(store, RUN, "third", [])).contract == config().contract
+    assert run_config(run_changes.clone_settings(store, RUN, "third", [])).contract == config().contract
 
 
 def test_a_clone_with_the_name_of_its_run_is_refused(store: Store) -> None:
-    leading.create(store, config())
-    assert "has the name of the run" in refusal(lambda: leading.clone_settings(store, RUN, RUN, ["run.rounds=99"]))
+    run_changes.create(store, config())
+    assert "has the name of the run" in refusal(lambda: run_changes.clone_settings(store, RUN, RUN, ["run.rounds=99"]))
 
 
 def test_a_clone_never_changes_a_run_that_exists(store: Store) -> None:
     def clone(*changes: str) -> str:
-        return leading.create(
-            store, run_config(leading.clone_settings(store, RUN, "copy", changes)), start_it=True, may_change=False
+        return run_changes.create(
+            store, run_config(run_changes.clone_settings(store, RUN, "copy", changes)), start_it=True, may_change=False
         )
 
-    leading.create(store, config(rounds=3))
+    run_changes.create(store, config(rounds=3))
     said = clone("run.rounds=7")
     before = row_of(store, "copy"), store.run_control.setup("copy"), store.history.events("copy")
     assert clone("run.rounds=7") == said, "a repetition"
@@ -308,8 +308,10 @@ def test_a_clone_never_changes_a_run_that_exists(store: Store) -> None:
 
 @pytest.mark.parametrize("change", ["rounds=3", "run.rounds", "=3", "run.=3", "run.name=other"])
 def test_a_change_of_another_form_is_refused(store: Store, change: str) -> None:
-    leading.create(store, config())
-    assert refusal(lambda: leading.clone_settings(store, RUN, "second", [change])).startswith(f"--set is {change!r}, ")
+    run_changes.create(store, config())
+    assert refusal(lambda: run_changes.clone_settings(store, RUN, "second", [change])).startswith(
+        f"--set is {change!r}, "
+    )
 
 
 def test_paths_of_a_stored_run_do_not_depend_on_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +329,7 @@ def test_the_servers_log_has_each_call_once_wherever_it_was_made(
     store = Store.open(tmp_path)
     store.operator_calls.add(Call(LOCAL, "root", "StopRun", {"run": "old"}), "done")
     log = CallLog(store)
-    leading.create(store, config(), start_it=True)
+    run_changes.create(store, config(), start_it=True)
     assert LocalStore(tmp_path).stop("digits") == "run 'digits' is stopped"
     begun = store.operator_calls.begin(Call("operator", "olga", "DeleteRun", {"run": "digits"}, "ipv4:10.0.0.7:4040"))
     log.look()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chaos.leading import LED, Killer, checkpoint_of, server_toml
+from chaos.run_changes import LED, Killer, checkpoint_of, server_toml
 from chaos.run_commands import COMMANDS, prepare, run_command, state_of
 from support.answering import AnsweringFleet
 from support.long import long_except

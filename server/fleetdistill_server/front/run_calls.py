@@ -25,7 +25,7 @@ from fleetdistill_server.views.results import deleted
 
 
 def led(change: Callable[[Store, str, str], str], run: str, who: str, store: Store) -> str:
-    """Changes a run with a function of `service.leading`. Raises RefusedError if the change is not possible."""
+    """Changes a run with a function of `service.run_changes`. Raises RefusedError if the change is not possible."""
     _check_known(store, run)
     with _refusals():
         return change(store, run, who)

@@ -1,6 +1,6 @@
 """`make lead-kills`: pauses and resumes runs and kills commands, front, supervisor and engines at random moments.
 
-python -m chaos.leading --kills 100 --seed 1
+python -m chaos.run_changes --kills 100 --seed 1
 
 After each kill the command is repeated, and the supervisor started again if it was killed. Every run must end with the
 checkpoint of a run that nobody disturbed, with no round short, and with every receipt of its devices used once. A
