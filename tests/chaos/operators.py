@@ -48,13 +48,17 @@ class Call:
     """The kill is up to this much later, so that it is mostly before the answer."""
 
 
-_START = Call("StartRun", lambda source, run: source.start(run), _STARTED)
-_STOP = Call("StopRun", lambda source, run: source.stop(run), RunStatus.STOPPED)
+def _change(status: RunStatus, leaves: str) -> Call:
+    return Call("ChangeRun", lambda source, run: source.change(run, status), leaves)
+
+
+_START, _PAUSE = _change(RunStatus.RUNNING, _STARTED), _change(RunStatus.PAUSED, RunStatus.PAUSED)
+_STOP = _change(RunStatus.STOPPED, RunStatus.STOPPED)
 _DELETE = Call("DeleteRun", lambda source, run: source.delete(run), _ABSENT, 0.05)
 _NEXT: dict[str, list[Call]] = {
     RunStatus.CREATED: [_START, _STOP, _DELETE],
-    _STARTED: [Call("PauseRun", lambda source, run: source.pause(run), RunStatus.PAUSED), _STOP, _DELETE],
-    RunStatus.PAUSED: [Call("ResumeRun", lambda source, run: source.resume(run), _STARTED), _STOP, _DELETE],
+    _STARTED: [_PAUSE, _STOP, _DELETE],
+    RunStatus.PAUSED: [_START, _STOP, _DELETE],
     RunStatus.STOPPED: [_START, _DELETE],
 }
 """Calls that are possible in a state of a run."""
@@ -126,7 +130,7 @@ class OperatorKiller:
         leaves = _STARTED if start else RunStatus.CREATED
         if run == _CLONE and self._states[_FIRST] != _ABSENT:
             clone = NewRun(settings={"run": {"name": run}}, start=start, clone_of=_FIRST)
-            return Call("CloneRun", lambda source, _: source.create(clone), leaves, 2.0)
+            return Call("CreateRun", lambda source, _: source.create(clone), leaves, 2.0)
         settings = tomllib.loads(write_config(self._folder, run_name=run).read_text())
         del settings["server"]
         new = NewRun(settings=settings, start=start)
@@ -138,7 +142,7 @@ class OperatorKiller:
         calling = threading.Thread(target=self._try, args=(call, run))
         calling.start()
         time.sleep(self._chance.uniform(0, call.seconds))
-        creates = call.name in ("CreateRun", "CloneRun") and self._chance.random() < 0.5
+        creates = call.name == "CreateRun" and self._chance.random() < 0.5
         victims = (creates and [pid for front in fronts for pid in children(front, _CREATING)]) or fronts
         self.kills[call.name] += calling.is_alive() and bool(victims)
         for pid in victims:

@@ -94,7 +94,7 @@ class Killer:
         """Leads the run and kills so many processes."""
         paused = False
         while sum(self.kills.values()) < count:
-            words = ["resume" if paused else "pause", LED]
+            words = ["start" if paused else "pause", LED]
             if not self._has_ended():
                 self._kill_one(words)
                 paused = not paused
@@ -166,7 +166,7 @@ def _play(folder: Path, seed: int, kills: int) -> tuple[bytes, Counter[str]]:
         created = [*COMMAND, "runs", "create", str(folder / "run.toml"), "--start", "--store", str(folder / "store")]
         subprocess.run(created, check=True, stdout=subprocess.DEVNULL)
         killer.kill(kills)
-        killer.repeat(["resume", LED])
+        killer.repeat(["start", LED])
         with closing(Store.open(folder / "store")) as store:
             wait_until(lambda: store.runs.existing(LED).status == "finished", "the run to finish")
             checkpoint = checkpoint_of(store)

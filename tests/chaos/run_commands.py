@@ -15,13 +15,14 @@ from support.serving import write_config
 from fleetdistill.state.failpoints import VARIABLE
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.service import run_changes
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "create": ([], ["create", "run.toml", "--start"]),
     "start": (["create"], ["start", LED]),
     "pause": (["create", "start"], ["pause", LED]),
-    "resume": (["create", "start", "pause"], ["resume", LED]),
+    "start again": (["create", "start", "pause"], ["start", LED]),
     "stop": (["create", "start"], ["stop", LED]),
     "clone": (["create"], ["clone", LED, "copy", "--set", "run.seed=7"]),
     "delete": (["create", "start"], ["delete", LED, "--yes"]),
@@ -45,8 +46,8 @@ def prepare(folder: Path, actions: list[str]) -> None:
     write_config(folder, run_name=LED, run_rounds=3)
     steps: dict[str, Callable[[], object]] = {
         "create": lambda: run_changes.create(store, config),
-        "start": lambda: run_changes.start(store, LED),
-        "pause": lambda: run_changes.pause(store, LED),
+        "start": lambda: run_changes.change(store, LED, RunStatus.RUNNING),
+        "pause": lambda: run_changes.change(store, LED, RunStatus.PAUSED),
     }
     for action in actions:
         steps[action]()

@@ -56,7 +56,7 @@ def test_a_run_that_no_server_works_on_is_started_with_a_warning(folder: Path) -
     assert runs("clone", "digits", "digits-2").stderr == ""
     assert runs("clone", "digits", "digits-3", "--start").stderr == warning
     assert runs("pause", "digits").stderr == ""
-    assert runs("resume", "digits").stderr == warning
+    assert runs("start", "digits").stderr == warning
     assert runs("create", "run.toml", "--store", "mine", "--start").stderr == warning.replace(
         "fleetdistill-store", "mine"
     )

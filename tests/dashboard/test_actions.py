@@ -23,6 +23,7 @@ from fleetdistill.link.enrolment import read_token
 from fleetdistill.wire.codes import Code
 from fleetdistill_server.operations.source import open_source
 from fleetdistill_server.security.certificates import Role
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
@@ -127,7 +128,7 @@ def test_an_operator_enrols_devices_sees_them_work_and_revokes_one(service: Serv
         try:
             lead(page)
             calls = [row["call"] for row in operators(service)]
-            assert calls[:4] == ["StartRun", "StopRun", "ResumeRun", "PauseRun"]
+            assert calls[:4] == ["ChangeRun"] * 4
             assert {(row["role"], row["name"]) for row in operators(service)[:4]} == {("operator", "kim")}
             page.get_by_role("tab", name="Devices").click()
             page.get_by_role("link", name="device-1").click()
@@ -211,13 +212,13 @@ def test_a_viewer_sees_no_actions_and_the_server_would_refuse_them(service: Serv
         page.get_by_role("button", name="Copy the lines").wait_for()
         page.get_by_text("enrolment=token").wait_for()  # the page knows the role by now
         names = page.get_by_role("button").all_inner_texts()
-        assert not {"Start", "Pause", "Resume", "Stop", "Delete permanently", "Create tokens"} & set(names)
+        assert not {"Start", "Pause", "Stop", "Delete permanently", "Create tokens"} & set(names)
     with open_source(Path(), service.address, service.viewer) as source:
         for call in (
             lambda: source.revoke("device-0", ""),
-            lambda: source.pause(RUN),
-            lambda: source.resume(RUN),
-            lambda: source.stop(RUN),
+            lambda: source.change(RUN, RunStatus.PAUSED),
+            lambda: source.change(RUN, RunStatus.RUNNING),
+            lambda: source.change(RUN, RunStatus.STOPPED),
             lambda: source.tokens(1, 60.0, RUN),
         ):
             with pytest.raises(RefusedError, match="viewer"):

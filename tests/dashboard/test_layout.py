@@ -16,6 +16,7 @@ from fleetdistill.knowledge import ClassCount, Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.service import run_changes
 from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
@@ -63,7 +64,7 @@ def fill(directory: Path) -> None:
         store.history.add_event("digits", "engine-failed", "the engine was killed")
         store.runs.close_round("digits", number, hashlib.sha256(b"answer").digest(), [], {})
         ask(store, store.runs.start_round("digits", list(DEVICES)))
-    run_changes.pause(store, "digits", "operator olga")
+    run_changes.change(store, "digits", RunStatus.PAUSED, "operator olga")
     store.close()
 
 

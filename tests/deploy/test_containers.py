@@ -121,7 +121,7 @@ def test_the_image_has_the_wheel_and_an_unprivileged_user(image: Image) -> None:
 def test_the_demo_runs_from_nothing_to_a_watched_run(demo: Demo) -> None:
     said = demo.run("prepare")
     assert "created a CA" in said
-    assert "run 'demo' is created and started" in said
+    assert "run 'demo' is started" in said
     assert demo.run("prepare") == "", "it makes nothing twice"
     demo.start("server")
     demo.wait_for("server", "is served on")

@@ -39,7 +39,6 @@ from fleetdistill_lab.simulation.spec.device import make_device
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.engine import forgetting
-from fleetdistill_server.engine.cancelling import cancel
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.forgetting import ask_to_forget
 from fleetdistill_server.front.server import open_api
@@ -48,6 +47,7 @@ from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.intake.uploads import UploadSession
 from fleetdistill_server.methods.base import Notes  # type: ignore[attr-defined]
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
+from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.store import retention
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.records import Ask
@@ -371,7 +371,7 @@ def test_a_device_of_a_run_that_is_over_is_forgotten_at_once_though_it_is_served
 
 def test_a_device_that_an_engine_was_to_forget_is_forgotten_as_the_run_is_cancelled(run: Halted, store: Store) -> None:
     assert not ask_to_forget(store, RUN, run.device, served=True)
-    assert cancel(store, RUN)
+    assert LocalStore(run.directory).change(RUN, RunStatus.CANCELLED).status == "cancelled"
     assert_forgotten(run, store)
 
 

@@ -57,9 +57,10 @@ class Elsewhere:
     directory: Path
     store: Store
 
-    def create(self, settings: dict[str, Any], seconds: float = CALL_SECONDS) -> str:
-        text = as_toml(run_config(settings))
-        return str(self.stub.CreateRun(operations_pb2.CreateRunRequest(run_toml=text), timeout=seconds).text)
+    def create(self, settings: dict[str, Any]) -> str:
+        """Creates a run and returns its status."""
+        request = operations_pb2.CreateRunRequest(run_toml=as_toml(run_config(settings)))
+        return str(self.stub.CreateRun(request, timeout=CALL_SECONDS).run.status)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_a_run_from_elsewhere_names_data_under_the_servers_directories(world: El
     (world.served / "data" / "link.npz").symlink_to(world.served / "data" / "inside.npz")
     for number, file in enumerate(("data/inside.npz", str(world.served / "data" / "inside.npz"), "data/link.npz")):
         settings = settings_of(f"inside-{number}", evaluation={"data": file})
-        assert world.create(settings) == f"run 'inside-{number}' is created"
+        assert world.create(settings) == "created"
 
 
 @pytest.mark.parametrize("section", ["evaluation", "proxy"])
@@ -123,12 +124,13 @@ def test_a_clone_from_elsewhere_keeps_the_data_that_the_machines_owner_named(wor
     own, other = save_data(tmp_path / "own.npz"), save_data(tmp_path / "other.npz")
     settings = settings_of("local", evaluation={"data": own})
     create_checked(world.directory, NewRun(settings=settings), local_call("CreateRun", {}))
-    request = operations_pb2.CloneRunRequest(run="local", new_run="copy")
-    assert world.stub.CloneRun(request, timeout=CALL_SECONDS).text == "run 'copy' is created"
+    request = operations_pb2.CreateRunRequest(clone_of="local", run_toml="run.name = 'copy'")
+    created = world.stub.CreateRun(request, timeout=CALL_SECONDS).run
+    assert created == operations_pb2.RunState(run="copy", status="created")
     changes = [f"evaluation.data={other}"]
     with refused() as found:
-        request = operations_pb2.CloneRunRequest(run="local", new_run="copy-2", changes=changes)
-        world.stub.CloneRun(request, timeout=CALL_SECONDS)
+        request.run_toml, request.changes[:] = "run.name = 'copy-2'", changes
+        world.stub.CreateRun(request, timeout=CALL_SECONDS)
     assert "is outside the directories for data" in found[0].text
 
 

@@ -27,6 +27,7 @@ from fleetdistill_server.service.creation import NewRun
 from fleetdistill_server.store import operator_calls
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.operator_calls import Call
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 
@@ -74,16 +75,16 @@ def test_changes_from_elsewhere_are_stored_with_who_what_where_and_result(place:
         ("RevokeDevice", "done"),
         ("RevokeDevice", "nothing to change"),
         ("CreateTokens", "done: 2 tokens"),
-        ("CancelRun", "done"),
+        ("ChangeRun", "done: run 'digits' is cancelled"),
     ]
     assert {(row["role"], row["name"]) for row in found} == {("operator", "olga")}
     assert all("127.0.0.1" in row["address"] for row in found)
     assert json.loads(found[-1]["arguments"]) == {"device": "camera-7", "reason": "stolen"}
     assert not any(token in json.dumps(found) for token in tokens)
     assert json.loads(run("operators", "--json", *there)) == found
-    assert re.search(r"operator olga from 127\.0\.0\.1 +cancel a run +digits ", run("operators", *there))
-    assert [row["call"] for row in json.loads(run("operators", "--call", "CancelRun", "--json", *there))] == [
-        "CancelRun"
+    assert re.search(r"operator olga from 127\.0\.0\.1 +change a run +digits ", run("operators", *there))
+    assert [row["call"] for row in json.loads(run("operators", "--call", "ChangeRun", "--json", *there))] == [
+        "ChangeRun"
     ]
     assert "viewer 'vera' may not read the operators' calls; an operator may: use an operator's identity (--id" in run(
         "operators", *place.as_("viewer-vera"), code=1
@@ -102,11 +103,10 @@ def test_refused_calls_are_stored_whoever_makes_them(place: Place) -> None:
 
 
 UNKNOWN: dict[str, Callable[[OperatorClient], object]] = {
-    "start": lambda there: there.start("nothing"),
-    "pause": lambda there: there.pause("nothing"),
-    "resume": lambda there: there.resume("nothing"),
-    "stop": lambda there: there.stop("nothing"),
-    "cancel": lambda there: there.cancel("nothing"),
+    "start": lambda there: there.change("nothing", RunStatus.RUNNING),
+    "pause": lambda there: there.change("nothing", RunStatus.PAUSED),
+    "stop": lambda there: there.change("nothing", RunStatus.STOPPED),
+    "cancel": lambda there: there.change("nothing", RunStatus.CANCELLED),
     "roll back": lambda there: there.roll_back("nothing", 1),
     "clone": lambda there: there.create(NewRun(settings={"run": {"name": "copy"}}, clone_of="nothing")),
 }
@@ -141,7 +141,7 @@ def test_commands_beside_the_store_are_stored_with_the_local_user(
         ("CreateTokens", "done"),
         ("ForgetDevice", "failed"),
         ("PruneRun", "done"),
-        ("CancelRun", "done"),
+        ("ChangeRun", "done"),
     ]
 
 
@@ -166,9 +166,9 @@ def test_refused_calls_displace_no_changes(
     for number in range(8):
         calls.add(Call("operator", "olga", "RevokeDevice", {"device": f"d{number}"}), "done")
     for _ in range(20):
-        calls.add(Call("viewer", "vera", "CancelRun"), "refused: not-allowed", refused=True)
+        calls.add(Call("viewer", "vera", "ChangeRun"), "refused: not-allowed", refused=True)
     kept = calls.newest(before=None, call="", text="", most=100)
-    assert [row["call"] for row in kept] == ["CancelRun"] * 5 + ["RevokeDevice"] * 5
+    assert [row["call"] for row in kept] == ["ChangeRun"] * 5 + ["RevokeDevice"] * 5
     assert [json.loads(row["arguments"])["device"] for row in kept[5:]] == ["d7", "d6", "d5", "d4", "d3"]
     found = calls.newest(before=kept[5]["id"], call="", text="D5", most=100)
     assert [json.loads(row["arguments"])["device"] for row in found] == ["d5"]

@@ -57,6 +57,7 @@ from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.security.roles import ALLOWED_CALLERS, Caller
 from fleetdistill_server.service import run_changes
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 OTHER_RUN = "other"
@@ -104,7 +105,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     for name in ("to-start", "to-pause", "to-resume"):
         led = TO_LEAD.run.model_copy(update={"name": name})
         run_changes.create(store, TO_LEAD.model_copy(update={"run": led}), start_it=name != "to-start")
-    run_changes.pause(store, "to-resume")
+    run_changes.change(store, "to-resume", RunStatus.PAUSED)
     profile = make_profile().SerializeToString()
     for run in (RUN, OTHER_RUN):
         for device in (DEVICE, NEIGHBOUR, "shut-out", "withdrawn"):
@@ -206,13 +207,8 @@ REQUESTS: dict[str, Callable[[World, service_pb2.Identity], Any]] = {
     f"{_operations}/Read": lambda world, one: operations_pb2.ReadRequest(view="run", run=RUN, most=1),
     f"{_operations}/WatchRun": lambda world, one: operations_pb2.WatchRunRequest(run=RUN),
     f"{_operations}/RevokeDevice": lambda world, one: operations_pb2.RevokeDeviceRequest(device="nobody-yet"),
-    f"{_operations}/CancelRun": lambda world, one: operations_pb2.CancelRunRequest(run=TO_CANCEL),
     f"{_operations}/CreateRun": lambda world, one: operations_pb2.CreateRunRequest(run_toml=as_toml(TO_LEAD)),
-    f"{_operations}/CloneRun": lambda world, one: operations_pb2.CloneRunRequest(run="to-start", new_run="clone"),
-    f"{_operations}/StartRun": lambda world, one: operations_pb2.StartRunRequest(run="to-start"),
-    f"{_operations}/PauseRun": lambda world, one: operations_pb2.PauseRunRequest(run="to-pause"),
-    f"{_operations}/ResumeRun": lambda world, one: operations_pb2.ResumeRunRequest(run="to-resume"),
-    f"{_operations}/StopRun": lambda world, one: operations_pb2.StopRunRequest(run="to-start"),
+    f"{_operations}/ChangeRun": lambda world, one: operations_pb2.ChangeRunRequest(run=TO_CANCEL, status="cancelled"),
     f"{_operations}/RollBackRun": lambda world, one: operations_pb2.RollBackRunRequest(run="nobody-made-it"),
     f"{_operations}/DeleteRun": lambda world, one: operations_pb2.DeleteRunRequest(run="nobody-made-it"),
     f"{_operations}/CreateTokens": lambda world, one: operations_pb2.CreateTokensRequest(count=1, expires_seconds=60),
@@ -229,7 +225,7 @@ REQUESTS: dict[str, Callable[[World, service_pb2.Identity], Any]] = {
 """How each method is asked so that its rightful caller is served."""
 AUTHORISED = {f"{_operations}/ExportModel": "bad-message", f"{_operations}/RollBackRun": "unknown-run"}
 """What a rightful caller is told instead: an export takes a model and many seconds, see `test_copies`; and a rollback a
-checkpoint, see `test_leading_from_elsewhere`."""
+checkpoint, see `test_changes_from_elsewhere`."""
 
 
 def documented() -> dict[str, set[str]]:

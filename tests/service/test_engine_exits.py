@@ -30,6 +30,7 @@ from fleetdistill_server.service.registration import register, serve_run
 from fleetdistill_server.service.restarts import MAX_FAILURES, MAX_KILLS, Restarts
 from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.records import Run
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 RUN = "ends"
@@ -296,7 +297,7 @@ def test_a_pause_ends_with_the_next_start_or_the_runs_need(service: Service, cod
     service.look(None, 11)
     assert waits() == [""], "it works again"
     service.look(code, 1)
-    run_changes.pause(service.store, RUN)
+    run_changes.change(service.store, RUN, RunStatus.PAUSED)
     service.look(code, 1)
     assert waits() == [], "a run that is paused waits for no engine"
 
@@ -329,11 +330,11 @@ def test_restarts_are_counted_over_stops_of_the_run(service: Service) -> None:
     service.look(1, 3)
     before = restarts()
     assert before != [0]
-    run_changes.stop(service.store, RUN)
+    run_changes.change(service.store, RUN, RunStatus.STOPPED)
     service.look(None, 2)
     assert restarts() == []
     service.child = None  # its next process is another one
-    run_changes.start(service.store, RUN)
+    run_changes.change(service.store, RUN, RunStatus.RUNNING)
     service.look(None, 2)
     assert restarts() == before
 

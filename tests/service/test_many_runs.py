@@ -120,22 +120,22 @@ def test_the_first_of_the_queue_have_engines_and_the_others_wait_in_order(servic
 def test_a_paused_run_frees_its_place_and_comes_back_at_the_end(service: Service) -> None:
     create(service.store, "a", "b", "c")
     assert service.runs() == ["a", "b"]
-    run_changes.pause(service.store, "a")
+    run_changes.change(service.store, "a", RunStatus.PAUSED)
     assert service.runs() == ["b", "c"]
     assert service.children[0].code == 0, "its process is told to end"
     assert service.status()["a"] == "paused"
-    run_changes.resume(service.store, "a")
+    run_changes.change(service.store, "a", RunStatus.RUNNING)
     assert service.runs() == ["b", "c"]
     assert service.status()["a"] == "queued (1 of 1)"
-    run_changes.stop(service.store, "b")
+    run_changes.change(service.store, "b", RunStatus.STOPPED)
     assert service.runs() == ["a", "c"]
 
 
 def test_a_run_paused_and_resumed_between_two_looks_has_a_new_engine(service: Service) -> None:
     create(service.store, "a")
     assert service.runs() == ["a"]
-    run_changes.pause(service.store, "a")
-    run_changes.resume(service.store, "a")
+    run_changes.change(service.store, "a", RunStatus.PAUSED)
+    run_changes.change(service.store, "a", RunStatus.RUNNING)
     assert service.runs() == ["a"]
     assert [one.code for one in service.children] == [0, None]
     assert service.failed == []
@@ -170,8 +170,8 @@ def test_a_run_that_another_server_has_taken_is_left_to_it(service: Service) -> 
     assert service.runs() == []
     assert service.failed == [("a", "run 'a' was taken over by another server")]
     assert service.store.runs.existing("a").engine == theirs, "the two do not take it from each other for ever"
-    run_changes.pause(service.store, "a")
-    run_changes.resume(service.store, "a")
+    run_changes.change(service.store, "a", RunStatus.PAUSED)
+    run_changes.change(service.store, "a", RunStatus.RUNNING)
     assert service.runs() == ["a"]
 
 
@@ -235,7 +235,7 @@ def test_a_run_that_waits_keeps_an_engine_that_nobody_else_needs(service: Servic
     for run in ("b", "c"):
         wait(service, run, 1)
     assert service.runs() == ["b", "c"], "runs that wait do not take each other's engines"
-    run_changes.stop(service.store, "b")
+    run_changes.change(service.store, "b", RunStatus.STOPPED)
     assert service.runs() == ["a", "c"]
 
 
@@ -341,9 +341,9 @@ def test_runs_are_created_paused_and_resumed_beside_a_server(tmp_path: Path) -> 
     with serve(server) as running, contextlib.ExitStack() as stack:
         port = running.port()
         assert children(running.process.pid, ENGINE) == []
-        assert call("runs", "create", str(run), "--start", *where) == "run 'first' is created and started\n"
+        assert call("runs", "create", str(run), "--start", *where) == "run 'first' is started\n"
         said = call("runs", "clone", "first", "second", "--set", "run.rounds=2", "--start", *where)
-        assert said == "run 'second' is created and started\n"
+        assert said == "run 'second' is started\n"
         store = stack.enter_context(contextlib.closing(Store.open(tmp_path / "store")))
         for name in ("first", "second"):
             stack.enter_context(AnsweringFleet(port, name, 2))
@@ -364,7 +364,7 @@ def test_runs_are_created_paused_and_resumed_beside_a_server(tmp_path: Path) -> 
         wait_until(lambda: status("second") == "finished", "the second run's turn, to its end")
         assert (completed("first"), store.runs.open_number("first")) == before
         wait_until(lambda: children(running.process.pid, ENGINE) == [], "no process without a run")
-        call("runs", "resume", "first", *where)
+        call("runs", "start", "first", *where)
         wait_until(lambda: completed("first") > before[0], "the first run to go on")
         assert "short" not in [row.status for row in store.runs.rounds("first")]
         os.kill(running.child(FRONT), signal.SIGKILL)
@@ -375,7 +375,7 @@ def test_runs_are_created_paused_and_resumed_beside_a_server(tmp_path: Path) -> 
         wait_until(lambda: children(running.process.pid, ENGINE) == [], "the engine of a deleted run to end")
         wait_until(lambda: "DeleteRun: done" in "".join(running.said), "the deletion in the log")
         said = "".join(running.said)
-        assert [verb for verb in ("Create", "Pause", "Resume", "Delete") if f": {verb}Run: done" not in said] == []
+        assert [verb for verb in ("Create", "Change", "Delete") if f": {verb}Run: done" not in said] == []
         assert running.process.poll() is None
 
 

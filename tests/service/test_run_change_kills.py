@@ -133,7 +133,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path, undisturbed: byt
     with Killer(tmp_path, random.Random(1)) as killer:
         create(tmp_path)
         killer.kill(8)
-        killer.repeat(["resume", LED])
+        killer.repeat(["start", LED])
         assert finish(tmp_path) == undisturbed
     assert killer.rounds() == ["closed"] * 4
     assert sum(killer.kills.values()) == 8

@@ -19,6 +19,7 @@ from fleetdistill_server.operations.local_calls import local_user
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.service import call_log, run_changes
 from fleetdistill_server.service.call_log import CallLog
+from fleetdistill_server.service.run_changes import RunState
 from fleetdistill_server.service.run_endings import delete
 from fleetdistill_server.store.operator_calls import LOCAL, Call
 from fleetdistill_server.store.records import Ask, Run
@@ -79,42 +80,50 @@ def ask_one(store: Store) -> int:
 
 # --- from one status to the next
 
-ACTIONS: dict[str, Callable[[Store], str]] = {
+ACTIONS: dict[str, Callable[[Store], RunState]] = {
     "create": lambda store: run_changes.create(store, config()),
     "create --start": lambda store: run_changes.create(store, config(), start_it=True),
-    "start": lambda store: run_changes.start(store, RUN),
-    "pause": lambda store: run_changes.pause(store, RUN),
-    "resume": lambda store: run_changes.resume(store, RUN),
-    "stop": lambda store: run_changes.stop(store, RUN),
+    "start": lambda store: run_changes.change(store, RUN, RunStatus.RUNNING),
+    "pause": lambda store: run_changes.change(store, RUN, RunStatus.PAUSED),
+    "stop": lambda store: run_changes.change(store, RUN, RunStatus.STOPPED),
+    "cancel": lambda store: run_changes.change(store, RUN, RunStatus.CANCELLED),
 }
 STATUS = {
     "create": "created",
     "create --start": "preparing",
     "start": "preparing",
     "pause": "paused",
-    "resume": "preparing",
     "stop": "stopped",
+    "cancel": "cancelled",
 }
-BEFORE = {"create": [], "create --start": [], "start": ["create"], "resume": ["create --start", "pause"]}
+BEFORE: dict[str, list[list[str]]] = {
+    "create": [[]],
+    "create --start": [[]],
+    "start": [["create"], ["create --start", "pause"], ["create --start", "stop"]],
+    "pause": [["create --start"]],
+    "stop": [["create"], ["create --start"], ["create --start", "pause"]],
+    "cancel": [["create"], ["create --start"], ["create --start", "pause"], ["create --start", "stop"]],
+}
+"""What can have happened to the run before."""
+CASES = [(action, before) for action, all_before in BEFORE.items() for before in all_before]
 
 
-@pytest.mark.parametrize("action", ACTIONS)
-def test_a_repeated_action_says_the_same_and_changes_nothing(store: Store, action: str) -> None:
-    for earlier in BEFORE.get(action, ["create --start"]):
+@pytest.mark.parametrize(("action", "before"), CASES)
+def test_repeated_action_changes_nothing(store: Store, action: str, before: list[str]) -> None:
+    for earlier in before:
         ACTIONS[earlier](store)
-    said = ACTIONS[action](store)
-    before = row_of(store), store.history.events(RUN)
-    assert before[0].status == STATUS[action]
-    assert ACTIONS[action](store) == said
-    assert (row_of(store), store.history.events(RUN)) == before
+    state = ACTIONS[action](store)
+    after = row_of(store), store.history.events(RUN)
+    assert (state.run, state.status) == (RUN, after[0].status) == (RUN, STATUS[action])
+    assert ACTIONS[action](store) == state
+    assert (row_of(store), store.history.events(RUN)) == after
 
 
 def test_a_creation_repeated_after_the_run_starts_nothing(store: Store) -> None:
-    said = run_changes.create(store, config(rounds=1), start_it=True)
+    run_changes.create(store, config(rounds=1), start_it=True)
     store.runs.close_round(RUN, store.runs.start_round(RUN, ["d1"]), b"", [], {})
     store.runs.set_status(RUN, RunStatus.FINISHED, "all rounds done")
-    assert run_changes.create(store, config(rounds=1), start_it=True) == said
-    assert row_of(store).status == "finished"
+    assert run_changes.create(store, config(rounds=1), start_it=True).status == "finished"
     assert [event.kind for event in store.history.events(RUN)].count("started") == 1
 
 
@@ -140,11 +149,11 @@ def test_runs_wait_in_the_order_of_their_last_start(store: Store) -> None:
     for name in ("c", "b", "a"):
         run_changes.create(store, config(name), start_it=name != "b")
     assert queue(store) == ["c", "a"]
-    run_changes.start(store, "b")
+    run_changes.change(store, "b", RunStatus.RUNNING)
     assert queue(store) == ["c", "a", "b"]
-    run_changes.pause(store, "c")
+    run_changes.change(store, "c", RunStatus.PAUSED)
     assert queue(store) == ["a", "b"]
-    run_changes.resume(store, "c")
+    run_changes.change(store, "c", RunStatus.RUNNING)
     assert queue(store) == ["a", "b", "c"]
     store.runs.set_status("a", RunStatus.FINISHED, "")
     assert queue(store) == ["b", "c"]
@@ -156,7 +165,7 @@ def test_a_failed_run_is_stopped_only_by_its_own_engine_and_started_again(store:
     assert store.run_control.stop_failed(RUN, token, "the engine failed")
     assert (row_of(store).status, row_of(store).reason) == ("stopped", "the engine failed")
     assert queue(store) == []
-    assert run_changes.start(store, RUN) == "run 'digits' is started"
+    assert run_changes.change(store, RUN, RunStatus.RUNNING).sentence == "run 'digits' is started"
     assert (row_of(store).status, row_of(store).reason, queue(store)) == ("running", "", [RUN])
 
 
@@ -167,11 +176,11 @@ def test_a_pause_keeps_the_open_round_and_extends_its_deadlines(store: Store) ->
     begin(store)
     ask_one(store)
     (before,) = store.asks.all_open(RUN)
-    run_changes.pause(store, RUN)
+    run_changes.change(store, RUN, RunStatus.PAUSED)
     paused_at = row_of(store).paused_at
     assert paused_at is not None
     store.database.now = lambda: paused_at + 1000.0
-    run_changes.resume(store, RUN)
+    run_changes.change(store, RUN, RunStatus.RUNNING)
     assert store.runs.open_number(RUN) == 1
     store.run_control.assign(RUN)
     (after,) = store.asks.all_open(RUN)
@@ -188,7 +197,7 @@ def test_a_stop_closes_the_open_round_and_reports_its_answers(store: Store) -> N
     answer = make_payload(2)
     store.blobs.put(answer)
     store.asks.accept_upload(asked.id, 1, answer.sha256, 10, 1)
-    run_changes.stop(store, RUN)
+    run_changes.change(store, RUN, RunStatus.STOPPED)
     assert [(row.status, row.reason) for row in store.runs.rounds(RUN)] == [("short", "run stopped")]
     assert [(row.status, row.reason) for row in store.asks.uploads(RUN)] == [("reported", "round short: run stopped")]
 
@@ -203,12 +212,12 @@ def test_devices_of_a_paused_run_wait_and_what_they_have_begun_is_accepted(store
     found = api.next_ask(identity)
     assert found is not None
     assert found.ask.round == 1
-    run_changes.pause(store, RUN)
+    run_changes.change(store, RUN, RunStatus.PAUSED)
     assert api.next_ask(identity) is None, "it waits, with its ask still open"
     name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
     status = api.uploads.status(service_pb2.UploadStatusRequest(identity=identity, name=name))
     assert status.ask_open
-    run_changes.resume(store, RUN)
+    run_changes.change(store, RUN, RunStatus.RUNNING)
     again = api.next_ask(identity)
     assert again is not None
     assert again.ask.round == 1
@@ -226,27 +235,28 @@ def refusal(act: Callable[[], object]) -> str:
 def test_what_is_not_possible_is_a_sentence_and_changes_nothing(store: Store) -> None:
     run_changes.create(store, config())
     before = row_of(store)
-    assert refusal(lambda: run_changes.pause(store, RUN)) == "run 'digits' is created, so it cannot be paused"
-    text = "run 'digits' is created, not paused; start it with `fleetdistill runs start digits`"
-    assert refusal(lambda: run_changes.resume(store, RUN)) == text
+    assert (
+        refusal(lambda: run_changes.change(store, RUN, RunStatus.PAUSED))
+        == "run 'digits' is created, so it cannot be paused"
+    )
     assert row_of(store) == before
-    run_changes.start(store, RUN)
-    run_changes.pause(store, RUN)
-    text = "run 'digits' is paused; continue it with `fleetdistill runs resume digits`"
-    assert refusal(lambda: run_changes.start(store, RUN)) == text
-    run_changes.resume(store, RUN)
+    run_changes.change(store, RUN, RunStatus.RUNNING)
+    run_changes.change(store, RUN, RunStatus.PAUSED)
+    run_changes.change(store, RUN, RunStatus.RUNNING)
     store.runs.set_status(RUN, RunStatus.FINISHED, "")
-    assert "is finished; raise [run] rounds" in refusal(lambda: run_changes.start(store, RUN))
-    assert refusal(lambda: run_changes.resume(store, RUN)) == "run 'digits' is finished, so it cannot be resumed"
-    assert run_changes.stop(store, RUN) == "run 'digits' had already ended"
-    for act in (run_changes.start, run_changes.pause, run_changes.resume, run_changes.stop):
+    assert "is finished; raise [run] rounds" in refusal(lambda: run_changes.change(store, RUN, RunStatus.RUNNING))
+    for status in (RunStatus.STOPPED, RunStatus.CANCELLED):
+        assert run_changes.change(store, RUN, status).sentence == "run 'digits' is finished"
+    for status in (RunStatus.RUNNING, RunStatus.PAUSED, RunStatus.STOPPED, RunStatus.CANCELLED):
         with pytest.raises(ConfigurationError, match=r"there is no run 'digist'; did you mean 'digits'\?"):
-            act(store, "digist")
+            run_changes.change(store, "digist", status)
+    text = "status is 'preparing', must be running, paused, stopped, cancelled"
+    assert refusal(lambda: run_changes.change(store, RUN, "preparing")) == text
 
 
 def test_a_run_is_created_again_only_with_settings_that_may_change(store: Store) -> None:
     run_changes.create(store, config(rounds=3))
-    assert run_changes.create(store, config(rounds=5)) == "run 'digits' is created"
+    assert run_changes.create(store, config(rounds=5)).status == "created"
     assert (store.run_control.setup(RUN) or {})["run"]["rounds"] == 5
     assert "exists with another configuration: run.seed was 0, is 7" in refusal(
         lambda: run_changes.create(store, config(rounds=5, seed=7))
@@ -262,14 +272,16 @@ def test_a_finished_run_with_more_rounds_waits_to_be_started(store: Store) -> No
     assert row_of(store).status == "finished"
     run_changes.create(store, config(rounds=40))
     assert (row_of(store).status, row_of(store).reason) == ("stopped", "finished, and now has 40 rounds")
-    run_changes.start(store, RUN)
+    run_changes.change(store, RUN, RunStatus.RUNNING)
     assert row_of(store).status == "running"
 
 
 def test_a_run_of_an_earlier_version_is_started_once_its_configuration_is_known(store: Store) -> None:
     store.runs.begin(RUN, config().fixed_part())
     assert queue(store) == [], "nobody starts what an earlier server left"
-    assert "does not have the complete configuration" in refusal(lambda: run_changes.start(store, RUN))
+    assert "does not have the complete configuration" in refusal(
+        lambda: run_changes.change(store, RUN, RunStatus.RUNNING)
+    )
     run_changes.create(store, config())
     assert queue(store) == [RUN]
 
@@ -292,7 +304,7 @@ def test_a_clone_with_the_name_of_its_run_is_refused(store: Store) -> None:
 
 
 def test_a_clone_never_changes_a_run_that_exists(store: Store) -> None:
-    def clone(*changes: str) -> str:
+    def clone(*changes: str) -> RunState:
         return run_changes.create(
             store, run_config(run_changes.clone_settings(store, RUN, "copy", changes)), start_it=True, may_change=False
         )
@@ -327,29 +339,29 @@ def test_the_servers_log_has_each_call_once_wherever_it_was_made(
     monkeypatch.setattr(call_log, "LOOK_SECONDS", 0.0)
     caplog.set_level("INFO", "fleetdistill.server.operators")
     store = Store.open(tmp_path)
-    store.operator_calls.add(Call(LOCAL, "root", "StopRun", {"run": "old"}), "done")
+    store.operator_calls.add(Call(LOCAL, "root", "ChangeRun", {"run": "old"}), "done")
     log = CallLog(store)
     run_changes.create(store, config(), start_it=True)
-    assert LocalStore(tmp_path).stop("digits") == "run 'digits' is stopped"
+    assert LocalStore(tmp_path).change("digits", RunStatus.STOPPED).status == "stopped"
     begun = store.operator_calls.begin(Call("operator", "olga", "DeleteRun", {"run": "digits"}, "ipv4:10.0.0.7:4040"))
     log.look()
     log.look()
     store.operator_calls.settle(begun, "done: run 'digits' is deleted")
     store.operator_calls.add(Call("operator", "olga", "RevokeDevice", {"device": "camera-7", "reason": ""}), "done")
     store.operator_calls.add(Call("operator", "olga", "RevokePerson", {"role": "viewer", "name": "vic"}), "done")
-    refused = Call("viewer", "vera", "StopRun", {"run": "digits"}, "ipv4:10.0.0.8:4040")
+    refused = Call("viewer", "vera", "ChangeRun", {"run": "digits"}, "ipv4:10.0.0.8:4040")
     store.operator_calls.add(refused, "refused: not-allowed: no", refused=True)
     log.look()
     log.look()
     lines = [(one.levelname, one.getMessage()) for one in caplog.records]
     olga = "operator olga from ipv4:10.0.0.7:4040: DeleteRun"
     assert lines == [
-        ("INFO", f"{local_user()} on the store's machine: StopRun: done: run 'digits' is stopped"),
+        ("INFO", f"{local_user()} on the store's machine: ChangeRun: done: run 'digits' is stopped"),
         ("INFO", f"{olga}: begun"),
         ("INFO", f"{olga}: done: run 'digits' is deleted"),
         ("INFO", "operator olga from local: RevokeDevice camera-7: done"),
         ("INFO", "operator olga from local: RevokePerson viewer vic: done"),
-        ("WARNING", "viewer vera from ipv4:10.0.0.8:4040: StopRun: refused: not-allowed: no"),
+        ("WARNING", "viewer vera from ipv4:10.0.0.8:4040: ChangeRun: refused: not-allowed: no"),
     ]
     assert {getattr(one, "about_run", "digits") for one in caplog.records} == {"digits"}
     store.close()

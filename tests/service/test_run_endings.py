@@ -25,14 +25,15 @@ from fleetdistill.wire.payload import ELEMENT_TYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import RunConfig, load_run_config, run_config
-from fleetdistill_server.engine.cancelling import cancel
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
+from fleetdistill_server.service.run_changes import change
 from fleetdistill_server.service.run_endings import delete, roll_back
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.records import Ask, Run
+from fleetdistill_server.store.rollback import RolledBack
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
@@ -94,12 +95,16 @@ def call(directory: Path, *arguments: str, typed: str = "") -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def cancel(store: Store, run: str) -> str:
+    return change(store, run, RunStatus.CANCELLED).status
+
+
 # --- cancelling
 
 
 def test_a_cancelled_run_is_over_for_good(store: Store) -> None:
     token = store.runs.own(RUN)
-    assert cancel(store, RUN)
+    assert cancel(store, RUN) == "cancelled"
     assert (row_of(store).status, row_of(store).reason) == ("cancelled", "by the operator, after 1 round")
     assert [(row.status, row.reason) for row in store.runs.rounds(RUN)][1:] == [("short", "run cancelled")]
     assert [row.status for row in store.asks.uploads(RUN)] == ["used", "reported"]
@@ -112,12 +117,12 @@ def test_a_cancelled_run_is_over_for_good(store: Store) -> None:
 
 
 def test_cancelling_again_changes_nothing(store: Store) -> None:
-    assert cancel(store, RUN)
+    assert cancel(store, RUN) == "cancelled"
     before = row_of(store), store.runs.rounds(RUN)
-    assert not cancel(store, RUN)
+    assert cancel(store, RUN) == "cancelled"
     assert (row_of(store), store.runs.rounds(RUN)) == before
     store.runs.set_status("other", RunStatus.FINISHED, "")
-    assert not cancel(store, "other")
+    assert cancel(store, "other") == "finished"
     assert row_of(store, "other").status == "finished"
     with pytest.raises(ConfigurationError, match="there is no run 'none'"):
         cancel(store, "none")
@@ -138,7 +143,7 @@ def test_devices_of_a_cancelled_run_are_sent_home(store: Store) -> None:
 
 def test_the_command_cancels(directory: Path) -> None:
     assert call(directory, "cancel", RUN) == (0, "run 'digits' is cancelled\n")
-    assert call(directory, "cancel", RUN) == (0, "run 'digits' had already ended\n")
+    assert call(directory, "cancel", RUN) == (0, "run 'digits' is cancelled\n")
     code, said = call(directory, "list", "--json")
     assert (code, [row["status"] for row in json.loads(said)]) == (0, ["cancelled", "running (no server)"])
     code, said = call(directory, "cancel", "digist")
@@ -171,14 +176,15 @@ def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path
             assert "still has devices to forget; try again after the run's next round, or cancel it on the" in said
             store.devices.mark_forgotten(RUN, "d1")
             code, said = cancels(Role.VIEWER, RUN)
-            assert (code, "viewer 'olga' may not cancel a run" in said, row_of(store).status) == (1, True, "running")
+            assert "viewer 'olga' may not change a run" in said
+            assert (code, row_of(store).status) == (1, "running")
             assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' is cancelled\n")
             told = device.NextAsk(service_pb2.NextAskRequest(identity=identity))
             assert told.finished == "cancelled: by the operator, after 1 round"
         before = row_of(store), store.runs.rounds(RUN)
         assert before[0].status == "cancelled"
         assert [row.status for row in before[1]] == ["closed", "short"]
-        assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' had already ended\n")
+        assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' is cancelled\n")
         assert (row_of(store), store.runs.rounds(RUN)) == before
         code, said = cancels(Role.OPERATOR, "digist")
         assert (code, "there is no run 'digist'; did you mean 'digits'?" in said) == (1, True)
@@ -263,12 +269,11 @@ def test_a_deletion_that_is_killed_is_finished_by_the_next(directory: Path, poin
 # --- rolling back
 
 
-def test_a_roll_back_says_how_the_run_goes_on(directory: Path, store: Store) -> None:
-    assert roll_back(directory, store, RUN, 1, "ada").endswith("; serve the run to continue")
+def test_a_run_is_rolled_back_beside_a_server_of_others(directory: Path, store: Store) -> None:
+    assert roll_back(directory, store, RUN, 1, "ada") == RolledBack(completed_rounds=1, undone=0)
     store.runs.set_status("other", RunStatus.STOPPED, "by the operator")
     with serve_lock.take(directory, ""):
-        said = roll_back(directory, store, "other", 1, "ada")
-    assert said.endswith("; use `fleetdistill runs start other` to continue")
+        assert roll_back(directory, store, "other", 1, "ada").completed_rounds == 1
 
 
 # --- beside a server
@@ -309,7 +314,7 @@ def test_a_run_that_is_served_is_cancelled_and_its_devices_go(tmp_path: Path) ->
         stack.enter_context(AnsweringFleet(port, RUN, 2))
         wait_until(lambda: row_of(store).completed_rounds > 0, "a round")
         (engine,) = children(os.getpid(), "fleetdistill_server.engine")
-        assert cancel(store, RUN)
+        assert cancel(store, RUN) == "cancelled"
         wait_until(lambda: not is_alive(engine), "the engine to end")
         wait_until(lambda: told, "the supervisor to tell")
     assert (told, ended) == (["cancelled"], [True])

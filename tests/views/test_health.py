@@ -15,6 +15,7 @@ from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.service import run_changes, serve_lock
 from fleetdistill_server.service.engine_health import EngineHealth
 from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessFile, ProcessState
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.health import problems
 from fleetdistill_server.views.server import server
@@ -89,11 +90,11 @@ def test_a_run_that_failed_is_told_until_it_is_started(tmp_path: Path) -> None:
         assert (source.warnings(), source.problems()) == (found, [])
         return found
 
-    run_changes.start(store, "r")
-    run_changes.stop(store, "r")
+    run_changes.change(store, "r", RunStatus.RUNNING)
+    run_changes.change(store, "r", RunStatus.STOPPED)
     assert says() == [], "an operator stopped it"
     for _ in range(2):
-        run_changes.start(store, "r")
+        run_changes.change(store, "r", RunStatus.RUNNING)
         assert says() == []
         store.run_control.stop_failed(
             "r", store.run_control.assign("r") or "", "the engine failed 6 times at the same point: no space"

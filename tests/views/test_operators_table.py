@@ -14,7 +14,7 @@ from fleetdistill_server.security.calls_in_words import in_words
 from fleetdistill_server.security.roles import ALLOWED_CALLERS
 from fleetdistill_server.store.database import Row
 
-REFUSED = "refused: not-allowed: viewer 'vera' may not stop a run; an operator may"
+REFUSED = "refused: not-allowed: viewer 'vera' may not delete a run; an operator may"
 
 
 def called(role: str, name: str, call: str, address: str, result: str, **arguments: Any) -> Row:
@@ -23,10 +23,10 @@ def called(role: str, name: str, call: str, address: str, result: str, **argumen
 
 
 CALLS = [
-    called("viewer", "vera", "StopRun", "ipv4:10.1.2.3:4040", REFUSED, run="digits"),
+    called("viewer", "vera", "DeleteRun", "ipv4:10.1.2.3:4040", REFUSED, run="digits"),
     called("operator", "olga", "RevokeDevice", "ipv6:%5B::1%5D:4040", "done", device="camera-7", reason="stolen"),
     called("operator", "olga", "CreateTokens", "ipv4:10.1.2.3:4040", "done: 2 tokens", expires_seconds=86400.0),
-    called("local", "ada", "PauseRun", "local", "done: run 'digits' is paused", run="digits"),
+    called("local", "ada", "ChangeRun", "local", "done: run 'digits' is paused", run="digits", status="paused"),
     called("local", "ada", "CreateRun", "local", "failed: there is no such file", run="x" * 64, start=True),
     called("local", "ada\x1b[2J", "CallOfALaterVersion", "local", "begun", devices=["d1", "d2"]),
 ]
@@ -50,12 +50,12 @@ def test_every_call_is_readable_at_every_width(width: int) -> None:
 def test_a_call_says_when_who_from_where_what_on_which_run_and_with_which_result() -> None:
     text = "\n".join(re.sub(" +", " ", line).strip() for line in printed(240))
     assert (
-        "2026-11-23 09:42:33 viewer vera from 10.1.2.3 stop a run digits refused: viewer 'vera' may not stop a run; an"
+        "2026-11-23 09:42:33 viewer vera from 10.1.2.3 delete a run digits refused: viewer 'vera' may not delete a run;"
         in text
     )
     assert "revoke a device device camera-7, reason stolen" in text
     assert "2 tokens (expires seconds 86400)" in text
-    assert "ada on the store's machine pause a run digits run 'digits' is paused" in text
+    assert "ada on the store's machine change a run digits run 'digits' is paused (status paused)" in text
     assert "failed: there is no such file (start)" in text
     assert "begun, or interrupted (devices d1, d2)" in text
     for host in ("10.1.2.3", "[::1]"):

@@ -51,8 +51,8 @@ FAILPOINTS = {
     "front.commit.after": "a group is committed, but none of its calls has a reply",
     "front.receipt.before-send": "the receipt is committed, but the engine is not woken and the receipt not sent",
     # An operator creates, starts, pauses, resumes, stops or clones a run; the supervisor gives it an engine.
-    "runs.lead.before-commit": "the run's new state is written in the open transaction",
-    "runs.lead.after-commit": "the run's new state is committed, but the command has not answered",
+    "runs.change.before-commit": "the run's new state is written in the open transaction",
+    "runs.change.after-commit": "the run's new state is committed, but the command has not answered",
     "runs.delete.before-commit": "the run's rows are deleted in the open transaction",
     "runs.delete.after-commit": "the run's rows are deleted, but its files are not",
     "supervisor.engine.before-token": "a run's turn has come, but it has no engine",

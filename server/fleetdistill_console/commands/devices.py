@@ -18,9 +18,10 @@ from fleetdistill_server.cli.options import (
 )
 from fleetdistill_server.cli.pki import warn_without_server
 from fleetdistill_server.operations.client import connect
-from fleetdistill_server.operations.local_calls import noted_around
+from fleetdistill_server.operations.local_calls import local_call, local_log
 from fleetdistill_server.operations.source import LocalStore, open_source, open_store
 from fleetdistill_server.service.serve_lock import is_served
+from fleetdistill_server.store.operator_calls import Outcome
 
 devices_app = typer.Typer(invoke_without_command=True)
 
@@ -75,8 +76,11 @@ def devices_forget(
     from fleetdistill_server.engine.forgetting import ask_to_forget
 
     opened = open_store(store)
-    with noted_around(opened, "ForgetDevice", {"run": run, "device": device}):
-        done = ask_to_forget(opened, run, device, served=is_served(store, run))
+    done = local_log(opened).around(
+        local_call("ForgetDevice", {"run": run, "device": device}),
+        lambda: ask_to_forget(opened, run, device, served=is_served(store, run)),
+        lambda done: Outcome(),
+    )
     later = "are deleted before the run's next round; if the run has ended, repeat this command"
     when = "are deleted" if done else later
     typer.echo(

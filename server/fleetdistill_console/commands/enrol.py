@@ -24,14 +24,15 @@ from fleetdistill_server.cli.options import (
 )
 from fleetdistill_server.cli.pki import DEFAULT_PKI, PkiOption
 from fleetdistill_server.operations.client import connect
-from fleetdistill_server.operations.local_calls import noted
-from fleetdistill_server.operations.source import create_noted_tokens, open_store
+from fleetdistill_server.operations.local_calls import local_call, local_log
+from fleetdistill_server.operations.source import create_logged_tokens, open_store
 from fleetdistill_server.security.pki import (
     Authority,
 )
 from fleetdistill_server.security.tokens import state_of
 from fleetdistill_server.service.enrol_port import enrol_port_for_tokens
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.operator_calls import Outcome
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted, when
 from fleetdistill_server.views.runs import View
@@ -83,7 +84,7 @@ def enrol(
     else:
         # Tokens can be created before the server's first start.
         given = (_port(enrol_port, store), count, seconds, run, device or ())
-        made = create_noted_tokens(Store.open(store), Authority(pki), *given)
+        made = create_logged_tokens(Store.open(store), Authority(pki), *given)
     _write_tokens(made, out)
 
 
@@ -96,9 +97,12 @@ def _list_or_revoke(store: Store, revoke: Sequence[str], as_json: bool) -> None:
         if not re.fullmatch(r"[0-9a-f]{8,64}", prefix):
             text = "must be 8 to 64 lowercase hex digits; `fleetdistill enrol --list` shows the hashes"
             raise ConfigurationError(f"--revoke is {prefix!r}, {text}")
-    with noted(store, "RevokeTokens", {"hashes": list(revoke)}) as result:
-        result.text = f"{counted(sum(store.credentials.revoke_tokens(prefix) for prefix in revoke), 'token')} revoked"
-    typer.echo(result.text)
+    text = local_log(store).commit(
+        local_call("RevokeTokens", {"hashes": list(revoke)}),
+        lambda store: f"{counted(sum(map(store.credentials.revoke_tokens, revoke)), 'token')} revoked",
+        lambda text: Outcome(text=text),
+    )
+    typer.echo(text)
 
 
 def _token_row(row: Row, now: float) -> Row:

@@ -1,4 +1,4 @@
-"""`fleetdistill runs create`, `start`, `pause`, `resume`, `stop` and `clone`: leads the runs of a store or a server."""
+"""`fleetdistill runs create`, `clone`, `start`, `pause`, `stop` and `cancel`, in a store or on a server."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from fleetdistill_server.operations.interface import Source
 from fleetdistill_server.operations.source import create_here, open_source
 from fleetdistill_server.service.creation import NewRun
 from fleetdistill_server.store.location import has_store
+from fleetdistill_server.store.states import RunStatus
 
 StartOption = Annotated[bool, typer.Option("--start", help="Start the run too.")]
 
@@ -54,15 +55,15 @@ def runs_create(
         directory = store or Path(str(own.get("store", DEFAULT_STORE) if isinstance(own, dict) else DEFAULT_STORE))
         place = "" if has_store(directory) else f" in the new store {directory}"
         with _naming(config):
-            said = create_here(directory, run)
-        typer.echo(said + place)
+            state = create_here(directory, run)
+        typer.echo(state.sentence + place)
         if start:
             warn_without_server(directory, name)
         return
     with open_source(DEFAULT_STORE, server, identity) as source:
         with _naming(config):
-            said = source.create(run)
-        typer.echo(said)
+            state = source.create(run)
+        typer.echo(state.sentence)
         if start:
             _warn(source, DEFAULT_STORE, name)
 
@@ -86,50 +87,28 @@ def runs_clone(
     """
     with open_source(store, server, identity) as source:
         wanted = NewRun(settings={"run": {"name": new}}, start=start, clone_of=run, changes=changes or [])
-        typer.echo(source.create(wanted))
+        typer.echo(source.create(wanted).sentence)
         if start:
             _warn(source, store, new)
 
 
-@report_errors
-def runs_start(
-    run: RunArgument, store: StoreOption = DEFAULT_STORE, server: ServerOption = None, identity: IdentityOption = None
-) -> None:
-    """Starts a run that was created or stopped, or failed. Example: fleetdistill runs start digits"""
-    with open_source(store, server, identity) as source:
-        typer.echo(source.start(run))
-        _warn(source, store, run)
+def _change_command(status: RunStatus, description: str) -> Callable[..., None]:
+    """Returns the command that gives a run a status."""
 
+    @report_errors
+    def command(
+        run: RunArgument,
+        store: StoreOption = DEFAULT_STORE,
+        server: ServerOption = None,
+        identity: IdentityOption = None,
+    ) -> None:
+        with open_source(store, server, identity) as source:
+            typer.echo(source.change(run, status).sentence)
+            if status is RunStatus.RUNNING:
+                _warn(source, store, run)
 
-@report_errors
-def runs_pause(
-    run: RunArgument, store: StoreOption = DEFAULT_STORE, server: ServerOption = None, identity: IdentityOption = None
-) -> None:
-    """Pauses a run, in the middle of a round if one is open. Example: fleetdistill runs pause digits
-
-    Its engine ends. Devices finish and send the work that they have begun, then wait.
-    """
-    with open_source(store, server, identity) as source:
-        typer.echo(source.pause(run))
-
-
-@report_errors
-def runs_resume(
-    run: RunArgument, store: StoreOption = DEFAULT_STORE, server: ServerOption = None, identity: IdentityOption = None
-) -> None:
-    """Resumes a paused run, with its open round if it has one. Example: fleetdistill runs resume digits"""
-    with open_source(store, server, identity) as source:
-        typer.echo(source.resume(run))
-        _warn(source, store, run)
-
-
-@report_errors
-def runs_stop(
-    run: RunArgument, store: StoreOption = DEFAULT_STORE, server: ServerOption = None, identity: IdentityOption = None
-) -> None:
-    """Stops a run until it is started again; closes its open round as short. Example: fleetdistill runs stop digits"""
-    with open_source(store, server, identity) as source:
-        typer.echo(source.stop(run))
+    command.__doc__ = description
+    return command
 
 
 def _warn(source: Source, store: Path, run: str) -> None:
@@ -154,10 +133,35 @@ def _naming(config: Path) -> Iterator[None]:
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "create": runs_create,
-    "start": runs_start,
-    "pause": runs_pause,
-    "resume": runs_resume,
-    "stop": runs_stop,
     "clone": runs_clone,
+    "start": _change_command(
+        RunStatus.RUNNING,
+        """Starts a run that was created, paused or stopped, or failed. Example: fleetdistill runs start digits
+
+        A paused run continues its open round.
+        """,
+    ),
+    "pause": _change_command(
+        RunStatus.PAUSED,
+        """Pauses a run, in the middle of a round if one is open. Example: fleetdistill runs pause digits
+
+        Its engine ends. Devices finish and send the work that they have begun, then wait.
+        """,
+    ),
+    "stop": _change_command(
+        RunStatus.STOPPED,
+        """Stops a run; closes its open round as short. Example: fleetdistill runs stop digits
+
+        `fleetdistill runs start` starts it again.
+        """,
+    ),
+    "cancel": _change_command(
+        RunStatus.CANCELLED,
+        """Cancels a run permanently, even while it is served. Example: fleetdistill runs cancel digits
+
+        Devices keep their models and are notified that the run has ended. To start another run from its model, set
+        [run] start_from.
+        """,
+    ),
 }
 """The commands of this module, by name."""

@@ -24,11 +24,12 @@ from fleetdistill_server.cli.options import (
     report_errors,
 )
 from fleetdistill_server.operations.interface import Source
-from fleetdistill_server.operations.local_calls import noted_around
+from fleetdistill_server.operations.local_calls import local_call, local_log
 from fleetdistill_server.operations.source import open_source, open_store
 from fleetdistill_server.service.serve_lock import serving
+from fleetdistill_server.store.operator_calls import Outcome
 from fleetdistill_server.texts import counted
-from fleetdistill_server.views.results import NOTHING, left_for_later, pruned
+from fleetdistill_server.views.results import NOTHING, deleted, left_for_later, pruned, rolled_back
 
 _MAX_ROUNDS = 20
 """Number of rounds that `runs show` prints; the newest ones."""
@@ -103,9 +104,9 @@ def runs_prune(
         if found != Pruned():
             typer.confirm(f"Delete {pruned(found)} of run {run!r}?", abort=True)
         wanted = {"run": run, "keep_rounds": keep_rounds, "older_than": older_than}
-        with noted_around(opened, "PruneRun", wanted) as result:
-            found = work()
-            result.text = f"freed {pruned(found)}"
+        found = local_log(opened).around(
+            local_call("PruneRun", wanted), work, lambda done: Outcome(text=f"freed {pruned(done)}")
+        )
     typer.echo(f"would free {pruned(found)}" if dry_run else f"freed {pruned(found)}")
     if later := left_for_later(found.later):
         typer.echo(later)
@@ -130,22 +131,7 @@ def runs_rollback(
     Stop the run first. A server may work on other runs meanwhile.
     """
     with open_source(store, server, identity) as source:
-        typer.echo(source.roll_back(run, to))
-
-
-@runs_app.command("cancel")
-@report_errors
-def runs_cancel(
-    run: RunArgument, store: StoreOption = DEFAULT_STORE, server: ServerOption = None, identity: IdentityOption = None
-) -> None:
-    """Cancels a run permanently, even while it is served. Example: fleetdistill runs cancel digits
-
-    Devices keep their models and are notified that the run has ended. To start another run from its model, set [run]
-    start_from.
-    """
-    with open_source(store, server, identity) as source:
-        done = source.cancel(run)
-    typer.echo(f"run {run!r} is cancelled" if done else f"run {run!r} had already ended")
+        typer.echo(rolled_back(run, to, source.roll_back(run, to)))
 
 
 @runs_app.command("delete")
@@ -167,7 +153,7 @@ def runs_delete(
         if row is not None and not yes:
             what = f"It is {row['status']} and has {counted(row['completed_rounds'], 'completed round')}."
             typer.confirm(f"{what} Delete run {run!r} with its model, receipts and figures?", abort=True)
-        text = source.delete(run)
+        text = deleted(run, source.delete(run))
         if row is None and not _was_deleted(source, run):
             raise ConfigurationError(text)
         typer.echo(text)

@@ -12,6 +12,7 @@ from fleetdistill_console.dashboard.confirmation import Confirmation, dialog
 from fleetdistill_console.dashboard.readers import ABOUT
 from fleetdistill_server.operations.interface import Source
 from fleetdistill_server.store.states import ACTIVE, IDLE, QUEUED, WAITING, RunStatus
+from fleetdistill_server.views.results import deleted
 
 _ACTING = ("operator", "local")
 """Roles whose calls change something."""
@@ -41,39 +42,39 @@ class RunAction:
 
 
 _AT_WORK = frozenset({*ACTIVE, QUEUED, WAITING, IDLE})
+
+
+def _change(status: RunStatus) -> Callable[[Source, str], str]:
+    return lambda source, run: source.change(run, status).sentence
+
+
 RUN_ACTIONS = (
     RunAction(
         "Start",
-        "The run goes on with its next round as soon as an engine is free.",
-        frozenset({RunStatus.CREATED, RunStatus.STOPPED}),
-        lambda source, run: source.start(run),
+        "The run goes on as soon as an engine is free; a paused run continues its open round.",
+        frozenset({RunStatus.CREATED, RunStatus.PAUSED, RunStatus.STOPPED}),
+        _change(RunStatus.RUNNING),
     ),
     RunAction(
         "Pause",
         "The run's engine ends, also within a round, and frees its memory. What devices have sent stays, and "
-        "devices wait until the run is resumed.",
+        "devices wait until the run is started again.",
         _AT_WORK,
-        lambda source, run: source.pause(run),
-    ),
-    RunAction(
-        "Resume",
-        "The run continues its open round as soon as an engine is free.",
-        frozenset({RunStatus.PAUSED}),
-        lambda source, run: source.resume(run),
+        _change(RunStatus.PAUSED),
     ),
     RunAction(
         "Stop",
         "The run's engine ends, and the round under way is closed without a result. Completed rounds stay, and the run "
         "can be started again.",
         _AT_WORK | {RunStatus.PAUSED},
-        lambda source, run: source.stop(run),
+        _change(RunStatus.STOPPED),
     ),
     RunAction(
         "Delete",
         "The run is deleted with its rounds, answers, events and models. Its devices are refused. This "
         "cannot be undone.",
         None,
-        lambda source, run: source.delete(run),
+        lambda source, run: deleted(run, source.delete(run)),
         is_final=True,
     ),
 )

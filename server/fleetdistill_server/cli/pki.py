@@ -19,7 +19,7 @@ from fleetdistill_server.cli.options import (
     report_errors,
 )
 from fleetdistill_server.operations.client import connect
-from fleetdistill_server.operations.local_calls import noted
+from fleetdistill_server.operations.local_calls import local_call
 from fleetdistill_server.operations.source import LocalStore, open_store
 from fleetdistill_server.security.certificates import Role, check_hosts
 from fleetdistill_server.security.pki import (
@@ -33,6 +33,7 @@ from fleetdistill_server.security.pki import (
 from fleetdistill_server.security.shut_out import check_rotation, is_last_operator, shut_out
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.location import has_store
+from fleetdistill_server.store.operator_calls import Outcome
 
 pki_app = typer.Typer(help="Manages the server's certificate authority (CA).", no_args_is_help=True)
 
@@ -132,8 +133,7 @@ def pki_forget_old_ca(
         typer.confirm("Stop accepting certificates of the old CA?", abort=True)
     forget_old_authority(pki)
     if opened is not None:
-        with noted(opened, "ForgetOldCa", {"shut_out": out.names}):
-            pass
+        opened.operator_calls.add(local_call("ForgetOldCa", {"shut_out": out.names}), Outcome().words)
     typer.echo(f"{pki}: only certificates of the new CA are accepted")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from fleetdistill_server.engine.preflight import build, evaluation_samples, is_o
 from fleetdistill_server.service.creation import NewRun
 from fleetdistill_server.service.processes import end_with_parent, limit_memory
 from fleetdistill_server.service.registration import is_prepared
-from fleetdistill_server.service.run_changes import clone_settings, create
+from fleetdistill_server.service.run_changes import RunState, clone_settings, create
 from fleetdistill_server.store.location import Location, has_store, set_location
 from fleetdistill_server.store.operator_calls import Call
 from fleetdistill_server.store.store import Store
 
 
-def _created(directory: Path, run: NewRun, call: Call) -> str:
+def _created(directory: Path, run: NewRun, call: Call) -> RunState:
     if not has_store(directory):
         set_location(directory, Location.of(run_config(_settings(run.settings, directory)).server))
     store = Store.open(directory)
@@ -39,8 +40,9 @@ def _created(directory: Path, run: NewRun, call: Call) -> str:
             build(config)
         evaluation_samples(config)
         with store.operator_calls.with_change(call) as outcome:
-            outcome.text = create(store, config, start_it=run.start, who=call.who, may_change=not run.clone_of)
-        return outcome.text
+            created = create(store, config, start_it=run.start, who=call.who, may_change=not run.clone_of)
+            outcome.text = created.sentence
+        return created
     finally:
         store.close()
 
@@ -80,12 +82,12 @@ def _is_in(file: str, directories: Sequence[Path]) -> bool:
 
 
 def main() -> int:
-    """Reads a run and its operator's call as JSON from standard input; prints a sentence, or an error and returns 1."""
+    """Creates the run in the JSON on standard input; prints it as JSON, or prints an error and returns 1."""
     end_with_parent(int(sys.argv[2]))
     given = json.load(sys.stdin)
     limit_memory(given["memory"])
     try:
-        print(_created(Path(sys.argv[1]), NewRun(**given["run"]), Call(**given["call"])))
+        created = _created(Path(sys.argv[1]), NewRun(**given["run"]), Call(**given["call"]))
     except (FleetDistillError, MemoryError, RuntimeError) as error:
         if is_out_of_memory(error) or is_out_of_memory(error.__cause__):
             limit = f"{given['memory']:,} bytes of memory"
@@ -95,6 +97,7 @@ def main() -> int:
         else:
             raise
         return 1
+    print(json.dumps(asdict(created)))
     return 0
 
 

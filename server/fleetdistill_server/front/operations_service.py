@@ -9,17 +9,21 @@ import asyncio
 import contextlib
 import json
 import threading
+import tomllib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 
-from fleetdistill.errors import ConfigurationError, RefusedError
+from fleetdistill.errors import ConfigurationError, FleetDistillError, RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
+from fleetdistill_server.front import run_calls
 from fleetdistill_server.front.errors import abort, in_pool
 from fleetdistill_server.front.file_streams import (
     delete_remains,
@@ -29,23 +33,20 @@ from fleetdistill_server.front.file_streams import (
     parts_of_files,
 )
 from fleetdistill_server.front.guard import holder_in
-from fleetdistill_server.front.run_calls import RemoteLeading, led
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.intake.operator_log import OperatorLog, call_of
+from fleetdistill_server.intake.operator_log import OperatorLog
 from fleetdistill_server.security.certificates import Holder
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens, token_bytes
-from fleetdistill_server.service.run_changes import pause, resume, start, stop
-from fleetdistill_server.service.run_endings import mark_cancelled
+from fleetdistill_server.service.run_changes import RunState
 from fleetdistill_server.service.wakeups import POLL_SECONDS
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.operator_calls import Call, Outcome
-from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted, readable_bytes, to_json
 from fleetdistill_server.views.reading import FOR_OPERATORS, MAX_EVENTS, VIEWS, Query, ViewReader, read
-from fleetdistill_server.views.results import backed_up
+from fleetdistill_server.views.results import backed_up, deleted, rolled_back
 from fleetdistill_server.views.runs import View
 from fleetdistill_server.views.watch import changes, is_over
 
@@ -57,6 +58,9 @@ PAGE_BYTES = 1 << 20
 """Largest size of one list with texts in a response; callers accept 4 MiB in total."""
 _FRAME_BYTES = 6  # overhead of a message in a list
 _MAX_REASON = 512
+_LONG_FIELDS = ("run_toml",)
+"""Fields of requests that are not stored: they are long, and the store has their content elsewhere."""
+_OPERATIONS = "/fleetdistill.wire.v1.OperationsService/"
 _CHANGES: dict[str, type[Any]] = {
     "run": operations_pb2.RunProgress,
     "round": operations_pb2.RoundProgress,
@@ -86,7 +90,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         self._pool = pool
         self._pki = pki
         self._enrol_port = enrol_port
-        self._leading = RemoteLeading(directory, data_directories)
+        self._data_directories = list(data_directories)
         self._creations = ThreadPoolExecutor(1)  # one at a time: each loads torch, and can take minutes
 
     async def WatchRun(
@@ -135,12 +139,6 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         call = call_of(context, "RevokeDevice", request)
         return await in_pool(self._pool, context, partial(self._revoke, request, call))
 
-    async def CancelRun(
-        self, request: operations_pb2.CancelRunRequest, context: Any
-    ) -> operations_pb2.CancelRunResponse:
-        call = call_of(context, "CancelRun", request)
-        return await in_pool(self._pool, context, partial(self._cancel, request.run, call))
-
     async def CreateTokens(
         self, request: operations_pb2.CreateTokensRequest, context: Any
     ) -> operations_pb2.CreateTokensResponse:
@@ -182,64 +180,50 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     async def CreateRun(
         self, request: operations_pb2.CreateRunRequest, context: Any
     ) -> operations_pb2.CreateRunResponse:
-        text = await self._create_run(context, "CreateRun", request, self._leading.create)
-        return operations_pb2.CreateRunResponse(text=text)
+        call = call_of(context, "CreateRun", request)
+        with _ending() as ended:  # a process of its own stores the call with the run, and ends with the call
+            create = partial(run_calls.create, self._directory, self._data_directories, request, call, ended)
+            work = partial(self._log.unless_failed, call, create)
+            state = await in_pool(self._creations, context, work)
+        return operations_pb2.CreateRunResponse(run=_message_of(state))
 
-    async def CloneRun(self, request: operations_pb2.CloneRunRequest, context: Any) -> operations_pb2.CloneRunResponse:
-        text = await self._create_run(context, "CloneRun", request, self._leading.clone)
-        return operations_pb2.CloneRunResponse(text=text)
-
-    async def StartRun(self, request: operations_pb2.StartRunRequest, context: Any) -> operations_pb2.StartRunResponse:
-        text = await self._lead(context, "StartRun", request, start)
-        return operations_pb2.StartRunResponse(text=text)
-
-    async def PauseRun(self, request: operations_pb2.PauseRunRequest, context: Any) -> operations_pb2.PauseRunResponse:
-        text = await self._lead(context, "PauseRun", request, pause)
-        return operations_pb2.PauseRunResponse(text=text)
-
-    async def ResumeRun(
-        self, request: operations_pb2.ResumeRunRequest, context: Any
-    ) -> operations_pb2.ResumeRunResponse:
-        text = await self._lead(context, "ResumeRun", request, resume)
-        return operations_pb2.ResumeRunResponse(text=text)
-
-    async def StopRun(self, request: operations_pb2.StopRunRequest, context: Any) -> operations_pb2.StopRunResponse:
-        text = await self._lead(context, "StopRun", request, stop)
-        return operations_pb2.StopRunResponse(text=text)
+    async def ChangeRun(
+        self, request: operations_pb2.ChangeRunRequest, context: Any
+    ) -> operations_pb2.ChangeRunResponse:
+        call = call_of(context, "ChangeRun", request)
+        change = partial(run_calls.change, request=request, who=call.who)
+        work = partial(self._log.commit, call, change, lambda state: Outcome(text=state.sentence))
+        return operations_pb2.ChangeRunResponse(run=_message_of(await in_pool(self._pool, context, work)))
 
     async def DeleteRun(
         self, request: operations_pb2.DeleteRunRequest, context: Any
     ) -> operations_pb2.DeleteRunResponse:
         call = call_of(context, "DeleteRun", request)
-        work = partial(self._log.around, call, partial(self._leading.delete, request.run), _said)
-        text = await in_pool(self._pool, context, work)
-        return operations_pb2.DeleteRunResponse(text=text)
+        delete = partial(run_calls.delete, self._directory, request.run)
+        work = partial(self._log.around, call, delete, lambda gone: Outcome(text=deleted(request.run, gone)))
+        gone = await in_pool(self._pool, context, work)
+        if gone is None:
+            return operations_pb2.DeleteRunResponse()
+        numbers = operations_pb2.DeletedRun(
+            rounds=gone.rounds,
+            events=gone.events,
+            figures=gone.figures,
+            payloads=gone.freed.payloads,
+            bytes=gone.freed.bytes,
+            later_payloads=gone.later.payloads,
+            later_bytes=gone.later.bytes,
+        )
+        return operations_pb2.DeleteRunResponse(deleted=numbers)
 
     async def RollBackRun(
         self, request: operations_pb2.RollBackRunRequest, context: Any
     ) -> operations_pb2.RollBackRunResponse:
         call = call_of(context, "RollBackRun", request)
-        work = partial(
-            self._log.around, call, partial(self._leading.roll_back, request.run, request.to, call.who), _said
-        )
-        text = await in_pool(self._pool, context, work)
-        return operations_pb2.RollBackRunResponse(text=text)
-
-    async def _create_run(
-        self, context: Any, name: str, request: Any, create: Callable[[Any, Call, threading.Event], str]
-    ) -> str:
-        """Creates a run in a process of its own, which stores the call with the run and ends with the call."""
-        call = call_of(context, name, request)
-        with _ending() as ended:
-            work = partial(self._log.unless_refused, call, partial(create, request, call, ended))
-            return await in_pool(self._creations, context, work)
-
-    async def _lead(self, context: Any, name: str, request: Any, change: Callable[[Store, str, str], str]) -> str:
-        """Changes a run in one transaction with the call's entry."""
-        call = call_of(context, name, request)
-        job = partial(led, change, request.run, call.who)
-        work = partial(self._log.commit, call, job, _said)
-        return await in_pool(self._pool, context, work)
+        run, to = request.run, request.to
+        roll_back = partial(run_calls.roll_back, self._directory, run, to, call.who)
+        work = partial(self._log.around, call, roll_back, lambda done: Outcome(text=rolled_back(run, to, done)))
+        done = await in_pool(self._pool, context, work)
+        return operations_pb2.RollBackRunResponse(completed_rounds=done.completed_rounds, undone_rounds=done.undone)
 
     def _changes(self, run: str, seen: dict[str, Row]) -> list[Row]:
         with _unknown_run():
@@ -263,10 +247,6 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         changed = self._log.commit(call, partial(_revoke_device, request), Outcome)
         return operations_pb2.RevokeDeviceResponse(changed=changed)
 
-    def _cancel(self, run: str, call: Call) -> operations_pb2.CancelRunResponse:
-        changed = self._log.commit(call, partial(_cancel_run, run), Outcome)
-        return operations_pb2.CancelRunResponse(changed=changed)
-
     def _create(self, request: operations_pb2.CreateTokensRequest, call: Call) -> operations_pb2.CreateTokensResponse:
         authority = Authority(self._pki)
         fit = PAGE_BYTES * 3 // token_bytes(authority)
@@ -282,6 +262,39 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 
         made = self._log.commit(call, create, lambda tokens: Outcome(text=counted(len(tokens), "token")))
         return operations_pb2.CreateTokensResponse(tokens=made)
+
+
+def call_of(context: Any, name: str, request: Any = None) -> Call:
+    """Returns who makes a call of a method, from where, and with which request."""
+    holder = holder_in(context)
+    known = isinstance(request, Message)  # an undecodable request has no arguments
+    given = json.loads(MessageToJson(request, preserving_proto_field_name=True)) if known else {}
+    arguments = _created_run(given) | {field: value for field, value in given.items() if field not in _LONG_FIELDS}
+    role, who = ("unknown", "") if holder is None else (str(holder.role), holder.name)
+    return Call(role, who, name, arguments, str(context.peer()))
+
+
+def _created_run(given: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the name of the run that a request creates; nothing for other requests, or if it cannot be read."""
+    try:
+        return {"run": str(tomllib.loads(given["run_toml"])["run"]["name"])}
+    except (KeyError, TypeError, ValueError, RecursionError):  # TOMLDecodeError, or a number of too many digits
+        return {}
+
+
+def store_refusals(log: OperatorLog, pool: ThreadPoolExecutor) -> Callable[[str, Any, FleetDistillError, Any], None]:
+    """Returns a function for the guard that stores refused calls of operations without waiting."""
+
+    def store_refusal(method: str, context: Any, refusal: FleetDistillError, request: Any) -> None:
+        if method.startswith(_OPERATIONS):
+            call = call_of(context, method.removeprefix(_OPERATIONS), request)
+            asyncio.get_running_loop().run_in_executor(pool, partial(log.add_failed, call, refusal))
+
+    return store_refusal
+
+
+def _message_of(state: RunState) -> operations_pb2.RunState:
+    return operations_pb2.RunState(**asdict(state))
 
 
 def _copied(made: tuple[Sequence[Path], str]) -> Outcome:
@@ -346,20 +359,6 @@ def _revoke_person(request: operations_pb2.RevokePersonRequest, caller: Holder |
         raise RefusedError(Code.BAD_MESSAGE, f"{text}; confirm it with --yes, or let another operator do it")
     with _bad_message():
         return revoke_person(store, request.role, request.name, request.reason)
-
-
-def _said(text: str) -> Outcome:
-    return Outcome(text=text)
-
-
-def _cancel_run(run: str, store: Store) -> bool:
-    """Cancels a run. Raises RefusedError if devices must be forgotten first, which requires a run in progress."""
-    status = store.runs.status(run)
-    if status is not None and status not in OVER and store.devices.to_forget(run):
-        text = f"run {run!r} still has devices to forget; try again after the run's next round"
-        raise RefusedError(Code.NOT_READY, f"{text}, or cancel it on the server's machine with --store")
-    with _unknown_run():
-        return mark_cancelled(store, run)
 
 
 def _filled(kind: type[Any], row: Row) -> Any:

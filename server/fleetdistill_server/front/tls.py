@@ -63,9 +63,10 @@ def add_services(
     """Adds the services that require TLS, enrolment and operations."""
     from fleetdistill.wire.v1 import enrolment_pb2_grpc, operations_pb2_grpc
     from fleetdistill_server.front.enrolment_service import EnrolmentService
-    from fleetdistill_server.front.operations_service import (
+    from fleetdistill_server.front.operations_service import (  # imports rich, which plain text does not need
         OperationsService,
-    )  # imports rich, which plain text does not need
+        store_refusals,
+    )
     from fleetdistill_server.intake.operator_log import OperatorLog
 
     store = Path(config.store)
@@ -79,7 +80,7 @@ def add_services(
     except StoreError as error:  # the disk may be full; devices can be served anyway
         logger.error("%s; until the next start `fleetdistill enrol` needs --enrol-port %d", error, ports.enrol)
     log = OperatorLog(api.commit)
-    guard.on_refusal = log.refusals(pool)
+    guard.on_refusal = store_refusals(log, pool)
     operations = OperationsService(api, log, store, pool, tls.directory, ports.enrol, config.data_directories)
     operations_pb2_grpc.add_OperationsServiceServicer_to_server(operations, server)
 

@@ -25,8 +25,11 @@ from fleetdistill_server.operations.receiving import json_row, receive_backup, r
 from fleetdistill_server.security.certificates import holder_of
 from fleetdistill_server.security.tokens import MAX_TOKENS
 from fleetdistill_server.service.creation import CREATION_SECONDS, NewRun
+from fleetdistill_server.service.run_changes import RunState
 from fleetdistill_server.store.backup import BackedUp, check_empty
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.retention import Freed, Pruned
+from fleetdistill_server.store.rollback import RolledBack
 from fleetdistill_server.texts import when
 from fleetdistill_server.views.reading import FOR_OPERATORS, Query
 from fleetdistill_server.views.runs import View
@@ -100,45 +103,32 @@ class OperatorClient(Source):
         with errors_of(self._server):
             return receive_backup(_parts(self._stub.BackUp(operations_pb2.BackUpRequest())), out)
 
-    def cancel(self, run: str) -> bool:
-        """Cancels a run permanently; returns False if it had already ended."""
-        return bool(self._call("CancelRun", operations_pb2.CancelRunRequest(run=run)).changed)
+    def create(self, run: NewRun) -> RunState:
+        """Checks and creates a run. Relative paths belong to the server's directory."""
+        request = operations_pb2.CreateRunRequest(
+            run_toml=tomli_w.dumps(run.settings), start=run.start, clone_of=run.clone_of, changes=run.changes
+        )
+        return _state_of(self._call("CreateRun", request, CREATION_SECONDS).run)
 
-    def create(self, run: NewRun) -> str:
-        """Checks and creates a run; returns a sentence on it. Relative paths belong to the server's directory."""
-        if run.clone_of:
-            names = {"run": run.clone_of, "new_run": run.settings["run"]["name"]}
-            clone = operations_pb2.CloneRunRequest(**names, changes=run.changes, start=run.start)
-            return self._sentence("CloneRun", clone, CREATION_SECONDS)
-        request = operations_pb2.CreateRunRequest(run_toml=tomli_w.dumps(run.settings), start=run.start)
-        return self._sentence("CreateRun", request, CREATION_SECONDS)
+    def change(self, run: str, status: str) -> RunState:
+        """Starts, pauses, stops or cancels a run."""
+        return _state_of(self._call("ChangeRun", operations_pb2.ChangeRunRequest(run=run, status=status)).run)
 
-    def start(self, run: str) -> str:
-        """Starts a run that was created or stopped; returns a sentence on it."""
-        return self._sentence("StartRun", operations_pb2.StartRunRequest(run=run))
+    def delete(self, run: str) -> Pruned | None:
+        """Deletes a run with everything that belongs to it; returns None if there was none of this name."""
+        reply = self._call("DeleteRun", operations_pb2.DeleteRunRequest(run=run), DELETION_SECONDS)
+        if not reply.HasField("deleted"):
+            return None
+        gone = reply.deleted
+        freed, later = Freed(gone.payloads, gone.bytes), Freed(gone.later_payloads, gone.later_bytes)
+        return Pruned(gone.rounds, gone.events, gone.figures, freed, later)
 
-    def pause(self, run: str) -> str:
-        """Pauses a run; returns a sentence on it."""
-        return self._sentence("PauseRun", operations_pb2.PauseRunRequest(run=run))
-
-    def resume(self, run: str) -> str:
-        """Resumes a paused run; returns a sentence on it."""
-        return self._sentence("ResumeRun", operations_pb2.ResumeRunRequest(run=run))
-
-    def stop(self, run: str) -> str:
-        """Stops a run until it is started again; returns a sentence on it."""
-        return self._sentence("StopRun", operations_pb2.StopRunRequest(run=run))
-
-    def delete(self, run: str) -> str:
-        """Deletes a run with everything that belongs to it; returns a sentence on what was deleted."""
-        return self._sentence("DeleteRun", operations_pb2.DeleteRunRequest(run=run), DELETION_SECONDS)
-
-    def roll_back(self, run: str, to: int) -> str:
-        """Rolls a run back to the state after a round; returns a sentence on it."""
+    def roll_back(self, run: str, to: int) -> RolledBack:
+        """Rolls a run back to the state after a round."""
         if to < 0:
             raise ConfigurationError(f"--to is {to}, must be at least 0")
-        request = operations_pb2.RollBackRunRequest(run=run, to=to)
-        return self._sentence("RollBackRun", request, DELETION_SECONDS)
+        reply = self._call("RollBackRun", operations_pb2.RollBackRunRequest(run=run, to=to), DELETION_SECONDS)
+        return RolledBack(reply.completed_rounds, reply.undone_rounds)
 
     def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
         """Creates and returns enrolment tokens, in batches that fit into one response."""
@@ -160,13 +150,15 @@ class OperatorClient(Source):
             raise LinkError(f"the server {self._server} sent something else than the tokens that were asked for")
         return tokens
 
-    def _sentence(self, method: str, request: Any, seconds: float = CALL_SECONDS) -> str:
-        """Returns the text of a reply, without control characters but its ends of lines."""
-        return "\n".join(map(printable, self._call(method, request, seconds).text.split("\n")))
-
     def _call(self, method: str, request: Any, seconds: float = CALL_SECONDS) -> Any:
         with errors_of(self._server):
             return getattr(self._stub, method)(request, timeout=seconds)
+
+
+def _state_of(message: operations_pb2.RunState) -> RunState:
+    """Returns the state in a reply, without control characters."""
+    run, status, reason = map(printable, (message.run, message.status, message.reason))
+    return RunState(run, status, reason, message.completed_rounds)
 
 
 def _parts(call: Any) -> Iterator[operations_pb2.FilePart]:

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleetdistill_server.service.creation import NewRun
+from fleetdistill_server.service.run_changes import RunState
 from fleetdistill_server.store.backup import BackedUp
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.retention import Pruned
+from fleetdistill_server.store.rollback import RolledBack
 from fleetdistill_server.views.reading import Query
 from fleetdistill_server.views.runs import View
 
@@ -59,10 +62,6 @@ class Source(ABC):
         """Revokes a device permanently; returns False if it was already revoked."""
 
     @abstractmethod
-    def cancel(self, run: str) -> bool:
-        """Cancels a run permanently; returns False if it had already ended."""
-
-    @abstractmethod
     def export(self, run: str, out: Path) -> Exported:
         """Writes a run's model to an ONNX file. With a server, for operators only.
 
@@ -79,35 +78,23 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def create(self, run: NewRun) -> str:
-        """Checks and creates a run; returns a sentence on it.
+    def create(self, run: NewRun) -> RunState:
+        """Checks and creates a run.
 
         Relative paths in its settings belong to the current directory, or to that of the server from elsewhere.
         """
 
     @abstractmethod
-    def start(self, run: str) -> str:
-        """Starts a run that was created or stopped, or failed; returns a sentence on it."""
+    def change(self, run: str, status: str) -> RunState:
+        """Makes a run `running`, `paused`, `stopped` or `cancelled`; see `service.run_changes.change`."""
 
     @abstractmethod
-    def pause(self, run: str) -> str:
-        """Pauses a run with its open round; returns a sentence on it."""
+    def delete(self, run: str) -> Pruned | None:
+        """Deletes a run with everything that belongs to it; returns None if there was none of this name."""
 
     @abstractmethod
-    def resume(self, run: str) -> str:
-        """Resumes a paused run; returns a sentence on it."""
-
-    @abstractmethod
-    def stop(self, run: str) -> str:
-        """Stops a run until it is started again; its open round is closed as short. Returns a sentence on it."""
-
-    @abstractmethod
-    def delete(self, run: str) -> str:
-        """Deletes a run with everything that belongs to it; returns sentences on what was deleted."""
-
-    @abstractmethod
-    def roll_back(self, run: str, to: int) -> str:
-        """Rolls a run that no engine works on back to the state after a round; returns a sentence on it.
+    def roll_back(self, run: str, to: int) -> RolledBack:
+        """Rolls a run that no engine works on back to the state after a round.
 
         Args:
             run: Name of the run.

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError
-from fleetdistill_server.engine.cancelling import cancel
+from fleetdistill_server.intake.operator_log import OperatorLog
 from fleetdistill_server.operations.client import connect
 from fleetdistill_server.operations.interface import Exported, Source
-from fleetdistill_server.operations.local_calls import local_call, local_user, note_failure, noted, noted_around
+from fleetdistill_server.operations.local_calls import local_call, local_log, local_user
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens
-from fleetdistill_server.service import run_changes
 from fleetdistill_server.service.creation import NewRun, create_checked
 from fleetdistill_server.service.enrol_port import enrol_port_for_tokens
+from fleetdistill_server.service.run_changes import RunState, change
 from fleetdistill_server.service.run_endings import delete, roll_back
 from fleetdistill_server.store.backup import BackedUp, backup
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import SQLITE, has_store
-from fleetdistill_server.store.operator_calls import LOCAL
+from fleetdistill_server.store.operator_calls import LOCAL, Outcome
+from fleetdistill_server.store.retention import Pruned
+from fleetdistill_server.store.rollback import RolledBack
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted
 from fleetdistill_server.views.reading import Query, read
-from fleetdistill_server.views.results import backed_up, deleted
+from fleetdistill_server.views.results import backed_up, deleted, rolled_back
 from fleetdistill_server.views.runs import View
 from fleetdistill_server.views.watch import follow
 
@@ -66,6 +68,10 @@ class LocalStore(Source):
         self._file = _identity(directory)
 
     @property
+    def _log(self) -> OperatorLog:
+        return local_log(self._store)
+
+    @property
     def _store(self) -> Store:
         """The store, opened again if another one has been restored into its directory."""
         found = _identity(self._directory)
@@ -87,22 +93,13 @@ class LocalStore(Source):
 
     def revoke(self, device: str, reason: str) -> bool:
         """Revokes a device permanently; returns False if it was already revoked."""
-        arguments = {"device": device, "reason": reason}
-        with noted(self._store, "RevokeDevice", arguments) as result:
-            result.changed = revoke_device(self._store, device, reason)
-        return result.changed
+        call = local_call("RevokeDevice", {"device": device, "reason": reason})
+        return self._log.commit(call, lambda store: revoke_device(store, device, reason), Outcome)
 
     def revoke_person(self, role: str, name: str, reason: str, *, own: bool = False) -> bool:
         """Revokes an operator or viewer; returns False if that role and name was already revoked."""
-        with noted(self._store, "RevokePerson", {"role": role, "name": name, "reason": reason}) as result:
-            result.changed = revoke_person(self._store, role, name, reason)
-        return result.changed
-
-    def cancel(self, run: str) -> bool:
-        """Cancels a run permanently; returns False if it had already ended."""
-        with noted_around(self._store, "CancelRun", {"run": run}) as result:
-            result.changed = cancel(self._store, run)
-        return result.changed
+        call = local_call("RevokePerson", {"role": role, "name": name, "reason": reason})
+        return self._log.commit(call, lambda store: revoke_person(store, role, name, reason), Outcome)
 
     def export(self, run: str, out: Path) -> Exported:
         """Writes a run's model to an ONNX file."""
@@ -113,85 +110,77 @@ class LocalStore(Source):
 
     def back_up(self, out: Path) -> BackedUp:
         """Writes a backup of the store to an empty directory."""
-        with noted_around(self._store, "BackUp", {"out": str(out)}) as result:
-            made = backup(self._directory, out)
-            result.text = backed_up(made.payloads, made.bytes, made.missing)
-        return made
+        call = local_call("BackUp", {"out": str(out)})
+        return self._log.around(
+            call,
+            lambda: backup(self._directory, out),
+            lambda made: Outcome(text=backed_up(made.payloads, made.bytes, made.missing)),
+        )
 
-    def create(self, run: NewRun) -> str:
-        """Checks and creates a run; returns a sentence on it. Relative paths belong to the current directory."""
+    def create(self, run: NewRun) -> RunState:
+        """Checks and creates a run. Relative paths belong to the current directory."""
         return create_here(self._directory, run)
 
-    def start(self, run: str) -> str:
-        """Starts a run that was created or stopped; returns a sentence on it."""
-        return self._lead("StartRun", run_changes.start, run)
+    def change(self, run: str, status: str) -> RunState:
+        """Starts, pauses, stops or cancels a run. Devices that a cancelled run should forget are forgotten here."""
+        call = local_call("ChangeRun", {"run": run, "status": status})
+        state = self._log.commit(
+            call, lambda store: change(store, run, status, call.who), lambda state: Outcome(text=state.sentence)
+        )
+        if state.status == RunStatus.CANCELLED and (waiting := self._store.devices.to_forget(run)):
+            from fleetdistill_server.engine.forgetting import ask_to_forget  # imports torch; rarely needed
 
-    def pause(self, run: str) -> str:
-        """Pauses a run; returns a sentence on it."""
-        return self._lead("PauseRun", run_changes.pause, run)
+            ask_to_forget(self._store, run, waiting[0], served=False)
+        return state
 
-    def resume(self, run: str) -> str:
-        """Resumes a paused run; returns a sentence on it."""
-        return self._lead("ResumeRun", run_changes.resume, run)
+    def delete(self, run: str) -> Pruned | None:
+        """Deletes a run with everything that belongs to it; returns None if there was none of this name."""
+        call = local_call("DeleteRun", {"run": run})
+        return self._log.around(
+            call, lambda: delete(self._directory, self._store, run), lambda gone: Outcome(text=deleted(run, gone))
+        )
 
-    def stop(self, run: str) -> str:
-        """Stops a run until it is started again; returns a sentence on it."""
-        return self._lead("StopRun", run_changes.stop, run)
-
-    def delete(self, run: str) -> str:
-        """Deletes a run with everything that belongs to it; returns a sentence on what was deleted."""
-        with noted_around(self._store, "DeleteRun", {"run": run}) as result:
-            result.text = deleted(run, delete(self._directory, self._store, run))
-        return result.text
-
-    def roll_back(self, run: str, to: int) -> str:
-        """Rolls a run back to the state after a round; returns a sentence on it."""
-        with noted_around(self._store, "RollBackRun", {"run": run, "to": to}) as result:
-            result.text = roll_back(self._directory, self._store, run, to, local_call("", {}).who)
-        return result.text
-
-    def _lead(self, call: str, change: Callable[[Store, str, str], str], run: str) -> str:
-        with noted(self._store, call, {"run": run}) as result:
-            result.text = change(self._store, run, local_call(call, {}).who)
-        return result.text
+    def roll_back(self, run: str, to: int) -> RolledBack:
+        """Rolls a run back to the state after a round."""
+        call = local_call("RollBackRun", {"run": run, "to": to})
+        return self._log.around(
+            call,
+            lambda: roll_back(self._directory, self._store, run, to, call.who),
+            lambda done: Outcome(text=rolled_back(run, to, done)),
+        )
 
     def tokens(self, count: int, seconds: float, run: str, devices: Sequence[str] = ()) -> list[str]:
         """Creates and returns enrolment tokens. Raises ConfigurationError without a PKI."""
         if self._pki is None:
             raise ConfigurationError("tokens need a PKI; create one with `fleetdistill pki init` and set --pki")
         given = (enrol_port_for_tokens(self._directory), count, seconds, run, devices)
-        return create_noted_tokens(self._store, Authority(self._pki), *given)
+        return create_logged_tokens(self._store, Authority(self._pki), *given)
 
 
-def create_here(directory: Path, run: NewRun) -> str:
+def create_here(directory: Path, run: NewRun) -> RunState:
     """Checks and creates a run in a store on this machine, and the store if there is none; see `Source.create`."""
-    call = local_call(*_creation(run))
+    section = run.settings.get("run")
+    name = str(section.get("name", "")) if isinstance(section, Mapping) else ""
+    cloned = {"clone_of": run.clone_of, "changes": list(run.changes)} if run.clone_of else {}
+    call = local_call("CreateRun", {"run": name, **cloned, "start": run.start})
     try:
         return create_checked(directory, run, call)
     except FleetDistillError as error:
         if has_store(directory):
-            note_failure(open_store(directory), call, error)
+            local_log(open_store(directory)).add_failed(call, error)
         raise
 
 
-def _creation(run: NewRun) -> tuple[str, Mapping[str, Any]]:
-    """Returns the call that creates a run, and its arguments except the settings, which the store has elsewhere."""
-    section = run.settings.get("run")
-    name = str(section.get("name", "")) if isinstance(section, Mapping) else ""
-    if run.clone_of:
-        return "CloneRun", {"run": run.clone_of, "new_run": name, "changes": list(run.changes), "start": run.start}
-    return "CreateRun", {"run": name, "start": run.start}
-
-
-def create_noted_tokens(
+def create_logged_tokens(
     store: Store, authority: Authority, port: int, count: int, seconds: float, run: str, devices: Sequence[str]
 ) -> list[str]:
     """Creates enrolment tokens like `create_tokens`, and stores who did."""
     arguments = {"count": count, "expires_seconds": seconds, "run": run, "devices": list(devices)}
-    with noted(store, "CreateTokens", arguments) as result:
-        made = create_tokens(store, authority, port, count, seconds, run, devices)
-        result.text = counted(len(made), "token")
-    return made
+    return local_log(store).commit(
+        local_call("CreateTokens", arguments),
+        lambda store: create_tokens(store, authority, port, count, seconds, run, devices),
+        lambda tokens: Outcome(text=counted(len(tokens), "token")),
+    )
 
 
 @contextlib.contextmanager

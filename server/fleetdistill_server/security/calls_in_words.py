@@ -18,13 +18,8 @@ _IN_WORDS = {
     "Read": "read the figures of runs",
     "WatchRun": "watch a run",
     "RevokeDevice": "revoke a device",
-    "CancelRun": "cancel a run",
     "CreateRun": "create a run",
-    "CloneRun": "clone a run",
-    "StartRun": "start a run",
-    "PauseRun": "pause a run",
-    "ResumeRun": "resume a run",
-    "StopRun": "stop a run",
+    "ChangeRun": "change a run",
     "DeleteRun": "delete a run",
     "RollBackRun": "roll back a run",
     "CreateTokens": "create enrolment tokens",
@@ -56,7 +51,7 @@ _ENROLMENT_PORT = "this is the enrolment port; use the port of [server] listen"
 
 
 def in_words(call: str) -> str:
-    """Returns what a call does, such as `stop a run` for StopRun; the name itself for a call of another version."""
+    """Returns what a call does, such as `delete a run` for DeleteRun; the name itself for a call of another version."""
     return _IN_WORDS.get(call.rpartition("/")[2], call)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from fleetdistill.errors import RunError
 from fleetdistill_server.service.processes import run_child
+from fleetdistill_server.service.run_changes import RunState
 from fleetdistill_server.store.operator_calls import Call
 
 CREATION_SECONDS = 600.0
@@ -50,8 +51,8 @@ def create_checked(
     call: Call,
     ended: threading.Event | None = None,
     max_memory_bytes: int = CREATION_BYTES,
-) -> str:
-    """Checks a run as `serve --check` does, and creates it; returns a sentence on the run.
+) -> RunState:
+    """Checks a run as `serve --check` does, and creates it; returns the run.
 
     The operator's call is stored in the transaction that creates the run, and not at all if it cannot be created.
 
@@ -84,4 +85,4 @@ def create_checked(
         )
     if done.returncode:
         raise RunError(text or f"creating the run failed with exit status {done.returncode}; see the log")
-    return text
+    return RunState(**json.loads(text))

@@ -1,15 +1,16 @@
-"""Creates, starts, pauses, resumes, stops and clones runs, on the operator's behalf.
+"""Creates, starts, pauses, stops, cancels and clones runs, on the operator's behalf.
 
 Each function changes the store in one transaction, which also takes the run from its engine where it should end, and
-returns what is then true of the run. Repeating a call, for example after a crash, returns the same and changes nothing.
-The supervisor of a server on the store starts and ends engines accordingly (`service/reconciliation.py`).
+returns the run. Repeating a call, for example after a crash, returns the same and changes nothing. The supervisor of a
+server on the store starts and ends engines accordingly (`service/reconciliation.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fleetdistill.errors import ConfigurationError, RunError
@@ -18,15 +19,44 @@ from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.service.registration import check_unchanged, create_run
 from fleetdistill_server.store.states import ACTIVE, OVER, RunStatus
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import counted
 
 _BY_OPERATOR = "by the operator"
 """The run's reason, which devices get too; they need not know who it was."""
 _SOMEBODY = "an operator"
 
 
+@dataclass(frozen=True)
+class RunState:
+    """A run after a change.
+
+    Attributes:
+        run: Name of the run.
+        status: A value of `RunStatus`; another text from a server of another version.
+        reason: Why it has this status; may be empty.
+        completed_rounds: Number of completed rounds.
+    """
+
+    run: str
+    status: str
+    reason: str
+    completed_rounds: int
+
+    @classmethod
+    def of(cls, store: Store, run: str) -> RunState:
+        """Returns the state of a run in a store. Raises ConfigurationError if there is no such run."""
+        row = store.runs.existing(run)
+        return cls(row.name, row.status, row.reason, row.completed_rounds)
+
+    @property
+    def sentence(self) -> str:
+        """The state in words."""
+        return f"run {self.run!r} is {'started' if self.status in ACTIVE else self.status}"
+
+
 def create(
     store: Store, config: RunConfig, *, start_it: bool = False, who: str = _SOMEBODY, may_change: bool = True
-) -> str:
+) -> RunState:
     """Creates a run; gives a known one the settings that may change; see `registration.create_run`.
 
     Args:
@@ -36,84 +66,41 @@ def create(
         who: The operator, for the run's events.
         may_change: Whether a known run may get other settings.
 
-    Returns:
-        A sentence on the run.
-
     Raises:
         ConfigurationError: The place of the payloads does not exist.
         RunError: A run of this name has another configuration, or cannot be started.
     """
+    run = config.run.name
     with _durably(store):
         if not may_change:
             check_unchanged(store, config)
         create_run(store, config)
-        if start_it and store.runs.existing(config.run.name).status not in OVER:
-            _start(store, config.run.name, who)
-    return f"run {config.run.name!r} is {'created and started' if start_it else 'created'}"
-
-
-def start(store: Store, run: str, who: str = _SOMEBODY) -> str:
-    """Starts a run that was created, was stopped or failed; it gets an engine as soon as one is free.
-
-    Raises:
-        ConfigurationError: There is no such run.
-        RunError: The run is paused or has ended, or the store does not have its configuration.
-    """
-    with _durably(store):
-        _start(store, run, who)
-    return f"run {run!r} is started"
-
-
-def pause(store: Store, run: str, who: str = _SOMEBODY) -> str:
-    """Pauses a run: its engine ends, its open round and everything that devices have sent stay.
-
-    Raises:
-        ConfigurationError: There is no such run.
-        RunError: The run is not started, or has ended.
-    """
-    with _durably(store):
         status = store.runs.existing(run).status
-        if status in ACTIVE:
-            store.run_control.set_status(run, RunStatus.PAUSED, _BY_OPERATOR)
-            store.history.add_event(run, "paused", f"by {who}")
-        elif status is not RunStatus.PAUSED:
-            raise RunError(f"run {run!r} is {status}, so it cannot be paused")
-    return f"run {run!r} is paused"
+        if start_it and status not in OVER:
+            _start(store, run, status, who)
+        return RunState.of(store, run)
 
 
-def resume(store: Store, run: str, who: str = _SOMEBODY) -> str:
-    """Resumes a paused run; it continues its open round as soon as an engine is free.
+def change(store: Store, run: str, wanted: str, who: str = _SOMEBODY) -> RunState:
+    """Starts, pauses, stops or cancels a run. A run that has ended cannot be stopped or cancelled, and stays as it is.
 
-    Raises:
-        ConfigurationError: There is no such run.
-        RunError: The run is not paused.
-    """
-    with _durably(store):
-        status = store.runs.existing(run).status
-        if status is RunStatus.PAUSED:
-            store.run_control.activate(run)
-            store.history.add_event(run, "resumed", f"by {who}")
-        elif status in (RunStatus.CREATED, RunStatus.STOPPED):
-            raise RunError(f"run {run!r} is {status}, not paused; start it with `fleetdistill runs start {run}`")
-        elif status in OVER:
-            raise RunError(f"run {run!r} is {status}, so it cannot be resumed")
-    return f"run {run!r} is resumed"
-
-
-def stop(store: Store, run: str, who: str = _SOMEBODY) -> str:
-    """Stops a run until it is started again: its engine ends, and an open round is closed as short.
+    Args:
+        store: Store that contains the run.
+        run: Name of the run.
+        wanted: `running`: it gets an engine as soon as one is free, and continues an open round. `paused`: its engine
+            ends, its open round and everything that devices have sent stay. `stopped`: its engine ends, and an open
+            round is closed as short. `cancelled`: as stopped, permanently; devices learn it at their next call.
+        who: The operator, for the run's events.
 
     Raises:
-        ConfigurationError: There is no such run.
+        ConfigurationError: There is no such run, or no such status.
+        RunError: The run cannot be started or paused, or the store does not have its configuration.
     """
+    if wanted not in _CHANGES:
+        raise ConfigurationError(f"status is {wanted!r}, must be {', '.join(_CHANGES)}")
     with _durably(store):
-        status = store.runs.existing(run).status
-        if status in OVER:
-            return f"run {run!r} had already ended"
-        if status is not RunStatus.STOPPED:
-            store.runs.stop(run, _BY_OPERATOR)
-            store.history.add_event(run, "stopped", f"by {who}")
-    return f"run {run!r} is stopped"
+        _CHANGES[wanted](store, run, store.runs.existing(run).status, who)
+        return RunState.of(store, run)
 
 
 def clone_settings(store: Store, run: str, new: str, changes: Sequence[str]) -> dict[str, Any]:
@@ -155,10 +142,7 @@ def _parse_change(change: str) -> tuple[str, str, Any]:
         return section, key, text.strip()
 
 
-def _start(store: Store, run: str, who: str) -> None:
-    status = store.runs.existing(run).status
-    if status is RunStatus.PAUSED:
-        raise RunError(f"run {run!r} is paused; continue it with `fleetdistill runs resume {run}`")
+def _start(store: Store, run: str, status: RunStatus, who: str) -> None:
     if status is RunStatus.FINISHED:
         raise RunError(
             f"run {run!r} is finished; raise [run] rounds in its run.toml and use `fleetdistill runs create` to "
@@ -170,7 +154,36 @@ def _start(store: Store, run: str, who: str) -> None:
         raise RunError(_without_setup(run))
     if status not in ACTIVE:
         store.run_control.activate(run)
-        store.history.add_event(run, "started", f"by {who}")
+        store.history.add_event(run, "resumed" if status is RunStatus.PAUSED else "started", f"by {who}")
+
+
+def _pause(store: Store, run: str, status: RunStatus, who: str) -> None:
+    if status in ACTIVE:
+        store.run_control.set_status(run, RunStatus.PAUSED, _BY_OPERATOR)
+        store.history.add_event(run, "paused", f"by {who}")
+    elif status is not RunStatus.PAUSED:
+        raise RunError(f"run {run!r} is {status}, so it cannot be paused")
+
+
+def _stop(store: Store, run: str, status: RunStatus, who: str) -> None:
+    if status not in OVER and status is not RunStatus.STOPPED:
+        store.runs.stop(run, _BY_OPERATOR)
+        store.history.add_event(run, "stopped", f"by {who}")
+
+
+def _cancel(store: Store, run: str, status: RunStatus, who: str) -> None:
+    if status not in OVER:
+        completed = store.runs.existing(run).completed_rounds
+        store.runs.cancel(run, f"{_BY_OPERATOR}, after {counted(completed, 'round')}")
+
+
+_CHANGES: dict[str, Callable[[Store, str, RunStatus, str], None]] = {
+    RunStatus.RUNNING: _start,
+    RunStatus.PAUSED: _pause,
+    RunStatus.STOPPED: _stop,
+    RunStatus.CANCELLED: _cancel,
+}
+"""What makes a run have a status."""
 
 
 def _without_setup(run: str) -> str:
@@ -185,5 +198,5 @@ def _durably(store: Store) -> Iterator[None]:
     """Runs the block in one transaction, durable afterwards unless the caller has opened a larger one."""
     with store.transaction():
         yield
-        failpoints.hit("runs.lead.before-commit")
-        store.database.after_commit(lambda: failpoints.hit("runs.lead.after-commit"))
+        failpoints.hit("runs.change.before-commit")
+        store.database.after_commit(lambda: failpoints.hit("runs.change.after-commit"))

@@ -1,4 +1,4 @@
-"""Cancels runs, rolls runs back, and deletes runs with all their data."""
+"""Rolls runs back, and deletes runs with all their data."""
 
 from __future__ import annotations
 
@@ -9,23 +9,13 @@ from fleetdistill_server.service.engine_files import delete_engine_files
 from fleetdistill_server.service.serve_lock import without_server
 from fleetdistill_server.store import rollback
 from fleetdistill_server.store.retention import Pruned, prune, sweep_all
+from fleetdistill_server.store.rollback import RolledBack
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.texts import counted
 
 
-def mark_cancelled(store: Store, run: str) -> bool:
-    """Marks a run as cancelled, without torch and without deleting files.
-
-    Returns whether the run's status has changed. See `fleetdistill_server.engine.cancelling.cancel`.
-    """
-    with store.transaction():
-        completed = store.runs.existing(run).completed_rounds
-        return store.runs.cancel(run, f"by the operator, after {counted(completed, 'round')}")
-
-
-def roll_back(directory: Path, store: Store, run: str, to: int, who: str) -> str:
-    """Rolls a run back to the state after a round, also while a server works on others; returns a sentence on it.
+def roll_back(directory: Path, store: Store, run: str, to: int, who: str) -> RolledBack:
+    """Rolls a run back to the state after a round, also while a server works on others.
 
     Args:
         directory: The store's directory.
@@ -46,12 +36,7 @@ def roll_back(directory: Path, store: Store, run: str, to: int, who: str) -> str
                 raise RunError(f"run {run!r} is being served; stop its server first")
             if status in ACTIVE:
                 raise RunError(f"run {run!r} is {status}; stop it first with `fleetdistill runs stop {run}`")
-        done = rollback.roll_back(store, run, to, who)
-    undone, completed = done.undone, done.completed_rounds
-    text = f"run {run!r} is rolled back to round {to}: {undone} round{'s' * (undone != 1)} undone"
-    text += f", {completed} completed round{'s' * (completed != 1)} left"
-    how = "serve the run" if served is None else f"use `fleetdistill runs start {run}`"
-    return f"{text}; {how} to continue"
+        return rollback.roll_back(store, run, to, who)
 
 
 def delete(directory: Path, store: Store, run: str) -> Pruned | None:

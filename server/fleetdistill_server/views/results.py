@@ -1,8 +1,9 @@
-"""Results of operators' calls in words: what was deleted, and what a backup has."""
+"""Results of operators' calls in words: what was deleted or rolled back, and what a backup has."""
 
 from __future__ import annotations
 
 from fleetdistill_server.store.retention import Freed, Pruned
+from fleetdistill_server.store.rollback import RolledBack
 from fleetdistill_server.texts import counted, readable_bytes
 
 NOTHING = "nothing to delete"
@@ -17,6 +18,12 @@ def deleted(run: str, gone: Pruned | None) -> str:
     rows = f"{counted(gone.rounds, 'round')}, {counted(gone.events, 'event')}, {counted(gone.figures, 'figure')}"
     later = left_for_later(gone.later)
     return f"run {run!r} is deleted: {rows}, {payloads(gone.freed)}" + (f"\n{later}" if later else "")
+
+
+def rolled_back(run: str, to: int, done: RolledBack) -> str:
+    """Returns a sentence on a run that was rolled back to the state after a round."""
+    undone, left = counted(done.undone, "round"), counted(done.completed_rounds, "completed round")
+    return f"run {run!r} is rolled back to round {to}: {undone} undone, {left} left; start or serve it to continue"
 
 
 def pruned(gone: Pruned) -> str:

@@ -370,74 +370,73 @@ class RevokeDeviceResponse(_message.Message):
 Global___RevokeDeviceResponse: _TypeAlias = RevokeDeviceResponse  # noqa: Y015
 
 @_typing.final
-class CancelRunRequest(_message.Message):
-    """Ends a run permanently, also while it is served. The open round is rolled back; devices are notified at their next call.
-    Rejected as not-ready while devices of the run are still to be forgotten.
-    """
+class RunState(_message.Message):
+    """A run after a call that has changed it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    COMPLETED_ROUNDS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name."""
+    status: _builtins.str
+    """created, preparing, running, paused, stopped, finished or cancelled."""
+    reason: _builtins.str
+    """Reason for the status; may be empty."""
+    completed_rounds: _builtins.int
+    """Number of completed rounds."""
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
+        status: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        completed_rounds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_rounds", b"completed_rounds", "reason", b"reason", "run", b"run", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CancelRunRequest: _TypeAlias = CancelRunRequest  # noqa: Y015
-
-@_typing.final
-class CancelRunResponse(_message.Message):
-    """The run is over."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CHANGED_FIELD_NUMBER: _builtins.int
-    changed: _builtins.bool
-    """False if the run was already over."""
-    def __init__(
-        self,
-        *,
-        changed: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CancelRunResponse: _TypeAlias = CancelRunResponse  # noqa: Y015
+Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 @_typing.final
 class CreateRunRequest(_message.Message):
     """Creates a run after checking it. Its models, modules and data must be on the server's machine; relative paths are relative to
-    the directory in which the server was started. A run of this name takes the settings that may change between starts.
+    the directory in which the server was started. A run of this name takes the settings that may change between starts, unless
+    the new run is a clone.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_TOML_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
+    CLONE_OF_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
     run_toml: _builtins.str
-    """Contents of a run.toml, in UTF-8. [limits] and most of [server] are the server's own."""
+    """Contents of a run.toml, in UTF-8. [limits] and most of [server] are the server's own. For a clone only the name in [run]."""
     start: _builtins.bool
     """Whether to start the run too."""
+    clone_of: _builtins.str
+    """Name of the run whose settings the new run takes; empty for none."""
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Settings of a clone that differ, as section.key=value."""
+
     def __init__(
         self,
         *,
         run_toml: _builtins.str = ...,
         start: _builtins.bool = ...,
+        clone_of: _builtins.str = ...,
+        changes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_toml", b"run_toml", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "clone_of", b"clone_of", "run_toml", b"run_toml", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -449,255 +448,78 @@ class CreateRunResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TEXT_FIELD_NUMBER: _builtins.int
-    text: _builtins.str
-    """A sentence on the run."""
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> Global___RunState:
+        """The run."""
+
     def __init__(
         self,
         *,
-        text: _builtins.str = ...,
+        run: Global___RunState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateRunResponse: _TypeAlias = CreateRunResponse  # noqa: Y015
 
 @_typing.final
-class CloneRunRequest(_message.Message):
-    """Creates a run with another run's settings after checking it."""
+class ChangeRunRequest(_message.Message):
+    """Changes what a run does. A repeated request changes nothing."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
-    NEW_RUN_FIELD_NUMBER: _builtins.int
-    CHANGES_FIELD_NUMBER: _builtins.int
-    START_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
-    """Name of the run whose settings are taken."""
-    new_run: _builtins.str
-    """Name of the new run."""
-    start: _builtins.bool
-    """Whether to start the new run too."""
+    """Name."""
+    status: _builtins.str
+    """running: a run that was created, paused or stopped, or that failed, gets an engine as soon as one is free; an open round
+    goes on. paused: its engine ends, in the middle of a round if one is open, and everything that devices have sent stays.
+    stopped: as paused, and the open round is closed as short. cancelled: the run ends permanently; devices are notified at
+    their next call. Rejected as not-ready while devices of the run are still to be forgotten. A run that has ended stays as it
+    is if it should be stopped or cancelled.
+    """
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        status: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRunRequest: _TypeAlias = ChangeRunRequest  # noqa: Y015
+
+@_typing.final
+class ChangeRunResponse(_message.Message):
+    """The run is changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def changes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Settings that differ, as section.key=value."""
+    def run(self) -> Global___RunState:
+        """The run."""
 
     def __init__(
         self,
         *,
-        run: _builtins.str = ...,
-        new_run: _builtins.str = ...,
-        changes: _abc.Iterable[_builtins.str] | None = ...,
-        start: _builtins.bool = ...,
+        run: Global___RunState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "new_run", b"new_run", "run", b"run", "start", b"start"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CloneRunRequest: _TypeAlias = CloneRunRequest  # noqa: Y015
-
-@_typing.final
-class CloneRunResponse(_message.Message):
-    """The new run is stored."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TEXT_FIELD_NUMBER: _builtins.int
-    text: _builtins.str
-    """A sentence on the run."""
-    def __init__(
-        self,
-        *,
-        text: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CloneRunResponse: _TypeAlias = CloneRunResponse  # noqa: Y015
-
-@_typing.final
-class StartRunRequest(_message.Message):
-    """Starts a run that was created or stopped, or failed; it gets an engine as soon as one is free."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    """Name."""
-    def __init__(
-        self,
-        *,
-        run: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StartRunRequest: _TypeAlias = StartRunRequest  # noqa: Y015
-
-@_typing.final
-class StartRunResponse(_message.Message):
-    """The run is started."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TEXT_FIELD_NUMBER: _builtins.int
-    text: _builtins.str
-    """A sentence on the run."""
-    def __init__(
-        self,
-        *,
-        text: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StartRunResponse: _TypeAlias = StartRunResponse  # noqa: Y015
-
-@_typing.final
-class PauseRunRequest(_message.Message):
-    """Pauses a run, in the middle of a round if one is open: its engine ends, everything that devices have sent stays."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    """Name."""
-    def __init__(
-        self,
-        *,
-        run: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PauseRunRequest: _TypeAlias = PauseRunRequest  # noqa: Y015
-
-@_typing.final
-class PauseRunResponse(_message.Message):
-    """The run is paused."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TEXT_FIELD_NUMBER: _builtins.int
-    text: _builtins.str
-    """A sentence on the run."""
-    def __init__(
-        self,
-        *,
-        text: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PauseRunResponse: _TypeAlias = PauseRunResponse  # noqa: Y015
-
-@_typing.final
-class ResumeRunRequest(_message.Message):
-    """Resumes a paused run with its open round."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    """Name."""
-    def __init__(
-        self,
-        *,
-        run: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ResumeRunRequest: _TypeAlias = ResumeRunRequest  # noqa: Y015
-
-@_typing.final
-class ResumeRunResponse(_message.Message):
-    """The run is resumed."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TEXT_FIELD_NUMBER: _builtins.int
-    text: _builtins.str
-    """A sentence on the run."""
-    def __init__(
-        self,
-        *,
-        text: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ResumeRunResponse: _TypeAlias = ResumeRunResponse  # noqa: Y015
-
-@_typing.final
-class StopRunRequest(_message.Message):
-    """Stops a run until it is started again. The open round is closed as short."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    """Name."""
-    def __init__(
-        self,
-        *,
-        run: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StopRunRequest: _TypeAlias = StopRunRequest  # noqa: Y015
-
-@_typing.final
-class StopRunResponse(_message.Message):
-    """The run is stopped, or had already ended."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TEXT_FIELD_NUMBER: _builtins.int
-    text: _builtins.str
-    """A sentence on the run."""
-    def __init__(
-        self,
-        *,
-        text: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StopRunResponse: _TypeAlias = StopRunResponse  # noqa: Y015
+Global___ChangeRunResponse: _TypeAlias = ChangeRunResponse  # noqa: Y015
 
 @_typing.final
 class DeleteRunRequest(_message.Message):
@@ -722,22 +544,68 @@ class DeleteRunRequest(_message.Message):
 Global___DeleteRunRequest: _TypeAlias = DeleteRunRequest  # noqa: Y015
 
 @_typing.final
+class DeletedRun(_message.Message):
+    """Numbers of what was deleted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    FIGURES_FIELD_NUMBER: _builtins.int
+    PAYLOADS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    LATER_PAYLOADS_FIELD_NUMBER: _builtins.int
+    LATER_BYTES_FIELD_NUMBER: _builtins.int
+    rounds: _builtins.int
+    """Rounds."""
+    events: _builtins.int
+    """Events."""
+    figures: _builtins.int
+    """Figures."""
+    payloads: _builtins.int
+    """Files of payloads and checkpoints, and their size."""
+    bytes: _builtins.int
+    later_payloads: _builtins.int
+    """Files that are less than an hour old, which the server deletes later, and their size."""
+    later_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        rounds: _builtins.int = ...,
+        events: _builtins.int = ...,
+        figures: _builtins.int = ...,
+        payloads: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        later_payloads: _builtins.int = ...,
+        later_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "events", b"events", "figures", b"figures", "later_bytes", b"later_bytes", "later_payloads", b"later_payloads", "payloads", b"payloads", "rounds", b"rounds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeletedRun: _TypeAlias = DeletedRun  # noqa: Y015
+
+@_typing.final
 class DeleteRunResponse(_message.Message):
     """The run is deleted, or there was none of this name."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TEXT_FIELD_NUMBER: _builtins.int
-    text: _builtins.str
-    """A sentence on the run."""
+    DELETED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def deleted(self) -> Global___DeletedRun:
+        """What was deleted; absent if there was no run of this name."""
+
     def __init__(
         self,
         *,
-        text: _builtins.str = ...,
+        deleted: Global___DeletedRun | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -775,17 +643,21 @@ class RollBackRunResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TEXT_FIELD_NUMBER: _builtins.int
-    text: _builtins.str
-    """A sentence on the run."""
+    COMPLETED_ROUNDS_FIELD_NUMBER: _builtins.int
+    UNDONE_ROUNDS_FIELD_NUMBER: _builtins.int
+    completed_rounds: _builtins.int
+    """Number of completed rounds that are left."""
+    undone_rounds: _builtins.int
+    """Number of completed rounds that were undone."""
     def __init__(
         self,
         *,
-        text: _builtins.str = ...,
+        completed_rounds: _builtins.int = ...,
+        undone_rounds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_rounds", b"completed_rounds", "undone_rounds", b"undone_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

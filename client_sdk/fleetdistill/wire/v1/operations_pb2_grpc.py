@@ -55,40 +55,15 @@ class OperationsServiceStub(object):
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceRequest.SerializeToString,
                 response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceResponse.FromString,
                 _registered_method=True)
-        self.CancelRun = channel.unary_unary(
-                '/fleetdistill.wire.v1.OperationsService/CancelRun',
-                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunRequest.SerializeToString,
-                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunResponse.FromString,
-                _registered_method=True)
         self.CreateRun = channel.unary_unary(
                 '/fleetdistill.wire.v1.OperationsService/CreateRun',
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateRunRequest.SerializeToString,
                 response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateRunResponse.FromString,
                 _registered_method=True)
-        self.CloneRun = channel.unary_unary(
-                '/fleetdistill.wire.v1.OperationsService/CloneRun',
-                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CloneRunRequest.SerializeToString,
-                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CloneRunResponse.FromString,
-                _registered_method=True)
-        self.StartRun = channel.unary_unary(
-                '/fleetdistill.wire.v1.OperationsService/StartRun',
-                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StartRunRequest.SerializeToString,
-                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StartRunResponse.FromString,
-                _registered_method=True)
-        self.PauseRun = channel.unary_unary(
-                '/fleetdistill.wire.v1.OperationsService/PauseRun',
-                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.PauseRunRequest.SerializeToString,
-                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.PauseRunResponse.FromString,
-                _registered_method=True)
-        self.ResumeRun = channel.unary_unary(
-                '/fleetdistill.wire.v1.OperationsService/ResumeRun',
-                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ResumeRunRequest.SerializeToString,
-                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ResumeRunResponse.FromString,
-                _registered_method=True)
-        self.StopRun = channel.unary_unary(
-                '/fleetdistill.wire.v1.OperationsService/StopRun',
-                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StopRunRequest.SerializeToString,
-                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StopRunResponse.FromString,
+        self.ChangeRun = channel.unary_unary(
+                '/fleetdistill.wire.v1.OperationsService/ChangeRun',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ChangeRunRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ChangeRunResponse.FromString,
                 _registered_method=True)
         self.DeleteRun = channel.unary_unary(
                 '/fleetdistill.wire.v1.OperationsService/DeleteRun',
@@ -154,50 +129,15 @@ class OperationsServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CancelRun(self, request, context):
-        """Ends a run permanently.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def CreateRun(self, request, context):
-        """Creates a run.
+        """Creates a run, from settings or as a clone of another run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CloneRun(self, request, context):
-        """Creates a run with another run's settings.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StartRun(self, request, context):
-        """Starts a run.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PauseRun(self, request, context):
-        """Pauses a run.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ResumeRun(self, request, context):
-        """Resumes a paused run.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StopRun(self, request, context):
-        """Stops a run until it is started again.
+    def ChangeRun(self, request, context):
+        """Starts, pauses, stops or cancels a run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -268,40 +208,15 @@ def add_OperationsServiceServicer_to_server(servicer, server):
                     request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceRequest.FromString,
                     response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceResponse.SerializeToString,
             ),
-            'CancelRun': grpc.unary_unary_rpc_method_handler(
-                    servicer.CancelRun,
-                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunRequest.FromString,
-                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunResponse.SerializeToString,
-            ),
             'CreateRun': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateRun,
                     request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateRunRequest.FromString,
                     response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateRunResponse.SerializeToString,
             ),
-            'CloneRun': grpc.unary_unary_rpc_method_handler(
-                    servicer.CloneRun,
-                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CloneRunRequest.FromString,
-                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CloneRunResponse.SerializeToString,
-            ),
-            'StartRun': grpc.unary_unary_rpc_method_handler(
-                    servicer.StartRun,
-                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StartRunRequest.FromString,
-                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StartRunResponse.SerializeToString,
-            ),
-            'PauseRun': grpc.unary_unary_rpc_method_handler(
-                    servicer.PauseRun,
-                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.PauseRunRequest.FromString,
-                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.PauseRunResponse.SerializeToString,
-            ),
-            'ResumeRun': grpc.unary_unary_rpc_method_handler(
-                    servicer.ResumeRun,
-                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ResumeRunRequest.FromString,
-                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ResumeRunResponse.SerializeToString,
-            ),
-            'StopRun': grpc.unary_unary_rpc_method_handler(
-                    servicer.StopRun,
-                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StopRunRequest.FromString,
-                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StopRunResponse.SerializeToString,
+            'ChangeRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRun,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ChangeRunRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ChangeRunResponse.SerializeToString,
             ),
             'DeleteRun': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteRun,
@@ -454,33 +369,6 @@ class OperationsService(object):
             _registered_method=True)
 
     @staticmethod
-    def CancelRun(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fleetdistill.wire.v1.OperationsService/CancelRun',
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunRequest.SerializeToString,
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CancelRunResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def CreateRun(request,
             target,
             options=(),
@@ -508,7 +396,7 @@ class OperationsService(object):
             _registered_method=True)
 
     @staticmethod
-    def CloneRun(request,
+    def ChangeRun(request,
             target,
             options=(),
             channel_credentials=None,
@@ -521,117 +409,9 @@ class OperationsService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/fleetdistill.wire.v1.OperationsService/CloneRun',
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CloneRunRequest.SerializeToString,
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CloneRunResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StartRun(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fleetdistill.wire.v1.OperationsService/StartRun',
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StartRunRequest.SerializeToString,
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StartRunResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PauseRun(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fleetdistill.wire.v1.OperationsService/PauseRun',
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.PauseRunRequest.SerializeToString,
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.PauseRunResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ResumeRun(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fleetdistill.wire.v1.OperationsService/ResumeRun',
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ResumeRunRequest.SerializeToString,
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ResumeRunResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StopRun(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/fleetdistill.wire.v1.OperationsService/StopRun',
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StopRunRequest.SerializeToString,
-            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.StopRunResponse.FromString,
+            '/fleetdistill.wire.v1.OperationsService/ChangeRun',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ChangeRunRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ChangeRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,20 +41,10 @@ class OperationsServiceStub:
     """Streams the changes of a run until it is over or the caller disconnects."""
     RevokeDevice: _grpc.UnaryUnaryMultiCallable[_operations_pb2.RevokeDeviceRequest, _operations_pb2.RevokeDeviceResponse]
     """Revokes a device."""
-    CancelRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.CancelRunRequest, _operations_pb2.CancelRunResponse]
-    """Ends a run permanently."""
     CreateRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.CreateRunRequest, _operations_pb2.CreateRunResponse]
-    """Creates a run."""
-    CloneRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.CloneRunRequest, _operations_pb2.CloneRunResponse]
-    """Creates a run with another run's settings."""
-    StartRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.StartRunRequest, _operations_pb2.StartRunResponse]
-    """Starts a run."""
-    PauseRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.PauseRunRequest, _operations_pb2.PauseRunResponse]
-    """Pauses a run."""
-    ResumeRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.ResumeRunRequest, _operations_pb2.ResumeRunResponse]
-    """Resumes a paused run."""
-    StopRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.StopRunRequest, _operations_pb2.StopRunResponse]
-    """Stops a run until it is started again."""
+    """Creates a run, from settings or as a clone of another run."""
+    ChangeRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.ChangeRunRequest, _operations_pb2.ChangeRunResponse]
+    """Starts, pauses, stops or cancels a run."""
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.DeleteRunRequest, _operations_pb2.DeleteRunResponse]
     """Deletes a run."""
     RollBackRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.RollBackRunRequest, _operations_pb2.RollBackRunResponse]
@@ -81,20 +71,10 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
     """Streams the changes of a run until it is over or the caller disconnects."""
     RevokeDevice: _aio.UnaryUnaryMultiCallable[_operations_pb2.RevokeDeviceRequest, _operations_pb2.RevokeDeviceResponse]  # type: ignore[assignment]
     """Revokes a device."""
-    CancelRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.CancelRunRequest, _operations_pb2.CancelRunResponse]  # type: ignore[assignment]
-    """Ends a run permanently."""
     CreateRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.CreateRunRequest, _operations_pb2.CreateRunResponse]  # type: ignore[assignment]
-    """Creates a run."""
-    CloneRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.CloneRunRequest, _operations_pb2.CloneRunResponse]  # type: ignore[assignment]
-    """Creates a run with another run's settings."""
-    StartRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.StartRunRequest, _operations_pb2.StartRunResponse]  # type: ignore[assignment]
-    """Starts a run."""
-    PauseRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.PauseRunRequest, _operations_pb2.PauseRunResponse]  # type: ignore[assignment]
-    """Pauses a run."""
-    ResumeRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.ResumeRunRequest, _operations_pb2.ResumeRunResponse]  # type: ignore[assignment]
-    """Resumes a paused run."""
-    StopRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.StopRunRequest, _operations_pb2.StopRunResponse]  # type: ignore[assignment]
-    """Stops a run until it is started again."""
+    """Creates a run, from settings or as a clone of another run."""
+    ChangeRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.ChangeRunRequest, _operations_pb2.ChangeRunResponse]  # type: ignore[assignment]
+    """Starts, pauses, stops or cancels a run."""
     DeleteRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.DeleteRunRequest, _operations_pb2.DeleteRunResponse]  # type: ignore[assignment]
     """Deletes a run."""
     RollBackRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.RollBackRunRequest, _operations_pb2.RollBackRunResponse]  # type: ignore[assignment]
@@ -144,60 +124,20 @@ class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
         """Revokes a device."""
 
     @_abc_1.abstractmethod
-    def CancelRun(
-        self,
-        request: _operations_pb2.CancelRunRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_operations_pb2.CancelRunResponse, _abc.Awaitable[_operations_pb2.CancelRunResponse]]:
-        """Ends a run permanently."""
-
-    @_abc_1.abstractmethod
     def CreateRun(
         self,
         request: _operations_pb2.CreateRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.CreateRunResponse, _abc.Awaitable[_operations_pb2.CreateRunResponse]]:
-        """Creates a run."""
+        """Creates a run, from settings or as a clone of another run."""
 
     @_abc_1.abstractmethod
-    def CloneRun(
+    def ChangeRun(
         self,
-        request: _operations_pb2.CloneRunRequest,
+        request: _operations_pb2.ChangeRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_operations_pb2.CloneRunResponse, _abc.Awaitable[_operations_pb2.CloneRunResponse]]:
-        """Creates a run with another run's settings."""
-
-    @_abc_1.abstractmethod
-    def StartRun(
-        self,
-        request: _operations_pb2.StartRunRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_operations_pb2.StartRunResponse, _abc.Awaitable[_operations_pb2.StartRunResponse]]:
-        """Starts a run."""
-
-    @_abc_1.abstractmethod
-    def PauseRun(
-        self,
-        request: _operations_pb2.PauseRunRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_operations_pb2.PauseRunResponse, _abc.Awaitable[_operations_pb2.PauseRunResponse]]:
-        """Pauses a run."""
-
-    @_abc_1.abstractmethod
-    def ResumeRun(
-        self,
-        request: _operations_pb2.ResumeRunRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_operations_pb2.ResumeRunResponse, _abc.Awaitable[_operations_pb2.ResumeRunResponse]]:
-        """Resumes a paused run."""
-
-    @_abc_1.abstractmethod
-    def StopRun(
-        self,
-        request: _operations_pb2.StopRunRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_operations_pb2.StopRunResponse, _abc.Awaitable[_operations_pb2.StopRunResponse]]:
-        """Stops a run until it is started again."""
+    ) -> _typing.Union[_operations_pb2.ChangeRunResponse, _abc.Awaitable[_operations_pb2.ChangeRunResponse]]:
+        """Starts, pauses, stops or cancels a run."""
 
     @_abc_1.abstractmethod
     def DeleteRun(

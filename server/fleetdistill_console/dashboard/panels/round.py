@@ -134,7 +134,7 @@ def sentence(asks: Sequence[Row], facts: Row, now: float) -> str:
     if not deadlines or done == len(asks):
         return f"{text}."
     left = duration(max(max(deadlines) - (facts["paused_at"] or now), 0))
-    return f"{text}, deadline in {left}{' of work, once it is resumed' if facts['paused_at'] else ''}."
+    return f"{text}, deadline in {left}{' of work, once it is started again' if facts['paused_at'] else ''}."
 
 
 def phases(ask: Row, now: float) -> dict[str, tuple[float, float]]:
