@@ -5,7 +5,7 @@
     cd examples && fleetdistill simulate --import fedprox --method fedprox --set method.mu=0.1
 
 In run.toml: `[run] import = ["fedprox"]`, `method = "fedprox"`. The app imports this module, or installs a package that
-declares it as an entry point (docs/explanation/architecture.md, "A method of your own").
+declares it as an entry point (docs/reference/extending.md, "A method of your own").
 
 Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, algorithm 2: in round t device k minimises
 h_k(w; w_t) = F_k(w) + mu/2 ||w - w_t||^2, and the server averages. With mu = 0 it is FedAvg.

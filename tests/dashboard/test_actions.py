@@ -149,11 +149,11 @@ def operators(service: Service) -> list[dict[str, Any]]:
 
 
 def lead(page: Any) -> None:
-    """Pauses the run at work, resumes, stops and starts it, on its page."""
+    """Pauses the run at work, starts, stops and starts it again, on its page."""
     page.get_by_text(re.compile("^[1-9][0-9]* rounds$")).wait_for()
-    for verb, then in (("Pause", "Resume"), ("Resume", "Pause"), ("Stop", "Start"), ("Start", "Pause")):
+    for verb, then in (("Pause", "Start"), ("Start", "Pause"), ("Stop", "Start"), ("Start", "Pause")):
         page.get_by_role("button", name=verb, exact=True).click()
-        page.get_by_role("button", name=f"{verb} the run").click()
+        page.get_by_role("button", name=f"{verb} the run", exact=True).click()
         page.get_by_role("button", name=then, exact=True).wait_for()
         picture(page, verb.lower())
 

@@ -245,7 +245,7 @@ def test_a_paused_deadline_stands_still() -> None:
     asks = [{"state": "training", "deadline_at": 1600.0}]
     facts = {"round": 2, "status": "open", "started_at": 1000.0, "paused_at": 1100.0}
     said = {sentence(asks, facts, now) for now in (1200.0, 1500.0)}
-    assert {text.rpartition(", deadline")[2] for text in said} == {" in 8 min 20 s of work, once it is resumed."}
+    assert {text.rpartition(", deadline")[2] for text in said} == {" in 8 min 20 s of work, once it is started again."}
     assert "deadline in 1 min 40 s." in sentence(asks, {**facts, "paused_at": None}, 1500.0)
 
 

@@ -203,11 +203,11 @@ def test_the_axis_of_one_accuracy_ends_at_100_percent(url: str, page: Any) -> No
     picture(page, "one-point")
 
 
-def test_what_cannot_be_undone_does_not_look_like_resume(url: str, page: Any) -> None:
+def test_what_cannot_be_undone_does_not_look_like_start(url: str, page: Any) -> None:
     page.goto(f"{url}/runs/digits")
-    resume, delete = (page.get_by_role("button", name=name) for name in ("Resume", "Delete permanently"))
+    start, delete = (page.get_by_role("button", name=name) for name in ("Start", "Delete permanently"))
     delete.wait_for()
-    colours = [one.evaluate("one => getComputedStyle(one).color") for one in (resume, delete)]
+    colours = [one.evaluate("one => getComputedStyle(one).color") for one in (start, delete)]
     assert colours[0] != colours[1]
     stop = page.get_by_role("button", name="Stop").bounding_box()
     assert delete.bounding_box()["x"] - stop["x"] - stop["width"] > 300

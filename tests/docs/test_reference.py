@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any, get_args
@@ -250,17 +252,23 @@ def test_architecture_draws_the_transitions_of_statuses() -> None:
     assert "\n".join(["| of a | from | to |", "|---|---|---|", *rows]) in _text("docs/explanation/architecture.md")
 
 
-def test_architecture_names_files_and_tables_that_exist() -> None:
-    page = _text("docs/explanation/architecture.md")
-    for path in re.findall(r"`((?:\w+/)*\w+\.py)`", page):
+@pytest.mark.parametrize("page", ["explanation/architecture.md", "reference/processes.md", "reference/store.md"])
+def test_pages_name_files_that_exist(page: str) -> None:
+    for path in re.findall(r"`((?:\w+/)*\w+\.py)`", _text(f"docs/{page}")):
         assert any((root / path).is_file() for root in map(ROOT.joinpath, _SOURCE_FOLDERS)), path
-    for name in re.findall(r"`(\w+)`(?=[,\s|])", _section("docs/explanation/architecture.md", "The main path")):
-        sources = [text.read_text() for root in _SOURCE_FOLDERS for text in (ROOT / root).rglob("*.py")]
-        assert any(f"def {name}(" in text or f"class {name}" in text for text in sources), name
+
+
+def test_page_of_the_store_has_its_tables() -> None:
     made = re.findall(r"CREATE TABLE (\w+)", _text("server/fleetdistill_server/store/schema.py"))
-    assert [
-        row[0].strip("`") for row in _rows(_section("docs/explanation/architecture.md", "Tables of the store"))
-    ] == made
+    assert [row[0].strip("`") for row in _rows(_section("docs/reference/store.md", "Tables of the store"))] == made
+
+
+def test_architecture_has_the_files_of_a_traced_round() -> None:
+    """Repair it with `python tools/paths.py --write`."""
+    command = [sys.executable, "tools/paths.py"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert made.stdout.strip() in _text("docs/explanation/architecture.md")
+    assert len(_text("docs/explanation/architecture.md").split()) <= 1500
 
 
 def test_the_sdk_page_has_every_argument_column_event_error_and_file() -> None:
