@@ -65,7 +65,7 @@ def measure_reads(directory: Path, repeats: int) -> None:
         "runs show": lambda: runs.run(store, RUN),
         "devices": lambda: runs.devices(store, RUN),
         "page of a device": lambda: fleet.device(store, RUN, device_name(7)),
-        "curves": lambda: overview.round_figures(store, RUN, 0),
+        "curves": lambda: overview.rounds(store, RUN, 0),
         "bytes by round": lambda: overview.traffic(store, RUN, 0),
         "progress": lambda: store.runs.progress(RUN),
     }

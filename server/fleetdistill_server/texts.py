@@ -35,6 +35,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def rounded(value: float | str | None, digits: int) -> float | str | None:
+    """Returns a number for display, and other values unchanged: whole numbers, texts, and None."""
+    return round(value, digits) if isinstance(value, float) else value
+
+
 def when(seconds: float) -> str:
     """Formats Unix time in seconds as ISO 8601 in UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -162,7 +162,7 @@ def test_runs_show_has_rounds_bytes_and_events(work: Path) -> None:
     for row in shown["rounds"]:
         assert (row["status"], row["cohort"], row["used"], row["reported"]) == ("closed", DEVICES, DEVICES, 0)
         assert 0 <= row["test_accuracy"] <= 1
-        assert 0 <= row["server_accuracy"] <= 1
+        assert 0 <= row["teacher_accuracy"] <= 1
     assert [row["device"] for row in shown["bytes"]] == ["device-0", "device-1"]
     # 100 rows of 128 features and 10 logits in float16, a label and an id; down come logits and ids from round 2 on
     upload, download = 100 * (2 * 128 + 2 * 10 + 4 + 8), 100 * (2 * 10 + 8)

@@ -83,14 +83,15 @@ def test_an_answer_says_whether_it_is_in_the_result(upload: str | None, told: st
 
 def test_the_last_figures_of_runs_are_compared_with_their_units() -> None:
     row = {"method": "fedavg", "status": "running", "completed_rounds": 1_200, "wanted_rounds": 2_000, "devices": 1_500}
-    row |= {"test_accuracy": 0.5, "server_accuracy": 0.25, "global_accuracy": None, "round_seconds": 61.0}
+    row |= {"test_accuracy": 0.5, "global_accuracy": None, "round_seconds": 61.0}
+    row |= {"method_accuracies": {"Teacher accuracy": 0.25}}
     row |= {"bytes_up": 2_000_000, "bytes_down": 3_000_000_000, "created": "2026-11-23T12:00:00Z"}
     assert compare.figures(row) == {
         "Method": "fedavg",
         "Status": "running",
         "Rounds completed": "1,200 of 2,000",
         "Accuracy, fleet": "50.0 %",
-        "Accuracy, server's model": "25.0 %",
+        "Teacher accuracy": "25.0 %",
         "Accuracy, global model": "–",
         "Mean duration of the last 5 rounds": "1 min 1 s",
         "Received from devices": "2.00 MB",

@@ -153,19 +153,19 @@ def test_a_word_says_whether_a_device_is_there(row: dict[str, Any], word: str) -
 
 
 def test_the_list_of_runs_has_the_accuracy_of_the_fleet_first() -> None:
-    known = {"test_accuracy": 0.0, "server_accuracy": 0.5, "global_accuracy": 0.7}
+    known = {"test_accuracy": 0.0, "method_accuracies": {"Teacher accuracy": 0.5}, "global_accuracy": 0.7}
     assert accuracy(known) == 0.0
     assert accuracy({**known, "test_accuracy": None}) == 0.5
-    assert accuracy({**known, "test_accuracy": None, "server_accuracy": None}) == 0.7
-    assert accuracy(dict.fromkeys(known)) is None
+    assert accuracy({**known, "test_accuracy": None, "method_accuracies": {}}) == 0.7
+    assert accuracy({**dict.fromkeys(known), "method_accuracies": {}}) is None
 
 
 def test_the_page_of_a_run_says_whose_accuracy_it_shows() -> None:
-    known = {"test_accuracy": 0.0, "server_accuracy": 0.5, "global_accuracy": 0.7}
+    known = {"test_accuracy": 0.0, "method_accuracies": {"Teacher accuracy": 0.5}, "global_accuracy": 0.7}
     assert last_accuracy(known) == "0.0 % (fleet)"
-    assert last_accuracy({**known, "test_accuracy": None}) == "50.0 % (server's model)"
-    assert last_accuracy({**known, "test_accuracy": None, "server_accuracy": None}) == "70.0 % (global model)"
-    assert last_accuracy(dict.fromkeys(known)) == "–"
+    assert last_accuracy({**known, "test_accuracy": None}) == "50.0 % (teacher accuracy)"
+    assert last_accuracy({**known, "test_accuracy": None, "method_accuracies": {}}) == "70.0 % (global model)"
+    assert last_accuracy({**dict.fromkeys(known), "method_accuracies": {}}) == "–"
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,12 @@ from support.secured import make_pki, secured_front
 from typer.testing import CliRunner
 
 from fleetdistill.knowledge import Metric, Metrics
+from fleetdistill.methods import METHODS
 from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT
 from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill_server.cli.app import app
+from fleetdistill_server.methods import server_class
+from fleetdistill_server.methods.classstats.private_server import PrivateServer
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.store.states import RunStatus
@@ -34,6 +37,9 @@ FIGURES = {
     "global_accuracy": 0.75,
     "refined_rows": {"kkr": 7},
 }
+DECLARED = {name: figure for method in METHODS for name, figure in server_class(method).figures.items()}
+DECLARED |= PrivateServer.figures
+"""The figures of all methods, as if one method had them all."""
 
 
 def play(store: Store) -> None:
@@ -83,7 +89,8 @@ class Shown:
 def shown_run(directory: Path) -> Iterator[Shown]:
     authority = make_pki(directory / "pki")
     authority.issue_person(Role.VIEWER, "vera", 1.0, directory / "vera")
-    store = prepare_store(directory / "store", privacy={"epsilon": 1.0, "delta": 1e-5, "exact": True})
+    privacy = {"epsilon": 1.0, "delta": 1e-5, "exact": True}
+    store = prepare_store(directory / "store", privacy, DECLARED)
     with secured_front(directory / "store", directory / "pki") as front:
         there = ["--server", f"127.0.0.1:{front.port}", "--identity", str(directory / "vera")]
         yield Shown(store, authority, ["--store", str(directory / "store")], there, front.port)

@@ -19,7 +19,7 @@ from fleetdistill.errors import RunError, StoreError
 from fleetdistill.knowledge import ClassCount, Metric, Metrics
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.records import Ask, Run, Upload
+from fleetdistill_server.store.records import AnswerCounts, Ask, Run, Upload
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.states import STALENESS, TRANSITIONS, RunStatus
 from fleetdistill_server.store.store import Store
@@ -248,7 +248,7 @@ def test_a_closed_round_marks_every_upload_used_or_reported(store: Store) -> Non
     store.runs.close_round(RUN, number, b"c" * 32, [used], {"accuracy": 0.5})
     assert upload_states(store) == {"a": ("used", ""), "b": ("reported", "the round ended without using the answer")}
     ((row, answers),) = store.summaries.rounds(RUN, 0, EVERY)
-    assert (answers, row.figures) == ((1, 1), {"accuracy": 0.5})
+    assert (answers, row.figures) == (AnswerCounts(1, 1, 2), {"accuracy": 0.5})
     assert (run_row(store).checkpoint, run_row(store).completed_rounds) == (b"c" * 32, 1)
     assert [ask.reason for ask in store.asks.of_step(RUN, number, 1)] == ["", "", "round closed"]
     assert store.asks.next_open(RUN, "c") is None

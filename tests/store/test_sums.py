@@ -177,13 +177,16 @@ def answers_of(store: Store, run: str) -> tuple[Any, ...]:
     uploads, progress = store.asks.uploads(run), store.runs.progress(run)
     assert progress is not None
     summed = {one.number: tuple(answers) for one, answers in store.summaries.rounds(run, 0, EVERY)}
-    followed = {row["round"]: (row["answers"], row["used"], row["reported"]) for row in progress.rounds}
+    followed = {one.round.number: tuple(one.answers) for one in progress.rounds}
     found = Counter((row.round, row.status) for row in uploads)
-    counted = {number: (found[number, UploadStatus.USED], found[number, UploadStatus.REPORTED]) for number in summed}
-    in_all = {number: (sum(n for key, n in found.items() if key[0] == number), *counted[number]) for number in summed}
+    in_all = {number: sum(n for key, n in found.items() if key[0] == number) for number in summed}
+    counted = {
+        number: (found[number, UploadStatus.USED], found[number, UploadStatus.REPORTED], in_all[number])
+        for number in summed
+    }
     reported = sorted(row.receipt for row in store.summaries.reported_uploads(run))
     listed = sorted(row.receipt for row in uploads if row.status == "reported")
-    return (summed, followed, reported), (counted, in_all, listed)
+    return (summed, followed, reported), (counted, counted, listed)
 
 
 def bytes_of(store: Store, run: str) -> tuple[Any, ...]:
@@ -191,18 +194,18 @@ def bytes_of(store: Store, run: str) -> tuple[Any, ...]:
     traffic = store.history.traffic_by_kind(run)
 
     def added(*columns: str) -> dict[tuple[Any, ...], list[int]]:
-        sums = defaultdict[tuple[Any, ...], list[int]](lambda: [0, 0, 0])
+        sums = defaultdict[tuple[Any, ...], list[int]](lambda: [0, 0, 0, 0, 0])
         for row in traffic:
-            one = sums[(*(row[name] for name in columns), row["direction"])]
-            for place, number in enumerate(
-                (row["tensor_bytes"] + row["envelope_bytes"], row["envelope_bytes"], row["sent_bytes"])
-            ):
-                one[place] += number
+            one = sums[tuple(row[name] for name in columns)]
+            up = row["direction"] == "up"
+            one[0 if up else 1] += row["tensor_bytes"] + row["envelope_bytes"]
+            one[2] += row["envelope_bytes"]
+            one[3 if up else 4] += row["sent_bytes"]
         return sums
 
     def summed(rows: list[Row], *columns: str) -> dict[tuple[Any, ...], list[int]]:
-        numbers = ("bytes", "envelope_bytes", "sent")
-        return {(*(row[name] for name in columns), row["direction"]): [row[name] for name in numbers] for row in rows}
+        numbers = ("up", "down", "envelope_bytes", "up_sent", "down_sent")
+        return {tuple(row[name] for name in columns): [row[name] for name in numbers] for row in rows}
 
     by_kind, by_run = ("round", "kind"), ("run",)
     return (
@@ -214,7 +217,7 @@ def bytes_of(store: Store, run: str) -> tuple[Any, ...]:
 
 def figures_of(store: Store, run: str) -> tuple[Any, ...]:
     """Means by round, replacements by round and device, and newest figures: from the sums, and computed."""
-    summed = store.summaries.mean_figures_by_split(run, 0, EVERY)
+    summed = store.summaries.mean_figures(run, 0, EVERY)
     means = {(row["round"], row["name"]): (round(row["mean"], 9), row["devices"]) for row in summed}
     names = (("accuracy", "test"), ("own/accuracy", "test"), (REPLACED, SPLIT))
     rows = [row for name in names for row in store.history.figures(run, *name)]
@@ -273,9 +276,9 @@ def test_sums_are_what_the_answers_add_up_to_after_every_change(store: Store, ch
 
 def test_a_late_answer_that_an_undone_round_used_counts_as_reported(store: Store) -> None:
     run = play(store, LATE)
-    assert [tuple(answers) for _, answers in store.summaries.rounds(run, 0, EVERY)] == [(2, 0), (0, 0)]
+    assert [tuple(answers) for _, answers in store.summaries.rounds(run, 0, EVERY)] == [(2, 0, 2), (0, 0, 0)]
     store.runs.roll_back(run, 1)
-    assert [tuple(answers) for _, answers in store.summaries.rounds(run, 0, EVERY)] == [(1, 1), (0, 0)]
+    assert [tuple(answers) for _, answers in store.summaries.rounds(run, 0, EVERY)] == [(1, 1, 2), (0, 0, 0)]
     assert_sums_are_true(store, run)
 
 

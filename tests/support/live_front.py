@@ -30,6 +30,7 @@ from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
+from fleetdistill_server.figures import Figure
 from fleetdistill_server.service.processes import front_environment
 from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.records import Ask
@@ -39,11 +40,13 @@ RUN = "digits"
 CALL_SECONDS = PATIENCE_SECONDS
 
 
-def prepare_store(directory: Path, privacy: dict[str, Any] | None = None, **contract: Any) -> Store:
+def prepare_store(
+    directory: Path, privacy: dict[str, Any] | None = None, figures: Mapping[str, Figure] | None = None, **contract: Any
+) -> Store:
     """A store with one running run, as the engine would have left it."""
     store = Store.open(directory)
     store.runs.begin(RUN, {"made": "by hand", **({} if privacy is None else {"privacy": privacy})})
-    store.runs.publish_contract(RUN, make_contract(run=RUN, **contract).SerializeToString())
+    store.runs.publish_contract(RUN, make_contract(run=RUN, **contract).SerializeToString(), figures or {})
     return store
 
 

@@ -28,6 +28,7 @@ from fleetdistill_console.tracking.tracker import Description, Tracker
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.summaries import Summaries
 from fleetdistill_server.store.traffic import Counted
 
 RUN = "digits"
@@ -88,7 +89,7 @@ def test_a_round_has_means_over_devices_and_what_the_method_reports(store: Store
     first, second = points_since(store, RUN, 0)
     assert (first.step, second.step) == (1, 2)
     assert second.values["accuracy/test"] == pytest.approx((0.02 + 0.06) / 2)
-    assert second.values["accuracy/global"] == pytest.approx(0.2)
+    assert second.values["server/global_accuracy"] == pytest.approx(0.2)
     assert second.values["round/devices"] == 2
     assert second.values["round/completed"] == 1
     assert "loss/train" not in second.values
@@ -143,14 +144,14 @@ def test_rounds_that_end_while_figures_are_read_wait_for_the_next_look(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_rounds(store, 1)
-    read = store.summaries.mean_figures_by_split
+    read = Summaries.mean_figures
 
     def read_while_rounds_end(*span: Any) -> Any:
         found = list(read(*span))
         add_rounds(store, 2)
         return found
 
-    monkeypatch.setattr(store.summaries, "mean_figures_by_split", read_while_rounds_end)
+    monkeypatch.setattr(Summaries, "mean_figures", read_while_rounds_end)
     assert ["accuracy/test" in one.values for one in points_since(store, RUN, 0)] == [True]
 
 
@@ -197,7 +198,7 @@ def test_event_files_have_each_round_once_after_restarts_and_a_torn_record(store
         add_rounds(store, 1)
         assert again.look()
     assert steps_in(directory, "accuracy/test") == [1, 2, 3, 4, 5]
-    values = [one.value for one in events_in(directory).Scalars("accuracy/global")]
+    values = [one.value for one in events_in(directory).Scalars("server/global_accuracy")]
     assert values == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
     assert directory_of(tmp_path) == directory
 
@@ -274,7 +275,7 @@ def test_mlflow_has_the_settings_and_each_round_once_after_a_restart(
     (run,) = server.runs(tmp_path.name)
     assert server.steps(run, "accuracy/test") == [1, 2, 3, 4]
     assert server.steps(run, "round/used") == [1, 2, 3, 4]
-    assert run.data.metrics["accuracy/global"] == pytest.approx(0.4)
+    assert run.data.metrics["server/global_accuracy"] == pytest.approx(0.4)
     assert run.data.params["run.method"] == "feddkc"
     assert (run.info.run_name, run.info.status) == (RUN, "FAILED")
     assert run.data.tags["fleetdistill.status"] == "stopped: out of patience"

@@ -15,12 +15,12 @@ import pytest
 
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.store.progress import Progress
 from fleetdistill_server.store.records import Ask
-from fleetdistill_server.store.run_figures import run_figures
+from fleetdistill_server.store.run_figures import round_figures, run_figures
+from fleetdistill_server.store.runs import Progress
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
-from fleetdistill_server.views import figures, overview
+from fleetdistill_server.views import overview
 from fleetdistill_server.views import runs as views
 
 COMPRESSED = Counted(Counter(logits=100), Counter(logits=40))
@@ -73,9 +73,10 @@ def store() -> Iterator[Store]:
 
 def test_a_round_shows_the_bytes_on_the_link(store: Store) -> None:
     """Up: 40 + 10 for each of two answers; down: 700 + 20. The open round has one of each."""
-    assert [(row["bytes_up"], row["bytes_down"]) for row in figures.rounds(store, "r")] == [(100, 1440), (50, 720)]
+    for rows in (views.run(store, "r").lists["rounds"], overview.rounds(store, "r", 0).lists["rounds"]):
+        assert [(row["bytes_up"], row["bytes_down"]) for row in rows] == [(100, 1440), (50, 720)]
     followed = progress(store, "r").rounds
-    assert [(row["bytes_up"], row["bytes_down"]) for row in followed] == [(100, 1440), (50, 720)]
+    assert [(one.bytes_up, one.bytes_down) for one in followed] == [(100, 1440), (50, 720)]
     (glance,) = (row for row in overview.overview(store).lists["runs"] if row["run"] == "r")
     assert (glance["bytes_up"], glance["bytes_down"]) == (150, 2160)
 
@@ -84,28 +85,29 @@ def test_devices_have_bytes_before_compression_and_on_the_link_also_of_the_open_
     """`a` has answered twice, the second time in the round that is open; `b` once."""
     once = {"up": 110, "down": 1020, "envelope_bytes": 30, "up_sent": 50, "down_sent": 720}
     twice = {name: 2 * count for name, count in once.items()}
-    assert figures.bytes_by_device(store, "r") == [{"device": "a", **twice}, {"device": "b", **once}]
-    assert views.run(store, "r").lists["bytes"] == figures.bytes_by_device(store, "r")
+    assert views.run(store, "r").lists["bytes"] == [{"device": "a", **twice}, {"device": "b", **once}]
 
 
 def test_kinds_have_bytes_before_compression_and_on_the_link(store: Store) -> None:
-    kinds = {row["kind"]: row for row in figures.bytes_by_kind(store, "r")}
+    kinds = {row["kind"]: row for row in views.run(store, "r").lists["bytes_by_kind"]}
     assert kinds["logits"] == {"kind": "logits", "up": 300, "down": 0, "up_sent": 120, "down_sent": 0}
     assert kinds["parameters"] == {"kind": "parameters", "up": 0, "down": 3000, "up_sent": 0, "down_sent": 2100}
     assert kinds["envelope"] == {"kind": "envelope", "up": 30, "down": 60, "up_sent": 30, "down_sent": 60}
-    by_round = figures.bytes_by_round_and_kind(store, "r", 1, 1)
-    assert [row for row in by_round if row["kind"] == "logits"] == [
+    by_round = overview.traffic(store, "r", 0).lists["bytes"]
+    assert [row for row in by_round if row["kind"] == "logits" and row["round"] == 1] == [
         {"round": 1, "kind": "logits", "up": 200, "down": 0, "up_sent": 80, "down_sent": 0}
     ]
 
 
 def test_an_accuracy_is_the_mean_over_devices_of_whatever_size(store: Store) -> None:
     """Of 0.9 on 10 rows and 0.1 on 100 rows: 0.5 over devices; over rows it would be 0.173."""
-    assert figures.rounds(store, "r")[0]["test_accuracy"] == 0.5
-    assert progress(store, "r").rounds[0]["test_accuracy"] == pytest.approx(0.5)
+    assert views.run(store, "r").lists["rounds"][0]["test_accuracy"] == 0.5
+    assert progress(store, "r").rounds[0].test_accuracy == pytest.approx(0.5)
     (found,) = (one for one in run_figures(store.database, 10) if one.name == "r")
-    assert found.reported["accuracy", "test"] == pytest.approx(0.5)
-    assert found.server_accuracy == 0.8
+    assert found.last is not None
+    assert found.last == round_figures(store.database, "r", 1, 1)[0]
+    assert found.last.test_accuracy == pytest.approx(0.5)
+    assert found.last.global_accuracy == 0.8
 
 
 def test_each_run_counts_its_own_asks(store: Store) -> None:
@@ -129,6 +131,6 @@ def test_answers_that_a_round_did_not_use_are_counted_apart() -> None:
         answer(made, number, device, right=1, rows=10)
     used = [ask.id for ask in made.asks.of_step("r", number, 1)][:2]
     made.runs.close_round("r", number, b"", used, {})
-    for (row,) in (figures.rounds(made, "r"), progress(made, "r").rounds):
-        assert (row["used"], row["reported"]) == (2, 1)
+    (row,), (figures,) = views.run(made, "r").lists["rounds"], progress(made, "r").rounds
+    assert (row["used"], row["reported"]) == figures.answers[:2] == (2, 1)
     made.close()

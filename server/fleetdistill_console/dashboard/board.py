@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fleetdistill_console.dashboard.feed import Feed
-from fleetdistill_console.dashboard.readers import ABOUT, HEALTH
+from fleetdistill_console.dashboard.readers import ABOUT, HEALTH, settings
+from fleetdistill_server.store.database import Row
 
 _SILENT_SECONDS = 12.0
 """Age of the newest figures from which a server does not answer, although a call to it has not failed yet."""
@@ -36,6 +38,11 @@ class Board:
         silent = time.time() - snapshot.read_at
         text = "; ".join(snapshot.value or ())
         return text or (f"the server has not answered for {silent:.0f} s" if silent > _SILENT_SECONDS else "")
+
+    def method_figures(self, run: str) -> Mapping[str, Row]:
+        """Returns the figures that a run's method declares, by name; empty until they have been read."""
+        view = self.feed.look(settings(run)).value
+        return {} if view is None else view.facts["figures"]
 
     def problem_for_monitors(self) -> str | None:
         """Returns what `problem` does, and also that no server works on the store, which a page may well show."""

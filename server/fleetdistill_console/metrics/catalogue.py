@@ -75,10 +75,15 @@ LOSS = _gauge(
     "Loss that devices reported for the last completed round, averaged over the devices.",
     *("run", "split"),
 )
-SERVER_ACCURACY = _gauge(
-    "last_round_server_accuracy_ratio",
-    "Accuracy of the server's model on [evaluation] data after the last completed round.",
+GLOBAL_ACCURACY = _gauge(
+    "last_round_global_accuracy_ratio",
+    "Accuracy of the global model on [evaluation] data after the last completed round.",
     "run",
+)
+METHOD_FIGURE = _gauge(
+    "last_round_method_figure",
+    "Number that the method reported for the last completed round, as in `runs show`.",
+    *("run", "figure"),
 )
 BEGUN = _counter("uploads_begun", "Upload calls that reached the front.")
 ACKNOWLEDGED = _counter("uploads_acknowledged", "Answers that were committed, so that their receipt exists.")

@@ -21,7 +21,7 @@ from fleetdistill_console.metrics import catalogue
 from fleetdistill_console.metrics.samples import Samples
 from fleetdistill_server.logs import Interruption
 from fleetdistill_server.service.served import placed, state_of
-from fleetdistill_server.store.run_figures import RunFigures, run_counts, run_figures
+from fleetdistill_server.store.run_figures import RoundFigures, RunFigures, run_counts, run_figures
 from fleetdistill_server.store.states import IDLE, QUEUED, WAITING, RunStatus
 from fleetdistill_server.store.store import Store
 
@@ -33,6 +33,8 @@ KEPT_SECONDS = 2.0
 _PATIENCE_SECONDS = 3.0
 STATES = (*RunStatus, QUEUED, WAITING, IDLE)
 """States of a run, which the label `status` has."""
+_BY_NAME = {"accuracy": catalogue.ACCURACY, "loss": catalogue.LOSS}
+_SPLITS = ("train", "test")
 
 
 class RunsCollector:
@@ -107,14 +109,24 @@ def _add(samples: Samples, run: RunFigures, state: str) -> None:
     for metric, value in _optional(run, settings):
         if value is not None:
             samples.add(metric, value, name)
-    for (figure, split), value in run.reported.items():
-        samples.add(catalogue.ACCURACY if figure == "accuracy" else catalogue.LOSS, value, name, split)
+    if run.last is not None:
+        _add_last_round(samples, name, run.last)
+
+
+def _add_last_round(samples: Samples, run: str, last: RoundFigures) -> None:
+    for (figure, split), reported in last.reported.items():
+        if figure in _BY_NAME and split in _SPLITS:
+            samples.add(_BY_NAME[figure], reported.mean, run, split)
+    for figure, value in last.method.items():
+        if isinstance(value, int | float):
+            samples.add(catalogue.METHOD_FIGURE, value, run, figure)
 
 
 def _optional(run: RunFigures, settings: dict[str, Any]) -> Iterator[tuple[catalogue.Description, float | None]]:
     yield catalogue.WANTED, settings.get("rounds")
     yield catalogue.DEADLINE, settings.get("deadline_seconds")
     yield catalogue.UNFINISHED, run.unfinished_since
-    yield catalogue.LAST_COMPLETED, run.last_ended_at
-    yield catalogue.ROUND_SECONDS, run.last_seconds
-    yield catalogue.SERVER_ACCURACY, run.server_accuracy
+    if run.last is not None:
+        yield catalogue.LAST_COMPLETED, run.last.round.ended_at
+        yield catalogue.ROUND_SECONDS, run.last.round.seconds
+        yield catalogue.GLOBAL_ACCURACY, run.last.global_accuracy

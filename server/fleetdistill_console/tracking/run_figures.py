@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fleetdistill_console.tracking.tracker import Points
-from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.records import AnswerCounts, Round
+from fleetdistill_server.store.run_figures import Reported, RoundFigures, round_figures
 from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.store.sums import EVERY
-from fleetdistill_server.views.figures import server_figures
 
 _SPLITS = ("train", "validation", "test")
 _MAX_VARIANTS = 4
@@ -42,51 +38,38 @@ def points_since(store: Store, run: str, after: int) -> list[Points]:
         run: Name of the run.
         after: Number of a round; 0 for all rounds.
     """
-    reported = defaultdict[int, list[Row]](list)
-    sent = defaultdict[int, dict[str, float]](lambda: {"bytes/up": 0.0, "bytes/down": 0.0})
-    span = (run, after + 1, EVERY)
-    # Before their figures: a round that ends between two reads would lack some, and might not be read again.
-    rounds = store.summaries.rounds(*span)
-    for row in store.summaries.mean_figures_by_split(*span):
-        reported[row["round"]].append(row)
-    for row in store.summaries.bytes(run, ("round",), *span[1:]):
-        sent[row["round"]][f"bytes/{row['direction']}"] = row["sent"]
-    guards = store.summaries.guards(*span)
-    found = []
-    for ended, answers in rounds:
-        number = ended.number
-        if ended.status in (RoundStatus.CLOSED, RoundStatus.SHORT) and ended.ended_at is not None:
-            values = _values(ended, answers, reported[number])
-            values |= {**sent[number], "round/guards": float(guards.get(number, 0))}
-            found.append(Points(number, ended.ended_at, _finite(values)))
-    return found
+    return [
+        Points(figures.round.number, figures.round.ended_at, _finite(_values(figures)))
+        for figures in round_figures(store.database, run, after + 1)
+        if figures.round.status in (RoundStatus.CLOSED, RoundStatus.SHORT) and figures.round.ended_at is not None
+    ]
 
 
-def _values(ended: Round, answers: AnswerCounts, reported: Sequence[Row]) -> dict[str, float]:
-    of_server = server_figures(ended.figures)
-    accuracies = {f"accuracy/{name}": of_server.pop(f"{name}_accuracy", None) for name in ("server", "global")}
+def _values(figures: RoundFigures) -> dict[str, float]:
+    of_server = {**figures.method, "global_accuracy": figures.global_accuracy}
     values = {
-        "round/completed": ended.status is RoundStatus.CLOSED,
-        "round/devices": len(ended.cohort),
-        "round/used": answers.used,
-        "round/reported": answers.reported,
-        "round/seconds": ended.seconds,
-        **dict(_device_figures(reported)),
-        **accuracies,
-        **{f"server/{name}": value for name, value in of_server.items()},
+        "round/completed": figures.round.status is RoundStatus.CLOSED,
+        "round/devices": len(figures.round.cohort),
+        "round/used": figures.answers.used,
+        "round/reported": figures.answers.reported,
+        "round/seconds": figures.round.seconds,
+        "round/guards": figures.guards,
+        **dict(_device_figures(figures.reported)),
+        **{f"server/{_plain(name)}": value for name, value in of_server.items()},
+        "bytes/up": figures.bytes_up,
+        "bytes/down": figures.bytes_down,
     }
-    return {name: float(value) for name, value in values.items() if value is not None}
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
-def _device_figures(reported: Sequence[Row]) -> Iterator[tuple[str, float]]:
+def _device_figures(reported: Mapping[tuple[str, str], Reported]) -> Iterator[tuple[str, float]]:
     """Yields means over devices: `loss/train`, `accuracy/test`, and `accuracy/test_personal` of a variant."""
-    known = [row for row in reported if row["split"] in _SPLITS]
-    for row in known:
-        if row["name"] in ("loss", "accuracy"):
-            yield f"{row['name']}/{row['split']}", row["mean"]
-    of_variants = [row for row in known if row["name"].endswith("/accuracy") and row["split"] == "test"]
-    for row in sorted(of_variants, key=lambda row: (-row["devices"], row["name"]))[:_MAX_VARIANTS]:
-        yield f"accuracy/test_{_plain(row['name'].removesuffix('/accuracy'))}", row["mean"]
+    for (name, split), found in reported.items():
+        if name in ("loss", "accuracy") and split in _SPLITS:
+            yield f"{name}/{split}", found.mean
+    of_variants = [key for key in reported if key[0].endswith("/accuracy") and key[1] == "test"]
+    for key in sorted(of_variants, key=lambda key: (-reported[key].devices, key))[:_MAX_VARIANTS]:
+        yield f"accuracy/test_{_plain(key[0].removesuffix('/accuracy'))}", reported[key].mean
 
 
 def _plain(name: str) -> str:

@@ -212,7 +212,7 @@ class Engine:
                         self._store.blobs.put(payload)
                 self._store.runs.assert_owner(self._name, self.token)
                 failpoints.hit("engine.contract.before-commit")
-                self._store.runs.publish_contract(self._name, contract.SerializeToString())
+                self._store.runs.publish_contract(self._name, contract.SerializeToString(), self.method.figures)
                 if begun:
                     self._store.history.add_event(self._name, "started-from", begun)
             failpoints.hit("engine.contract.after-commit")

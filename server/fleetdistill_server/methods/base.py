@@ -21,6 +21,7 @@ import torch
 
 from fleetdistill.knowledge import ModelParameters, NetworkFile, Parts
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.figures import Figure
 from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Exchange, Sizes, answer_kinds, columns_of, features_of
@@ -68,6 +69,9 @@ class ServerMethod:
 
     advice: ClassVar[Mapping[str, str]] = {}
     """Advice for devices whose features have a wrong shape, by feature column; by default to change the model."""
+
+    figures: ClassVar[Mapping[str, Figure]] = {}
+    """Figures that this class reports with `Notes.report` and that are shown, by name; others are only stored."""
 
     picks_devices: ClassVar[bool] = False
     """Whether rounds ask only the devices that have something to send or to receive.

@@ -28,6 +28,7 @@ from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes, PayloadFor
 from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.evaluation import TEACHER_ACCURACY
 from fleetdistill_server.methods.traffic import Exchange, Message, Sizes
 
 
@@ -70,6 +71,7 @@ class CDKTServer(ServerMethod):
 
     config: CDKTConfig
     summary = "both sides learn from models' outputs on a small labelled set"
+    figures = {"teacher_accuracy": TEACHER_ACCURACY}  # noqa: RUF012  (a ClassVar of the base)
     advice = {  # noqa: RUF012  (a ClassVar of the base)
         EMBEDDING: "give the device a model whose last layer has this input size, such as cdkt_digits and "
         "cdkt_digits_small, or set knowledge = 'full' for the run, which accepts models of any size"

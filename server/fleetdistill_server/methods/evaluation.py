@@ -8,6 +8,10 @@ import torch
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.training.local_training import TensorData, as_tensor_data
 from fleetdistill_server.config.labelled_file import read_labelled
+from fleetdistill_server.figures import Figure
+
+TEACHER_ACCURACY = Figure("Teacher accuracy", unit="accuracy", digits=4, of="mean")
+"""Accuracy of what the server teaches a device with, on the labelled rows that it is judged by; mean over devices."""
 
 
 def first_of_each_class(data: TensorData, count: int) -> TensorData:

@@ -21,6 +21,7 @@ from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.training.model import embedding_tap
 from fleetdistill.training.parameters import batch_norm_names, load_parameters, model_parameters
 from fleetdistill.training.rollback import snapshot, train_or_roll_back
+from fleetdistill_server.figures import Figure
 from fleetdistill_server.methods.averaging import OFF, WeightedMean
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, Notes
@@ -97,6 +98,7 @@ class FedDKDServer(ServerMethod):
 
     config: FedDKDConfig
     summary = "averages models, then takes J steps along the devices' gradients"
+    figures = {"distillation_steps": Figure("Distillation steps")}  # noqa: RUF012  (a ClassVar of the base)
 
     def __init__(self, config: FedDKDConfig, context: MethodContext) -> None:
         model = context.device_model().to(context.torch_device)

@@ -7,8 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fleetdistill_server.figures import Figure
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.states import AskStatus, RoundStatus, RunStatus, UploadStatus
+
+
+def read_declared(column: str | None) -> dict[str, Figure]:
+    """Returns the figures that a method declares, by name, from the column `figures` of the table `runs`."""
+    return {name: Figure(**figure) for name, figure in json.loads(column or "{}").items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,7 @@ class Run:
         name: Name of the run.
         config: The run's settings by section; the run does not start with other settings.
         contract: Serialized `Contract`; empty until the engine has prepared the run.
+        figures: Figures that the method declares, by name; empty until the engine has prepared the run.
         status: What the run does.
         reason: Why it has this status; empty without a reason.
         completed_rounds: Number of completed rounds.
@@ -39,6 +46,7 @@ class Run:
     name: str
     config: dict[str, Any]
     contract: bytes
+    figures: Mapping[str, Figure]
     status: RunStatus
     reason: str
     completed_rounds: int
@@ -59,6 +67,7 @@ class Run:
             name=row["name"],
             config=json.loads(row["config"]),
             contract=row["contract"] or b"",
+            figures=read_declared(row["figures"]),
             status=RunStatus(row["status"]),
             reason=row["reason"] or "",
             completed_rounds=row["completed_rounds"],
@@ -184,10 +193,11 @@ class Round:
 
 
 class AnswerCounts(NamedTuple):
-    """How many accepted answers to a round are in a result, and how many were reported as in none."""
+    """How many answers to a round are in a result, how many were reported as in none, and how many were accepted."""
 
     used: int
     reported: int
+    accepted: int
 
 
 @dataclass(frozen=True, slots=True)

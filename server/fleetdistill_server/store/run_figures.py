@@ -1,18 +1,104 @@
-"""The present figures of runs, in few statements whose cost does not grow with the number of rounds."""
+"""Figures of rounds and runs: the one reading for the command line, dashboard, metrics, trackers and reports."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.records import AnswerCounts, Round, read_declared
 from fleetdistill_server.store.states import OVER, RunStatus, sql_list
+from fleetdistill_server.store.summaries import Summaries
+from fleetdistill_server.store.sums import EVERY, rounds_with_answers
+
+
+class Reported(NamedTuple):
+    """Mean over the devices of what they reported, and the number of devices."""
+
+    mean: float
+    devices: int
+
+
+@dataclass(frozen=True)
+class RoundFigures:
+    """Figures of a round.
+
+    Attributes:
+        round: The round.
+        answers: Numbers of its answers.
+        guards: How often guards of the method fired.
+        reported: What devices reported, by name (accuracy, loss) and split, such as train.
+        kept, replaced: Number of devices whose app kept or replaced its model; None without validation data.
+        bytes_up, bytes_down: Bytes from and to devices on the link.
+        global_accuracy: Accuracy of the global model on `[evaluation] data`, in [0, 1]; None without either.
+        method: The figures that the method declares, by name; None for those that it did not report.
+    """
+
+    round: Round
+    answers: AnswerCounts
+    guards: int
+    reported: Mapping[tuple[str, str], Reported]
+    kept: int | None
+    replaced: int | None
+    bytes_up: int
+    bytes_down: int
+    global_accuracy: float | None
+    method: Mapping[str, float | str | None]
+
+    @property
+    def train_loss(self) -> float | None:
+        """Mean over the devices of the loss on their training data; None if no device reported it."""
+        return self._mean("loss", "train")
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """Mean over the devices of the accuracy on their test data, in [0, 1]; None if no device reported it."""
+        return self._mean("accuracy", "test")
+
+    def _mean(self, name: str, split: str) -> float | None:
+        found = self.reported.get((name, split))
+        return None if found is None else found.mean
+
+
+def round_figures(db: Database, run: str, first: int = 0, last: int = EVERY) -> list[RoundFigures]:
+    """Returns the figures of the rounds from `first` to `last`, both included, ordered by round."""
+    summaries = Summaries(db)
+    # Before their figures: a round that ends between two reads would lack some, and might not be read again.
+    rounds = rounds_with_answers(db, run, first, last)
+    declared = read_declared(db.value("SELECT figures FROM runs WHERE name = ?", run))
+    guards = summaries.guards(run, first, last)
+    replaced = {row["round"]: row for row in summaries.replacements(run, first, last)}
+    sent = {row["round"]: row for row in summaries.bytes(run, ("round",), first, last)}
+    reported: dict[int, dict[tuple[str, str], Reported]] = {}
+    for row in summaries.mean_figures(run, first, last):
+        by_name = reported.setdefault(row["round"], {})
+        by_name[row["name"], row["split"]] = Reported(row["mean"], row["devices"])
+    found = []
+    for shown, answers in rounds:
+        number = shown.number
+        models, link = replaced.get(number), sent.get(number, {})
+        found.append(
+            RoundFigures(
+                round=shown,
+                answers=answers,
+                guards=guards.get(number, 0),
+                reported=reported.get(number, {}),
+                kept=None if models is None else int(models["kept"]),
+                replaced=None if models is None else int(models["replaced"]),
+                bytes_up=link.get("up_sent", 0),
+                bytes_down=link.get("down_sent", 0),
+                global_accuracy=shown.figures.get("global_accuracy"),
+                method={name: figure.value(shown.figures.get(name)) for name, figure in declared.items()},
+            )
+        )
+    return found
 
 
 @dataclass(frozen=True)
 class RunFigures:
-    """Figures of a run.
+    """The present figures of a run.
 
     Attributes:
         name, status, config, completed_rounds: As in the table `runs`.
@@ -21,10 +107,7 @@ class RunFigures:
         short_rounds: Number of consecutive short rounds up to now.
         unfinished_since: When the first round since the last completed one began, in seconds since 1970; None if none
             has.
-        last_ended_at: When the last completed round ended; None before it.
-        last_seconds: Its duration in seconds.
-        server_accuracy: Accuracy of the server's model after it, in [0, 1]; None without evaluation data.
-        reported: Mean over the devices of what they reported for it, by name (accuracy, loss) and split.
+        last: Figures of the last completed round; None before it.
     """
 
     name: str
@@ -35,14 +118,14 @@ class RunFigures:
     asks: dict[str, int]
     short_rounds: int
     unfinished_since: float | None
-    last_ended_at: float | None
-    last_seconds: float | None
-    server_accuracy: float | None
-    reported: dict[tuple[str, str], float]
+    last: RoundFigures | None
 
 
 def run_figures(db: Database, most: int) -> list[RunFigures]:
-    """Returns the figures of at most `most` runs: the newest of those that have not ended, then of the others."""
+    """Returns the figures of at most `most` runs: the newest of those that have not ended, then of the others.
+
+    The cost does not grow with the number of rounds.
+    """
     rows = db.rows(
         "SELECT name, status, config, completed_rounds, next_round FROM runs "
         f"ORDER BY CASE WHEN status IN ({sql_list(OVER)}) THEN 1 ELSE 0 END, created_at DESC, name LIMIT ?",
@@ -53,16 +136,11 @@ def run_figures(db: Database, most: int) -> list[RunFigures]:
 
 def _figures_of(db: Database, row: Row) -> RunFigures:
     name = row["name"]
-    last = db.row(
-        "SELECT round, started_at, ended_at, figures FROM rounds WHERE run = ? AND status = 'closed' "
-        "ORDER BY round DESC LIMIT 1",
-        name,
-    )
-    since = last["round"] if last else 0
+    last = int(db.value("SELECT max(round) FROM rounds WHERE run = ? AND status = 'closed'", name) or 0)
     later = db.row(
         "SELECT min(started_at) AS begun, count(*) FILTER (WHERE status = 'short') AS short FROM rounds "
         "WHERE run = ? AND round > ? AND status IN ('open', 'short')",
-        *(name, since),
+        *(name, last),
     )
     return RunFigures(
         name=name,
@@ -73,10 +151,7 @@ def _figures_of(db: Database, row: Row) -> RunFigures:
         asks=_asks(db, name, row["next_round"] - 1),
         short_rounds=later["short"] if later else 0,
         unfinished_since=later["begun"] if later else None,
-        last_ended_at=last["ended_at"] if last else None,
-        last_seconds=last["ended_at"] - last["started_at"] if last else None,
-        server_accuracy=_server_accuracy(last),
-        reported=_reported(db, name, since) if last else {},
+        last=next(iter(round_figures(db, name, last, last)), None) if last else None,
     )
 
 
@@ -87,21 +162,6 @@ def _asks(db: Database, run: str, newest: int) -> dict[str, int]:
         "answered": int(db.value(f"{count} round = ? AND status = 'answered'", run, newest)),
         "out": int(db.value(f"{count} round = ? AND status = 'out'", run, newest)),
     }
-
-
-def _server_accuracy(last: Row | None) -> float | None:
-    figures: dict[str, Any] = json.loads(last["figures"] or "{}") if last else {}
-    found = figures.get("global_accuracy")
-    return float(found) if isinstance(found, int | float) else None
-
-
-def _reported(db: Database, run: str, number: int) -> dict[tuple[str, str], float]:
-    rows = db.rows(
-        "SELECT name, split, avg(sum / count) AS mean FROM figures WHERE run = ? AND round = ? AND count > 0 "
-        "AND name IN ('accuracy', 'loss') AND split IN ('train', 'test') GROUP BY name, split",
-        *(run, number),
-    )
-    return {(row["name"], row["split"]): row["mean"] for row in rows}
 
 
 def run_counts(db: Database) -> dict[str, int]:

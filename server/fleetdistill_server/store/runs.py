@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill_server.config.run_changes import changes_between, conflict_message
+from fleetdistill_server.figures import Figure
 from fleetdistill_server.store.asks import Asks
 from fleetdistill_server.store.back_off import update_back_off
 from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.history import History
-from fleetdistill_server.store.progress import ROUND_PROGRESS, RUN_PROGRESS, STEP_PROGRESS, Progress, rounded
 from fleetdistill_server.store.records import Checkpoint, Round, Run
+from fleetdistill_server.store.run_figures import RoundFigures, round_figures
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import (
     ACTIVE,
@@ -32,6 +35,24 @@ from fleetdistill_server.store.states import (
 from fleetdistill_server.store.sums import EVERY, Sums
 from fleetdistill_server.store.unsettled import first_needed_round, report_late_answers, settle, settle_until
 from fleetdistill_server.texts import shortened
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Snapshot of a run's progress.
+
+    Attributes:
+        run: run, method, status, reason, completed_rounds, wanted_rounds (None to run until stopped), and the number of
+            present devices.
+        rounds: Figures of all rounds.
+        steps: Steps of the newest round: how many devices were asked, have answered, and are out.
+        events: Events that are newer than the event given by the caller.
+    """
+
+    run: dict[str, Any]
+    rounds: list[RoundFigures]
+    steps: list[dict[str, Any]]
+    events: list[dict[str, Any]]
 
 
 class Runs:
@@ -127,11 +148,23 @@ class Runs:
         if self.status(name) is RunStatus.CANCELLED:
             raise RunError(f"run {name!r} was cancelled")
 
-    def publish_contract(self, name: str, contract: bytes) -> None:
-        """Stores the run's contract and sets its status to `running`, so that devices can check in."""
+    def publish_contract(
+        self, name: str, contract: bytes, figures: Mapping[str, Figure] = MappingProxyType({})
+    ) -> None:
+        """Stores the run's contract and sets its status to `running`, so that devices can check in.
+
+        Args:
+            name: Name of the run.
+            contract: Serialized `Contract`.
+            figures: Figures that the method declares, by name.
+        """
+        declared = json.dumps({figure: asdict(declared) for figure, declared in figures.items()})
         with self._db.transaction():
             check_run_change(self._db, name, RunStatus.RUNNING)
-            self._db.write("UPDATE runs SET contract = ?, status = ? WHERE name = ?", contract, RunStatus.RUNNING, name)
+            self._db.write(
+                "UPDATE runs SET contract = ?, figures = ?, status = ? WHERE name = ?",
+                *(contract, declared, RunStatus.RUNNING, name),
+            )
 
     def set_checkpoint(self, name: str, checkpoint: bytes) -> None:
         """Sets the run's checkpoint outside the close of a round: initially, and after forgetting a device."""
@@ -434,19 +467,29 @@ class Runs:
             run: Name of the run.
             after_event: Id of the last event that the caller has received.
         """
-        row = self._db.row(RUN_PROGRESS, run)  # read first: data read after a final status is complete
+        row = self._db.row(_RUN_PROGRESS, run)  # read first: data read after a final status is complete
         if row is None:
             return None
         config = json.loads(row.pop("config")).get("run", {})
         shown = {**row, "method": config.get("method", ""), "wanted_rounds": config.get("rounds") or None}
         return Progress(
             run={**shown, "reason": row["reason"] or ""},
-            rounds=[rounded(one) for one in self._db.rows(ROUND_PROGRESS, run, 0, EVERY)],
-            steps=self._db.rows(STEP_PROGRESS, run),
+            rounds=round_figures(self._db, run),
+            steps=self._db.rows(_STEP_PROGRESS, run),
             events=self._db.rows("SELECT * FROM events WHERE run = ? AND id > ? ORDER BY id", run, after_event),
         )
 
 
+_RUN_PROGRESS = (
+    "SELECT name AS run, status, reason, completed_rounds, config, "
+    "(SELECT count(*) FROM devices WHERE run = name AND present = 1) AS present FROM runs WHERE name = ?"
+)
+_STEP_PROGRESS = (
+    "SELECT round, step_number, step, count(*) AS asked, count(*) FILTER (WHERE status = 'answered') AS answered, "
+    "count(*) FILTER (WHERE status = 'out') AS out FROM asks "
+    "WHERE run = ?1 AND round = (SELECT max(round) FROM rounds WHERE run = ?1) "
+    "GROUP BY round, step_number, step ORDER BY step_number"
+)
 _NOTE_CHECKPOINT = """
 INSERT INTO checkpoints (run, round, completed_rounds, sha256, at)
 SELECT name, (SELECT coalesce(max(round), 0) FROM rounds WHERE run = name AND status = 'closed'), completed_rounds,

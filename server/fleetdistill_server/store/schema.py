@@ -17,6 +17,7 @@ CREATE TABLE runs (
     name TEXT PRIMARY KEY,
     config TEXT NOT NULL,  -- JSON of the run's settings; the run does not start with other settings
     contract BLOB,  -- serialized Contract; NULL until the engine has prepared the run
+    figures TEXT,  -- JSON of the figures that the method declares, by name; NULL until the engine has prepared the run
     status TEXT NOT NULL,  -- created, preparing, running, paused, finished, stopped, cancelled
     reason TEXT,
     completed_rounds INTEGER NOT NULL,

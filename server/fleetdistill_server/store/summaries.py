@@ -29,9 +29,16 @@ from fleetdistill_server.store.sums import (
     rounds_with_answers,
 )
 
-_SHOWN_FIGURES = "((name = 'loss' AND split = 'train') OR (name = 'accuracy' AND split = 'test'))"
 _ASKS = f"SELECT a.*, {UPLOAD_COLUMNS} FROM asks a LEFT JOIN uploads u ON u.ask = a.id AND u.quarantined_at IS NULL"
-_BYTES = "sum(tensor_bytes + envelope_bytes) AS bytes, sum(envelope_bytes) AS envelope_bytes, sum(sent_bytes) AS sent"
+_BYTES = ("up", "down", "envelope_bytes", "up_sent", "down_sent")
+_SUMS_OF_BYTES = (
+    "coalesce(sum(tensor_bytes + envelope_bytes) FILTER (WHERE direction = 'up'), 0) AS up, "
+    "coalesce(sum(tensor_bytes + envelope_bytes) FILTER (WHERE direction = 'down'), 0) AS down, "
+    "coalesce(sum(envelope_bytes), 0) AS envelope_bytes, "
+    "coalesce(sum(sent_bytes) FILTER (WHERE direction = 'up'), 0) AS up_sent, "
+    "coalesce(sum(sent_bytes) FILTER (WHERE direction = 'down'), 0) AS down_sent"
+)
+"""From and to devices: tensors and headers before compression, headers alone, and bytes on the link."""
 _IS_REPLACEMENT = f"split = '{SPLIT}' AND name IN ({', '.join(repr(name) for name in REPLACEMENT_METRICS)})"
 
 
@@ -61,17 +68,10 @@ class Summaries:
         return {row["round"]: (row["started_at"], row["ended_at"]) for row in rows}
 
     def rounds(self, run: str, first: int, last: int) -> list[tuple[Round, AnswerCounts]]:
-        """Returns rounds, with the numbers of used and reported uploads, ordered by round."""
+        """Returns rounds, with the numbers of their answers, ordered by round."""
         return rounds_with_answers(self._db, run, first, last)
 
     def mean_figures(self, run: str, first: int, last: int) -> list[Row]:
-        """Returns the mean over devices of the training loss and the test accuracy, by round and name."""
-        return self._db.rows(
-            f"SELECT round, name, mean FROM {FIGURES_OF_ROUNDS} WHERE devices > 0 AND {_SHOWN_FIGURES}",
-            *(run, first, last),
-        )
-
-    def mean_figures_by_split(self, run: str, first: int, last: int) -> list[Row]:
         """Returns the mean over devices of every reported figure: round, name, split, mean, and number of devices."""
         return self._db.rows(
             f"SELECT round, name, split, mean, devices FROM {FIGURES_OF_ROUNDS} WHERE devices > 0 "
@@ -105,17 +105,19 @@ class Summaries:
         return {row["round"]: int(row["fired"]) for row in rows}
 
     def bytes(self, run: str, columns: Sequence[str], first: int, last: int) -> list[Row]:
-        """Returns byte counts by direction and by further columns, of `round`, `kind` and `run`, in their order."""
+        """Returns byte counts by columns, of `round`, `kind` and `run`, in their order."""
         return self._bytes(columns, BYTES_OF_ROUNDS, run, first, last)
 
     def bytes_of_devices(self, run: str) -> list[Row]:
-        """Returns byte counts by device and direction, in this order."""
+        """Returns byte counts by device, in this order."""
         return self._bytes(("device",), BYTES_OF_DEVICES, run)
 
     def _bytes(self, columns: Sequence[str], counted: str, *values: object) -> list[Row]:
-        names = ", ".join((*columns, "direction"))
-        rows = self._db.rows(f"SELECT {names}, {_BYTES} FROM {counted} GROUP BY {names} ORDER BY {names}", *values)
-        return [{**row, **{name: int(row[name]) for name in ("bytes", "envelope_bytes", "sent")}} for row in rows]
+        names = ", ".join(columns)
+        rows = self._db.rows(
+            f"SELECT {names}, {_SUMS_OF_BYTES} FROM {counted} GROUP BY {names} ORDER BY {names}", *values
+        )
+        return [{**row, **{name: int(row[name]) for name in _BYTES}} for row in rows]
 
     def reported_uploads(self, run: str) -> list[Upload]:
         """Returns the accepted answers that are not in a result, oldest first."""

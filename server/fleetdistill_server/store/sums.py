@@ -83,14 +83,16 @@ def figures_of_devices(condition: str) -> str:
 
 
 def rounds_with_answers(db: Database, run: str, first: int, last: int) -> list[tuple[Round, AnswerCounts]]:
-    """Returns rounds, with the numbers of used and reported uploads, ordered by round."""
+    """Returns rounds, with the numbers of their answers, ordered by round."""
     rows = db.rows(
-        "SELECT r.*, coalesce(n.used, 0) AS used, coalesce(n.reported, 0) AS reported FROM rounds r "
+        "SELECT r.*, coalesce(n.used, 0) AS used, coalesce(n.reported, 0) AS reported, "
+        "coalesce(n.answers, 0) AS answers FROM rounds r "
         f"LEFT JOIN (SELECT * FROM {ANSWERS_OF_ROUNDS}) AS n ON n.round = r.round "
         "WHERE r.run = ?1 AND r.round BETWEEN ?2 AND ?3 ORDER BY r.round",
         *(run, first, last),
     )
-    return [(Round.from_row(row), AnswerCounts(int(row["used"]), int(row["reported"]))) for row in rows]
+    counts = ("used", "reported", "answers")
+    return [(Round.from_row(row), AnswerCounts(*(int(row[name]) for name in counts))) for row in rows]
 
 
 class Sums:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import asdict
+
 from fleetdistill_server.service.served import NOT_SERVED, Served
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.records import Run
+from fleetdistill_server.store.run_figures import round_figures
 from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
-from fleetdistill_server.views import figures
-from fleetdistill_server.views.runs import View, contract_of, event_row, run_row
+from fleetdistill_server.texts import rounded
+from fleetdistill_server.views.runs import View, bytes_by, contract_of, event_row, round_rows, run_row
 
 RECENT = 5
 """Number of the newest closed rounds whose mean duration is used for the time left."""
@@ -35,40 +39,41 @@ def overview(store: Store, served: Served = NOT_SERVED, *, present: bool = True)
 
 
 def _glance(store: Store, run: Run, present: bool) -> Row:
-    newest = figures.rounds(store, run.name, max(store.summaries.last_round(run.name) - 4 * RECENT, 0))
-    lasting = [one["seconds"] for one in newest if one["status"] == RoundStatus.CLOSED][-RECENT:]
+    newest = round_figures(store.database, run.name, max(store.summaries.last_round(run.name) - 4 * RECENT, 0))
+    lasting = [one.round.seconds or 0.0 for one in newest if one.round.status is RoundStatus.CLOSED][-RECENT:]
     mean = sum(lasting) / len(lasting) if lasting else None
     left = None if mean is None or run.max_rounds is None else mean * max(run.max_rounds - run.completed_rounds, 0)
-    sent = {one["direction"]: one["sent"] for one in store.summaries.bytes(run.name, ("run",), 0, EVERY)}
+    sent = next(iter(store.summaries.bytes(run.name, ("run",), 0, EVERY)), {})
+    rates = [name for name, figure in run.figures.items() if figure.unit == "accuracy"]
     return {
         "present": len(store.devices.present(run.name)) if present else 0,
-        "round_seconds": None if mean is None else round(mean, 2),
-        "seconds_left": None if left is None else round(left, 1),
-        **{name: _last(newest, name) for name in ("test_accuracy", "server_accuracy", "global_accuracy")},
-        "bytes_up": sent.get("up", 0),
-        "bytes_down": sent.get("down", 0),
+        "round_seconds": rounded(mean, 2),
+        "seconds_left": rounded(left, 1),
+        "test_accuracy": _last(one.test_accuracy for one in newest),
+        "method_accuracies": {run.figures[name].label: _last(one.method[name] for one in newest) for name in rates},
+        "global_accuracy": _last(one.global_accuracy for one in newest),
+        "bytes_up": sent.get("up_sent", 0),
+        "bytes_down": sent.get("down_sent", 0),
     }
 
 
-def _last(rounds: list[Row], name: str) -> float | None:
-    known = [row[name] for row in rounds if row[name] is not None]
-    return known[-1] if known else None
+def _last(values: Iterable[float | str | None]) -> float | str | None:
+    return rounded(next((value for value in reversed(list(values)) if value is not None), None), 4)
 
 
-def round_figures(store: Store, run: str, after: int) -> View:
+def rounds(store: Store, run: str, after: int) -> View:
     """Returns the figures of the rounds after a round, with their times in seconds since 1970."""
-    store.runs.existing(run)
-    times = store.summaries.times_of_rounds(run, after)
-    rows = [row for row in figures.rounds(store, run, after + 1) if row["round"] in times]
-    for row in rows:
-        row["started_at"], row["ended_at"] = times[row["round"]]
-    return View({"rounds": rows})
+    shown = store.runs.existing(run)
+    figures = round_figures(store.database, run, after + 1)
+    rows = round_rows(store, shown, figures)
+    times = [{"started_at": one.round.started_at, "ended_at": one.round.ended_at} for one in figures]
+    return View({"rounds": [{**row, **at} for row, at in zip(rows, times, strict=True)]})
 
 
 def traffic(store: Store, run: str, after: int) -> View:
     """Returns the bytes by round and kind of part of the rounds after a round; round 0 is before the first round."""
     store.runs.existing(run)
-    return View({"bytes": figures.bytes_by_round_and_kind(store, run, after + 1, EVERY)})
+    return View({"bytes": bytes_by(store, run, ("round", "kind"), after + 1)})
 
 
 def events(store: Store, run: str, *, before: int | None, kind: str, device: str, text: str, most: int) -> View:
@@ -81,7 +86,7 @@ def events(store: Store, run: str, *, before: int | None, kind: str, device: str
 
 
 def settings(store: Store, run: str) -> View:
-    """Returns a run's settings by section, and what its contract requires of devices."""
+    """Returns a run's settings by section, what its contract requires of devices, and its method's figures."""
     shown = store.runs.existing(run)
     contract = contract_of(shown)
     needs = {
@@ -89,4 +94,5 @@ def settings(store: Store, run: str) -> View:
         "input_shape": list(contract.input_shape),
         "columns": list(contract.requirements.columns),
     }
-    return View({}, {"run": run, "settings": shown.config, "contract": needs})
+    figures = {name: asdict(figure) for name, figure in shown.figures.items()}
+    return View({}, {"run": run, "settings": shown.config, "contract": needs, "figures": figures})

@@ -106,7 +106,7 @@ VIEWS: Mapping[str, ViewReader] = {
     "overview": lambda store, directory, query: overview.overview(
         store, served(directory, store), present=may_be_present(directory, store)
     ),
-    "rounds": lambda store, directory, query: overview.round_figures(store, query.run, query.after),
+    "rounds": lambda store, directory, query: overview.rounds(store, query.run, query.after),
     "traffic": lambda store, directory, query: overview.traffic(store, query.run, query.after),
     "events": _events,
     "participants": lambda store, directory, query: fleet.participants(

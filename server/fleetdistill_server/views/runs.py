@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +14,13 @@ from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.served import NOT_SERVED, Served, state_of
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.records import Device, Event, Run, Upload
+from fleetdistill_server.store.run_figures import RoundFigures, round_figures
 from fleetdistill_server.store.states import ACTIVE, QUEUED, WAITING, RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
-from fleetdistill_server.texts import counted, to_json, when
-from fleetdistill_server.views import figures
+from fleetdistill_server.texts import counted, rounded, to_json, when
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
+from fleetdistill_server.views.suspects import suspects_by_round
 
 NO_SERVER = "no server"
 """What follows the status of an active run that no server works on."""
@@ -72,13 +73,13 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
     """
     shown = store.runs.existing(name)
     expectations = expected(store, name)
-    replaced = store.summaries.replacements(name, 0, EVERY)
+    figures = round_figures(store.database, name)
     lists = {
-        "rounds": figures.rounds(store, name),
+        "rounds": round_rows(store, shown, figures),
         **_answers(store, name),
         **_leave_one_out(expectations),
-        "bytes": figures.bytes_by_device(store, name),
-        "bytes_by_kind": figures.bytes_by_kind(store, name),
+        "bytes": store.summaries.bytes_of_devices(name),
+        "bytes_by_kind": bytes_by_kind(store, name),
         "reported_uploads": [_reported_row(upload) for upload in store.summaries.reported_uploads(name)],
         "events": [event_row(event) for event in store.history.newest_events(name, MAX_EVENTS)],
     }
@@ -86,11 +87,52 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
         "events_in_all": store.history.count_events(name),
         "checkpoints_after_rounds": [checkpoint.round for checkpoint in store.runs.checkpoints(name)],
         "guards_fired": sum(store.summaries.guards(name, 0, EVERY).values()),
-        **{f"models_{what}": sum(int(row[what]) for row in replaced) for what in ("replaced", "kept")},
+        "models_replaced": sum(one.replaced or 0 for one in figures),
+        "models_kept": sum(one.kept or 0 for one in figures),
         **_expected_of_the_fleet(expectations),
     }
     facts = {**run_row(shown, store.devices.count(name), served), **_end(store, shown), **totals, **_privacy(shown)}
     return View(lists, facts)
+
+
+def round_rows(store: Store, run: Run, figures: Sequence[RoundFigures]) -> list[Row]:
+    """Returns rounds as rows with equal names: those of every run, and of the figures that the run's method declares.
+
+    `kept` and `replaced` are None if no app has validation data.
+    """
+    suspects = suspects_by_round(store, run.name)
+    return [
+        {
+            "round": one.round.number,
+            "status": f"{one.round.status}: {one.round.reason}" if one.round.reason else str(one.round.status),
+            "cohort": len(one.round.cohort),
+            "used": one.answers.used,
+            "reported": one.answers.reported,
+            "guards": one.guards,
+            "kept": one.kept,
+            "replaced": one.replaced,
+            "seconds": rounded(one.round.seconds, 2),
+            "train_loss": rounded(one.train_loss, 4),
+            "test_accuracy": rounded(one.test_accuracy, 4),
+            **{name: rounded(value, run.figures[name].digits) for name, value in one.method.items()},
+            "global_accuracy": rounded(one.global_accuracy, 4),
+            "suspects": ", ".join(suspects.get(one.round.number, ())),
+            "bytes_up": one.bytes_up,
+            "bytes_down": one.bytes_down,
+        }
+        for one in figures
+    ]
+
+
+def bytes_by_kind(store: Store, run: str) -> list[Row]:
+    """Returns the byte counts by kind of part, over all devices and rounds."""
+    return sorted(bytes_by(store, run, ("kind",)), key=lambda row: str(row["kind"]))
+
+
+def bytes_by(store: Store, run: str, columns: tuple[str, ...], first: int = 0) -> list[Row]:
+    """Returns byte counts from round `first` on by columns, headers being of the kind `envelope`."""
+    counts = store.summaries.bytes(run, columns, first, EVERY)
+    return [{name: value for name, value in row.items() if name != "envelope_bytes"} for row in counts]
 
 
 def devices(store: Store, only: str | None, *, served: bool = True) -> View:
@@ -247,6 +289,7 @@ def event_row(event: Event) -> Row:
 def _device_row(device: Device, reported: _Reported, revoked: set[str], *, served: bool) -> Row:
     profile = contract_pb2.DeviceProfile.FromString(device.profile)
     expectation = reported.expected.get(device.id)
+    replaced = reported.replacements.get(device.id)
     return {
         "run": device.run,
         "device": device.id,
@@ -258,7 +301,7 @@ def _device_row(device: Device, reported: _Reported, revoked: set[str], *, serve
         "samples": profile.samples,
         "test_accuracy": rate(reported.test_accuracy.get(device.id)),
         "leave_one_out": round(expectation.rates["general"], 4) if expectation is not None else None,
-        **figures.replacement_cells(reported.replacements.get(device.id)),
+        **{name: None if replaced is None else int(replaced[name]) for name in ("kept", "replaced")},
         "sdk": profile.sdk_version,
         "last_seen": when(device.last_seen),
     }

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.run_figures import RoundFigures
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import AT_REST, RoundStatus
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import rounded
 
 LOOK_SECONDS = 0.5
 
@@ -33,7 +35,8 @@ def changes(store: Store, run: str, seen: dict[str, Row]) -> list[Row]:
         raise ConfigurationError(no_such_run(run, store.runs.names()))
     for event in found.events:
         seen["last event"] = {"id": event["id"]}
-    rows = [("step", row) for row in found.steps] + [("round", row) for row in found.rounds] + [("run", found.run)]
+    rounds = [("round", _round_row(figures)) for figures in found.rounds]
+    rows = [*(("step", row) for row in found.steps), *rounds, ("run", found.run)]
     changes = [{"kind": "event", "event": row["kind"], **_without(row, "id", "kind")} for row in found.events]
     for kind, row in rows:
         name = f"{kind} {row.get('round', '')} {row.get('step_number', '')}"
@@ -41,6 +44,24 @@ def changes(store: Store, run: str, seen: dict[str, Row]) -> list[Row]:
             seen[name] = row
             changes.append({"kind": kind, **row})
     return sorted(changes, key=_sort_key)
+
+
+def _round_row(figures: RoundFigures) -> Row:
+    shown = figures.round
+    return {
+        "round": shown.number,
+        "status": shown.status,
+        "reason": shown.reason or None,
+        "devices": len(shown.cohort),
+        "answers": figures.answers.accepted,
+        "used": figures.answers.used,
+        "reported": figures.answers.reported,
+        "test_accuracy": rounded(figures.test_accuracy, 4),
+        "guards": figures.guards,
+        "bytes_up": figures.bytes_up,
+        "bytes_down": figures.bytes_down,
+        "seconds": rounded(shown.seconds, 2),
+    }
 
 
 def _without(row: Row, *names: str) -> Row:

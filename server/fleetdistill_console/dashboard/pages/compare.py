@@ -11,7 +11,7 @@ from nicegui import ui
 from fleetdistill_console.dashboard.board import Board
 from fleetdistill_console.dashboard.chart import AccuracyAndLoss, Point
 from fleetdistill_console.dashboard.layout import Notice, frame, live, panel, run_link
-from fleetdistill_console.dashboard.panels.curves import ACCURACIES, AXES, positions, scale
+from fleetdistill_console.dashboard.panels.curves import ACCURACIES, AXES, accuracies_of, positions, scale
 from fleetdistill_console.dashboard.readers import RUNS, rounds, settings
 from fleetdistill_console.dashboard.units import ROUND_SECONDS, UNKNOWN, duration, percent, setting, size
 from fleetdistill_server.store.database import Row
@@ -108,6 +108,11 @@ class _Compared:
 
     def update(self) -> None:
         """Shows what has changed."""
+        accuracies = {**ACCURACIES}
+        for name in self._names:
+            accuracies |= accuracies_of(self._board.method_figures(name))
+        if accuracies != self._whose.options:
+            self._whose.set_options(accuracies, value=self._whose.value)
         read = {name: self._board.feed.look(rounds(name)).value for name in self._names}
         ended = {name: [row for row in rows or () if row["ended_at"] is not None] for name, rows in read.items()}
         waits = "None of these runs has this figure yet."
@@ -175,7 +180,7 @@ def figures(row: Row) -> dict[str, str]:
         "Status": row["status"],
         "Rounds completed": f"{row['completed_rounds']:,} of {wanted:,}" if wanted else f"{row['completed_rounds']:,}",
         "Accuracy, fleet": percent(row["test_accuracy"]),
-        "Accuracy, server's model": percent(row["server_accuracy"]),
+        **{label: percent(rate) for label, rate in row["method_accuracies"].items()},
         "Accuracy, global model": percent(row["global_accuracy"]),
         ROUND_SECONDS: duration(row["round_seconds"]),
         "Received from devices": size(row["bytes_up"]),

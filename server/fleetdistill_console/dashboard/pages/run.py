@@ -120,9 +120,9 @@ def time_left(row: Row) -> str:
 
 
 def last_accuracy(row: Row) -> str:
-    """Returns the newest accuracy and whose it is: the fleet's, else that of a model of the server."""
-    known = {"fleet": "test_accuracy", "server's model": "server_accuracy", "global model": "global_accuracy"}
-    found = ((name, row[column]) for name, column in known.items() if row[column] is not None)
+    """Returns the newest accuracy and whose it is: the fleet's, else one that the method measured, else the global."""
+    known = {"fleet": row["test_accuracy"], **row["method_accuracies"], "global model": row["global_accuracy"]}
+    found = ((name.lower(), rate) for name, rate in known.items() if rate is not None)
     name, rate = next(found, ("", None))
     return f"{percent(rate)} ({name})" if name else UNKNOWN
 

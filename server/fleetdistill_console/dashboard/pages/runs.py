@@ -59,8 +59,8 @@ def is_at_work(row: Row) -> bool:
 
 
 def accuracy(row: Row) -> float | None:
-    """Returns a run's newest accuracy: the fleet's, else that of a model of the server."""
-    known = (row[name] for name in ("test_accuracy", "server_accuracy", "global_accuracy"))
+    """Returns a run's newest accuracy: the fleet's, else one that its method measured, else the global model's."""
+    known = (row["test_accuracy"], *row["method_accuracies"].values(), row["global_accuracy"])
     return next((rate for rate in known if rate is not None), None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 from nicegui import ui
@@ -16,7 +16,6 @@ from fleetdistill_server.store.database import Row
 ACCURACIES = {
     "test_accuracy": "Fleet, mean of the devices",
     "alone_accuracy": "Devices alone",
-    "server_accuracy": "Server's model",
     "global_accuracy": "Global model",
 }
 LOSSES = {"train_loss": "Fleet, training"}
@@ -44,8 +43,14 @@ class CurvesPanel:
         ended = [row for row in rows if row["ended_at"] is not None]
         x_name, x_unit, xs = axis(str(self._axis.value), ended)
         waits = "Shown once a round is complete and devices whose apps allow metrics have reported it."
-        accuracy = _series(ACCURACIES, ended, xs, lambda rate: 100 * rate)
+        accuracies = ACCURACIES | accuracies_of(self._board.method_figures(self._run))
+        accuracy = _series(accuracies, ended, xs, lambda rate: 100 * rate)
         self._charts.show(accuracy, _series(LOSSES, ended, xs, lambda loss: loss), x_name, x_unit, waits)
+
+
+def accuracies_of(figures: Mapping[str, Row]) -> dict[str, str]:
+    """Returns the labels of the accuracies among the figures that a method declares, by name."""
+    return {name: figure["label"] for name, figure in figures.items() if figure["unit"] == "accuracy"}
 
 
 def _series(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from nicegui import ui
@@ -12,6 +13,7 @@ from fleetdistill_console.dashboard.layout import panel
 from fleetdistill_console.dashboard.readers import events, rounds, settings
 from fleetdistill_console.dashboard.table import LiveTable
 from fleetdistill_console.dashboard.units import setting
+from fleetdistill_server.store.database import Row
 
 _ROUND_COLUMNS = [
     table.number("round", "Round", width=85, sort="desc", flex=0, pinned="left"),
@@ -23,11 +25,23 @@ _ROUND_COLUMNS = [
     table.number("seconds", "Duration (s)", minWidth=90),
     table.number("train_loss", "Training loss (nats)", minWidth=90),
     table.rate("test_accuracy", "Fleet accuracy", minWidth=95),
-    table.rate("server_accuracy", "Server's model", minWidth=85),
+]
+_LAST_ROUND_COLUMNS = [
     table.rate("global_accuracy", "Global model", minWidth=80),
     table.size("bytes_up", "Received", minWidth=100),
     table.size("bytes_down", "Sent", minWidth=90),
 ]
+
+
+def method_columns(figures: Mapping[str, Row]) -> list[dict[str, Any]]:
+    """Returns a column for each figure that a method declares, given as in the view `settings`."""
+    kinds = {"accuracy": table.rate, "": table.number}
+    return [
+        (table.text if figure["of"] in ("devices", "counts") else kinds[figure["unit"]])(
+            name, figure["label"], minWidth=95
+        )
+        for name, figure in figures.items()
+    ]
 
 
 class RoundsPanel:
@@ -35,11 +49,23 @@ class RoundsPanel:
 
     def __init__(self, board: Board, run: str) -> None:
         self._board, self._run = board, run
+        self._figures: Mapping[str, Row] = {}
         with panel("Rounds"):
-            self._table = LiveTable("Rounds of the run", _ROUND_COLUMNS, "No round has begun.", "34rem")
+            self._box = ui.element("div")
+        self._table = self._make_table()
+
+    def _make_table(self) -> LiveTable:
+        columns = [*_ROUND_COLUMNS, *method_columns(self._figures), *_LAST_ROUND_COLUMNS]
+        with self._box:
+            return LiveTable("Rounds of the run", columns, "No round has begun.", "34rem")
 
     def update(self) -> None:
-        """Shows the newest rounds."""
+        """Shows the newest rounds, with the figures of the run's method once these are known."""
+        figures = self._board.method_figures(self._run)
+        if figures != self._figures:
+            self._figures = figures
+            self._box.clear()
+            self._table = self._make_table()
         rows = self._board.feed.look(rounds(self._run)).value
         if rows is not None:
             self._table.show([{**row, "id": row["round"]} for row in rows])

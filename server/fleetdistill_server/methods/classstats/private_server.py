@@ -29,6 +29,7 @@ from fleetdistill.methods.classstats.private_merge import (
 from fleetdistill.methods.classstats.private_sums import NoiseScale, from_wire
 from fleetdistill.methods.classstats.shared_statistics import Moments
 from fleetdistill.wire.kind import PartSchema
+from fleetdistill_server.figures import Figure
 from fleetdistill_server.methods.classstats.merge import Merged, Rules
 from fleetdistill_server.methods.classstats.private_screen import Releases, screened
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
@@ -43,6 +44,7 @@ class PrivateServer(ClassStatsServer):
 
     config: PrivateConfig
     summary = "one exchange of sums with noise from the device, closed form"
+    figures = {"strength": Figure("Strength", digits=1)}  # noqa: RUF012  (a ClassVar of the base)
     recommended = (
         "where rows must stay private against the server too: each row is (epsilon, delta)-private. It costs accuracy, "
         "less with more rows and devices. Its limits: grey images, or an app's pretrained extractor of at most 128 "

@@ -35,6 +35,7 @@ from fleetdistill.training.model import fingerprint, frozen_batch_norm
 from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill.training.rollback import train_or_roll_back
 from fleetdistill.wire.kind import PartSchema
+from fleetdistill_server.figures import Figure
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
@@ -59,6 +60,7 @@ class DaFKDServer(ServerMethod):
 
     config: DaFKDConfig
     summary = "averages models, then distils their ensemble on generated samples"
+    figures = {"effective_devices": Figure("Effective devices", digits=2)}  # noqa: RUF012  (a ClassVar of the base)
 
     def __init__(self, config: DaFKDConfig, context: MethodContext) -> None:
         super().__init__(config, context)

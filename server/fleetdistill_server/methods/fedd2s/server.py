@@ -38,10 +38,12 @@ from fleetdistill.training.model import SplitModel, evaluating
 from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill.training.rollback import Rate, check_can_be_sent, train_or_roll_back
 from fleetdistill.wire.schema import Shapes
+from fleetdistill_server.figures import Figure
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
 from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.evaluation import TEACHER_ACCURACY
 from fleetdistill_server.methods.fedd2s.copies import Copies, Copy
 from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shallowest_layer
 from fleetdistill_server.methods.traffic import NOTHING, Exchange, Message, Sizes
@@ -68,6 +70,10 @@ class FedD2SServer(ServerMethod):
 
     config: FedD2SConfig
     summary = "soft labels from ever shallower layers; deep layers stay personal"
+    figures = {  # noqa: RUF012  (a ClassVar of the base)
+        "teacher_accuracy": TEACHER_ACCURACY,
+        "cut_layer": Figure("Cut layers", of="devices"),
+    }
 
     def __init__(self, config: FedD2SConfig, context: MethodContext) -> None:
         super().__init__(config, context)

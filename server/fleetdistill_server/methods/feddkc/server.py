@@ -24,10 +24,12 @@ from fleetdistill.training.losses import distillation_loss
 from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, train_or_roll_back
+from fleetdistill_server.figures import Figure
 from fleetdistill_server.methods.averaging import OFF, capped
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
 from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.evaluation import TEACHER_ACCURACY
 from fleetdistill_server.methods.feddkc.kernels import kkr_kernel
 from fleetdistill_server.methods.feddkc.kkr import kkr
 from fleetdistill_server.methods.feddkc.refined import Refined, no_refinement
@@ -77,6 +79,10 @@ class FedDKCServer(ServerMethod):
 
     config: FedDKCConfig
     summary = "the server distils features and refined logits, and teaches back"
+    figures = {  # noqa: RUF012  (a ClassVar of the base)
+        "teacher_accuracy": TEACHER_ACCURACY,
+        "refined_rows": Figure("Refined rows", of="counts"),
+    }
 
     def __init__(self, config: FedDKCConfig, context: MethodContext) -> None:
         super().__init__(config, context)
