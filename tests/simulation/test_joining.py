@@ -14,20 +14,17 @@ from hypothesis import strategies as st
 from support.fleets import assert_no_upload_lost, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.methods.feddkd.device import FedDKDDevice
+from fleetdistill.replacement import REPLACEMENT_METRICS, SPLIT
 from fleetdistill_lab.simulation.data.hold_out import hold_out_validation
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.spec.arrays import load_arrays
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort
+from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.security.revocation import revoke_device
-from fleetdistill_server.store.guards import (
-    Replacements,
-    count_replacements,
-    guard_events,
-    replacement_rows,
-)
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.views import runs as views
@@ -104,13 +101,15 @@ def test_every_verdict_is_in_the_runs_table_the_devices_and_the_totals(method: s
     """One verdict a device and round, and one on the end result where the method brings one."""
     models = ("fedd2s_digits",) if method == "fedd2s" else SMALL.models
     store = run_in_memory(prepare(replace(SMALL, method=method, models=models), tmp_path / "work"))
-    counted = count_replacements(replacement_rows(store, RUN))
-    assert counted.kept + counted.replaced == SMALL.devices * each
+    verdicts = [row["sum"] for name in REPLACEMENT_METRICS for row in store.history.figures(RUN, name, SPLIT)]
+    assert len(verdicts) == SMALL.devices * each
+    replaced = sum(verdict > 0 for verdict in verdicts)
+    kept = len(verdicts) - replaced
     shown = views.run(store, RUN)
-    assert (shown.facts["models_kept"], shown.facts["models_replaced"]) == (counted.kept, counted.replaced)
+    assert (shown.facts["models_kept"], shown.facts["models_replaced"]) == (kept, replaced)
     for rows in (shown.lists["rounds"], views.devices(store, RUN).lists["devices"]):
-        assert sum(row["kept"] for row in rows) == counted.kept
-        assert sum(row["replaced"] for row in rows) == counted.replaced
+        assert sum(row["kept"] for row in rows) == kept
+        assert sum(row["replaced"] for row in rows) == replaced
     assert [row["kept"] + row["replaced"] for row in shown.lists["rounds"][:2]] == [SMALL.devices] * 2
     assert [row["kept"] + row["replaced"] for row in views.devices(store, RUN).lists["devices"]] == [each] * 3
 
@@ -124,8 +123,15 @@ def test_the_report_counts_them_and_nothing_is_counted_without_validation_data(t
 
 
 def test_a_device_can_not_make_more_of_its_verdicts_than_they_are() -> None:
-    rows = [{"sum": 1e300, "count": 10**18}, {"sum": -5.0, "count": 0}, {"sum": 0.0, "count": 1}]
-    assert count_replacements(rows) == Replacements(kept=2, replaced=1)
+    store = Store.in_memory()
+    store.runs.begin("r", {"run": {"name": "r", "method": "feddkc", "rounds": 1}})
+    number = store.runs.start_round("r", ["a", "b", "c"])
+    for device, total, count in (("a", 1e300, 10**18), ("b", -5.0, 0), ("c", 0.0, 1)):
+        verdict = Metric(name=REPLACEMENT_METRICS[0], split=SPLIT, sum=total, count=count)
+        store.history.add_figures("r", number, device, Metrics(metrics=[verdict]))
+    facts = views.run(store, "r").facts
+    assert (facts["models_kept"], facts["models_replaced"]) == (2, 1)
+    store.close()
 
 
 # --- guards, counted
@@ -178,7 +184,7 @@ def test_a_guard_that_fires_is_counted_once_and_shown_and_other_events_are_not()
         cohort_of(store, 2).guard("maturity", "two classes")
     cohort_of(store, 2).event("member-left-out", "not finite", "a")
     store.history.add_event("r", "refused", "a wrong label", number=2)
-    kinds = [row.kind for row in guard_events(store, "r")]
+    kinds = [event.kind for event in store.history.events("r") if event.kind.endswith(GUARD)]
     assert kinds == ["teacher-guard", "teacher-guard", "maturity-guard"]
     assert store.summaries.guards("r", 0, EVERY) == {1: 2, 2: 1}
     shown = views.run(store, "r")

@@ -33,9 +33,10 @@ from fleetdistill_lab.simulation.report.results import DeviceReport, FleetReport
 from fleetdistill_lab.simulation.report.scores import FleetFigures, fleet_figures, late_figures
 from fleetdistill_lab.simulation.report.simulated_time import simulated_times
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.guards import count_replacements, guard_events, replacement_rows
-from fleetdistill_server.store.states import UploadStatus
+from fleetdistill_server.store.run_figures import RoundFigures, round_figures
+from fleetdistill_server.store.states import RoundStatus, UploadStatus
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.views.expected import expected, of_the_fleet
 from fleetdistill_server.views.suspects import named
 
@@ -53,6 +54,7 @@ def make_report(done: Outcome) -> FleetReport:
     scores = _scores(done.history, shares, done.controls)
     cost = cost_of(done.store, done.run, len(devices))
     by_round = done.history.figures(shares)
+    figures = round_figures(done.store.database, done.run)
     report = FleetReport(
         **_settings(done),
         completed_rounds=len(by_round),
@@ -67,10 +69,11 @@ def make_report(done: Outcome) -> FleetReport:
         bytes_by_round=cost.bytes_by_round,
         traffic=[_traffic_row(one) for one in done.store.history.traffic_by_kind(done.run)],
         **_upload_counts(done.store, done.run),
-        **_protection(done.store, done.run),
+        **_protection(done.store, done.run, figures),
         devices=devices,
         privacy=_privacy(done.config.method_config().guarantee, devices),
         **_accuracies_by_round(done.history, done.controls.alone),
+        global_accuracy_by_round=[one.global_accuracy for one in figures if one.round.status is RoundStatus.CLOSED],
         leave_one_out=of_the_fleet(estimates.values()),
         **_comparison(done, shares, cost),
         simulated_time=simulated_times(done),
@@ -127,19 +130,17 @@ def _accuracies_by_round(history: FleetHistory, alone: Mapping[str, Sequence[Cou
         "accuracy_by_round": of(history.devices),
         "delivered_accuracy_by_round": of(history.products),
         "further_accuracy_by_round": {variant: of(counts) for variant, counts in history.further.items()},
-        "global_accuracy_by_round": [accuracy_or_none(one) for one in history.server],
         "alone_accuracy_by_round": {device: [one.accuracy for one in counts] for device, counts in alone.items()},
     }
 
 
-def _protection(store: Store, run: str) -> dict[str, Any]:
+def _protection(store: Store, run: str, figures: Sequence[RoundFigures]) -> dict[str, Any]:
     """Returns the report's fields about suspicious devices, guards and apps that kept their models."""
-    app_models = count_replacements(replacement_rows(store, run))
     return {
         "named": named(store, run),
-        "guards_fired": len(guard_events(store, run)),
-        "models_kept": app_models.kept,
-        "models_replaced": app_models.replaced,
+        "guards_fired": sum(store.summaries.guards(run, 0, EVERY).values()),
+        "models_kept": sum(one.kept or 0 for one in figures),
+        "models_replaced": sum(one.replaced or 0 for one in figures),
     }
 
 
