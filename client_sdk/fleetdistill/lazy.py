@@ -1,10 +1,20 @@
-"""Exported names of a package that are imported on first use."""
+"""Imports on first use: exported names of a package, and modules that only some processes load."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import Any
+
+
+def loaded(name: str) -> ModuleType | None:
+    """Returns a module that this process has imported, else None.
+
+    Waits while another thread imports it: until then `sys.modules` has a module without most of its names.
+    """
+    return None if sys.modules.get(name) is None else import_module(name)
 
 
 def lazy_exports(package: str, where: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from fleetdistill.data.augmented import Augmented
 from fleetdistill.data.rows import ArrayRows, ItemRows, Pair, Rows, as_array, batch_of, is_array, named_errors, stacked
 from fleetdistill.errors import DataError
+from fleetdistill.lazy import loaded
 
 _FORMS = (
     "pass a tuple (inputs, labels) of tensors or NumPy arrays, a map-style or iterable Dataset of (input, label), a "
@@ -82,7 +82,7 @@ def _check_form(data: Any) -> None:
 
 
 def _torch_data() -> Any:
-    return sys.modules.get("torch.utils.data")  # an app that passes a Dataset has loaded it
+    return loaded("torch.utils.data")  # an app that passes a Dataset has loaded it
 
 
 def _called(data: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import operator
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ import numpy as np
 
 from fleetdistill.control_flow import CONTROL_FLOW
 from fleetdistill.errors import DataError
+from fleetdistill.lazy import loaded
 
 Array = np.ndarray
 Pair = tuple[Array, Array]
@@ -126,7 +126,7 @@ class ItemRows:
 
     def _fixed(self, rows: Sequence[int]) -> Iterator[Any]:
         """Yields each item with the same random numbers, so that a random item does not change between reads."""
-        torch = sys.modules.get("torch")
+        torch = loaded("torch")
         if torch is None:
             yield from self._drawn(rows)
             return
@@ -219,7 +219,7 @@ def _kind(value: Any) -> str:
 
 def as_array(value: Any) -> Array:
     """Returns a tensor or anything that NumPy accepts as an array, without copying it if possible."""
-    torch = sys.modules.get("torch")  # an app that passes a tensor has loaded torch
+    torch = loaded("torch")  # an app that passes a tensor has loaded torch
     if torch is not None and isinstance(value, torch.Tensor):
         on_cpu = value.detach().cpu()
         on_cpu = on_cpu if on_cpu.layout == torch.strided else on_cpu.to_dense()
@@ -241,7 +241,7 @@ def named_errors(what: str, advice: str) -> Iterator[None]:
 
 def is_array(value: Any) -> bool:
     """Returns whether a value is a NumPy array or a tensor."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     return isinstance(value, np.ndarray) or (torch is not None and isinstance(value, torch.Tensor))
 
 
