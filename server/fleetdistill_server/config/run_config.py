@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -224,17 +225,13 @@ def checked_settings(method: str, settings: Mapping[str, Any], privacy: Mapping[
         raise ConfigurationError(f"[run] method: {error}") from error
     _check_privacy(method, cls, in_method, privacy is not None)
     _check_form(cls, settings)
-    types, known = get_type_hints(cls), dict[str, Any]()
-    for field in dataclasses.fields(cls):
-        required = field.default is dataclasses.MISSING
-        known[field.name] = (types[field.name], ... if required else field.default)
-    section = create_model(cls.__name__, __base__=Settings, **known)
+    section = _section_of(cls)  # type: ignore[arg-type]  # mypy takes a class for one of its instances
     try:
         # In JSON mode, strict validation accepts 1 for a float but not for a bool.
         given = section.model_validate_json(json.dumps(settings, default=str)).model_dump(exclude_unset=True)
         return cls.from_settings(given)
     except ValidationError as error:
-        raise ConfigurationError(sentences(error, {"method": list(known)}, "method")) from error
+        raise ConfigurationError(sentences(error, {"method": list(section.model_fields)}, "method")) from error
     except ConfigurationError as error:
         raise ConfigurationError(f"[method] {error}") from error
 
@@ -249,6 +246,16 @@ def _check_privacy(method: str, cls: type[LocalTraining], settings: Mapping[str,
     if cls.is_private and (there := PrivacySection.model_fields.keys() & settings.keys()):
         found = ", ".join(sorted(there))
         raise ConfigurationError(f"[method] {found}: set it in [privacy] instead")
+
+
+@cache
+def _section_of(cls: type[LocalTraining]) -> type[Settings]:
+    """Returns the model that checks a method's settings, which takes milliseconds to make."""
+    types, known = get_type_hints(cls), dict[str, Any]()
+    for field in dataclasses.fields(cls):
+        required = field.default is dataclasses.MISSING
+        known[field.name] = (types[field.name], ... if required else field.default)
+    return create_model(cls.__name__, __base__=Settings, **known)
 
 
 def _check_form(cls: type[LocalTraining], settings: Mapping[str, Any]) -> None:

@@ -205,7 +205,7 @@ class FakeCohort:
         member = self.members[device]
         handle = member.handle if isinstance(member, DeviceMethod) else member
         with torch.random.fork_rng(devices=[]):  # devices must not consume the server's random numbers
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             try:
                 answer = handle(Ask(round=self.round, step=step, seed=seed, parts=decode(sent)))
             except (CannotAnswer, WireError) as reason:
@@ -294,7 +294,7 @@ def play(server: ServerMethod, members: Mapping[str, Member], rounds: int = 1, *
     played = []
     for completed in range(rounds):
         cohort = FakeCohort(members, **{"completed": completed, **terms})
-        torch.manual_seed(derive_seed(terms.get("seed", 1), cohort.round, "round", "server"))
+        torch.default_generator.manual_seed(derive_seed(terms.get("seed", 1), cohort.round, "round", "server"))
         asyncio.run(server.round(cohort))
         played.append(cohort)
     return played
