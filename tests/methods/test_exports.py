@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from support.fleets import RUNS, every_run
+from support.fleets import RUNS
 from support.long import long_except
 from support.undisturbed import Undisturbed
 from torch import nn
@@ -69,7 +69,7 @@ def test_the_servers_model_is_exported_as_the_last_checkpoint_has_it(
 
 
 @pytest.mark.slow
-@every_run
+@pytest.mark.parametrize("name", long_except(RUNS, *METHODS, "classstats teaching the app's network"))
 def test_every_device_exports_the_model_that_its_app_uses(name: str, undisturbed: Undisturbed) -> None:
     """Where a method's answers are apart from the network that the app gave, that one is a file of its own."""
     config = RUNS[name].configuration()

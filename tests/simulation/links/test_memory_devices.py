@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.fleets import SMALL, device_files, every_run, prepare, record, run_in_memory
+from support.fleets import RUNS, SMALL, device_files, prepare, record, run_in_memory
+from support.long import long_except
 from support.undisturbed import Undisturbed
 
+from fleetdistill.methods import METHODS
 from fleetdistill_lab.simulation.links.links import run_over_memory
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.store.store import Store
@@ -23,7 +25,7 @@ def files_of(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@every_run
+@pytest.mark.parametrize("name", long_except(RUNS, *METHODS))
 def test_a_durable_run_gives_the_same_to_the_bit(undisturbed: Undisturbed, name: str) -> None:
     fast, durable = undisturbed(name), undisturbed(name, durable=True)
     assert fast.record == durable.record
