@@ -563,11 +563,13 @@ class DeletedRun(_message.Message):
     figures: _builtins.int
     """Figures."""
     payloads: _builtins.int
-    """Files of payloads and checkpoints, and their size."""
+    """Files of payloads and checkpoints."""
     bytes: _builtins.int
+    """Size of these files in bytes."""
     later_payloads: _builtins.int
-    """Files that are less than an hour old, which the server deletes later, and their size."""
+    """Files that are less than an hour old, which the server deletes later."""
     later_bytes: _builtins.int
+    """Size of these files in bytes."""
     def __init__(
         self,
         *,
