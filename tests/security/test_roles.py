@@ -55,7 +55,7 @@ from fleetdistill_server.methods.traffic import Sizes
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device
-from fleetdistill_server.security.roles import ALLOWED_CALLERS, Caller
+from fleetdistill_server.security.roles import CALLS, Caller
 from fleetdistill_server.service import run_changes
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
@@ -241,8 +241,8 @@ HANDSHAKE = "UNAVAILABLE"
 
 
 def test_the_page_the_table_and_the_protos_name_the_same_methods() -> None:
-    assert WHO.keys() == ALLOWED_CALLERS.keys() == REQUESTS.keys() == ALL.keys()
-    assert {path: {str(one) for one in callers} for path, callers in ALLOWED_CALLERS.items()} == WHO
+    assert WHO.keys() == CALLS.keys() == REQUESTS.keys() == ALL.keys()
+    assert {path: {str(one) for one in access.callers} for path, access in CALLS.items()} == WHO
 
 
 def verdict(world: World, credentials: Credentials | None, path: str, request: Any) -> str:
@@ -381,8 +381,8 @@ def test_a_method_that_is_not_in_the_table_is_refused_to_all(monkeypatch: pytest
     guard = Guard(world.store.credentials, tls=False)
     heartbeat = f"{_service}/Heartbeat"
     assert guard.admit(heartbeat, None) is None
-    monkeypatch.delitem(ALLOWED_CALLERS, heartbeat)
-    with pytest.raises(RefusedError, match="a caller without TLS may not report a device as present; nobody may"):
+    monkeypatch.delitem(CALLS, heartbeat)
+    with pytest.raises(RefusedError, match="a caller without TLS may not Heartbeat; nobody may"):
         guard.admit(heartbeat, None)
 
 

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from fleetdistill_console.commands.operators import table
-from fleetdistill_server.security.calls_in_words import in_words
-from fleetdistill_server.security.roles import ALLOWED_CALLERS
+from fleetdistill_server.security.roles import CALLS, in_words
 from fleetdistill_server.store.database import Row
 
 REFUSED = "refused: not-allowed: viewer 'vera' may not delete a run; an operator may"
@@ -22,7 +21,7 @@ def called(role: str, name: str, call: str, address: str, result: str, **argumen
     return {**row, "arguments": json.dumps(arguments), "at": "2026-11-23T09:42:33Z"}
 
 
-CALLS = [
+ROWS = [
     called("viewer", "vera", "DeleteRun", "ipv4:10.1.2.3:4040", REFUSED, run="digits"),
     called("operator", "olga", "RevokeDevice", "ipv6:%5B::1%5D:4040", "done", device="camera-7", reason="stolen"),
     called("operator", "olga", "CreateTokens", "ipv4:10.1.2.3:4040", "done: 2 tokens", expires_seconds=86400.0),
@@ -35,7 +34,7 @@ CALLS = [
 def printed(width: int) -> list[str]:
     console = Console(width=width)
     with console.capture() as captured:
-        console.print(table(CALLS, width))
+        console.print(table(ROWS, width))
     return captured.get().splitlines()
 
 
@@ -63,7 +62,7 @@ def test_a_call_says_when_who_from_where_what_on_which_run_and_with_which_result
 
 
 def test_every_call_has_words() -> None:
-    for method in ALLOWED_CALLERS:
+    for method in CALLS:
         assert in_words(method) != method
         assert in_words(method.rpartition("/")[2])[0].islower()
 

@@ -23,7 +23,7 @@ from fleetdistill_server.cli.options import (
     report_errors,
 )
 from fleetdistill_server.operations.source import open_source
-from fleetdistill_server.security.calls_in_words import in_words
+from fleetdistill_server.security.roles import in_words
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.operator_calls import BEGUN, LOCAL, caller_in_words
 from fleetdistill_server.views.runs import View

@@ -26,16 +26,15 @@ from fleetdistill_server.front.receiving import Receiver
 from fleetdistill_server.front.revocations import Revocations, open_revocations
 from fleetdistill_server.front.strangers import Strangers
 from fleetdistill_server.intake.limiter import Limiter
-from fleetdistill_server.security.calls_in_words import refusal
 from fleetdistill_server.security.certificates import Holder, Role, holder_of
-from fleetdistill_server.security.roles import ALLOWED_CALLERS, LONG_LIVED, Caller
+from fleetdistill_server.security.roles import CALLS, Caller, allowed_callers, refusal
 from fleetdistill_server.store.store import Store
 
 T = TypeVar("T")
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no annotations
-    """Checks every call against `ALLOWED_CALLERS`, the certificate's expiry and the revocations.
+    """Checks every call against `CALLS`, the certificate's expiry and the revocations.
 
     Of the server's interceptors only `measuring.MeasuredCalls` may precede `Guard`. `receiving.Receiver` reads the
     request after these checks.
@@ -67,11 +66,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         method = handler_call_details.method
         if handler is not None:
             return _Guarded(self, method, handler).handler()
-        return (
-            grpc.stream_stream_rpc_method_handler(partial(self._wrong_port, method))
-            if method in ALLOWED_CALLERS
-            else None
-        )
+        return grpc.stream_stream_rpc_method_handler(partial(self._wrong_port, method)) if method in CALLS else None
 
     def admit(self, method: str, context: Any) -> Holder | None:
         """Checks a call by its connection; returns the holder of its certificate, or None without a certificate.
@@ -85,7 +80,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         if holder is not None:
             self.check_valid(holder)
             self.strangers.know(context.peer())
-        if caller not in ALLOWED_CALLERS.get(method, ()):
+        if caller not in allowed_callers(method):
             raise RefusedError(Code.NOT_ALLOWED, refusal(caller, holder.name if holder else "", method))
         return holder
 
@@ -96,7 +91,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
 
     def stay_open(self, method: str, caller: str) -> contextlib.AbstractContextManager[object]:
         """Counts a call if its method stays open. Raises RefusedError if its caller has too many open calls."""
-        return self._limiter.open_call(("", caller)) if method in LONG_LIVED else contextlib.nullcontext()
+        stays_open = method in CALLS and CALLS[method].is_long_lived
+        return self._limiter.open_call(("", caller)) if stays_open else contextlib.nullcontext()
 
     def check_valid(self, holder: Holder | None) -> None:
         """Raises RefusedError if a certificate has expired, or if it or its holder was revoked."""
