@@ -10,11 +10,12 @@ import numpy as np
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.directions import MIN_ROWS_PER_DIRECTION
 from fleetdistill.wire.kind import Array, Kind, PartData, PartSchema, declared_of, declared_shapes
 from fleetdistill.wire.schema import FLOAT64, INT8, INT32, INT64, KIND, Shapes, Tensors, TensorSchema
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
+MIN_ROWS_PER_DIRECTION = 2
+"""Smallest number of samples per direction that a configuration can set."""
 _MIN_INT8 = -127
 """Smallest quantized value; the range is symmetric, so -128 is not used."""
 

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge.statistics import MIN_ROWS_PER_DIRECTION
 from fleetdistill.methods.base import check_choice, check_range
 from fleetdistill.methods.classstats.projection import usual_dimensions
 from fleetdistill.methods.local import LocalTraining
-from fleetdistill.wire.directions import MIN_ROWS_PER_DIRECTION, ROWS_PER_DIRECTION
 
 SCATTERING = "scattering"
 _MAX_RANK = 512
+_ANONYMOUS_ROWS = 10
+"""Fewest samples per direction with which the server cannot recognise single samples."""
 _MAX_IMAGES = 100_000
 _DIMENSIONS = (8, 2048)
 SMALLEST_SIDE = 8
@@ -135,11 +137,11 @@ class ClassStatsConfig(SpaceConfig):
 
     def reveals(self) -> str:
         """See `LocalTraining.reveals`."""
-        if not self.rank or self.rows_per_direction >= ROWS_PER_DIRECTION:
+        if not self.rank or self.rows_per_direction >= _ANONYMOUS_ROWS:
             return ""
         return (
             f"class statistics with a direction for every {self.rows_per_direction} samples leave, fewer than "
-            f"{ROWS_PER_DIRECTION}; the server can recognise single samples in them"
+            f"{_ANONYMOUS_ROWS}; the server can recognise single samples in them"
         )
 
     def dimensions_for(self, input_shape: tuple[int, ...], features: int) -> int:

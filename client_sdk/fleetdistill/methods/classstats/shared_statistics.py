@@ -13,7 +13,7 @@ import numpy as np
 
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, SharedStatistics
-from fleetdistill.wire.directions import MIN_ROWS_PER_DIRECTION
+from fleetdistill.knowledge.statistics import MIN_ROWS_PER_DIRECTION
 
 _MAX_COUNT = 2**31 - 1
 _MAX_STEP = 127
