@@ -28,11 +28,11 @@ from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, ClassSpace
 from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space
 from fleetdistill.methods.classstats.class_variants import class_variants
-from fleetdistill.methods.classstats.private_config import MAX_WHITENED
-from fleetdistill.methods.classstats.private_merge import merge_private, strength
-from fleetdistill.methods.classstats.private_sums import NoiseScale, class_sums, on_grid, release_rounded, unit_rows
-from fleetdistill.methods.classstats.public_features import private_extractor
 from fleetdistill.methods.classstats.shared_statistics import Moments, moments_of
+from fleetdistill.methods.classstats_private.config import MAX_WHITENED
+from fleetdistill.methods.classstats_private.merge import merge_private, strength
+from fleetdistill.methods.classstats_private.public_features import private_extractor
+from fleetdistill.methods.classstats_private.sums import NoiseScale, class_sums, on_grid, release_rounded, unit_rows
 from fleetdistill.privacy.accountant import discrete_mu_for
 from fleetdistill_lab.simulation.data.datasets import load_dataset
 

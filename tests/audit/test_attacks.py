@@ -18,8 +18,8 @@ from fleetdistill.knowledge import (
     SampleKnowledge,
     SharedStatistics,
 )
-from fleetdistill.methods.classstats.private_sums import class_sums, unit_rows
 from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire
+from fleetdistill.methods.classstats_private.sums import class_sums, unit_rows
 from fleetdistill.methods.feddkd.device import distillation_gradient
 from fleetdistill.models.discriminators import SharedHead
 from fleetdistill.training.model import logits_and_embedding

@@ -35,7 +35,7 @@ from fleetdistill.errors import (
     StateError,
 )
 from fleetdistill.methods import config_class
-from fleetdistill.methods.classstats.private_config import Settings
+from fleetdistill.methods.classstats_private.config import Settings
 from fleetdistill_lab.simulation.spec.arrays import load_arrays
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
 from fleetdistill_server.testing import MemoryServer

@@ -174,7 +174,7 @@ def _value(cell: str) -> Any:
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     **{method: (method, {}) for method in METHODS},
-    "classstats-private": ("classstats", {"epsilon": 1.0}),
+    "classstats_private": ("classstats", {"epsilon": 1.0}),
 }
 
 
@@ -317,17 +317,10 @@ def test_python_blocks_compile_and_their_imports_work(page: str, block: str) -> 
         exec(line, {})
 
 
-LINES = {"classstats-private": {"private_sums.py", "private_merge.py"}}
-"""Modules whose formulas are on another page than classstats."""
-
-
-@pytest.mark.parametrize("page", ["classstats", *LINES])
+@pytest.mark.parametrize("page", ["classstats", "classstats_private"])
 def test_class_statistics_name_lines_that_are_in_the_mathematics(page: str) -> None:
     """Docstrings and comments name a formula by its line in the page's section, such as (line `merge`)."""
-    others = set().union(*LINES.values())
-    folder = ROOT / "client_sdk/fleetdistill/methods/classstats"
-    files = LINES.get(page) or {path.name for path in folder.glob("*.py")} - others
-    sources = [folder / name for name in sorted(files)]
+    sources = sorted((ROOT / "client_sdk/fleetdistill/methods" / page).glob("*.py"))
     lines = re.findall(r"^    (\w+) ", _section(f"docs/reference/methods/{page}.md", "The mathematics"), re.MULTILINE)
     named = [
         name for path in sources for name in re.findall(r"(?:\(line `|# line )(\w+)", path.read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from scipy.stats import beta
 
-from fleetdistill.methods.classstats.private_sums import (
+from fleetdistill.methods.classstats_private.sums import (
     SHARES,
     NoiseScale,
     RowSums,

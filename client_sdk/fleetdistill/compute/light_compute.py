@@ -36,7 +36,7 @@ from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import Ask
 from fleetdistill.methods.classstats.config import SCATTERING
 from fleetdistill.methods.classstats.exchange import DeviceStatistics, check_images, statistics_of
-from fleetdistill.methods.classstats.private_config import Settings
+from fleetdistill.methods.classstats_private.config import Settings
 from fleetdistill.training.figures import Counts, allowed, counts_of
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 

@@ -111,7 +111,7 @@ class PrivateAnswers:
 
     def _release(self, rows: PrivateRows, run: str, wanted: Guarantee, round: int) -> ClassSums:
         """Returns the stored release of these rows, or makes one: ledger, then noise, then the stored release."""
-        from fleetdistill.methods.classstats.private_sums import on_grid, unit_rows
+        from fleetdistill.methods.classstats_private.sums import on_grid, unit_rows
         from fleetdistill.state.releases import Releases
 
         most, used = self._most(wanted), self._used(wanted)
@@ -136,7 +136,7 @@ class PrivateAnswers:
 def with_noise(answer: Answer, guarantee: Guarantee) -> Answer:
     """Returns an answer with noisy sums in place of rows, without a ledger; it must not leave the device."""
     from fleetdistill.knowledge import PrivateRows
-    from fleetdistill.methods.classstats.private_sums import on_grid, unit_rows
+    from fleetdistill.methods.classstats_private.sums import on_grid, unit_rows
 
     parts = {
         name: noisy_sums(part, on_grid(unit_rows(part.rows)), guarantee) if isinstance(part, PrivateRows) else part
@@ -147,7 +147,7 @@ def with_noise(answer: Answer, guarantee: Guarantee) -> Answer:
 
 def noisy_sums(rows: PrivateRows, units_nf: np.ndarray, used: Guarantee) -> ClassSums:
     """Draws the noise from the operating system: the server knows the ask's seed and could subtract its noise."""
-    from fleetdistill.methods.classstats.private_sums import class_sums, release_exact, release_rounded, to_wire
+    from fleetdistill.methods.classstats_private.sums import class_sums, release_exact, release_rounded, to_wire
 
     if used.exact:
         noisy = release_exact(units_nf, rows.labels, rows.classes, used.mu)

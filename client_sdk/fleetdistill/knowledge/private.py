@@ -33,7 +33,7 @@ class PrivateRows(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassSums(Kind):
-    """Sums over a device's unit rows with Gaussian noise; see `fleetdistill.methods.classstats.private_sums`.
+    """Sums over a device's unit rows with Gaussian noise; see `fleetdistill.methods.classstats_private.sums`.
 
     Attributes:
         counts: Noisy number of rows of each class, `[C]`; may be negative.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fleetdistill.knowledge import Array, ClassSums, SampleKnowledge, SharedStatistics
-from fleetdistill.methods.classstats.private_sums import unit_rows
+from fleetdistill.methods.classstats_private.sums import unit_rows
 from fleetdistill.training.local_training import extract
 from fleetdistill_lab.audit.candidates import Attacker, Part, Rows, Scores
 from fleetdistill_lab.audit.record import Message

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError, ModelError
 from fleetdistill.knowledge import ModelParameters
-from fleetdistill.methods.classstats.private_merge import too_few_rows
+from fleetdistill.methods.classstats_private.merge import too_few_rows
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.models import PREDICTORS
 from fleetdistill.names import unknown_name

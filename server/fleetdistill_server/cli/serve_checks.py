@@ -15,7 +15,7 @@ from pathlib import Path
 from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
 from fleetdistill.link.grpc_link import is_loopback
 from fleetdistill.methods import config_class
-from fleetdistill.methods.classstats.private_merge import rows_needed
+from fleetdistill.methods.classstats_private.merge import rows_needed
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.models import MODELS, resolve
 from fleetdistill_server.config.run_config import RunConfig

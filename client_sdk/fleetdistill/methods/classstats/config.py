@@ -126,7 +126,7 @@ class ClassStatsConfig(SpaceConfig):
 
     @staticmethod
     def _private() -> type[LocalTraining]:
-        from fleetdistill.methods.classstats.private_config import PrivateConfig
+        from fleetdistill.methods.classstats_private.config import PrivateConfig
 
         return PrivateConfig
 

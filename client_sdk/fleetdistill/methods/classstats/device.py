@@ -4,7 +4,7 @@ Each device sends, once, the means of its classes and one covariance for all of 
 extractor. The server merges these statistics exactly and returns, once, the space of the fleet's classes. A device then
 has two variants without training: a general one, and a personal one for its own class shares.
 
-With [privacy] a device sends sums with noise instead, `fleetdistill.methods.classstats.private_sums`; everything after
+With [privacy] a device sends sums with noise instead, `fleetdistill.methods.classstats_private.sums`; everything after
 that is the same.
 """
 
@@ -25,9 +25,9 @@ from fleetdistill.methods.classstats.exchange import check_images, statistics_of
 from fleetdistill.methods.classstats.fixed_extractor import fixed_features
 from fleetdistill.methods.classstats.kept_features import FixedFeatures
 from fleetdistill.methods.classstats.kept_space import packed, unpacked
-from fleetdistill.methods.classstats.private_config import Settings
 from fleetdistill.methods.classstats.space_model import SpaceModel, make_predictor
 from fleetdistill.methods.classstats.space_training import teach_network, train_predictor
+from fleetdistill.methods.classstats_private.config import Settings
 from fleetdistill.training.tensor_data import parts_of
 
 

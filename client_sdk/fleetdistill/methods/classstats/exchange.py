@@ -15,8 +15,8 @@ from fleetdistill.methods.base import Answer, Ask
 from fleetdistill.methods.classstats.class_variants import ClassVariants, class_variants
 from fleetdistill.methods.classstats.config import SMALLEST_SIDE, ClassStatsConfig
 from fleetdistill.methods.classstats.kept_space import copied
-from fleetdistill.methods.classstats.private_config import PrivateConfig, Settings
 from fleetdistill.methods.classstats.shared_statistics import Moments, moments_of, to_wire
+from fleetdistill.methods.classstats_private.config import PrivateConfig, Settings
 
 
 @dataclass(frozen=True, kw_only=True)

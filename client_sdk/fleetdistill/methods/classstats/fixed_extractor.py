@@ -9,8 +9,8 @@ from torch import nn
 
 from fleetdistill.methods.classstats.config import SCATTERING
 from fleetdistill.methods.classstats.kept_features import FixedFeatures
-from fleetdistill.methods.classstats.private_config import PrivateConfig, Settings
-from fleetdistill.methods.classstats.public_features import private_extractor
+from fleetdistill.methods.classstats_private.config import PrivateConfig, Settings
+from fleetdistill.methods.classstats_private.public_features import private_extractor
 from fleetdistill.models import build_model
 from fleetdistill.training.model import output_shape
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fleetdistill.methods.classstats.private_merge import much_noise, strength
+from fleetdistill.methods.classstats_private.merge import much_noise, strength
 from fleetdistill.privacy.guarantee import Guarantee
 from fleetdistill.training.figures import Counts
 from fleetdistill_lab.simulation.report.comparison import (

@@ -90,7 +90,7 @@ class ClassStatsServer(ServerMethod):
         """Returns the server half for the form that the configuration has."""
         if isinstance(config, ClassStatsConfig):
             return cls
-        from fleetdistill_server.methods.classstats.private_server import PrivateServer
+        from fleetdistill_server.methods.classstats_private.server import PrivateServer
 
         return PrivateServer
 

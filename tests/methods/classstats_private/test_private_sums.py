@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetdistill.methods.classstats import private_sums
-from fleetdistill.methods.classstats.private_merge import merge_private
-from fleetdistill.methods.classstats.private_sums import (
+from fleetdistill.methods.classstats_private import sums as private_sums
+from fleetdistill.methods.classstats_private.merge import merge_private
+from fleetdistill.methods.classstats_private.sums import (
     SHARES,
     NoiseScale,
     RowSums,

@@ -1,7 +1,7 @@
 """Server half of private class statistics: merges noisy sums, knowing how large their noise is.
 
 Everything here is computed from what the devices have released, so it costs no privacy. The formulas are in
-docs/reference/methods/classstats-private.md.
+docs/reference/methods/classstats_private.md.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from fleetdistill.errors import RunError
 from fleetdistill.knowledge import ClassSpace, ClassSums, Kind
 from fleetdistill.methods.classstats.class_space import make_space
 from fleetdistill.methods.classstats.config import SCATTERING
-from fleetdistill.methods.classstats.private_config import MAX_OUTPUTS, PrivateConfig
-from fleetdistill.methods.classstats.private_merge import (
+from fleetdistill.methods.classstats.shared_statistics import Moments
+from fleetdistill.methods.classstats_private.config import MAX_OUTPUTS, PrivateConfig
+from fleetdistill.methods.classstats_private.merge import (
     PrivateMoments,
     merge_private,
     much_noise,
@@ -26,13 +27,12 @@ from fleetdistill.methods.classstats.private_merge import (
     strength,
     too_few_rows,
 )
-from fleetdistill.methods.classstats.private_sums import NoiseScale, from_wire
-from fleetdistill.methods.classstats.shared_statistics import Moments
+from fleetdistill.methods.classstats_private.sums import NoiseScale, from_wire
 from fleetdistill.wire.kind import PartSchema
 from fleetdistill_server.figures import Figure
 from fleetdistill_server.methods.classstats.merge import Merged, Rules
-from fleetdistill_server.methods.classstats.private_screen import Releases, screened
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
+from fleetdistill_server.methods.classstats_private.screen import Releases, screened
 from fleetdistill_server.methods.cohort import Notes
 from fleetdistill_server.methods.traffic import Sizes
 

@@ -1,7 +1,7 @@
 """Private class statistics: the sums that a device releases, with Gaussian noise added on the device.
 
 Letters: n rows, F numbers a row, C classes. "Line" refers to the section "The mathematics" of
-`docs/reference/methods/classstats-private.md`. NumPy alone.
+`docs/reference/methods/classstats_private.md`. NumPy alone.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from torch.nn import functional
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Array
 from fleetdistill.methods.classstats.config import SCATTERING
-from fleetdistill.methods.classstats.private_config import MAX_OUTPUTS, MAX_WHITENED
 from fleetdistill.methods.classstats.projection import projection_for
+from fleetdistill.methods.classstats_private.config import MAX_OUTPUTS, MAX_WHITENED
 from fleetdistill.models.scattering import SMALLEST_SIDE, scattering
 from fleetdistill.models.shapes import checked_image
 from fleetdistill.training.model import output_shape

@@ -1,7 +1,7 @@
 """Merges noisy sums into one Gaussian per class, knowing how large the noise is.
 
 Everything here is post-processing of what the devices released and costs no privacy. NumPy only. "Line" refers to the
-section "The mathematics" of `docs/reference/methods/classstats-private.md`.
+section "The mathematics" of `docs/reference/methods/classstats_private.md`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fleetdistill.knowledge import Array
-from fleetdistill.methods.classstats.private_sums import NoiseScale, RowSums
+from fleetdistill.methods.classstats_private.sums import NoiseScale, RowSums
 
 ENOUGH = 350.0
 """Strength of a fleet's statistics from which accuracy is within about 10 points of that without noise."""

@@ -12,8 +12,8 @@ from statistics import median
 import numpy as np
 
 from fleetdistill.knowledge import Array
-from fleetdistill.methods.classstats.private_merge import merge_private
-from fleetdistill.methods.classstats.private_sums import NoiseScale, RowSums
+from fleetdistill.methods.classstats_private.merge import merge_private
+from fleetdistill.methods.classstats_private.sums import NoiseScale, RowSums
 from fleetdistill_server.methods.classstats.merge import LeftOutReasons, Rules, note_left_out
 from fleetdistill_server.methods.classstats.robust import MAX_ROWS, DeviceStatistics, screen
 from fleetdistill_server.methods.cohort import Notes

@@ -20,16 +20,16 @@ from fleetdistill.knowledge import ClassSpace
 from fleetdistill.methods.base import Answer, Local
 from fleetdistill.methods.classstats.class_space import coordinates, logits
 from fleetdistill.methods.classstats.device import ClassStatsDevice
-from fleetdistill.methods.classstats.private_config import PrivateConfig
-from fleetdistill.methods.classstats.private_merge import precisions, rows_needed, strength, too_few_rows
-from fleetdistill.methods.classstats.private_sums import class_sums, release_rounded, to_wire, unit_rows
+from fleetdistill.methods.classstats_private.config import PrivateConfig
+from fleetdistill.methods.classstats_private.merge import precisions, rows_needed, strength, too_few_rows
+from fleetdistill.methods.classstats_private.sums import class_sums, release_rounded, to_wire, unit_rows
 from fleetdistill.models import build_model
 from fleetdistill.privacy.accountant import mu_for
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import check_local_model
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.methods.classstats.private_server import PrivateServer
+from fleetdistill_server.methods.classstats_private.server import PrivateServer
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.testing import FakeCohort, play
 

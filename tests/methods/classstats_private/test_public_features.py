@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.methods.classstats.private_config import MAX_WHITENED
-from fleetdistill.methods.classstats.public_features import (
+from fleetdistill.methods.classstats_private.config import MAX_WHITENED
+from fleetdistill.methods.classstats_private.public_features import (
     CONSTANTS,
     SIDES,
     PublicFeatures,

@@ -1,0 +1,1 @@
+"""Server half of private class statistics: the screening and the merge of noisy sums."""
