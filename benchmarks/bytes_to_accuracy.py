@@ -47,7 +47,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "feddkc": {"method": "feddkc"},
     "cdkt": {"method": "cdkt", "server_model": MODEL},
     "classstats": {"method": "classstats", "rounds": 1},
-    "classstats, epsilon 8": {"method": "classstats", "rounds": 1, "epsilon": 8.0},
+    "classstats_private, epsilon 8": {"method": "classstats_private", "rounds": 1, "settings": {"epsilon": 8.0}},
 }
 """For each method, the fields of `Simulation` that differ from the fleet's; `settings` are added to `LOCAL`."""
 _SAME = Simulation(

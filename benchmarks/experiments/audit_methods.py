@@ -29,8 +29,8 @@ from fleetdistill_server.methods.audit_figures import FILE, figures, worst
 FORMS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "cdkt": ("cdkt", "", {}),
     "classstats": ("classstats", "", {}),
-    "classstats, epsilon = 3": ("classstats", "", {"epsilon": 3.0}),
-    "classstats, epsilon = 1": ("classstats", "", {"epsilon": 1.0}),
+    "classstats_private": ("classstats_private", "", {"epsilon": 3.0}),
+    "classstats_private, epsilon = 1": ("classstats_private", "", {"epsilon": 1.0}),
     "dafkd": ("dafkd", "", {}),
     "fedavg": ("fedavg", "", {}),
     "fedd2s": ("fedd2s", "fedd2s_digits", {}),
@@ -40,20 +40,18 @@ FORMS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "feddkd, batches of 8": ("feddkd", "digits_cnn_small", {"dkd_batch_size": 8}),
     "feddkd, batches of 1": ("feddkd", "digits_cnn_small", {"dkd_batch_size": 1}),
 }
-"""Method, device model and settings by name; `epsilon` is that of [privacy]."""
+"""Method, device model and settings by name."""
 
 
 def config_of(form: str) -> RunConfig:
     """The run.toml of a form, for 8x8 images of ten classes."""
     method, device, settings = FORMS[form]
-    epsilon = {"epsilon": settings["epsilon"]} if "epsilon" in settings else None
     return run_config(
         {
-            **({} if epsilon is None else {"privacy": epsilon}),
             "run": {"name": "audit", "method": method},
             "contract": {"classes": 10, "input_shape": [1, 8, 8]},
             "model": {"device": device},
-            "method": {name: value for name, value in settings.items() if name != "epsilon"},
+            "method": settings,
             "server": {"torch_device": "cpu"},
         }
     )

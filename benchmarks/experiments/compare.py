@@ -202,7 +202,7 @@ def simulation_of(given: argparse.Namespace, key: Key) -> Simulation:
 def digest(wanted: Simulation) -> str:
     """Names all that decides the result of a simulation, the method's defaults of today included."""
     shown = {name: value for name, value in asdict(wanted).items() if name not in _DECIDES_NOTHING}
-    shown["settings"] = asdict(config_class(wanted.method, wanted.settings).from_settings(wanted.settings))
+    shown["settings"] = asdict(config_class(wanted.method).from_settings(wanted.settings))
     return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -17,10 +17,9 @@ def public() -> PublicSet:
     return split_public(load_dataset("digits"), 200, seed=0)
 
 
-def run_of(method: str, device: str = "", epsilon: float | None = None, **settings: Any) -> RunConfig:
+def run_of(method: str, device: str = "", **settings: Any) -> RunConfig:
     return run_config(
         {
-            **({} if epsilon is None else {"privacy": {"epsilon": epsilon}}),
             "run": {"name": "audited", "method": method},
             "contract": {"classes": 10, "input_shape": [1, 8, 8], "knowledge_type": "float32"},
             "model": {"device": device},

@@ -104,7 +104,7 @@ def test_means_of_two_rows_link_them(public: PublicSet) -> None:
 
 def test_sums_without_noise_link_rows_of_small_classes(public: PublicSet) -> None:
     """Two rows of each class. With noise the bound of `test_audit` applies."""
-    attacker, own = attacker_of(public, "classstats", epsilon=3), members_of(public, 200)
+    attacker, own = attacker_of(public, "classstats_private", epsilon=3), members_of(public, 200)
     taken = torch.cat([torch.nonzero(own.labels == label)[:2, 0] for label in range(10)])
     rows = Rows(own.inputs[taken], own.labels[taken])
     extractor = attacker.method.known_extractor("statistics", {})

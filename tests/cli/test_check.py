@@ -61,7 +61,7 @@ def evaluation_file(folder: Path, shape: tuple[int, ...]) -> str:
 
 
 def test_a_private_run_is_told_how_many_rows_a_device_needs(tmp_path: Path) -> None:
-    path = write(tmp_path, run_method="classstats", run_rounds=1, run_min_devices=4, privacy_epsilon=1.0)
+    path = write(tmp_path, run_method="classstats_private", run_rounds=1, run_min_devices=4, method_epsilon=1.0)
     code, said = check(path)
     assert code == 0, said
     sentence = "each row of each device is (1, 1e-5)-private against the server"

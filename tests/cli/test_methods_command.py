@@ -14,7 +14,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from support.fleets import prepare, run_in_memory
+from support.fleets import DEFAULTS, prepare, run_in_memory
 from support.outside import fresh_process
 from support.sizes import sizes_of
 from typer.testing import CliRunner, Result
@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 from fleetdistill import COLUMNS
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import KINDS, Weights
-from fleetdistill.methods import METHODS, config_class
+from fleetdistill.methods import METHODS, config_class, example_config
 from fleetdistill.methods.cdkt.config import CDKTConfig
 from fleetdistill.methods.dafkd.config import DaFKDConfig
 from fleetdistill.methods.fedd2s.config import FedD2SConfig
@@ -64,8 +64,8 @@ def predicted(
     method: str, sizes: Sizes, knowledge_type: str = "float32", *, completed: int | None = None, **settings: Any
 ) -> tuple[int, int]:
     """Bytes of a round up and down: of that after so many completed ones, or of all exchanges that a method has."""
-    config = config_class(method, settings)(**settings).for_classes(sizes.classes)
-    exchanges = server_class(method, config).exchanges(config, sizes)
+    config = example_config(method, **settings).for_classes(sizes.classes)
+    exchanges = server_class(method).exchanges(config, sizes)
     found = round_bytes(exchanges if completed is None else in_round(exchanges, completed), knowledge_type)  # type: ignore[arg-type]
     return found["up"], found["down"]
 
@@ -91,7 +91,8 @@ def test_a_round_sends_the_bytes_that_the_table_says(
 
     Of a method that is through after one round it is the first.
     """
-    number = min(2, config_class(method, settings).usual_rounds)
+    number = min(2, config_class(method).usual_rounds)
+    settings = {**DEFAULTS.get(method, {}).get("settings", {}), **settings}
     fleet = Simulation(
         method=method,
         settings=settings,
@@ -247,8 +248,8 @@ def test_sizes_below_their_least_are_refused() -> None:
 
 @every_method
 def test_a_method_describes_itself(method: str) -> None:
-    half, config = server_class(method), config_class(method)().for_classes(10)
-    assert 0 < len(half.summary) <= 66
+    half, config = server_class(method), example_config(method).for_classes(10)
+    assert 0 < len(half.summary) <= 57
     assert "\n" not in half.summary
     assert not half.summary.endswith(".")
     exchanges = half.exchanges(config, Sizes())
@@ -261,7 +262,7 @@ def test_a_method_describes_itself(method: str) -> None:
 @every_method
 def test_what_leaves_is_what_the_answers_hold(method: str) -> None:
     """The gate names the column of a part: each must be one that the method asks the app for."""
-    half, config = server_class(method), config_class(method)().for_classes(10)
+    half, config = server_class(method), example_config(method).for_classes(10)
     columns = set(half.columns(config))
     assert columns <= set(COLUMNS)
     steps = answer_kinds(half.exchanges(config, Sizes()))
@@ -300,12 +301,17 @@ def test_json_has_a_row_for_every_method() -> None:
     for name, row in rows.items():
         found = [one["linked"] for one in measured[name]["attacks"] if one["attack"] is not None]
         assert row["linked"] == (max(found) if found else "none")
-    assert {name for name, row in rows.items() if row["models"] == "different"} == {"cdkt", "classstats", "feddkc"}
-    assert {name for name, row in rows.items() if row["recommended"]} == {"classstats"}
+    assert {name for name, row in rows.items() if row["models"] == "different"} == {
+        "cdkt",
+        "classstats",
+        "classstats_private",
+        "feddkc",
+    }
+    assert {name for name, row in rows.items() if row["recommended"]} == {"classstats", "classstats_private"}
     assert {name for name, row in rows.items() if row["proxy_set"]} == {"cdkt"}
     assert {name: row["exchanges"] for name, row in rows.items()} == {
         **dict.fromkeys(("cdkt", "dafkd", "fedavg", "feddkc"), 1),
-        **dict.fromkeys(("classstats", "fedd2s"), 2),
+        **dict.fromkeys(("classstats", "classstats_private", "fedd2s"), 2),
         "feddkd": 4,
     }
 
@@ -351,7 +357,7 @@ def run_toml(directory: Path, method: str, **settings: Any) -> Path:
     ],
 )
 def test_a_run_toml_gives_the_sizes_and_the_settings(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    path = run_toml(tmp_path, method, **settings)
+    path = run_toml(tmp_path, method, **{**config_class(method).examples, **settings})
     with fresh_process():
         said = json.loads(call(str(path), "--samples", "55", "--json").stdout)
     assert (said["knowledge_type"], said["rounds"]) == ("float32", 12)

@@ -108,7 +108,7 @@ def test_a_checked_configuration_cannot_be_changed() -> None:
 UNKNOWN = {
     "a section": (
         {**GOOD, "servers": {}},
-        "[servers]: unknown section; did you mean 'server'? Known are run, contract, model, method, privacy, proxy, "
+        "[servers]: unknown section; did you mean 'server'? Known are run, contract, model, method, proxy, "
         "evaluation, "
         "server, engine, limits",
     ),
@@ -155,7 +155,8 @@ def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
     with fresh_process():
         said = refusal(with_setting("run", "method", "xyz"))
     assert said == (
-        "[run] method: unknown method 'xyz', expected one of cdkt, classstats, dafkd, fedavg, fedd2s, feddkc, feddkd; "
+        "[run] method: unknown method 'xyz', expected one of cdkt, classstats, classstats_private, dafkd, "
+        "fedavg, fedd2s, feddkc, feddkd; "
         "import the module that registers your own method first"
     )
 

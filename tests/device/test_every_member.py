@@ -35,13 +35,13 @@ from fleetdistill.errors import (
     StateError,
 )
 from fleetdistill.methods import config_class
-from fleetdistill.methods.classstats_private.config import Settings
+from fleetdistill.methods.classstats.config import SpaceConfig
 from fleetdistill_lab.simulation.spec.arrays import load_arrays
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
 from fleetdistill_server.testing import MemoryServer
 
 MOMENTS = ("new without server", "new", "during delivery", "after delivery", "restarted without server", "restarted")
-LIGHT = [name for name, run in RUNS.items() if isinstance(run.configuration(), Settings)]
+LIGHT = [name for name, run in RUNS.items() if isinstance(run.configuration(), SpaceConfig)]
 """The runs in which a device without PyTorch can take part."""
 FLEETS = [*((name, "torch") for name in RUNS), *((name, "light") for name in LIGHT)]
 
@@ -489,7 +489,7 @@ def test_every_method_is_in_the_table() -> None:
 
     assert {RUNS[name].method for name, compute in FLEETS if compute == "torch"} == set(METHODS)
     assert LIGHT
-    assert {RUNS[name].method for name in LIGHT} == {"classstats"} <= {*METHODS}
+    assert {RUNS[name].method for name in LIGHT} == {"classstats", "classstats_private"} <= {*METHODS}
     assert config_class("classstats")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from device.sdk_fleet import Fleet, make_device
 
-from fleetdistill.methods import config_class
+from fleetdistill.methods import example_config
 from fleetdistill.testing import EventLog
 from fleetdistill_server.intake.memory_link import MemoryLink
 
@@ -25,6 +25,7 @@ from fleetdistill_server.intake.memory_link import MemoryLink
         ("classstats", {"rows_per_direction": 2, "rank": 0}, ""),
         ("classstats", {"rows_per_direction": 9}, "a direction for every 9 samples"),
         ("classstats", {"rows_per_direction": 10}, ""),
+        ("classstats_private", {}, ""),
         ("feddkd", {}, ""),
         ("feddkd", {"dkd_batch_size": 32}, ""),
         ("feddkd", {"dkd_batch_size": 31}, "gradients of 31 samples leave"),
@@ -35,7 +36,7 @@ from fleetdistill_server.intake.memory_link import MemoryLink
     ],
 )
 def test_settings_that_reveal_single_samples(method, settings, expected) -> None:
-    revealed = config_class(method, settings)(**settings).reveals()
+    revealed = example_config(method, **settings).reveals()
     assert bool(revealed) == bool(expected)
     assert re.search(expected, revealed)
 

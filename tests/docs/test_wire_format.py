@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 from support.outside import fresh_process
 
-from fleetdistill.methods import config_class, known_methods
+from fleetdistill.methods import example_config, known_methods
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/wire-format.md").read_text(encoding="utf-8")
 FORMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "classstats": [("classstats", {}), ("classstats, private", {"epsilon": 1.0, "delta": 1e-5})],
     "dafkd": [
         ("dafkd", {}),
         ("dafkd", {"discriminator_location": "device", "sync": "exact", "ensemble_space": "probs"}),
     ],
 }
-"""Names on the page and settings that select a form or its further steps."""
+"""Names on the page and settings that select its further steps."""
 
 
 def steps_on_the_page() -> dict[tuple[str, str], set[tuple[str, str]]]:
@@ -41,8 +40,8 @@ def steps_on_the_page() -> dict[tuple[str, str], set[tuple[str, str]]]:
 def all_exchanges() -> Iterator[tuple[str, Exchange]]:
     for name in known_methods():
         for shown, settings in FORMS.get(name, [(name, {})]):
-            config = config_class(name).form(settings).from_settings(settings).for_classes(10)
-            for exchange in server_class(name, config).exchanges(config, Sizes()):
+            config = example_config(name, **settings).for_classes(10)
+            for exchange in server_class(name).exchanges(config, Sizes()):
                 yield shown, exchange
 
 

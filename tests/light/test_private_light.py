@@ -17,7 +17,7 @@ from fleetdistill.compute import light_worker
 from fleetdistill.knowledge import NetworkFile, PrivateRows
 from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import Ask, Local
-from fleetdistill.methods.classstats.device import ClassStatsDevice
+from fleetdistill.methods.classstats_private.device import ClassStatsPrivateDevice
 from fleetdistill.models import build_model
 from fleetdistill.privacy.accountant import mu_for
 from fleetdistill.training.local_training import TensorData
@@ -56,7 +56,7 @@ def test_both_compute_the_same_rows(fleet):
         classes=CLASSES,
         torch_device=torch.device("cpu"),
     )
-    half = ClassStatsDevice(config_of_contract(fleet.contract), local)
+    half = ClassStatsPrivateDevice(config_of_contract(fleet.contract), local)
     found = light.answer(service_pb2.Ask(round=1, step="summarise"), {}, ()).answer.parts["statistics"]
     expected = half.handle(Ask(round=1, step="summarise", seed=1)).parts["statistics"]
     assert isinstance(found, PrivateRows)

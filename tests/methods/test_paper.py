@@ -88,7 +88,7 @@ def complete(method: str, **settings: Any) -> Any:
 
 
 def test_every_method_but_the_yardstick_and_our_own_has_the_switch() -> None:
-    assert {*PAPER, "classstats", "fedavg"} == METHODS.keys()
+    assert {*PAPER, "classstats", "classstats_private", "fedavg"} == METHODS.keys()
 
 
 @every_paper

@@ -12,7 +12,7 @@ from support.fleets import RUNS, prepare, run_in_memory
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import DELIVER
-from fleetdistill.methods import METHODS, config_class
+from fleetdistill.methods import METHODS, example_config
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.methods.cohort import devices_needed
 from fleetdistill_server.store.store import Store
@@ -43,12 +43,12 @@ def test_a_round_takes_the_part_of_the_devices_that_is_wanted(method: str, tmp_p
 @pytest.mark.parametrize("ratio", [0.0, -0.5, 1.01, float("nan")])
 def test_a_part_that_is_none_is_refused(method: str, ratio: float) -> None:
     with pytest.raises(ConfigurationError, match=r"participation_ratio must be in \(0, 1\], got"):
-        config_class(method)(participation_ratio=ratio)
+        example_config(method, participation_ratio=ratio)
 
 
 @every_method
 def test_all_devices_take_part_by_default(method: str) -> None:
-    assert config_class(method)().participation_ratio == 1.0
+    assert example_config(method).participation_ratio == 1.0
 
 
 def test_a_quorum_is_rounded_up_from_what_was_written() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.methods import METHODS, config_class
+from fleetdistill.methods import METHODS, example_config
 from fleetdistill.methods.local import ROBUST
 
 every_method = pytest.mark.parametrize("method", sorted(METHODS))
@@ -13,12 +13,7 @@ every_method = pytest.mark.parametrize("method", sorted(METHODS))
 
 @every_method
 def test_robust_is_gross_by_default_and_one_of_three(method: str) -> None:
-    assert config_class(method)().robust == "gross"
-    assert [config_class(method)(robust=one).robust for one in ROBUST] == ["gross", "strict", "off"]
+    assert example_config(method).robust == "gross"
+    assert [example_config(method, robust=one).robust for one in ROBUST] == ["gross", "strict", "off"]
     with pytest.raises(ConfigurationError, match="unknown robust 'loose', expected one of gross, strict, off"):
-        config_class(method)(robust="loose")
-
-
-def test_both_forms_of_class_statistics_have_it() -> None:
-    for settings in ({}, {"epsilon": 1.0}):
-        assert config_class("classstats", settings).from_settings({**settings, "robust": "strict"}).robust == "strict"
+        example_config(method, robust="loose")

@@ -20,7 +20,6 @@ from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT, PERSON
 from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.methods import server_class
-from fleetdistill_server.methods.classstats.private_server import PrivateServer
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.store.states import RunStatus
@@ -38,7 +37,6 @@ FIGURES = {
     "refined_rows": {"kkr": 7},
 }
 DECLARED = {name: figure for method in METHODS for name, figure in server_class(method).figures.items()}
-DECLARED |= PrivateServer.figures
 """The figures of all methods, as if one method had them all."""
 
 

@@ -23,9 +23,8 @@ from fleetdistill_server.views.runs import run
 
 SENTENCE = "each row of each device is (8, 1e-5)-private against the server"
 FLEET = Simulation(
-    method="classstats",
-    settings={"dimensions": 32},
-    epsilon=8.0,
+    method="classstats_private",
+    settings={"dimensions": 32, "epsilon": 8.0},
     devices=3,
     models=("digits_linear",),
     partition="iid",
@@ -44,9 +43,9 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
     found = math.sqrt(3) * 479 * discrete_mu_for(8, 1e-5)
     said = {"epsilon": 8.0, "delta": 1e-5, "exact": True, "sentence": SENTENCE}
     assert saved["privacy"] == {**said, "strength": pytest.approx(found, abs=0.1)}
-    assert privacy_lines(report) == [f"Privacy of class statistics: {SENTENCE}"]
-    assert f"Privacy of class statistics: {SENTENCE}" in exchange_lines(report, tmp_path)
-    assert report_title(report).endswith(f"\nPrivacy of class statistics: {SENTENCE}")
+    assert privacy_lines(report) == [f"Privacy of class statistics with noise: {SENTENCE}"]
+    assert f"Privacy of class statistics with noise: {SENTENCE}" in exchange_lines(report, tmp_path)
+    assert report_title(report).endswith(f"\nPrivacy of class statistics with noise: {SENTENCE}")
     noisy = replace(report, privacy={**(report.privacy or {}), "strength": 340.0}, mean_accuracy_alone=0.5)
     line, warning = privacy_lines(noisy)
     assert line.endswith("against the server; the controls are not private")
@@ -65,11 +64,11 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
 
 
 def test_the_command_has_epsilon(tmp_path):
-    words = "simulate --method classstats --devices 2 --model digits_linear --no-controls"
-    settings = ["--set", "simulation.epsilon=8", "--set", "simulation.test_limit=60"]
+    words = "simulate --method classstats_private --devices 2 --model digits_linear --no-controls"
+    settings = ["--set", "method.epsilon=8", "--set", "simulation.test_limit=60"]
     done = CliRunner().invoke(app, [*words.split(), *settings, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert f"Privacy of class statistics: {SENTENCE}" in done.output
+    assert f"Privacy of class statistics with noise: {SENTENCE}" in done.output
 
 
 @pytest.mark.long
@@ -83,8 +82,8 @@ def test_a_hostile_device_that_flips_its_labels_is_named(tmp_path):
     ("changes", "says"),
     [
         ({"train_limit": 60}, r"20 rows on each of 3 devices are too few for the noise at epsilon 8; use at least \d+"),
-        ({"method": "feddkc", "settings": {}}, r"\[privacy\] is not available for method 'feddkc'"),
-        ({"epsilon": 50.0}, r"epsilon must be in \[0.1, 20\], got 50.0"),
+        ({"method": "classstats"}, r"method classstats does not support epsilon; set method = .classstats_private."),
+        ({"settings": {"epsilon": 50.0}}, r"epsilon must be in \[0.1, 20\], got 50.0"),
         ({"hostile": 1, "attack": "scaled"}, "attack 'scaled' has no effect in a private simulation"),
     ],
 )

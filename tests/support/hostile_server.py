@@ -13,7 +13,7 @@ from torch import nn
 
 from fleetdistill import COLUMNS, Device, Event
 from fleetdistill.knowledge import Kind, Plan, RefinedKnowledge
-from fleetdistill.methods import config_class, config_to_plan
+from fleetdistill.methods import config_to_plan, example_config
 from fleetdistill.training.model import split_sequential
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, encode
@@ -34,7 +34,7 @@ def terms(method: str = "feddkc", settings: Mapping[str, Any] | None = None, **c
         threads=1,
         rounds=3,
     )
-    usual = config_to_plan(config_class(method, settings)().for_classes(CLASSES))
+    usual = config_to_plan(example_config(method).for_classes(CLASSES))
     plan = Plan(values={**usual.values, **(settings or {})})
     contract.config.CopyFrom(encode({"config": plan}).parts.parts[0].plan)
     answer = service_pb2.CheckInResponse(contract=contract, lease_seconds=60, heartbeat_seconds=15)

@@ -45,7 +45,8 @@ def prepare_store(
 ) -> Store:
     """A store with one running run, as the engine would have left it."""
     store = Store.open(directory)
-    store.runs.begin(RUN, {"made": "by hand", **({} if privacy is None else {"privacy": privacy})})
+    private = {} if privacy is None else {"run": {"method": "classstats_private"}, "method": privacy}
+    store.runs.begin(RUN, {"made": "by hand", **private})
     store.runs.publish_contract(RUN, make_contract(run=RUN, **contract).SerializeToString(), figures or {})
     return store
 

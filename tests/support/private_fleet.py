@@ -36,10 +36,9 @@ class PrivateFleet:
         self.store = store or Store.in_memory()
         config = run_config(
             {
-                "run": {"name": RUN, "method": "classstats", "rounds": 1},
+                "run": {"name": RUN, "method": "classstats_private", "rounds": 1},
                 "contract": {"classes": CLASSES, "input_shape": [1, 8, 8]},
-                "method": {"dimensions": SIZE},
-                "privacy": {"epsilon": epsilon, "exact": exact},
+                "method": {"dimensions": SIZE, "epsilon": epsilon, "exact": exact},
             }
         )
         self.store.runs.begin(RUN, config.fixed_part())

@@ -25,7 +25,6 @@ from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_console.tables import heading, tables
 from fleetdistill_server.methods import server_class
-from fleetdistill_server.methods.classstats.private_server import PrivateServer
 from fleetdistill_server.service.served import Served
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.states import RunStatus
@@ -247,7 +246,7 @@ def test_the_operators_page_explains_every_column_of_a_round() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/runs.md").read_text(encoding="utf-8")
     table = page.split("with these columns:")[1].split("\n\n")[1]
     explained = {name for cell in re.findall(r"^\| ([a-z, ]+) \|", table, re.MULTILINE) for name in cell.split(", ")}
-    of_methods = {name for method in METHODS for name in server_class(method).figures} | PrivateServer.figures.keys()
+    of_methods = {name for method in METHODS for name in server_class(method).figures}
     columns = {heading(name) for name in (*views.run(filled(1), "r").lists["rounds"][0], *of_methods)}
     assert columns - {"round"} == explained - {"column"}
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -34,16 +35,19 @@ from fleetdistill.errors import ConfigurationError, DataError, ModelError, State
 from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, Kind
 from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import Ask
-from fleetdistill.methods.classstats.config import SCATTERING
-from fleetdistill.methods.classstats.exchange import DeviceStatistics, check_images, statistics_of
-from fleetdistill.methods.classstats_private.config import Settings
+from fleetdistill.methods.classstats.config import SCATTERING, SpaceConfig
+from fleetdistill.methods.classstats.exchange import DeviceStatistics, SentStatistics, check_images
+from fleetdistill.methods.classstats_private.exchange import PrivateStatistics
 from fleetdistill.training.figures import Counts, allowed, counts_of
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 if TYPE_CHECKING:
     from fleetdistill.training.onnx_file import OnnxReport
 
-METHOD = "classstats"
+METHODS: Mapping[str, type[DeviceStatistics]] = MappingProxyType(
+    {"classstats": SentStatistics, "classstats_private": PrivateStatistics}
+)
+"""Statistics that the device sends, by the methods that it can take part in."""
 _MODEL_NAME = "light"
 _ROWS_AT_ONCE = 1024
 _NO_TRAINING = "a device without PyTorch does not train, so Augmented has no effect; pass the data inside it"
@@ -119,7 +123,7 @@ class LightCompute(DeliveringCompute[LightModel]):
 
     def _new_statistics(self) -> DeviceStatistics:
         features = partial(self._features_of, "train")
-        return statistics_of(self._config, features, self._samples.labels, self._classes)
+        return METHODS[self.contract.method](self._config, features, self._samples.labels, self._classes)
 
     # --- extractor
 
@@ -271,16 +275,16 @@ def _classifiers(delivered: bytes) -> tuple[dict[str, SpaceClassifier], str]:
     return kept, outline["in_use"]
 
 
-def _config_of(contract: contract_pb2.Contract) -> Settings:
+def _config_of(contract: contract_pb2.Contract) -> SpaceConfig:
     """Returns the run's configuration. Raises ConfigurationError if the run requires PyTorch on the device.
 
     With `predictor = "trained"` the device sends the same statistics and uses closed-form classifiers. With
     `own_network = "taught"` the device has no network to train.
     """
-    if contract.method != METHOD:
+    if contract.method not in METHODS:
         raise ConfigurationError(
-            f"run {contract.run!r} has method {contract.method!r}; without PyTorch, only {METHOD!r} is supported. To "
-            f"take part, {_WITH_TORCH}"
+            f"run {contract.run!r} has method {contract.method!r}; without PyTorch, only "
+            f"{' and '.join(METHODS)} are supported. To take part, {_WITH_TORCH}"
         )
     if not contract.extractor_file:
         raise ConfigurationError(
@@ -288,7 +292,7 @@ def _config_of(contract: contract_pb2.Contract) -> Settings:
             f"Install fleetdistill[onnx] on the server, or {_WITH_TORCH}"
         )
     config = config_of_contract(contract)
-    assert isinstance(config, Settings)
+    assert isinstance(config, SpaceConfig)
     return config
 
 

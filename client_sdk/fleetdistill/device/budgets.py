@@ -40,7 +40,7 @@ class Budgets:
             that exceed it or the free disk space.
         privacy: Maximum `(epsilon, delta)` of all private releases of the state directory together. The device uses the
             smaller of the run's and this epsilon, and declines a release beyond it. None for the run's epsilon and
-            delta, so one release. With a budget, the device takes part only in runs with [privacy].
+            delta, so one release. With a budget, the device takes part only in private runs.
 
     Raises:
         ConfigurationError: A value is out of range or not supported on this machine.

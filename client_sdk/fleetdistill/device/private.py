@@ -44,7 +44,7 @@ def check_is_private(contract: contract_pb2.Contract) -> None:
     if guarantee_of(contract) is None:
         raise ConfigurationError(
             f"run {contract.run!r} is not private, but Budgets(privacy=...) is set; ask the operator for a run "
-            "with [privacy], or leave the budget out"
+            "of method classstats_private, or leave the budget out"
         )
 
 

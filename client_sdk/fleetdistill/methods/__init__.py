@@ -23,12 +23,16 @@ if TYPE_CHECKING:
     from fleetdistill.methods.base import DeviceMethod
     from fleetdistill.wire.v1 import contract_pb2
 
-__all__ = ["METHODS", "config_class", "device_class", "is_registered", "known_methods", "register"]
+__all__ = ["METHODS", "config_class", "device_class", "example_config", "is_registered", "known_methods", "register"]
 
 METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "cdkt": ("cdkt.config:CDKTConfig", "cdkt.device:CDKTDevice"),
         "classstats": ("classstats.config:ClassStatsConfig", "classstats.device:ClassStatsDevice"),
+        "classstats_private": (
+            "classstats_private.config:ClassStatsPrivateConfig",
+            "classstats_private.device:ClassStatsPrivateDevice",
+        ),
         "dafkd": ("dafkd.config:DaFKDConfig", "dafkd.device:DaFKDDevice"),
         "fedavg": ("fedavg.config:FedAvgConfig", "fedavg.device:FedAvgDevice"),
         "fedd2s": ("fedd2s.config:FedD2SConfig", "fedd2s.device:FedD2SDevice"),
@@ -80,18 +84,25 @@ def is_registered(method: str) -> bool:
     return method in registered
 
 
-def config_class(method: str, settings: Mapping[str, Any] | None = None) -> type[Any]:
-    """Returns the configuration class of a method.
+def config_class(method: str) -> type[Any]:
+    """Returns the configuration class of a method. Raises ConfigurationError if the method is unknown."""
+    found: type[LocalTraining] = _half(method, 0)
+    return found
+
+
+def example_config(method: str, **settings: Any) -> Any:
+    """Returns a method's configuration with its defaults, and the class's examples for settings that have none.
 
     Args:
         method: Name of the method.
-        settings: Settings that select one of the method's forms; None or empty for its default form.
+        settings: Settings with another value.
 
     Raises:
-        ConfigurationError: The method is unknown, or the settings do not select a form.
+        ConfigurationError: The method is unknown, or a value is out of its range.
+        TypeError: A setting is unknown.
     """
-    default: type[LocalTraining] = _half(method, 0)
-    return default.form(settings or {})
+    found = config_class(method)
+    return found.from_settings({**found.examples, **settings})
 
 
 def device_class(method: str) -> type[DeviceMethod]:
@@ -112,7 +123,7 @@ def config_from_plan(method: str, plan: Plan) -> Any:
         ConfigurationError: The contract has a setting that this SDK does not support, or a value out of its range.
     """
     try:
-        return config_class(method, plan.values)(**plan.values)
+        return config_class(method)(**plan.values)
     except TypeError as error:
         raise ConfigurationError(
             f"the contract's settings of {method} do not fit this SDK: {error}; update it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from fleetdistill.methods.base import check_choice, check_range, check_share, check_types
@@ -46,8 +47,8 @@ class LocalTraining:
     usual_rounds: ClassVar[int] = 30
     """Default number of rounds of a simulation; 1 for a method that completes in one round."""
 
-    is_private: ClassVar[bool] = False
-    """Whether answers are differentially private; the configuration then has the settings of [privacy]."""
+    examples: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """A value for each setting that has no default, with which tables describe the method."""
 
     local_epochs: int = 2
     batch_size: int = 32
@@ -69,20 +70,6 @@ class LocalTraining:
         check_range("batch_size", self.batch_size, 1)
         check_share("participation_ratio", self.participation_ratio)
         check_choice("robust", self.robust, ROBUST)
-
-    @classmethod
-    def form(cls, settings: Mapping[str, Any]) -> type[LocalTraining]:
-        """Returns the configuration class of the form that the settings select, for a method with several forms.
-
-        Raises:
-            ConfigurationError: The settings do not select a form.
-        """
-        return cls
-
-    @classmethod
-    def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
-        """Returns the configuration classes of the method's other forms, by the settings that select them."""
-        return {}
 
     @classmethod
     def from_settings(cls, given: Mapping[str, Any]) -> Self:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Weights
-from fleetdistill.methods import config_class, known_methods
+from fleetdistill.methods import example_config, known_methods
 from fleetdistill.methods.outside import import_modules
 from fleetdistill_console.tables import show
 from fleetdistill_server.cli.options import ImportOption, JsonOption, report_errors
@@ -170,9 +170,9 @@ def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType, rounds: i
 
     Exchanges and bytes are per round, or for the whole run if the method ends early.
     """
-    usual = config_class(name)().for_classes(sizes.classes)
+    usual = example_config(name).for_classes(sizes.classes)
     config = usual if config is None else config.for_classes(sizes.classes)
-    half = server_class(name, config)
+    half = server_class(name)
     exchanges, needs = half.exchanges(config, sizes), half.needs(config)
     columns = columns_of(exchanges)
     once = is_over_early(exchanges)

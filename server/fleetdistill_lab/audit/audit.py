@@ -172,7 +172,7 @@ def record_run(wanted: Audit, public: PublicSet) -> Recorded:
         work, record = Path(scratch), Record()
         data = hold_out_proxy(simulation, public.fleet, work)
         split = deal(simulation, data)
-        config = make_run_config(simulation, data, work).model_copy(update={"privacy": wanted.config.privacy})
+        config = make_run_config(simulation, data, work)
         specs = make_specs(simulation, data, split, work)
         run_over_memory(config, specs, work, lambda store: None, record.link).close()
         rows = {
@@ -190,7 +190,6 @@ def simulation_of(wanted: Audit, fleet: Dataset) -> Simulation:
         method=config.run.method,
         modules=tuple(config.run.modules),
         settings=config.method,
-        epsilon=None if config.privacy is None else config.privacy.epsilon,
         dataset=fleet,
         devices=wanted.devices,
         models=wanted.models or tuple(filter(None, [config.model.device])),

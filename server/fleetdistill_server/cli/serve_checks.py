@@ -253,7 +253,7 @@ def _check_method(name: str, modules: object) -> None:
     if isinstance(modules, list) and all(isinstance(one, str) for one in modules):
         import_modules(modules, "[run] import")
     try:
-        config_class(name, {})
+        config_class(name)
     except ConfigurationError as error:
         raise ConfigurationError(f"[run] method: {error}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Set
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -18,11 +18,9 @@ from pydantic import (
 )
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.methods import config_class
-from fleetdistill.methods.local import LocalTraining
+from fleetdistill.methods import METHODS, config_class
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import NAME
-from fleetdistill.privacy.guarantee import MAX_DELTA, MAX_EPSILON, MIN_EPSILON
 from fleetdistill_server.config import server_config
 from fleetdistill_server.config.engine_config import EngineSection
 from fleetdistill_server.config.limits import Limits
@@ -142,20 +140,6 @@ class EvaluationSection(Section):
     trusted_rows: Annotated[int, Field(ge=0, lt=2**32)] = 5
 
 
-class PrivacySection(Section):
-    """[privacy]: the guarantee of private class statistics for each row of each device.
-
-    Attributes:
-        epsilon: Epsilon of one device's release; there is no default.
-        delta: Delta of one device's release; below 1 / number of rows of a device.
-        exact: Whether the noise is discrete Gaussian, immune to attacks on rounding.
-    """
-
-    epsilon: Annotated[float, Field(ge=MIN_EPSILON, le=MAX_EPSILON)]
-    delta: Annotated[float, Field(gt=0, le=MAX_DELTA)] = 1e-5
-    exact: bool = True
-
-
 class RunConfig(Section):
     """A complete run.toml.
 
@@ -167,7 +151,6 @@ class RunConfig(Section):
     contract: ContractSection
     model: ModelSection = ModelSection()
     method: dict[str, Any] = Field(default_factory=dict)
-    privacy: PrivacySection | None = None
     proxy: ProxySection = ProxySection()
     evaluation: EvaluationSection = EvaluationSection()
     server: ServerSection = ServerSection()
@@ -180,8 +163,7 @@ class RunConfig(Section):
         Raises:
             ConfigurationError: The method or a setting is unknown, of the wrong type or out of range.
         """
-        privacy = None if self.privacy is None else self.privacy.model_dump()
-        config = checked_settings(self.run.method, self.method, privacy)
+        config = checked_settings(self.run.method, self.method)
         try:
             return config.for_classes(len(self.contract.class_names()))
         except ConfigurationError as error:
@@ -194,8 +176,7 @@ class RunConfig(Section):
         """
         operational: dict[str, Any] = dict.fromkeys(("server", "engine", "limits", "evaluation"), True)
         fixed = self.model_dump(mode="json", by_alias=True, exclude={**operational, "proxy": {"data"}})
-        given = {"proxy": bool(self.proxy.data), "privacy": self.privacy is not None}
-        return {section: values for section, values in fixed.items() if given.get(section, True)}
+        return {section: values for section, values in fixed.items() if section != "proxy" or self.proxy.data}
 
     def setup(self) -> dict[str, Any]:
         """Returns all settings as the store keeps them, with absolute paths, for an engine to start from."""
@@ -206,26 +187,22 @@ class RunConfig(Section):
         return whole
 
 
-def checked_settings(method: str, settings: Mapping[str, Any], privacy: Mapping[str, Any] | None = None) -> Any:
+def checked_settings(method: str, settings: Mapping[str, Any]) -> Any:
     """Returns a method's configuration from the operator's settings, before the number of classes is known.
 
     Args:
         method: Name of the method.
         settings: The settings in [method].
-        privacy: The settings in [privacy], which become settings of the method; None without that section.
 
     Raises:
-        ConfigurationError: The method or a setting is unknown, of the wrong type or out of range, or the method has no
-            private form.
+        ConfigurationError: The method or a setting is unknown, of the wrong type or out of range.
     """
-    in_method, settings = settings, {**settings, **(privacy or {})}
     try:
-        cls = config_class(method, settings)
+        cls = config_class(method)
     except ConfigurationError as error:
         raise ConfigurationError(f"[run] method: {error}") from error
-    _check_privacy(method, cls, in_method, privacy is not None)
-    _check_form(cls, settings)
     section = _section_of(cls)  # type: ignore[arg-type]  # mypy takes a class for one of its instances
+    _check_names(method, section.model_fields, settings.keys())
     try:
         # In JSON mode, strict validation accepts 1 for a float but not for a bool.
         given = section.model_validate_json(json.dumps(settings, default=str)).model_dump(exclude_unset=True)
@@ -236,41 +213,25 @@ def checked_settings(method: str, settings: Mapping[str, Any], privacy: Mapping[
         raise ConfigurationError(f"[method] {error}") from error
 
 
-def _check_privacy(method: str, cls: type[LocalTraining], settings: Mapping[str, Any], given: bool) -> None:
-    """Raises ConfigurationError for [privacy] with a method that has none, and for its settings in [method]."""
-    if given and not cls.is_private:
+def _check_names(method: str, known: Collection[str], settings: Set[str]) -> None:
+    """Raises ConfigurationError for settings that the method lacks and other built-in methods have."""
+    lacking = settings - set(known)
+    having = [one for one in METHODS if lacking <= {field.name for field in dataclasses.fields(config_class(one))}]
+    if lacking and having:
+        names, methods = ", ".join(sorted(lacking)), " or ".join(f'method = "{one}"' for one in having)
         raise ConfigurationError(
-            f"[privacy] is not available for method {method!r} with these settings; use method = 'classstats', or "
-            "remove [privacy]"
+            f"[method] {names}: method {method} does not support {names}; set {methods} in [run], or remove {names}"
         )
-    if cls.is_private and (there := PrivacySection.model_fields.keys() & settings.keys()):
-        found = ", ".join(sorted(there))
-        raise ConfigurationError(f"[method] {found}: set it in [privacy] instead")
 
 
 @cache
-def _section_of(cls: type[LocalTraining]) -> type[Settings]:
+def _section_of(cls: type[Any]) -> type[Settings]:
     """Returns the model that checks a method's settings, which takes milliseconds to make."""
     types, known = get_type_hints(cls), dict[str, Any]()
     for field in dataclasses.fields(cls):
         required = field.default is dataclasses.MISSING
         known[field.name] = (types[field.name], ... if required else field.default)
     return create_model(cls.__name__, __base__=Settings, **known)
-
-
-def _check_form(cls: type[LocalTraining], settings: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError for a setting that belongs to another form of the method."""
-    here = {field.name for field in dataclasses.fields(cls)}
-    for form, other in cls.other_forms().items():
-        there = {field.name for field in dataclasses.fields(other)} - here
-        if found := sorted(there & settings.keys()):
-            names = ", ".join(found)
-            raise ConfigurationError(f"[method] {names}: only valid with {form}; otherwise remove {names}")
-
-
-def method_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a method's settings in a stored configuration: those in [method] and, if present, in [privacy]."""
-    return {**config.get("method", {}), **config.get("privacy", {})}
 
 
 def load_run_config(path: Path) -> RunConfig:
@@ -307,7 +268,6 @@ _SETTINGS = {
     "run": [field.alias or name for name, field in RunSection.model_fields.items()],
     "contract": list(ContractSection.model_fields),
     "model": list(ModelSection.model_fields),
-    "privacy": list(PrivacySection.model_fields),
     "proxy": list(ProxySection.model_fields),
     "evaluation": list(EvaluationSection.model_fields),
     "engine": list(EngineSection.model_fields),

@@ -42,7 +42,7 @@ logger = logging.getLogger("fleetdistill.server.proxy")
 def build_method(config: RunConfig) -> ServerMethod:
     """Builds the server half of a run, with models initialised from the run's seed."""
     settings = config.method_config()
-    method = server_class(config.run.method, settings)(settings, method_context(config))
+    method = server_class(config.run.method)(settings, method_context(config))
     check_buffered(config.run, method)
     return method
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import config_class, device_class, is_registered, known_methods
@@ -22,6 +22,7 @@ SERVER_METHODS: Mapping[str, str] = MappingProxyType(
     {
         "cdkt": "cdkt:CDKTServer",
         "classstats": "classstats.server:ClassStatsServer",
+        "classstats_private": "classstats_private.server:ClassStatsPrivateServer",
         "dafkd": "dafkd.server:DaFKDServer",
         "fedavg": "fedavg:FedAvgServer",
         "fedd2s": "fedd2s.server:FedD2SServer",
@@ -49,13 +50,8 @@ def register(method: str, server: type[ServerMethod]) -> None:
     note_registration(server)
 
 
-def server_class(method: str, config: Any = None) -> type[ServerMethod]:
+def server_class(method: str) -> type[ServerMethod]:
     """Returns the class of a method's server half. Raises ConfigurationError for an unknown method."""
-    usual = _default_class(method)
-    return usual if config is None else usual.form(config)
-
-
-def _default_class(method: str) -> type[ServerMethod]:
     has_device_half = is_registered(method)  # also imports the installed package that declares the method, if any
     if method in registered:
         return registered[method]

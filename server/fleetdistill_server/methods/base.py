@@ -62,7 +62,7 @@ class ServerMethod:
     """
 
     summary: ClassVar[str]
-    """One-line description, at most 66 characters, without a full stop."""
+    """One-line description, at most 57 characters, without a full stop."""
 
     recommended: ClassVar[str] = ""
     """When to choose this method, and its limits; without a final full stop."""
@@ -89,11 +89,6 @@ class ServerMethod:
     def __init__(self, config: Any, context: MethodContext) -> None:
         self.config = config
         self.context = context
-
-    @classmethod
-    def form(cls, config: Any) -> type[ServerMethod]:
-        """Returns the server half for a configuration, for methods with several forms; by default this class."""
-        return cls
 
     @classmethod
     def needs(cls, config: Any) -> Needs:

@@ -70,7 +70,7 @@ class CDKTServer(ServerMethod):
     """Stores the global model w_s and the devices that its knowledge is withheld from."""
 
     config: CDKTConfig
-    summary = "both sides learn from models' outputs on a small labelled set"
+    summary = "both sides learn from outputs on a small labelled set"
     figures = {"teacher_accuracy": TEACHER_ACCURACY}  # noqa: RUF012  (a ClassVar of the base)
     advice = {  # noqa: RUF012  (a ClassVar of the base)
         EMBEDDING: "give the device a model whose last layer has this input size, such as cdkt_digits and "

@@ -97,7 +97,7 @@ class FedDKDServer(ServerMethod):
     """Stores the global model, averages it and distils into it."""
 
     config: FedDKDConfig
-    summary = "averages models, then takes J steps along the devices' gradients"
+    summary = "averages models, then J steps along devices' gradients"
     figures = {"distillation_steps": Figure("Distillation steps")}  # noqa: RUF012  (a ClassVar of the base)
 
     def __init__(self, config: FedDKDConfig, context: MethodContext) -> None:

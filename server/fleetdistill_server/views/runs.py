@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import GENERAL
-from fleetdistill.privacy.guarantee import Guarantee
+from fleetdistill.methods import config_class
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.served import NOT_SERVED, Served, state_of
@@ -199,7 +200,11 @@ def _end(store: Store, run: Run) -> Row:
 
 def _privacy(run: Run) -> Row:
     """Returns the meaning of a private run's epsilon; nothing for other runs."""
-    return {"privacy": Guarantee(**run.config["privacy"]).sentence} if "privacy" in run.config else {}
+    try:
+        guarantee = config_class(run.method).from_settings(run.config.get("method", {})).guarantee
+    except ConfigurationError:  # a method that this process does not know
+        return {}
+    return {} if guarantee is None else {"privacy": guarantee.sentence}
 
 
 @dataclass(frozen=True)

@@ -47,21 +47,25 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], says: str) 
         config_of(**settings)
 
 
-def test_the_usual_form_is_one_exchange() -> None:
+def test_classstats_is_one_exchange() -> None:
     config = config_class("classstats")()
     assert isinstance(config, ClassStatsConfig)
     assert device_class("classstats") is ClassStatsDevice
-    assert server_class("classstats", config) is ClassStatsServer
+    assert server_class("classstats") is ClassStatsServer
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"delta": 1e-6, "rank": 4}, r"delta: only valid with \[privacy\] epsilon; otherwise remove delta"),
+        (
+            {"delta": 1e-6, "rank": 4},
+            'delta: method classstats does not support delta; set method = "classstats_private" in .run., or remove',
+        ),
+        ({"epsilon": 1.0}, 'epsilon: method classstats does not .* method = "classstats_private" or method = "feddkc"'),
         ({"dimension": 64}, "dimension: unknown setting"),
     ],
 )
-def test_a_setting_of_the_other_form_is_refused_with_the_form_that_has_it(given: dict[str, Any], says: str) -> None:
+def test_a_setting_of_another_method_is_refused_with_its_method(given: dict[str, Any], says: str) -> None:
     values: dict[str, Any] = {
         "run": {"name": "r", "method": "classstats"},
         "contract": {"classes": 10, "input_shape": [1, 8, 8]},

@@ -19,8 +19,8 @@ from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill.knowledge import ClassSpace
 from fleetdistill.methods.base import Answer, Local
 from fleetdistill.methods.classstats.class_space import coordinates, logits
-from fleetdistill.methods.classstats.device import ClassStatsDevice
-from fleetdistill.methods.classstats_private.config import PrivateConfig
+from fleetdistill.methods.classstats_private.config import ClassStatsPrivateConfig
+from fleetdistill.methods.classstats_private.device import ClassStatsPrivateDevice
 from fleetdistill.methods.classstats_private.merge import precisions, rows_needed, strength, too_few_rows
 from fleetdistill.methods.classstats_private.sums import class_sums, release_rounded, to_wire, unit_rows
 from fleetdistill.models import build_model
@@ -29,7 +29,7 @@ from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import check_local_model
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.methods.classstats_private.server import PrivateServer
+from fleetdistill_server.methods.classstats_private.server import ClassStatsPrivateServer
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.testing import FakeCohort, play
 
@@ -39,13 +39,13 @@ CENTRES = np.linalg.qr(np.random.default_rng(0).normal(size=(SIZE, SIZE)))[0][:C
 
 
 def config_of(**settings):
-    return PrivateConfig.from_settings({"epsilon": EPSILON, "dimensions": SIZE, "exact": False} | settings)
+    return ClassStatsPrivateConfig.from_settings({"epsilon": EPSILON, "dimensions": SIZE, "exact": False} | settings)
 
 
 def make_server(shape=SHAPE, extractor="digits_extractor", **settings):
     models = ModelSection(extractor=extractor, server="digits_server")
     context = MethodContext(classes=CLASSES, input_shape=shape, models=models, torch_device=CPU, seed=3)
-    return PrivateServer(config_of(**settings), context)
+    return ClassStatsPrivateServer(config_of(**settings), context)
 
 
 def rows_of(counts: Any, seed: int) -> tuple[Any, Any]:
@@ -112,7 +112,7 @@ def test_device_halves_take_part_with_noise_of_their_own(models):
     model = build_model("digits_linear", classes=CLASSES)
     local = Local(model=model, taps=check_local_model(model), data=data, classes=CLASSES, torch_device=CPU)
     settings = {"epsilon": 20.0, "robust": "off", **models}
-    halves = {name: ClassStatsDevice(config_of(**settings), local) for name in "ab"}
+    halves = {name: ClassStatsPrivateDevice(config_of(**settings), local) for name in "ab"}
     (cohort,) = play(make_server(**settings), halves)
     sent: Any = cohort.answers("a", "summarise")[0]["statistics"]
     assert sent.counts == pytest.approx(np.full(CLASSES, 50), abs=20 * 1 / (mu_for(20, 1e-5) * math.sqrt(0.1)))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from simulation.backends.dying_models import DYING, PARENT, deaths
-from support.fleets import HOSTILE, RUNS, Prepared, device_files, prepare, record, run_in_memory
+from support.fleets import HOSTILE, REPRODUCIBLE, RUNS, Prepared, device_files, prepare, record, run_in_memory
 from support.long import long_except
 from support.processes import children, wait_until
 from support.undisturbed import Undisturbed
@@ -39,7 +39,7 @@ def assert_same(one: Prepared, other: Prepared, first: Store, second: Store) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", long_except(RUNS, "classstats in one exchange", "fedavg", "fedd2s"))
+@pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "classstats in one exchange", "fedavg", "fedd2s"))
 def test_every_method_gives_the_same_to_the_bit(tmp_path: Path, undisturbed: Undisturbed, name: str) -> None:
     alone, helped = undisturbed(name), prepare(RUNS[name], tmp_path / "helped")
     with closing(run_with_workers(helped, 2)) as store:

@@ -1,10 +1,9 @@
-"""Settings of class statistics in one exchange, and those that the private form shares."""
+"""Settings of classstats, and those that classstats_private has too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge.statistics import MIN_ROWS_PER_DIRECTION
@@ -28,7 +27,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SpaceConfig(LocalTraining):
-    """Settings that both forms share; local training's apply to a predictor and a taught network.
+    """Settings of classstats and classstats_private; local training's apply to a predictor and a taught network.
 
     Attributes:
         features: Features that the statistics describe: `scattering`, fixed wavelets for images; or `model`, the
@@ -43,6 +42,7 @@ class SpaceConfig(LocalTraining):
         own_network_rate: Learning rate of teaching the network, above 0; it falls to a tenth.
         drawn_images: Number of images of the fleet's classes that a device makes from its own images to teach the
             network, 0 to 100,000.
+        dimensions: Numbers of a row; each method has its own range.
     """
 
     usual_rounds: ClassVar[int] = 1
@@ -59,6 +59,7 @@ class SpaceConfig(LocalTraining):
     own_network_epochs: int = 60
     own_network_rate: float = 0.05
     drawn_images: int = 600
+    dimensions: int = 0
 
     def __post_init__(self) -> None:
         LocalTraining.__post_init__(self)
@@ -80,10 +81,19 @@ class SpaceConfig(LocalTraining):
         """Returns this configuration: no setting depends on the number of classes."""
         return self
 
+    def dimensions_for(self, input_shape: tuple[int, ...], features: int) -> int:
+        """Returns the numbers of a row in a run.
+
+        Args:
+            input_shape: Shape of one input.
+            features: Numbers that the extractor makes of one input.
+        """
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClassStatsConfig(SpaceConfig):
-    """Settings of class statistics in one exchange, in addition to those that the private form has too.
+    """Settings of class statistics in one exchange, in addition to those that classstats_private has too.
 
     Attributes:
         dimensions: D, numbers of the projected features, in [8, 2048]; 0 means 256 for images below 12 pixels a side
@@ -96,7 +106,6 @@ class ClassStatsConfig(SpaceConfig):
         shrinkage: s, weight of the diagonal in the merged covariance, in [0, 1); or `rule`, D / (4 df) in [0.05, 0.5].
     """
 
-    dimensions: int = 0
     rank: int = 128
     rows_per_direction: int = 15
     min_samples: int = 5
@@ -118,22 +127,6 @@ class ClassStatsConfig(SpaceConfig):
             check_choice("shrinkage", self.shrinkage, ("rule",))
         else:
             check_range("shrinkage", self.shrinkage, 0, 1)
-
-    @classmethod
-    def form(cls, settings: Mapping[str, Any]) -> type[LocalTraining]:
-        """Returns the configuration of the form that the settings select: the private one with `epsilon`."""
-        return cls._private() if "epsilon" in settings else cls
-
-    @staticmethod
-    def _private() -> type[LocalTraining]:
-        from fleetdistill.methods.classstats_private.config import PrivateConfig
-
-        return PrivateConfig
-
-    @classmethod
-    def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
-        """Returns the configuration of the private form."""
-        return {"[privacy] epsilon": cls._private()}
 
     def reveals(self) -> str:
         """See `LocalTraining.reveals`."""

@@ -4,8 +4,8 @@ Each device sends, once, the means of its classes and one covariance for all of 
 extractor. The server merges these statistics exactly and returns, once, the space of the fleet's classes. A device then
 has two variants without training: a general one, and a personal one for its own class shares.
 
-With [privacy] a device sends sums with noise instead, `fleetdistill.methods.classstats_private.sums`; everything after
-that is the same.
+In classstats_private a device sends sums with noise instead, `fleetdistill.methods.classstats_private.sums`;
+everything after that is the same.
 """
 
 from __future__ import annotations
@@ -13,42 +13,43 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from fleetdistill.knowledge import GENERAL, OWN, PERSONAL
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
 from fleetdistill.methods.classstats.class_space import coordinates
-from fleetdistill.methods.classstats.config import SCATTERING
-from fleetdistill.methods.classstats.exchange import check_images, statistics_of
-from fleetdistill.methods.classstats.fixed_extractor import fixed_features
+from fleetdistill.methods.classstats.config import SCATTERING, SpaceConfig
+from fleetdistill.methods.classstats.exchange import DeviceStatistics, SentStatistics, check_images
+from fleetdistill.methods.classstats.fixed_extractor import fixed_features, usual_extractor
 from fleetdistill.methods.classstats.kept_features import FixedFeatures
 from fleetdistill.methods.classstats.kept_space import packed, unpacked
 from fleetdistill.methods.classstats.space_model import SpaceModel, make_predictor
 from fleetdistill.methods.classstats.space_training import teach_network, train_predictor
-from fleetdistill.methods.classstats_private.config import Settings
 from fleetdistill.training.tensor_data import parts_of
 
 
 class ClassStatsDevice(DeviceMethod):
     """Device half of classstats. The app's own network is a third variant, besides the two variants in the space."""
 
-    config: Settings
+    config: SpaceConfig
     own_variant = OWN
+    statistics: ClassVar[type[DeviceStatistics]] = SentStatistics
+    """What the device sends."""
 
-    def __init__(self, config: Settings, local: Local) -> None:
+    def __init__(self, config: SpaceConfig, local: Local) -> None:
         super().__init__(config, local)
         if config.features == SCATTERING:
             for part in (local.data.first, *parts_of(local.data.inputs)):
                 check_images(part.cpu().numpy(), tuple(part.shape[1:]))
         labels = local.data.labels.cpu().numpy()
-        self.own = statistics_of(config, lambda: self._fixed.of(local.data.inputs), labels, local.classes)
+        self.own = self.statistics(config, lambda: self._fixed.of(local.data.inputs), labels, local.classes)
         self._predictor: torch.nn.Module | None = None
         self._taught = False
 
     @classmethod
-    def metrics_steps(cls, config: Settings) -> Sequence[str]:
+    def metrics_steps(cls, config: SpaceConfig) -> Sequence[str]:
         return ("learn",)
 
     # --- steps
@@ -76,7 +77,11 @@ class ClassStatsDevice(DeviceMethod):
     def _fixed(self) -> FixedFeatures:
         shape = tuple(self.local.data.inputs.shape[1:])
         given = copy.deepcopy(self.local.taps.extractor) if self.config.features == "model" else None
-        return fixed_features(self.config, given, shape, self.local.torch_device)
+        return fixed_features(self.config, self.make_extractor(given, shape), shape, self.local.torch_device)
+
+    def make_extractor(self, given: torch.nn.Module | None, input_shape: tuple[int, ...]) -> torch.nn.Module:
+        """Returns the method's extractor; `given` is the run's own, None with scattering."""
+        return usual_extractor(given, input_shape)
 
     # --- training
 

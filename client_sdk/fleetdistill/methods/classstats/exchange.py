@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from fleetdistill.errors import CannotAnswer, DataError, WireError
-from fleetdistill.knowledge import Array, ClassSpace, Plan, PlanValue, PrivateRows
+from fleetdistill.knowledge import Array, ClassSpace, Plan, PlanValue
 from fleetdistill.methods.base import Answer, Ask
 from fleetdistill.methods.classstats.class_variants import ClassVariants, class_variants
-from fleetdistill.methods.classstats.config import SMALLEST_SIDE, ClassStatsConfig
+from fleetdistill.methods.classstats.config import SMALLEST_SIDE, ClassStatsConfig, SpaceConfig
 from fleetdistill.methods.classstats.kept_space import copied
 from fleetdistill.methods.classstats.shared_statistics import Moments, moments_of, to_wire
-from fleetdistill.methods.classstats_private.config import PrivateConfig, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +110,14 @@ class DeviceStatistics:
         plan: The server's plan for `space`.
         variants: Variants made from `space` and the device's rows; None until they are made.
         labels: Classes of the device's rows, `[n]`.
+        min_samples: Minimum number of rows of a class in `moments`, at least 1.
+        rows_per_direction: Minimum degrees of freedom per direction of the sent covariance, at least 1.
     """
 
-    def __init__(self, config: Settings, rows: Callable[[], Array], labels: Array, classes: int) -> None:
+    min_samples: int = 1
+    rows_per_direction: int = 1
+
+    def __init__(self, config: SpaceConfig, rows: Callable[[], Array], labels: Array, classes: int) -> None:
         """Creates the statistics without computing features.
 
         Args:
@@ -136,7 +140,7 @@ class DeviceStatistics:
     @cached_property
     def moments(self) -> Moments:
         """Moments of the device's classes that have at least `min_samples` rows."""
-        return moments_of(self.rows, self.labels, self._config.min_samples)
+        return moments_of(self.rows, self.labels, self.min_samples)
 
     def summarise(self) -> Answer:
         """Returns the answer to the step `summarise`."""
@@ -181,7 +185,7 @@ class DeviceStatistics:
             plan.counts(own.labels),
             self._classes,
             own if self._config.own_statistics_guard else None,
-            self._config.rows_per_direction,
+            self.rows_per_direction,
         )
         return self.variants
 
@@ -216,24 +220,14 @@ class SentStatistics(DeviceStatistics):
 
     _config: ClassStatsConfig
 
+    def __init__(self, config: ClassStatsConfig, rows: Callable[[], Array], labels: Array, classes: int) -> None:
+        """Creates the statistics; arguments as in `DeviceStatistics`."""
+        super().__init__(config, rows, labels, classes)
+        self.min_samples, self.rows_per_direction = config.min_samples, config.rows_per_direction
+
     def summarise(self) -> Answer:
         """Returns the class means and their shared covariance; no other data about the rows are sent."""
         moments = self.moments  # line device
-        sent = to_wire(moments, self._config.rank, self._config.rows_per_direction)
+        sent = to_wire(moments, self._config.rank, self.rows_per_direction)
         too_small = 0 if sent.labels else len(np.unique(self.labels))
         return Answer(parts={"statistics": sent}, samples=len(self.labels), notes={"classes_too_small": too_small})
-
-
-class PrivateStatistics(DeviceStatistics):
-    """Statistics that the device releases with noise."""
-
-    def summarise(self) -> Answer:
-        """Returns all rows; the device replaces them by noisy sums before it stores the answer."""
-        rows = PrivateRows(self.rows, self.labels, self._classes)
-        return Answer(parts={"statistics": rows}, samples=len(self.labels))
-
-
-def statistics_of(config: Settings, rows: Callable[[], Array], labels: Array, classes: int) -> DeviceStatistics:
-    """Returns a device's statistics in the form that its configuration has; arguments as in `DeviceStatistics`."""
-    form = PrivateStatistics if isinstance(config, PrivateConfig) else SentStatistics
-    return form(config, rows, labels, classes)

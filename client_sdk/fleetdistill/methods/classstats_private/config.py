@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.methods.classstats.config import ClassStatsConfig, SpaceConfig
-from fleetdistill.methods.local import LocalTraining
+from fleetdistill.methods.classstats.config import SpaceConfig
 from fleetdistill.privacy.guarantee import Guarantee
 
 _MIN_DIMENSIONS = 8
@@ -19,21 +19,18 @@ MAX_OUTPUTS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivateConfig(SpaceConfig):
-    """Settings of private class statistics, in addition to those of the form without noise that apply.
+class ClassStatsPrivateConfig(SpaceConfig):
+    """Settings of private class statistics, in addition to those of classstats that apply.
 
     Attributes:
         dimensions: F, numbers of a row with `features = "scattering"`, in [8, 64]. With `model` every output of the
             extractor is used, at most 128.
-        epsilon: From [privacy]: epsilon of the guarantee for one row, in [0.1, 20].
-        delta: From [privacy]: delta of the guarantee, in (0, 0.01].
-        exact: From [privacy]: whether the noise is discrete Gaussian, which has no rounding.
+        epsilon: Epsilon of the guarantee for one row, in [0.1, 20].
+        delta: Delta of the guarantee, in (0, 0.01].
+        exact: Whether the noise is discrete Gaussian, which has no rounding.
     """
 
-    is_private: ClassVar[bool] = True
-    min_samples: ClassVar[int] = 1
-    """Every class is sent, whether the device has rows of it or not."""
-    rows_per_direction: ClassVar[int] = 1
+    examples: ClassVar[Mapping[str, Any]] = MappingProxyType({"epsilon": 3.0})
 
     dimensions: int = MAX_WHITENED
     epsilon: float
@@ -44,7 +41,7 @@ class PrivateConfig(SpaceConfig):
         SpaceConfig.__post_init__(self)
         if not _MIN_DIMENSIONS <= self.dimensions <= MAX_WHITENED:
             raise ConfigurationError(
-                f"dimensions must be in [{_MIN_DIMENSIONS}, {MAX_WHITENED}] with [privacy], got {self.dimensions!r}"
+                f"dimensions must be in [{_MIN_DIMENSIONS}, {MAX_WHITENED}], got {self.dimensions!r}"
             )
         self.guarantee.check()
 
@@ -53,15 +50,6 @@ class PrivateConfig(SpaceConfig):
         """The guarantee of one release."""
         return Guarantee(epsilon=self.epsilon, delta=self.delta, exact=self.exact)
 
-    @classmethod
-    def other_forms(cls) -> Mapping[str, type[LocalTraining]]:
-        """Returns the configuration of the form without noise."""
-        return {"a run without [privacy]": ClassStatsConfig}
-
     def dimensions_for(self, input_shape: tuple[int, ...], features: int) -> int:
         """Returns F: all features, which are at most 128; `dimensions` has chosen those of the scattering."""
         return min(MAX_OUTPUTS, features)
-
-
-Settings = ClassStatsConfig | PrivateConfig
-"""Settings of either form."""

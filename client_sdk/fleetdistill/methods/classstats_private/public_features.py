@@ -1,7 +1,7 @@
 """Public features of private class statistics: rows of a fixed extractor, scaled to one length.
 
 With `features = "scattering"`, images are resized to one of three sizes; their wavelet features are projected as in the
-form without noise, then whitened to at most 64 numbers with constants made from synthetic shapes
+classstats, then whitened to at most 64 numbers with constants made from synthetic shapes
 (`benchmarks/whitening.py`). With `features = "model"` the extractor is the run's, with at most 128 outputs.
 """
 

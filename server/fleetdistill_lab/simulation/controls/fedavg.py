@@ -76,7 +76,7 @@ def run_fedavg_control(wanted: Simulation, fleet: Fleet, on_progress: OnProgress
     model = largest_model(wanted, fleet.data)
     settings = {"local_epochs": _passes(config), "participation_ratio": plan.participation_ratio}
     rounds = wanted.rounds_of_controls
-    control = replace(wanted, method="fedavg", models=(model,), settings=settings, epsilon=None, rounds=rounds)
+    control = replace(wanted, method="fedavg", models=(model,), settings=settings, rounds=rounds)
     work = fleet.work / "fedavg"
     control_config = make_run_config(control, fleet.data, fleet.work, store=work / "store")
     specs = fedavg_specs(specs, model, work)

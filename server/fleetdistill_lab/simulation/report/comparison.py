@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ALONE = "alone"
-NAMES: Mapping[str, str] = {"classstats": "class statistics", "fedavg": "FedAvg"}
+NAMES: Mapping[str, str] = {
+    "classstats": "class statistics",
+    "classstats_private": "class statistics with noise",
+    "fedavg": "FedAvg",
+}
 """Display names of methods, where they differ from the name in run.toml."""
 
 

@@ -15,7 +15,6 @@ from fleetdistill_lab.simulation.report.metrics import Ints
 from fleetdistill_lab.simulation.report.scores import Figures, round_figures
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.spec.score_log import PRODUCT, START, after_rounds, read_scores
-from fleetdistill_server.config.run_config import method_settings
 from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
 
@@ -105,8 +104,7 @@ def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
 
 def _metrics_steps(config: Mapping[str, Any]) -> Sequence[str]:
     method = config["run"]["method"]
-    settings = method_settings(config)
-    chosen = config_class(method, settings).from_settings(settings)
+    chosen = config_class(method).from_settings(config["method"])
     return device_class(method).metrics_steps(chosen)
 
 

@@ -79,7 +79,7 @@ def proxy_per_class(wanted: Simulation, data: Dataset) -> int:
 def _needs(wanted: Simulation) -> Needs:
     """Returns the method's requirements under the simulation's settings."""
     config = wanted.configuration()
-    return server_class(wanted.method, config).needs(config)
+    return server_class(wanted.method).needs(config)
 
 
 def _proxy_file(work: Path) -> Path:
@@ -121,7 +121,6 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
             },
             "model": {"extractor": extractor, "server": server, "device": _device_model(wanted, data)},
             "method": dict(wanted.settings),
-            **({} if wanted.privacy is None else {"privacy": wanted.privacy}),
             "proxy": _proxy_section(wanted, data, work),
             "evaluation": {"data": str(work / "test.npz"), "trusted_rows": 0},  # the test set must not filter answers
             "server": {

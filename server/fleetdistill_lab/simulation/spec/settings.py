@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fleetdistill.models import path_of
-from fleetdistill.privacy.guarantee import Guarantee
 from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
 from fleetdistill_server.config.run_config import checked_settings
 
@@ -38,7 +37,6 @@ class Simulation:
             devices' processes import them too, and so do workers. Not needed for methods that this process has
             registered.
         settings: The method's settings, as under [method] in run.toml.
-        epsilon: Epsilon of private class statistics, as under [privacy] in run.toml; None for a run without privacy.
         dataset: Name of a data set, such as digits, mnist or cifar10, or the path of an .npz file. The file is
             for `read_dataset`; from Python also a `Dataset`, or arrays for `own_dataset`. A simulation keeps a copy of
             your own data.
@@ -98,7 +96,6 @@ class Simulation:
     method: str = "classstats"
     modules: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    epsilon: float | None = None
     dataset: str | Dataset | Arrays | tuple[npt.ArrayLike, npt.ArrayLike] = "digits"
     data_dir: Path | None = None
     image_size: int | None = None
@@ -156,12 +153,7 @@ class Simulation:
         Raises:
             ConfigurationError: The method or a setting is unknown, or a setting is out of range.
         """
-        return checked_settings(self.method, self.settings, self.privacy)
-
-    @property
-    def privacy(self) -> dict[str, Any] | None:
-        """The section [privacy] of the run's configuration, with all settings; None for a run without privacy."""
-        return None if self.epsilon is None else asdict(Guarantee(epsilon=float(self.epsilon)))
+        return checked_settings(self.method, self.settings)
 
     @property
     def devices_to_begin(self) -> int:

@@ -28,9 +28,9 @@ from fleetdistill.knowledge import (
 )
 from fleetdistill.methods.classstats.class_space import make_space, shrinkage_rule
 from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT
-from fleetdistill.methods.classstats.config import SCATTERING, ClassStatsConfig
+from fleetdistill.methods.classstats.config import SCATTERING
 from fleetdistill.methods.classstats.exchange import SpacePlan, check_images
-from fleetdistill.methods.classstats.fixed_extractor import fixed_features
+from fleetdistill.methods.classstats.fixed_extractor import fixed_features, usual_extractor
 from fleetdistill.methods.classstats.kept_features import projected
 from fleetdistill.methods.classstats.kept_space import packed, unpacked
 from fleetdistill.methods.classstats.shared_statistics import Moments, max_directions
@@ -60,8 +60,8 @@ from fleetdistill_server.methods.traffic import Exchange, Sizes
 class ClassStatsServer(ServerMethod):
     """Stores each device's statistics separately, and the class space of their merge."""
 
-    config: Any  # of this form
-    summary = "one exchange: merged class means and one covariance, closed form"
+    config: Any  # of this method
+    summary = "one exchange: class means and one covariance, closed form"
     recommended = (
         "for images of which each device has some classes, whatever models the apps run: on all classes it is ahead of "
         "training alone, of feddkc and of fedavg with the apps' models in every setting that we measured, with one "
@@ -76,7 +76,7 @@ class ClassStatsServer(ServerMethod):
     def __init__(self, config: Any, context: MethodContext) -> None:
         super().__init__(config, context)
         self._given = self._given_extractor()
-        self.fixed = fixed_features(config, self._given, context.input_shape)
+        self.fixed = fixed_features(config, self.make_extractor(self._given, context.input_shape), context.input_shape)
         self._parts: dict[str, tuple[Any, str]] = {}  # of `kind`, as sent, and the data's version
         self._counted: dict[str, list[int]] = {}  # each device's classes in the merge
         self._left_out: LeftOutReasons = {}
@@ -85,14 +85,9 @@ class ClassStatsServer(ServerMethod):
         self.merge_name = 0  # a hash of the space's content
         self.deliveries = Deliveries()  # tracks the space
 
-    @classmethod
-    def form(cls, config: Any) -> type[ServerMethod]:
-        """Returns the server half for the form that the configuration has."""
-        if isinstance(config, ClassStatsConfig):
-            return cls
-        from fleetdistill_server.methods.classstats_private.server import PrivateServer
-
-        return PrivateServer
+    def make_extractor(self, given: nn.Module | None, input_shape: tuple[int, ...]) -> nn.Module:
+        """Returns the method's extractor, as the devices make it; `given` is the run's own, None with scattering."""
+        return usual_extractor(given, input_shape)
 
     def _given_extractor(self) -> nn.Module | None:
         """Returns the run's own extractor; None with scattering, after checking the inputs."""

@@ -12,13 +12,14 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
+from torch import nn
 
 from fleetdistill.errors import RunError
 from fleetdistill.knowledge import ClassSpace, ClassSums, Kind
 from fleetdistill.methods.classstats.class_space import make_space
 from fleetdistill.methods.classstats.config import SCATTERING
 from fleetdistill.methods.classstats.shared_statistics import Moments
-from fleetdistill.methods.classstats_private.config import MAX_OUTPUTS, PrivateConfig
+from fleetdistill.methods.classstats_private.config import MAX_OUTPUTS, ClassStatsPrivateConfig
 from fleetdistill.methods.classstats_private.merge import (
     PrivateMoments,
     merge_private,
@@ -27,6 +28,7 @@ from fleetdistill.methods.classstats_private.merge import (
     strength,
     too_few_rows,
 )
+from fleetdistill.methods.classstats_private.public_features import private_extractor
 from fleetdistill.methods.classstats_private.sums import NoiseScale, from_wire
 from fleetdistill.wire.kind import PartSchema
 from fleetdistill_server.figures import Figure
@@ -39,11 +41,11 @@ from fleetdistill_server.methods.traffic import Sizes
 _ROUNDING = 1 + 1e-9
 
 
-class PrivateServer(ClassStatsServer):
+class ClassStatsPrivateServer(ClassStatsServer):
     """Stores each device's noisy sums separately, and the class space of their merge."""
 
-    config: PrivateConfig
-    summary = "one exchange of sums with noise from the device, closed form"
+    config: ClassStatsPrivateConfig
+    summary = "one exchange of sums with noise, closed form"
     figures = {"strength": Figure("Strength", digits=1)}  # noqa: RUF012  (a ClassVar of the base)
     recommended = (
         "where rows must stay private against the server too: each row is (epsilon, delta)-private. It costs accuracy, "
@@ -52,9 +54,13 @@ class PrivateServer(ClassStatsServer):
     )
     kind: ClassVar[type[Kind]] = ClassSums
 
-    def __init__(self, config: PrivateConfig, context: Any) -> None:
+    def __init__(self, config: ClassStatsPrivateConfig, context: Any) -> None:
         super().__init__(config, context)
         self._too_few_rows: str | None = None  # why the last merge is mostly noise
+
+    def make_extractor(self, given: nn.Module | None, input_shape: tuple[int, ...]) -> nn.Module:
+        """Returns the public extractor, as the devices make it; `given` is the run's own, None with scattering."""
+        return private_extractor(self.config.features, given, input_shape, self.config.dimensions)
 
     @classmethod
     def dimensions(cls, config: Any, sizes: Sizes) -> int:

@@ -59,7 +59,7 @@ class DaFKDServer(ServerMethod):
     """Stores the global classifier w and the global generator theta^g; each device has its own discriminator."""
 
     config: DaFKDConfig
-    summary = "averages models, then distils their ensemble on generated samples"
+    summary = "averages models, then distils them on generated samples"
     figures = {"effective_devices": Figure("Effective devices", digits=2)}  # noqa: RUF012  (a ClassVar of the base)
 
     def __init__(self, config: DaFKDConfig, context: MethodContext) -> None:

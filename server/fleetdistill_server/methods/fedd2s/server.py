@@ -69,7 +69,7 @@ class FedD2SServer(ServerMethod):
     """Stores the global network without its first layer, and each device's number of rounds."""
 
     config: FedD2SConfig
-    summary = "soft labels from ever shallower layers; deep layers stay personal"
+    summary = "soft labels of ever shallower layers; deep stay personal"
     figures = {  # noqa: RUF012  (a ClassVar of the base)
         "teacher_accuracy": TEACHER_ACCURACY,
         "cut_layer": Figure("Cut layers", of="devices"),

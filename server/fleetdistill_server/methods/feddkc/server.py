@@ -78,7 +78,7 @@ class FedDKCServer(ServerMethod):
     """Stores the server's predictor W^S, its optimiser, and its logits z^S for each device's samples."""
 
     config: FedDKCConfig
-    summary = "the server distils features and refined logits, and teaches back"
+    summary = "distils features and refined logits, and teaches back"
     figures = {  # noqa: RUF012  (a ClassVar of the base)
         "teacher_accuracy": TEACHER_ACCURACY,
         "refined_rows": Figure("Refined rows", of="counts"),
