@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from support.processes import PATIENCE_SECONDS, children, free_port
 from support.secured import make_pki
@@ -30,6 +30,7 @@ from fleetdistill_server.operations.client import connect
 from fleetdistill_server.operations.interface import Source
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.creation import NewRun
+from fleetdistill_server.store.records import OperatorCall
 from fleetdistill_server.store.states import ACTIVE, RunStatus
 from fleetdistill_server.store.store import Store
 
@@ -168,13 +169,13 @@ class OperatorKiller:
 
     def _made(self, name: str) -> int:
         """The number of entries of a call, whatever its result."""
-        return sum(row["call"] == name and not row["refused"] for row in self._entries())
+        return sum(row.call == name and not row.is_refused for row in self._entries())
 
     def _done(self) -> Counter[str]:
         """The number of entries with the result `done` of each call."""
-        return Counter(row["call"] for row in self._entries() if row["result"].startswith("done"))
+        return Counter(row.call for row in self._entries() if row.result.startswith("done"))
 
-    def _entries(self) -> list[dict[str, Any]]:
+    def _entries(self) -> list[OperatorCall]:
         with closing(Store.open(self._store)) as store:
             return store.operator_calls.newest(before=None, call="", text="olga", most=100_000)
 

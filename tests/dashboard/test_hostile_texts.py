@@ -17,7 +17,7 @@ from support.processes import PATIENCE_SECONDS
 
 from fleetdistill.knowledge import ClassCount, Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.records import Ask, Certificate
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
@@ -58,8 +58,10 @@ def fill(directory: Path) -> None:
         store.runs.publish_contract(run, contract.SerializeToString())
         for device in devices:
             store.devices.register(run, device, device.encode(), profile.SerializeToString())
-        certificate = {"serial": script("serial"), "device": devices[0], "run": run, "public_key": b"", "pem": b""}
-        store.credentials.add_certificate({**certificate, "issued_at": 1.0, "expires_at": time.time() + 9e5})
+        times = {"issued_at": 1.0, "expires_at": time.time() + 9e5}
+        store.credentials.add_certificate(
+            Certificate(serial=script("serial"), device=devices[0], run=run, public_key=b"", pem=b"", **times)
+        )
     with store.transaction():
         number = store.runs.start_round(run, devices)
         digest = hashlib.sha256(b"answer").digest()

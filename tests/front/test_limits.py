@@ -691,7 +691,7 @@ def test_strangers_share_a_few_enrolments_which_cost_the_others_nothing(tmp_path
             world.heartbeat()
         assert under_way[1].result().certificate
         tokens = world.store.credentials.tokens
-        wait_until(lambda: sum(row["device"] is not None for row in tokens()) == 2, "both enrolments")
+        wait_until(lambda: sum(token.device is not None for token in tokens()) == 2, "both enrolments")
         garbage = enrolment_pb2.EnrolRequest(secret=b"x" * 32, device="x", signing_request=b"x" * 1000)
         reasons = [_reason(stub, garbage), _reason(stub, garbage)]
         while (reason := _reason(stub, garbage)) == "bad-token":  # on a slow machine the minute brings another one

@@ -27,6 +27,7 @@ from fleetdistill_server.service.creation import NewRun
 from fleetdistill_server.store import operator_calls
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.operator_calls import Call
+from fleetdistill_server.store.records import Certificate
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
@@ -168,10 +169,10 @@ def test_refused_calls_displace_no_changes(
     for _ in range(20):
         calls.add(Call("viewer", "vera", "ChangeRun"), "refused: not-allowed", refused=True)
     kept = calls.newest(before=None, call="", text="", most=100)
-    assert [row["call"] for row in kept] == ["ChangeRun"] * 5 + ["RevokeDevice"] * 5
-    assert [json.loads(row["arguments"])["device"] for row in kept[5:]] == ["d7", "d6", "d5", "d4", "d3"]
-    found = calls.newest(before=kept[5]["id"], call="", text="D5", most=100)
-    assert [json.loads(row["arguments"])["device"] for row in found] == ["d5"]
+    assert [row.call for row in kept] == ["ChangeRun"] * 5 + ["RevokeDevice"] * 5
+    assert [json.loads(row.arguments)["device"] for row in kept[5:]] == ["d7", "d6", "d5", "d4", "d3"]
+    found = calls.newest(before=kept[5].id, call="", text="D5", most=100)
+    assert [json.loads(row.arguments)["device"] for row in found] == ["d5"]
     store.close()
 
 
@@ -231,6 +232,8 @@ def add_certificate(place: Place, authority: Authority, device: str) -> None:
     pem = device_credentials(authority, device).chain
     holder = holder_of(pem)
     assert holder is not None
-    row = {"serial": holder.serial, "device": device, "run": "", "public_key": holder.public_key, "pem": pem}
+    row: dict[str, Any] = {"serial": holder.serial, "public_key": holder.public_key, "pem": pem}
     # Certificates of the same second differ in the time at which they were issued.
-    place.store.credentials.add_certificate({**row, "issued_at": time.time(), "expires_at": holder.expires_at})
+    place.store.credentials.add_certificate(
+        Certificate(**row, device=device, run="", issued_at=time.time(), expires_at=holder.expires_at)
+    )

@@ -120,9 +120,9 @@ def test_the_key_is_made_on_the_device_and_only_its_owner_can_read_it(service: S
     holder = holder_of(kept.chain)
     assert holder is not None
     assert (holder.role, holder.name, holder.run) == ("device", "private", "")
-    (row,) = service.store.credentials.certificates("private")
-    assert row["pem"] == kept.chain
-    assert b"PRIVATE" not in row["pem"]
+    (certificate,) = service.store.credentials.certificates("private")
+    assert certificate.pem == kept.chain
+    assert b"PRIVATE" not in certificate.pem
 
 
 def test_a_device_that_has_a_key_never_speaks_plain_text(service: Service, tmp_path: Path) -> None:
@@ -159,9 +159,9 @@ def test_the_command_binds_tokens_to_devices_and_to_a_run_that_is_there(service:
 
 
 def bound(service: Service, token: str) -> str:
-    row = service.store.credentials.token(sha256(read_token(token).secret).digest())
-    assert row is not None
-    return str(row["for_device"])
+    kept = service.store.credentials.token(sha256(read_token(token).secret).digest())
+    assert kept is not None
+    return kept.for_device
 
 
 def test_a_token_for_one_run_confines_its_device_to_it(service: Service, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_of_devices_that_use_one_token_at_once_one_is_enrolled(service: Service)
     assert len(enrolled) == 1
     token = service.store.credentials.token(sha256(secret).digest())
     assert token is not None
-    assert token["device"] == enrolled[0]
+    assert token.device == enrolled[0]
 
 
 @pytest.mark.parametrize("spoil", ["unknown", "expired", "revoked", "empty"])
@@ -346,7 +346,7 @@ def test_a_token_is_worth_nothing_to_a_server_of_another_ca(service: Service, tm
             enrolment.current()
     token = service.store.credentials.token(sha256(real.secret).digest())
     assert token is not None
-    assert token["device"] is None
+    assert token.device is None
 
 
 @pytest.mark.parametrize("text", ["", "fd1-", "fd1-AAAA", "fd1-!!!", "token", "fd1-AAAA fd1-BBBB"])

@@ -264,7 +264,7 @@ def test_devices_and_people_are_revoked_by_command(tmp_path: Path) -> None:
     said = fleetdistill(*revoke, "vear").stderr
     assert "contains no identity of viewer 'vear', which may have been issued with --out; the name is revoked" in said
     subjects = {"device:d1": "stolen", "device:d2": "", "viewer:vera": "", "viewer:vear": ""}
-    assert {row["subject"]: row["reason"] for row in store.credentials.revocations()} == subjects
+    assert {revocation.subject: revocation.reason for revocation in store.credentials.revocations()} == subjects
     assert "must be 1 to 64 letters" in error_of("devices", "revoke", "../d1", *where)
     assert "use `fleetdistill devices revoke`" in error_of("pki", "revoke", "--role", "device", "--name", "d1", *where)
     store.close()
@@ -287,7 +287,7 @@ def test_an_operator_works_over_the_network_and_a_viewer_looks(tmp_path: Path) -
         assert token.port == front.enrol_port
         assert "there is no run 'nope'" in error_of("runs", "show", "nope", *olga)
         assert "count is 0" in error_of("enrol", "--count", "0", *olga)
-    assert [row["reason"] for row in store.credentials.revocations()] == ["far away"]
+    assert [revocation.reason for revocation in store.credentials.revocations()] == ["far away"]
     assert "cannot be reached" in error_of("runs", "list", *olga)
     store.close()
 

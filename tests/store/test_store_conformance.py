@@ -19,7 +19,7 @@ from fleetdistill.errors import RunError, StoreError
 from fleetdistill.knowledge import ClassCount, Metric, Metrics
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.records import AnswerCounts, Ask, Run, Upload
+from fleetdistill_server.store.records import AnswerCounts, Ask, Certificate, Run, Upload
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.states import STALENESS, TRANSITIONS, RunStatus
 from fleetdistill_server.store.store import Store
@@ -627,10 +627,13 @@ def test_only_unused_tokens_are_revoked(store: Store) -> None:
     """A device whose token is used may repeat its call, as after a lost reply."""
     hashes = [bytes([first]) * 32 for first in (0x10, 0x11, 0x20)]
     store.credentials.add_tokens(dict.fromkeys(hashes, ""), "", time.time() + 600)
-    certificate = {"serial": "1", "device": "a", "run": "", "public_key": b"", "pem": b"", "issued_at": 0.0}
-    store.credentials.use_token(hashes[0], {**certificate, "expires_at": time.time() + 600})
+    expires_at = time.time() + 600
+    certificate = Certificate(
+        serial="1", device="a", run="", public_key=b"", pem=b"", issued_at=0.0, expires_at=expires_at
+    )
+    store.credentials.use_token(hashes[0], certificate)
     assert [store.credentials.revoke_tokens(prefix) for prefix in ("1", "1", "2", "")] == [1, 0, 1, 0]
-    found = {row["hash"]: (bool(row["revoked"]), row["device"]) for row in store.credentials.tokens()}
+    found = {token.hash: (token.is_revoked, token.device) for token in store.credentials.tokens()}
     assert found == dict(zip(hashes, [(False, "a"), (True, None), (True, None)], strict=True))
 
 

@@ -11,6 +11,7 @@ from support.secured import make_pki
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.service import serve_lock
+from fleetdistill_server.store.records import Certificate
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.server import server
@@ -50,7 +51,7 @@ def test_devices_are_listed_that_should_have_renewed(tmp_path: Path) -> None:
         ]
     ):
         store.credentials.add_certificate(
-            {**rest, "serial": str(number), "device": device, "issued_at": begun, "expires_at": ends}
+            Certificate(**rest, serial=str(number), device=device, issued_at=begun, expires_at=ends)
         )
     revoke_device(store, "revoked", "stolen")
     view = server(store, tmp_path)

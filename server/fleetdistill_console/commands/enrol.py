@@ -31,8 +31,8 @@ from fleetdistill_server.security.pki import (
 )
 from fleetdistill_server.security.tokens import state_of
 from fleetdistill_server.service.enrol_port import enrol_port_for_tokens
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.operator_calls import Outcome
+from fleetdistill_server.store.records import Token
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted, when
 from fleetdistill_server.views.runs import View
@@ -91,7 +91,7 @@ def enrol(
 def _list_or_revoke(store: Store, revoke: Sequence[str], as_json: bool) -> None:
     if not revoke:
         now = time.time()
-        show(View({"tokens": [_token_row(row, now) for row in store.credentials.tokens()]}), as_json)
+        show(View({"tokens": [_token_row(token, now) for token in store.credentials.tokens()]}), as_json)
         return
     for prefix in revoke:
         if not re.fullmatch(r"[0-9a-f]{8,64}", prefix):
@@ -105,15 +105,15 @@ def _list_or_revoke(store: Store, revoke: Sequence[str], as_json: bool) -> None:
     typer.echo(text)
 
 
-def _token_row(row: Row, now: float) -> Row:
+def _token_row(token: Token, now: float) -> dict[str, str]:
     return {
-        "token": row["hash"].hex()[:16],
-        "state": state_of(row, now),
-        "run": row["run"],
-        "for_device": row["for_device"],
-        "device": row["device"] or "",
-        "created": when(row["created_at"]),
-        "expires": when(row["expires_at"]),
+        "token": token.hash.hex()[:16],
+        "state": state_of(token, now),
+        "run": token.run,
+        "for_device": token.for_device,
+        "device": token.device or "",
+        "created": when(token.created_at),
+        "expires": when(token.expires_at),
     }
 
 

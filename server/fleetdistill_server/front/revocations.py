@@ -37,7 +37,7 @@ class _Snapshot:
         self.refresh()
 
     def refresh(self) -> None:
-        self._subjects = frozenset(row["subject"] for row in self._store.credentials.revocations())
+        self._subjects = frozenset(revocation.subject for revocation in self._store.credentials.revocations())
 
     def is_revoked(self, holder: str, certificate: str) -> bool:
         return holder in self._subjects or certificate in self._subjects

@@ -74,17 +74,18 @@ def shut_out(pki: Path, store: Store | None) -> ShutOut:
 def is_last_operator(pki: Path, store: Store, name: str) -> bool:
     """Returns whether an operator is the only one in the PKI's directory with a valid certificate."""
     known = {holder.name for holder, _ in _identities(pki) if holder.role is Role.OPERATOR}
-    valid = {one for one in known if store.credentials.revocation(f"{Role.OPERATOR}:{one}", "") is None}
+    valid = {one for one in known if not store.credentials.is_revoked(f"{Role.OPERATOR}:{one}", "")}
     return valid == {name}
 
 
 def _old_devices(store: Store, authority: x509.Certificate) -> Iterator[str]:
     certificates = store.credentials.newest_certificates()
-    revoked = {row["subject"] for row in store.credentials.revocations()}
-    for row in certificates:
-        subjects = {f"{Role.DEVICE}:{row['device']}", f"serial:{row['serial']}"}
-        if row["expires_at"] > time.time() and not subjects & revoked and not _is_signed(row["pem"], authority):
-            yield row["device"]
+    revoked = {revocation.subject for revocation in store.credentials.revocations()}
+    for certificate in certificates:
+        subjects = {f"{Role.DEVICE}:{certificate.device}", f"serial:{certificate.serial}"}
+        is_valid = certificate.expires_at > time.time() and not subjects & revoked
+        if is_valid and not _is_signed(certificate.pem, authority):
+            yield certificate.device
 
 
 def _identities(pki: Path) -> Iterable[tuple[Holder, bytes]]:

@@ -18,7 +18,7 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2
 from fleetdistill_server.security.certificates import Holder, Issued, Role, fingerprint, read_request
 from fleetdistill_server.security.pki import Authority
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Certificate, Token
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
 
@@ -73,13 +73,13 @@ def token_bytes(authority: Authority) -> int:
     return len(write_token(enrolment_pb2.EnrolmentToken(secret=b"x" * _SECRET_BYTES, ca=authority.der, port=1))) + 8
 
 
-def state_of(token: Row, now: float) -> str:
+def state_of(token: Token, now: float) -> str:
     """Returns the state of a token: used, revoked, expired or open."""
-    if token["device"] is not None:
+    if token.device is not None:
         return "used"
-    if token["revoked"]:
+    if token.is_revoked:
         return "revoked"
-    return "expired" if token["expires_at"] < now else "open"
+    return "expired" if token.expires_at < now else "open"
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ class EnrolmentApi:
         key = read_request(request)
         token_hash = sha256(secret).digest()
         token = _valid(store.credentials.token(token_hash))
-        if token["device"] is not None:
+        if token.device is not None:
             return _reissue(store, token, device, key)
-        if token["for_device"] not in ("", device):
+        if token.for_device not in ("", device):
             text = f"the enrolment token is not valid for device id {device[:64]!r}; use the id that it was created for"
             raise RefusedError(Code.BAD_TOKEN, text)
         _check_id(store, device, key)
-        issued = Authority(self.directory).sign_device(key, device, token["run"], self.days)
-        store.credentials.use_token(token_hash, _record(issued, device, token["run"]))
+        issued = Authority(self.directory).sign_device(key, device, token.run, self.days)
+        store.credentials.use_token(token_hash, _record(issued, device, token.run))
         return issued.pem
 
     def renew(self, store: Store, holder: Holder, request: bytes) -> bytes:
@@ -130,28 +130,28 @@ class EnrolmentApi:
             text = f"device {holder.name!r} must renew with its own key; a new key requires a new id and token"
             raise RefusedError(Code.NOT_ALLOWED, text)
         for newest in store.credentials.certificates(holder.name)[-1:]:
-            if time.time() < (newest["expires_at"] + newest["issued_at"]) / 2 and newest["run"] == holder.run:
-                return bytes(newest["pem"])
+            if time.time() < (newest.expires_at + newest.issued_at) / 2 and newest.run == holder.run:
+                return newest.pem
         issued = Authority(self.directory).sign_device(key, holder.name, holder.run, self.days)
         store.credentials.add_certificate(_record(issued, holder.name, holder.run))
         return issued.pem
 
 
-def _valid(token: Row | None) -> Row:
+def _valid(token: Token | None) -> Token:
     state = "unknown" if token is None else state_of(token, time.time())
-    over = token is not None and (token["revoked"] or token["expires_at"] < time.time())
+    over = token is not None and (token.is_revoked or token.expires_at < time.time())
     if token is None or over:
         raise RefusedError(Code.BAD_TOKEN, f"the enrolment token is {state}; ask the operator for a new token")
     return token
 
 
-def _reissue(store: Store, token: Row, device: str, key: ec.EllipticCurvePublicKey) -> bytes:
-    row = store.credentials.certificate(token["serial"])
-    same = row is not None and (row["device"], row["public_key"]) == (device, fingerprint(key))
-    if row is None or not same or row["expires_at"] < time.time():
+def _reissue(store: Store, token: Token, device: str, key: ec.EllipticCurvePublicKey) -> bytes:
+    certificate = store.credentials.certificate(token.serial or "")
+    same = certificate is not None and (certificate.device, certificate.public_key) == (device, fingerprint(key))
+    if certificate is None or not same or certificate.expires_at < time.time():
         text = "the enrolment token is used; the device that used it continues with its state_dir"
         raise RefusedError(Code.BAD_TOKEN, f"{text}, another one needs a new token from the operator")
-    return bytes(row["pem"])
+    return certificate.pem
 
 
 def _check_id(store: Store, device: str, key: ec.EllipticCurvePublicKey) -> None:
@@ -159,13 +159,13 @@ def _check_id(store: Store, device: str, key: ec.EllipticCurvePublicKey) -> None
     if not is_name(device):
         text = f"device id is {device[:70]!r}, must be {NAME_RULE}"
         raise RefusedError(Code.BAD_IDENTITY, text)
-    if store.credentials.revocation(f"{Role.DEVICE}:{device}", "") is not None:
+    if store.credentials.is_revoked(f"{Role.DEVICE}:{device}", ""):
         raise RefusedError(Code.REVOKED, f"device {device!r} was revoked; enrol it with another id")
-    known = {row["public_key"] for row in store.credentials.certificates(device)}
+    known = {certificate.public_key for certificate in store.credentials.certificates(device)}
     if known and fingerprint(key) not in known:
         text = f"device id {device!r} is enrolled with another key; choose another id"
         raise RefusedError(Code.BAD_IDENTITY, f"{text}, or restore the device's state directory")
 
 
-def _record(issued: Issued, device: str, run: str) -> Row:
-    return {"device": device, "run": run, **asdict(issued)}
+def _record(issued: Issued, device: str, run: str) -> Certificate:
+    return Certificate(device=device, run=run, **asdict(issued))

@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 from fleetdistill_server.logs import about
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.operator_calls import BEGUN, LOCAL, caller_in_words
+from fleetdistill_server.store.records import OperatorCall
 from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.operators")
@@ -36,30 +36,29 @@ class CallLog:
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
-        for row in self._calls.after(self._last, sorted(self._begun)):
-            number = row["id"]
-            known = row["id"] in self._begun
-            self._last = max(self._last, number)
-            if row["result"] == BEGUN:
-                self._begun.add(number)
+        for call in self._calls.after(self._last, sorted(self._begun)):
+            known = call.id in self._begun
+            self._last = max(self._last, call.id)
+            if call.result == BEGUN:
+                self._begun.add(call.id)
             else:
-                self._begun.discard(number)
-            if not (known and row["result"] == BEGUN):
-                _log(row)
+                self._begun.discard(call.id)
+            if not (known and call.result == BEGUN):
+                _log(call)
 
 
-def _log(row: Row) -> None:
-    where = "" if row["role"] == LOCAL else f" from {row['address']}"
-    caller = f"{caller_in_words(row['role'], row['name'])}{where}"
-    given = _arguments(row)
+def _log(call: OperatorCall) -> None:
+    where = "" if call.role == LOCAL else f" from {call.address}"
+    caller = f"{caller_in_words(call.role, call.name)}{where}"
+    given = _arguments(call)
     whom = "".join(f" {given[name]}" for name in _WHOM if given.get(name))
-    text = f"{caller}: {row['call']}{whom}: {row['result']}"
-    level = logging.WARNING if row["refused"] else logging.INFO
+    text = f"{caller}: {call.call}{whom}: {call.result}"
+    level = logging.WARNING if call.is_refused else logging.INFO
     logger.log(level, "%s", text, extra=about(run=given.get("run")))
 
 
-def _arguments(row: Row) -> dict[str, Any]:
+def _arguments(call: OperatorCall) -> dict[str, Any]:
     try:
-        return dict(json.loads(row["arguments"]))
+        return dict(json.loads(call.arguments))
     except ValueError:  # they were too long to be stored
         return {}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict
 
-from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.database import Database
+from fleetdistill_server.store.records import Certificate, Revocation, Token
 from fleetdistill_server.texts import shortened
 
 REVOKED = "EXISTS (SELECT 1 FROM revocations WHERE subject = 'device:' || device)"
@@ -26,13 +27,14 @@ class Credentials:
             for one, device in hashes.items():
                 self._db.insert("tokens", {"hash": one, "for_device": device, **row})
 
-    def token(self, token_hash: bytes) -> Row | None:
+    def token(self, token_hash: bytes) -> Token | None:
         """Returns an enrolment token by the SHA-256 of its secret, or None."""
-        return self._db.row("SELECT * FROM tokens WHERE hash = ?", token_hash)
+        row = self._db.row("SELECT * FROM tokens WHERE hash = ?", token_hash)
+        return None if row is None else Token.from_row(row)
 
-    def tokens(self) -> list[Row]:
+    def tokens(self) -> list[Token]:
         """Returns all enrolment tokens, oldest first."""
-        return self._db.rows("SELECT * FROM tokens ORDER BY created_at, hash")
+        return list(map(Token.from_row, self._db.rows("SELECT * FROM tokens ORDER BY created_at, hash")))
 
     def has_device(self, device: str) -> bool:
         """Returns whether a device with this id has enrolled or has checked in to any run."""
@@ -48,56 +50,55 @@ class Credentials:
                 self._db.write("UPDATE tokens SET revoked = 1 WHERE hash = ?", one)
         return len(meant)
 
-    def use_token(self, token_hash: bytes, certificate: Mapping[str, Any]) -> None:
+    def use_token(self, token_hash: bytes, certificate: Certificate) -> None:
         """Marks a token as used and stores the certificate issued for it, in one transaction."""
         with self._db.transaction():
             self.add_certificate(certificate)
             self._db.write(
                 "UPDATE tokens SET device = ?, serial = ? WHERE hash = ?",
-                *(certificate["device"], certificate["serial"], token_hash),
+                *(certificate.device, certificate.serial, token_hash),
             )
 
-    def add_certificate(self, certificate: Mapping[str, Any]) -> None:
+    def add_certificate(self, certificate: Certificate) -> None:
         """Stores a certificate and deletes the device's expired certificates."""
         with self._db.transaction():
             self._db.write(
-                "DELETE FROM certificates WHERE device = ? AND expires_at < ?", certificate["device"], time.time()
+                "DELETE FROM certificates WHERE device = ? AND expires_at < ?", certificate.device, time.time()
             )
-            self._db.insert("certificates", certificate)
+            self._db.insert("certificates", asdict(certificate))
 
-    def certificates(self, device: str) -> list[Row]:
+    def certificates(self, device: str) -> list[Certificate]:
         """Returns the certificates of a device, newest last."""
-        return self._db.rows("SELECT * FROM certificates WHERE device = ? ORDER BY expires_at, issued_at", device)
+        rows = self._db.rows("SELECT * FROM certificates WHERE device = ? ORDER BY expires_at, issued_at", device)
+        return list(map(Certificate.from_row, rows))
 
-    def newest_certificates(self) -> list[Row]:
+    def newest_certificates(self) -> list[Certificate]:
         """Returns the certificate of each device that expires last, of equal ones the newest, ordered by device."""
-        return self._db.rows(
+        rows = self._db.rows(
             "SELECT c.* FROM certificates c WHERE NOT EXISTS (SELECT 1 FROM certificates n WHERE n.device = c.device "
             "AND (n.expires_at, n.issued_at, n.serial) > (c.expires_at, c.issued_at, c.serial)) "
             "ORDER BY c.device"
         )
+        return list(map(Certificate.from_row, rows))
 
-    def certificate(self, serial: str) -> Row | None:
+    def certificate(self, serial: str) -> Certificate | None:
         """Returns a certificate by its serial number in hex, or None."""
-        return self._db.row("SELECT * FROM certificates WHERE serial = ?", serial)
+        row = self._db.row("SELECT * FROM certificates WHERE serial = ?", serial)
+        return None if row is None else Certificate.from_row(row)
 
     def revoke(self, subject: str, reason: str) -> bool:
         """Revokes a device, operator, viewer or certificate permanently; returns False if it was already revoked."""
         row = {"subject": subject, "reason": shortened(reason), "at": time.time()}
         with self._db.transaction():
-            known = self.revocation(subject, "") is not None
+            known = self.is_revoked(subject, "")
             self._db.insert("revocations", row, "ON CONFLICT (subject) DO NOTHING")
         return not known
 
-    def revocation(self, holder: str, certificate: str) -> Row | None:
-        """Returns the revocation of a holder (`device:ID`) or of its certificate (`serial:HEX`), or None."""
-        return self._db.row("SELECT * FROM revocations WHERE subject IN (?, ?) LIMIT 1", holder, certificate)
-
     def is_revoked(self, holder: str, certificate: str) -> bool:
-        """Returns whether a holder or its certificate is revoked. Faster than `revocation`; runs for every call."""
+        """Returns whether a holder (`device:ID`) or its certificate (`serial:HEX`) is revoked; runs for every call."""
         sql = "SELECT 1 FROM revocations WHERE subject IN (?, ?) LIMIT 1"
         return self._db.exists(sql, holder, certificate)
 
-    def revocations(self) -> list[Row]:
+    def revocations(self) -> list[Revocation]:
         """Returns all revocations, oldest first."""
-        return self._db.rows("SELECT * FROM revocations ORDER BY at")
+        return list(map(Revocation.from_row, self._db.rows("SELECT * FROM revocations ORDER BY at")))

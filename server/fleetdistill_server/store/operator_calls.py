@@ -10,6 +10,7 @@ from typing import Any
 
 from fleetdistill.state import failpoints
 from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.records import OperatorCall
 from fleetdistill_server.texts import shortened
 
 KEPT = 10_000
@@ -122,15 +123,16 @@ class OperatorCalls:
         """Returns the id of the newest call; 0 without one."""
         return int(self._db.value("SELECT coalesce(max(id), 0) FROM operator_calls"))
 
-    def after(self, number: int, also: Sequence[int] = ()) -> list[Row]:
+    def after(self, number: int, also: Sequence[int] = ()) -> list[OperatorCall]:
         """Returns the calls after an id, and those with the given ids, oldest first."""
         marks = ", ".join("?" for _ in also)
-        return self._db.rows(
+        rows = self._db.rows(
             f"SELECT * FROM operator_calls WHERE id > ?{f' OR id IN ({marks})' if also else ''} ORDER BY id",
             *(number, *also),
         )
+        return list(map(OperatorCall.from_row, rows))
 
-    def newest(self, *, before: int | None, call: str, text: str, most: int) -> list[Row]:
+    def newest(self, *, before: int | None, call: str, text: str, most: int) -> list[OperatorCall]:
         """Returns calls, newest first.
 
         Args:
@@ -151,7 +153,8 @@ class OperatorCalls:
             conditions.append("(" + " OR ".join(f"lower({one}) LIKE ? ESCAPE '!'" for one in columns) + ")")
             values += [containing(text)] * len(columns)
         where = " AND ".join(conditions)
-        return self._db.rows(f"SELECT * FROM operator_calls WHERE {where} ORDER BY id DESC LIMIT ?", *values, most)
+        rows = self._db.rows(f"SELECT * FROM operator_calls WHERE {where} ORDER BY id DESC LIMIT ?", *values, most)
+        return list(map(OperatorCall.from_row, rows))
 
 
 def _hit_after_result() -> None:

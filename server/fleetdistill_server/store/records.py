@@ -406,3 +406,144 @@ class Event:
             text=row["text"],
             at=row["at"] or 0.0,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A row of the table `tokens`: an enrolment token, without its secret.
+
+    Times are in seconds since 1970.
+
+    Attributes:
+        hash: SHA-256 of the secret.
+        run: Run that the device is restricted to; empty for all runs.
+        for_device: Device id that the token is valid for; empty for any device.
+        created_at: When it was created.
+        expires_at: When it expires.
+        is_revoked: Whether it was revoked before its use.
+        device: Id of the device that used it; None before its use.
+        serial: Serial number in hex of the certificate issued for it; None before its use.
+    """
+
+    hash: bytes
+    run: str
+    for_device: str
+    created_at: float
+    expires_at: float
+    is_revoked: bool
+    device: str | None
+    serial: str | None
+
+    @classmethod
+    def from_row(cls, row: Row) -> Token:
+        """Returns the record of a row that has all columns."""
+        return cls(
+            hash=row["hash"],
+            run=row["run"],
+            for_device=row["for_device"],
+            created_at=row["created_at"] or 0.0,
+            expires_at=row["expires_at"],
+            is_revoked=bool(row["revoked"]),
+            device=row["device"],
+            serial=row["serial"],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """A row of the table `certificates`: a certificate of a device.
+
+    Times are in seconds since 1970.
+
+    Attributes:
+        serial: Serial number in hex.
+        device: Id of the device.
+        run: Run that the device is restricted to; empty for all runs.
+        public_key: SHA-256 of the device's SubjectPublicKeyInfo.
+        pem: The certificate in PEM.
+        issued_at: When it was issued.
+        expires_at: When it expires.
+    """
+
+    serial: str
+    device: str
+    run: str
+    public_key: bytes
+    pem: bytes
+    issued_at: float
+    expires_at: float
+
+    @classmethod
+    def from_row(cls, row: Row) -> Certificate:
+        """Returns the record of a row that has all columns."""
+        return cls(
+            serial=row["serial"],
+            device=row["device"],
+            run=row["run"] or "",
+            public_key=row["public_key"],
+            pem=row["pem"],
+            issued_at=row["issued_at"] or 0.0,
+            expires_at=row["expires_at"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Revocation:
+    """A row of the table `revocations`.
+
+    Attributes:
+        subject: What is revoked: `device:ID`, `operator:NAME`, `viewer:NAME` or `serial:HEX`.
+        reason: Why; empty without a reason.
+        at: When it was revoked, in seconds since 1970.
+    """
+
+    subject: str
+    reason: str
+    at: float
+
+    @classmethod
+    def from_row(cls, row: Row) -> Revocation:
+        """Returns the record of a row that has all columns."""
+        return cls(subject=row["subject"], reason=row["reason"] or "", at=row["at"])
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """A row of the table `operator_calls`: a call that changed something or was refused.
+
+    Attributes:
+        id: Id in the store; later calls have larger ones.
+        at: When it was stored, in seconds since 1970.
+        role: Role in the caller's certificate; `local` for a command on the store's machine.
+        name: Name of the caller.
+        call: Name of the method, such as RevokeDevice.
+        arguments: Arguments as JSON, which is cut if they are too long.
+        address: Network address of the caller; `local` for a command.
+        result: The result in words; `begun` while the call is carried out.
+        is_refused: Whether the call was refused.
+    """
+
+    id: int
+    at: float
+    role: str
+    name: str
+    call: str
+    arguments: str
+    address: str
+    result: str
+    is_refused: bool
+
+    @classmethod
+    def from_row(cls, row: Row) -> OperatorCall:
+        """Returns the record of a row that has all columns."""
+        return cls(
+            id=row["id"],
+            at=row["at"],
+            role=row["role"],
+            name=row["name"],
+            call=row["call"],
+            arguments=row["arguments"],
+            address=row["address"],
+            result=row["result"],
+            is_refused=bool(row["refused"]),
+        )

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.records import Ask, Upload
+from fleetdistill_server.store.records import Ask, Certificate, Upload
 from fleetdistill_server.store.states import AskStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import when
@@ -71,7 +71,7 @@ def device(store: Store, run: str, name: str, *, served: bool = True) -> View:
             "asks": [_ask_row(ask, upload) for ask, upload in asks],
             "figures": [_figure_row(row) for row in reported],
             "events": [event_row(event) for event in events],
-            "certificates": [_certificate_row(row) for row in certificates],
+            "certificates": [_certificate_row(certificate) for certificate in certificates],
         },
         found[0],
     )
@@ -117,6 +117,7 @@ def _ask_row(ask: Ask, upload: Upload | None) -> Row:
     return {**state_of(ask, upload), **used}
 
 
-def _certificate_row(row: Row) -> Row:
-    times = {"issued": when(row["issued_at"]) if row["issued_at"] else None, "expires": when(row["expires_at"])}
-    return {"serial": row["serial"], "run": row["run"] or "", **times}
+def _certificate_row(certificate: Certificate) -> Row:
+    issued = when(certificate.issued_at) if certificate.issued_at else None
+    times = {"issued": issued, "expires": when(certificate.expires_at)}
+    return {"serial": certificate.serial, "run": certificate.run, **times}

@@ -85,7 +85,7 @@ def _events(store: Store, directory: Path, query: Query) -> View:
 def _operators(store: Store, directory: Path, query: Query) -> View:
     found = store.operator_calls.newest(before=query.before, call=query.kind, text=query.text, most=query.most + 1)
     names = ("id", "role", "name", "call", "arguments", "address", "result")
-    rows = [{**{name: row[name] for name in names}, "at": when(row["at"])} for row in found[: query.most]]
+    rows = [{**{name: getattr(call, name) for name in names}, "at": when(call.at)} for call in found[: query.most]]
     return View({"operators": rows}, {"more": len(found) > query.most})
 
 

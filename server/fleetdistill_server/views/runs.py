@@ -152,7 +152,7 @@ def device_rows(store: Store, run: str, only: str | None = None, *, served: bool
     reported = _Reported(
         replaced, {row["device"]: row for row in newest if row["name"] == "accuracy"}, expected(store, run, only)
     )
-    revoked = {row["subject"] for row in store.credentials.revocations()}
+    revoked = {revocation.subject for revocation in store.credentials.revocations()}
     shown = [device for device in store.devices.all(run) if only in (None, device.id)]
     return [_device_row(device, reported, revoked, served=served) for device in shown]
 

@@ -132,7 +132,7 @@ def _own_certificates(section: ServerSection, store: Store) -> Iterator[Row]:
     people = sorted(
         path for role in (Role.OPERATOR, Role.VIEWER) for path in tls.directory.glob(f"{role}-*/{IDENTITY}")
     )
-    revoked = {row["subject"].replace(":", "-", 1) for row in store.credentials.revocations()}
+    revoked = {revocation.subject.replace(":", "-", 1) for revocation in store.credentials.revocations()}
     files = {"server": tls.directory / SERVER, "CA": tls.directory / AUTHORITIES}
     for holder, path in {**files, **{path.parent.name: path for path in people}}.items():
         with contextlib.suppress(OSError, ValueError):  # it is being replaced
@@ -143,13 +143,11 @@ def _own_certificates(section: ServerSection, store: Store) -> Iterator[Row]:
 
 def _device_certificates(store: Store) -> list[Row]:
     """Returns the certificates of devices that should have renewed them, and are not revoked."""
-    revoked = {row["subject"] for row in store.credentials.revocations()}
+    revoked = {revocation.subject for revocation in store.credentials.revocations()}
     rows = [
-        _certificate(
-            row["device"], row["device"], row["expires_at"], _SOON_SHARE * (row["expires_at"] - row["issued_at"])
-        )
-        for row in store.credentials.newest_certificates()
-        if f"{Role.DEVICE}:{row['device']}" not in revoked
+        _certificate(one.device, one.device, one.expires_at, _SOON_SHARE * (one.expires_at - one.issued_at))
+        for one in store.credentials.newest_certificates()
+        if f"{Role.DEVICE}:{one.device}" not in revoked
     ]
     return [row for row in rows if row["state"] in _DUE][:_MOST]
 
@@ -167,7 +165,7 @@ def _warning(row: Row) -> str:
 
 def _backups(store: Store) -> list[Row]:
     calls = store.operator_calls.newest(before=None, call="BackUp", text="", most=_BACKUPS)
-    return [{"at": when(row["at"]), "result": row["result"].partition(": {")[0]} for row in calls]
+    return [{"at": when(call.at), "result": call.result.partition(": {")[0]} for call in calls]
 
 
 def _versions() -> list[Row]:
