@@ -19,10 +19,6 @@ from fleetdistill_server.store.store import Store, open_for_reading
 _SHOWN = 5
 _CLOCK_SECONDS = 60.0
 """Newest row's lead over the clock from which the clock counts as set back."""
-_NEWEST = (
-    "SELECT max(at) FROM (SELECT max(last_seen) AS at FROM devices UNION ALL SELECT max(at) FROM events "
-    "UNION ALL SELECT max(started_at) FROM rounds) AS times"
-)
 Found = Iterator[tuple[str, str]]
 
 
@@ -59,7 +55,7 @@ def store_findings(server: ServerSection, now: float, *, quick: bool) -> Found:
 
 
 def _clock(store: Store, now: float) -> Found:
-    newest = float(store.database.value(_NEWEST) or 0)
+    newest = store.latest_time() or 0.0
     if newest > now + _CLOCK_SECONDS:
         lead = f"{newest - now:,.0f} s later than this machine's clock"
         yield ERROR, f"the newest row is from {_when(newest)}, {lead}; set the clock, for example with NTP"

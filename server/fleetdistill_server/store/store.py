@@ -50,6 +50,13 @@ from fleetdistill_server.store.runs import Runs
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.summaries import Summaries
 
+_LATEST_TIME = """
+SELECT max(at) FROM (
+SELECT max(started_at) AS at FROM rounds UNION ALL SELECT max(ended_at) FROM rounds
+UNION ALL SELECT max(received_at) FROM uploads UNION ALL SELECT max(at) FROM events
+UNION ALL SELECT max(last_seen) FROM devices) AS times
+"""
+
 
 class Store:
     """A store's tables and blobs, grouped by subject.
@@ -124,6 +131,11 @@ class Store:
     def check(self) -> None:
         """Reads the whole database. Raises StoreError if it is damaged."""
         self.database.check()
+
+    def latest_time(self) -> float | None:
+        """Returns the latest time of a round, upload, event or device, in seconds since 1970; None if there is none."""
+        at = self.database.value(_LATEST_TIME)
+        return None if at is None else float(at)
 
     def close(self) -> None:
         """Closes the database."""

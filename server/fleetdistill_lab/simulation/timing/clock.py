@@ -6,17 +6,9 @@ import threading
 
 from fleetdistill.testing import ManualClock
 from fleetdistill_server.store.clock import Clock
-from fleetdistill_server.store.store import Store
 
 START = 1_767_225_600.0
 """Simulated time at which every simulation starts: 2026-01-01 00:00 UTC, in seconds since 1970."""
-
-_LATEST_STAMP = """
-SELECT max(at) FROM (
-SELECT max(started_at) AS at FROM rounds UNION ALL SELECT max(ended_at) FROM rounds
-UNION ALL SELECT max(received_at) FROM uploads UNION ALL SELECT max(at) FROM events
-UNION ALL SELECT max(last_seen) FROM devices) AS stamps
-"""
 
 
 class SimulatedClock(ManualClock):
@@ -36,8 +28,3 @@ class SimulatedClock(ManualClock):
     def for_store(self) -> Clock:
         """Returns the clock for a store's deadlines and times."""
         return Clock(self.now, self.now)
-
-
-def latest_stamp(store: Store) -> float:
-    """Returns the latest simulated time in a store, at which a resumed simulation continues; `START` for a new one."""
-    return float(store.database.value(_LATEST_STAMP) or START)

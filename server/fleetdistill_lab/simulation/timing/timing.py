@@ -12,7 +12,7 @@ from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_lab.simulation.links.simulated_devices import SimulatedDevices
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
-from fleetdistill_lab.simulation.timing.clock import SimulatedClock, latest_stamp
+from fleetdistill_lab.simulation.timing.clock import START, SimulatedClock
 from fleetdistill_lab.simulation.timing.drive import SimulatedTime
 from fleetdistill_lab.simulation.timing.fleet_traces import FleetTraces
 from fleetdistill_lab.simulation.timing.work_log import WorkLog
@@ -83,7 +83,7 @@ class Timing:
 
     def drive(self, api: DeviceApi, devices: SimulatedDevices, after_step: Callable[[], None]) -> SimulatedTime:
         """Returns the engine's waker, which continues at the time of the store's last row."""
-        at = latest_stamp(api.store)
+        at = api.store.latest_time() or START
         log = WorkLog(self._log_path, at - self.clock.now())
         drive = SimulatedTime(api, self._run, devices, after_step, self._traces, self._samples, self.clock, log)
         self._drive = drive
