@@ -488,7 +488,7 @@ def test_it_wants_the_extractor_alone(offered: Offered) -> None:
     [
         (
             {"method": "fedavg"},
-            "has method 'fedavg'; without PyTorch, only 'classstats' is supported",
+            "has method 'fedavg'; without PyTorch, only classstats and classstats_private are supported",
         ),
         ({"extractor_file": b""}, "provides no extractor file.*fleetdistill.onnx"),
     ],
