@@ -39,6 +39,7 @@ def test_a_directory_without_a_store_is_an_error(tmp_path: Path) -> None:
     assert "there is no store in" in refused("--store", str(tmp_path / "nothing"))
 
 
+@pytest.mark.cold_start
 @pytest.mark.slow
 def test_pages_come_from_the_dashboard_alone_and_nothing_is_left_behind(
     store: Path, page: Any, watched: Watched

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support.forked_popen import REAL_POPEN
 from support.processes import COMMAND, PATIENCE_SECONDS, wait_until
 
 PICTURES = Path(__file__).parents[2] / "out" / "dashboard"
@@ -40,7 +39,8 @@ def browser_arguments() -> list[str]:
 def dashboard(work: Path, *options: str, token: str | None = TOKEN) -> Iterator[str]:
     """Runs `fleetdistill dashboard` in a directory on a free port; yields its address without a slash at the end.
 
-    Without `token` the command makes one and prints it to dashboard.log.
+    Without `token` the command makes one and prints it to dashboard.log. In tests the process is forked, unless the
+    test is marked `cold_start`.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     log = work / "dashboard.log"
@@ -48,7 +48,7 @@ def dashboard(work: Path, *options: str, token: str | None = TOKEN) -> Iterator[
         file = Path(folder) / "token"
         file.write_text(token or "")
         with log.open("w") as output:
-            process = REAL_POPEN(
+            process = subprocess.Popen(
                 [*COMMAND, "dashboard", "--port", "0", *([f"--token-file={file}"] if token else []), *options],
                 cwd=work,
                 env=environment,  # without NiceGUI's own behaviour in tests
