@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,23 +10,37 @@ import pytest
 from support.dashboards import TOKEN, Watched, browser_arguments, chromium
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """A headless Chromium for the tests of a file: Playwright's event loop must have ended before other tests."""
+@pytest.fixture(scope="session")
+def started_browser() -> Iterator[tuple[Any, asyncio.AbstractEventLoop]]:
+    """A headless Chromium for all tests of the process, and Playwright's event loop, which is not running."""
     path = chromium()
     if path is None:
         pytest.skip("no chromium, chromium-browser or google-chrome on PATH")
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as started:
         opened = started.chromium.launch(executable_path=path, args=browser_arguments())
-        yield opened
+        loop = asyncio.get_running_loop()
+        asyncio._set_running_loop(None)
+        yield opened, loop
+        asyncio._set_running_loop(loop)
         opened.close()
+
+
+@pytest.fixture
+def browser(started_browser: tuple[Any, asyncio.AbstractEventLoop]) -> Iterator[Any]:
+    """The browser. Playwright's event loop counts as running during the test alone, so that others have their own."""
+    opened, loop = started_browser
+    asyncio._set_running_loop(loop)
+    yield opened
+    asyncio._set_running_loop(None)
 
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
     """An empty page, 1,400 pixels wide, of a browser without cookies, which signs in to a dashboard that it goes to."""
-    context = browser.new_context(viewport={"width": 1400, "height": 900}, color_scheme="light")
+    context = browser.new_context(
+        viewport={"width": 1400, "height": 900}, color_scheme="light", reduced_motion="reduce"
+    )
     page = context.new_page()
     page.set_default_timeout(120_000)  # a machine may be busy
     go, known = page.goto, set()
