@@ -42,11 +42,11 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
     saved = json.loads((tmp_path / "report.json").read_text())
     found = math.sqrt(3) * 479 * discrete_mu_for(8, 1e-5)
     said = {"epsilon": 8.0, "delta": 1e-5, "exact": True, "sentence": SENTENCE}
-    assert saved["privacy"] == {**said, "strength": pytest.approx(found, abs=0.1)}
+    assert saved["privacy"] == {**said, "expected_strength": pytest.approx(found, abs=0.1)}
     assert privacy_lines(report) == [f"Privacy of class statistics with noise: {SENTENCE}"]
     assert f"Privacy of class statistics with noise: {SENTENCE}" in exchange_lines(report, tmp_path)
     assert report_title(report).endswith(f"\nPrivacy of class statistics with noise: {SENTENCE}")
-    noisy = replace(report, privacy={**(report.privacy or {}), "strength": 340.0}, mean_accuracy_alone=0.5)
+    noisy = replace(report, privacy={**(report.privacy or {}), "expected_strength": 340.0}, mean_accuracy_alone=0.5)
     line, warning = privacy_lines(noisy)
     assert line.endswith("against the server; the controls are not private")
     assert warning.startswith("the strength of the fleet's statistics is 340, below 350: expect 7 to 21 points less")

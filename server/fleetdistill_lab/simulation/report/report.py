@@ -105,7 +105,7 @@ def _privacy(guarantee: Guarantee | None, devices: Sequence[DeviceReport]) -> di
     if guarantee is None:
         return None
     found = strength(statistics.mean(one.samples for one in devices), [guarantee.mu] * len(devices))
-    return {**asdict(guarantee), "sentence": guarantee.sentence, "strength": round(found, 1)}
+    return {**asdict(guarantee), "sentence": guarantee.sentence, "expected_strength": round(found, 1)}
 
 
 def _mean_accuracies(
@@ -183,7 +183,10 @@ def privacy_lines(report: FleetReport) -> list[str]:
     has_controls = report.mean_accuracy_alone is not None or report.mean_accuracy_fedavg_global is not None
     controls = "; the controls are not private" if has_controls else ""
     name = NAMES.get(report.method, report.method)
-    return [f"Privacy of {name}: {report.privacy['sentence']}{controls}", *much_noise(report.privacy["strength"])]
+    return [
+        f"Privacy of {name}: {report.privacy['sentence']}{controls}",
+        *much_noise(report.privacy["expected_strength"]),
+    ]
 
 
 def _by_device(report: FleetReport) -> DeviceCurves:

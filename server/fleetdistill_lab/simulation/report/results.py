@@ -122,8 +122,8 @@ class FleetReport:
         curves: Accuracies of the method and FedAvg by bytes; see `comparison.Curve`.
         simulated_time: Simulated seconds, rounds and devices in simulated time; None without it. See
             `simulated_time.SimulatedTimes`.
-        privacy: `epsilon`, `delta` and `exact` of a private run, `sentence`, their meaning, and `strength` R of the
-            fleet's statistics; None for other runs.
+        privacy: `epsilon`, `delta` and `exact` of a private run, `sentence`, their meaning, and `expected_strength`,
+            R of the fleet's statistics if every device had the mean number of samples; None for other runs.
     """
 
     method: str
