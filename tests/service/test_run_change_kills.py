@@ -1,4 +1,4 @@
-"""kill -9 of commands that lead runs and of the processes of a server, at every durable step and at random moments."""
+"""kill -9 of commands that change runs and of a server's processes, at every durable step and at random moments."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fleetdistill_server.store.store import Store
 
 # --- the commands, without a server
 
-LEADS, DELETES = "runs.lead", "runs.delete"
+CHANGES, DELETES = "runs.change", "runs.delete"
 CASES = [
-    (command, f"{DELETES if command == 'delete' else LEADS}.{point}")
+    (command, f"{DELETES if command == 'delete' else CHANGES}.{point}")
     for command in COMMANDS
     for point in ("before-commit", "after-commit")
 ]

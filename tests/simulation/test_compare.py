@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fleetdistill.methods import METHODS
+from fleetdistill.methods import METHODS, config_class
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.spec.settings import Simulation
 
@@ -120,9 +120,10 @@ def test_a_digest_is_of_what_decides_the_result(compare: Any, changes: dict[str,
 
 
 def test_a_default_that_changes_is_another_setting(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {method: compare.digest(Simulation(method=method)) for method in METHODS}
+    wanted = [Simulation(method=method, settings=dict(config_class(method).examples)) for method in METHODS]
+    before = [compare.digest(one) for one in wanted]
     monkeypatch.setattr(compare, "asdict", lambda one: {**vars(one), "batch_size": 999})
-    assert all(compare.digest(Simulation(method=method)) != before[method] for method in METHODS)
+    assert all(compare.digest(one) != digest for one, digest in zip(wanted, before, strict=True))
 
 
 def test_what_a_run_leaves_is_taken_by_the_next_one(

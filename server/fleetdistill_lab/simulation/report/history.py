@@ -104,7 +104,7 @@ def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
 
 def _metrics_steps(config: Mapping[str, Any]) -> Sequence[str]:
     method = config["run"]["method"]
-    chosen = config_class(method).from_settings(config["method"])
+    chosen = config_class(method).from_settings(config.get("method", {}))
     return device_class(method).metrics_steps(chosen)
 
 
