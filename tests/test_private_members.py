@@ -25,6 +25,7 @@ REASONS = {
     ),
     "a cache or a lease whose seconds pass at once": ("_registered", "_leases"),
     "a forked process uses the fork server of its parent": ("_forkserver",),
+    "a browser's event loop stays open between tests that start loops of their own": ("_set_running_loop",),
     "what the standard library has found out about this system": (
         *("_USE_CP_SENDFILE", "_use_fd_functions", "_ntuple_diskusage"),
     ),
