@@ -12,7 +12,7 @@ PROTOC := .protos-venv/bin
 WIRE := fleetdistill/wire/v1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all coverage mutation check docs format bench protos protos-check venv clean fuzz chaos kills lead-kills stores wheels soak containers
+.PHONY: help demo test test-all coverage mutation check docs format bench protos protos-check venv clean fuzz chaos kills run-kills stores wheels soak containers
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,7 +70,7 @@ KILLS ?= 200
 kills: .venv/.installed  ## Kill apps with a device at random moments, and check their states and receipts (KILLS=200, SEED=1)
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos.app_kills --kills $(KILLS) --seed $(SEED)
 
-lead-kills: .venv/.installed  ## Kill commands and processes while operators lead runs (KILLS=200, SEED=1)
+run-kills: .venv/.installed  ## Kill commands and processes while operators change runs (KILLS=200, SEED=1)
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos.run_changes --kills $(KILLS) --seed $(SEED)
 
 stores: .venv/.installed  ## Replay and kill runs of every method over PostgreSQL and an object store, too (ARGS as for test)

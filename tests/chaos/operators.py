@@ -1,4 +1,4 @@
-"""Kills of the front at random moments while an operator leads runs over mTLS; part of `make lead-kills`.
+"""Kills of the front at random moments while an operator changes runs over mTLS; part of `make run-kills`.
 
 After each kill the call is repeated until it is answered, and then once more. No change may be without an entry in the
 list of operators' calls, every answered call has one, and the run is as the last answered call left it.

@@ -1,4 +1,4 @@
-"""`make lead-kills`: pauses and resumes runs and kills commands, front, supervisor and engines at random moments.
+"""`make run-kills`: pauses and resumes runs and kills commands, front, supervisor and engines at random moments.
 
 python -m chaos.run_changes --kills 100 --seed 1
 

@@ -134,6 +134,14 @@ def test_a_clone_from_elsewhere_keeps_the_data_that_the_machines_owner_named(wor
     assert "is outside the directories for data" in found[0].text
 
 
+@pytest.mark.parametrize("text", ["", "run = 1", "run.name = 1", "run.name = 'copy'\nrun.rounds = 3"])
+def test_clone_takes_only_a_name(world: Elsewhere, text: str) -> None:
+    create_checked(world.directory, NewRun(settings=settings_of("cloned")), local_call("CreateRun", {}))
+    with refused() as found:
+        world.stub.CreateRun(operations_pb2.CreateRunRequest(clone_of="cloned", run_toml=text), timeout=CALL_SECONDS)
+    assert "the run.toml of a clone has [run] name alone" in found[0].text
+
+
 RUN_THAT_TAKES_LONG = """
 [run]
 name = "slow"

@@ -170,7 +170,7 @@ def test_a_remote_change_and_its_entry_are_in_one_group(
 
 @pytest.mark.long
 def test_kills_at_random_moments_lose_no_entry(tmp_path: Path) -> None:
-    """The short form of the operators' part of `make lead-kills`, without creations and deletions."""
+    """The short form of the operators' part of `make run-kills`, without creations and deletions."""
     prepare(tmp_path / "led", ["create"])
     with OperatorKiller(tmp_path / "led", random.Random(1), [LED, "other"]) as killer:
         killer.kill(3)

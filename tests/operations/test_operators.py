@@ -17,8 +17,9 @@ from support.secured import device_credentials, make_pki, secured_front
 from support.stores import IN_POSTGRES, place_store
 from typer.testing import CliRunner
 
-from fleetdistill.errors import RefusedError
+from fleetdistill.errors import NoSpaceError, RefusedError, StoreError, StoreUnavailableError
 from fleetdistill_server.cli.app import app
+from fleetdistill_server.intake.operator_log import OperatorLog
 from fleetdistill_server.operations.client import OperatorClient, connect
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.security.certificates import Role, holder_of
@@ -26,7 +27,7 @@ from fleetdistill_server.security.pki import Authority, rotate_authority
 from fleetdistill_server.service.creation import NewRun
 from fleetdistill_server.store import operator_calls
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.operator_calls import Call
+from fleetdistill_server.store.operator_calls import Call, Outcome
 from fleetdistill_server.store.records import Certificate
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
@@ -237,3 +238,16 @@ def add_certificate(place: Place, authority: Authority, device: str) -> None:
     place.store.credentials.add_certificate(
         Certificate(**row, device=device, run="", issued_at=time.time(), expires_at=holder.expires_at)
     )
+
+
+@pytest.mark.parametrize("kind", [StoreUnavailableError, NoSpaceError])
+def test_call_that_the_store_cannot_take_is_not_stored(kind: type[StoreError]) -> None:
+    attempts = []
+
+    def commit(job: Callable[[Store], Any], /) -> Any:
+        attempts.append(job)
+        raise kind("the store is away")
+
+    with pytest.raises(kind):
+        OperatorLog(commit).commit(Call("operator", "olga", "ChangeRun"), lambda store: None, lambda done: Outcome())
+    assert len(attempts) == 1

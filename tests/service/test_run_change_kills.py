@@ -129,7 +129,7 @@ def test_a_killed_supervisor_is_replaced_and_the_run_goes_on(
 @pytest.mark.long
 @pytest.mark.slow
 def test_kills_at_random_moments_change_nothing(tmp_path: Path, undisturbed: bytes) -> None:
-    """The short form of `make lead-kills`."""
+    """The short form of `make run-kills`."""
     with Killer(tmp_path, random.Random(1)) as killer:
         create(tmp_path)
         killer.kill(8)

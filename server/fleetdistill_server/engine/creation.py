@@ -31,7 +31,7 @@ def _created(directory: Path, run: NewRun, call: Call) -> RunState:
     try:
         given, approved = run.settings, frozenset[str]()
         if run.clone_of:
-            given = clone_settings(store, run.clone_of, run.settings["run"]["name"], run.changes)
+            given = clone_settings(store, run.clone_of, _name_of_clone(run.settings), run.changes)
             approved = _data_files(store.run_control.setup(run.clone_of) or {})
         config = run_config(_settings(given, directory))
         if run.data_directories is not None:
@@ -45,6 +45,15 @@ def _created(directory: Path, run: NewRun, call: Call) -> RunState:
         return created
     finally:
         store.close()
+
+
+def _name_of_clone(settings: Mapping[str, Any]) -> str:
+    """Returns the name in a clone's run.toml. Raises ConfigurationError if it has none, or other settings."""
+    section = settings.get("run")
+    name = section.get("name") if isinstance(section, Mapping) else None
+    if not isinstance(name, str) or settings != {"run": {"name": name}}:
+        raise ConfigurationError("the run.toml of a clone has [run] name alone; give its other settings as changes")
+    return name
 
 
 def _settings(given: Any, directory: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from fleetdistill.errors import FleetDistillError, RefusedError, StoreError
+from fleetdistill.errors import FleetDistillError, NoSpaceError, RefusedError, StoreError, StoreUnavailableError
 from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.limiter import Allowance
 from fleetdistill_server.store.operator_calls import Call, Outcome
@@ -70,7 +70,9 @@ class OperatorLog:
         return result
 
     def add_failed(self, call: Call, error: FleetDistillError) -> None:
-        """Stores a call that failed or was refused, up to a number for each caller and hour."""
+        """Stores a failed or refused call if the store can be used, up to a number for each caller and hour."""
+        if isinstance(error, (StoreUnavailableError, NoSpaceError)):
+            return
         if self._allowance.take((call.role, call.name or call.address.rpartition(":")[0])):
             return
         text = f"refused: {error.code}: {error}" if isinstance(error, RefusedError) else f"failed: {error}"

@@ -127,7 +127,7 @@ class LocalStore(Source):
         state = self._log.commit(
             call, lambda store: change(store, run, status, call.who), lambda state: Outcome(text=state.sentence)
         )
-        if state.status == RunStatus.CANCELLED and (waiting := self._store.devices.to_forget(run)):
+        if status == RunStatus.CANCELLED and (waiting := self._store.devices.to_forget(run)):
             from fleetdistill_server.engine.forgetting import ask_to_forget  # imports torch; rarely needed
 
             ask_to_forget(self._store, run, waiting[0], served=False)

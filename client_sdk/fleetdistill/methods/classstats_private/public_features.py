@@ -1,8 +1,8 @@
 """Public features of private class statistics: rows of a fixed extractor, scaled to one length.
 
-With `features = "scattering"`, images are resized to one of three sizes; their wavelet features are projected as in the
-classstats, then whitened to at most 64 numbers with constants made from synthetic shapes
-(`benchmarks/whitening.py`). With `features = "model"` the extractor is the run's, with at most 128 outputs.
+With `features = "scattering"`, images are resized to one of three sizes; their wavelet features are projected as in
+classstats, then whitened to at most 64 numbers with constants made from synthetic shapes (`benchmarks/whitening.py`).
+With `features = "model"` the extractor is the run's, with at most 128 outputs.
 """
 
 from __future__ import annotations
