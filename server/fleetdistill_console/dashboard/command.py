@@ -31,7 +31,7 @@ def dashboard(
         typer.Option(help="Host name under which browsers open the pages, if it is not --listen; repeatable."),
     ] = None,
 ) -> None:
-    """Shows runs in a browser; operators can also change them. Example: fleetdistill dashboard --store fleetdistill-store
+    """Shows runs in a browser; operators can change them. Example: fleetdistill dashboard --store fleetdistill-store
 
     Ctrl-C stops it. It needs no access to the internet, and the server that it shows keeps running.
     """
