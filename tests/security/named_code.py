@@ -36,6 +36,7 @@ MARK = "server_named_this"
 NAMES = (f"{MARK}:factory", f"../{MARK}.py")
 SETTINGS: dict[str, dict[str, Any]] = {
     "classstats": {"features": "model", "dimensions": 0},
+    "classstats_private": {"features": "model", "epsilon": 3.0},
     "dafkd": {"kd_samples": 4, "generator": "embedding_generator", "noise_dim": 3, "local_epochs": 1},
 }
 RECEIVED: dict[str, Message] = {

@@ -164,10 +164,10 @@ def test_the_readmes_service_runs_goes_on_after_ctrl_c_and_finishes(hands: Hands
     # Ctrl-C in every terminal in the middle of the run.
     devices = [hands.device(number, address) for number in range(3)]
     wait_for(server, f"round closed, 2 of {ROUNDS} completed")
+    assert interrupt(server) == 0, "first: with its devices gone, the run would wait for them"
     for device in devices:
         device.send(signal.SIGINT)
     assert [device.ended() for device in devices] == [0, 0, 0], [device.said for device in devices]
-    assert interrupt(server) == 0
     before = hands.asks("runs", "show", "digits")
     assert before["status"] == "running (no server)"
     assert 2 <= sum(row["status"] == "closed" for row in before["rounds"]) < ROUNDS

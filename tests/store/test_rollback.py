@@ -141,7 +141,8 @@ def test_the_command_says_what_it_did(played: tuple[Prepared, Path]) -> None:
     done = command(directory, RUN, "--to", "1")
     assert (done.exit_code, done.stdout) == (
         0,
-        f"run '{RUN}' is rolled back to round 1: 1 round undone, 1 completed round left; serve the run to continue\n",
+        f"run '{RUN}' is rolled back to round 1: 1 round undone, 1 completed round left; "
+        "start or serve it to continue\n",
     )
     store = Store.open(directory)
     shown = CliRunner().invoke(app, ["runs", "show", RUN, "--store", str(directory), "--json"])
@@ -196,8 +197,8 @@ def test_later_checkpoints_are_gone_and_an_undone_round_is_refused(played: tuple
     [
         (RUN, "finished", f"run '{RUN}' is being served; stop its server first"),
         ("", "running", f"run '{RUN}' is running; stop it first with `fleetdistill runs stop {RUN}`"),
-        ("", "stopped", f"1 completed round left; use `fleetdistill runs start {RUN}` to continue"),
-        ("", "finished", f"1 completed round left; use `fleetdistill runs start {RUN}` to continue"),
+        ("", "stopped", "1 completed round left; start or serve it to continue"),
+        ("", "finished", "1 completed round left; start or serve it to continue"),
         ("another", "running", "1 completed round left"),
     ],
 )

@@ -87,7 +87,7 @@ def test_kills_leave_each_round_once_and_a_tracking_server_that_is_away_stops_no
     ended = [one.step for one in points_since(store, RUN, 0)]
     store.close()
     assert len(ended) >= ROUNDS
-    for name in ("round/seconds", "bytes/up", "accuracy/server"):
+    for name in ("round/seconds", "bytes/up", "server/teacher_accuracy"):
         assert steps_in(directory, name) == ended
     assert (directory / "onnx" / "server.onnx").stat().st_size > 0
     said = log.read_text()
