@@ -68,4 +68,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
         wait_until(
             lambda: all(row["upload_at"] for row in store.round(RUN).lists["asks"]), "the times of the last asks"
         )
+        wait_until(
+            lambda: all(row["process"] != "engine" for row in store.server().lists["processes"]), "the engine's end"
+        )
         yield Played(work, address)
