@@ -43,7 +43,7 @@ def problems(structure: ModuleType, folder: Path, changes: dict[str, str]) -> li
         *structure.check_budgets(modules, budgets),
         *structure.check_small_modules(modules, []),
         *structure.check_circles(modules, []),
-        *structure.check_rows(modules, 0),
+        *structure.check_rows(modules),
         *structure.check_statuses(modules),
         *structure.check_words(modules, {}),
     ]
@@ -73,7 +73,11 @@ FAULTS = {
     ),
     "rows outside the store": (
         {"client_sdk/fleetdistill/names.py": "from database import Row\n" + LONG},
-        "1 modules outside the store use `Row`",
+        "names.py:1: imports `Row`",
+    ),
+    "SQL outside the store": (
+        {"client_sdk/fleetdistill/names.py": 'NEWEST = "SELECT max(round) FROM rounds"\n' + LONG},
+        "names.py:1: has SQL",
     ),
     "a status as a text": (
         {"client_sdk/fleetdistill/names.py": "def over(run):\n    return run.status == 'finished'\n" + LONG},

@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fleetdistill.printable import printable
-from fleetdistill_server.store.database import Row
-from fleetdistill_server.views.runs import UNTIL_STOPPED, View
+from fleetdistill_server.views.runs import UNTIL_STOPPED, TableRow, View
 
 Tables = Sequence[Table | Text | str]
 """What is printed of a view."""
@@ -46,7 +45,7 @@ def show(view: View, as_json: bool, make_tables: Callable[[View], Tables] = tabl
         open_console().print(*make_tables(view), sep="\n\n")
 
 
-def _display_row(row: Row) -> Row:
+def _display_row(row: TableRow) -> TableRow:
     """Replaces values of None with text for display in a table."""
     return {**row, "wanted_rounds": UNTIL_STOPPED} if row.get("wanted_rounds", 0) is None else row
 
@@ -60,7 +59,7 @@ def heading(name: str) -> str:
     return _HEADINGS.get(name, name.replace("_", " "))
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
+def _table(title: str, rows: Sequence[TableRow]) -> Table:
     """Builds a table from rows with equal keys; columns that are empty in all rows are omitted."""
     names = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
     table = Table(

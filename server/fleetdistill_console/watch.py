@@ -14,10 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fleetdistill.printable import printable
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.texts import counted, readable_bytes, to_json
-from fleetdistill_server.views.runs import UNTIL_STOPPED
+from fleetdistill_server.views.runs import UNTIL_STOPPED, TableRow
 
 _LAST_EVENTS = 8
 _LAST_ROUNDS = 20
@@ -26,7 +25,7 @@ _LAST_ROUNDS = 20
 class Printer(Protocol):
     """Displays changes as they arrive."""
 
-    def show(self, new: list[Row]) -> None:
+    def show(self, new: list[TableRow]) -> None:
         """Displays new changes."""
 
 
@@ -36,7 +35,7 @@ class JsonLines:
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
 
-    def show(self, new: list[Row]) -> None:
+    def show(self, new: list[TableRow]) -> None:
         for one in new:
             self._write(to_json(one))
 
@@ -47,7 +46,7 @@ class PlainLines:
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
 
-    def show(self, new: list[Row]) -> None:
+    def show(self, new: list[TableRow]) -> None:
         for one in new:
             self._write(sentence(one))
 
@@ -60,18 +59,18 @@ class LiveTable:
 
     def __init__(self, live: Live) -> None:
         self._live = live
-        self._run: Row = {}
-        self._rounds: dict[int, Row] = {}
+        self._run: TableRow = {}
+        self._rounds: dict[int, TableRow] = {}
         self._step = ""
         self._events: deque[str] = deque(maxlen=_LAST_EVENTS)
 
-    def show(self, new: list[Row]) -> None:
+    def show(self, new: list[TableRow]) -> None:
         for one in new:
             self._take(one)
         if new:
             self._live.update(self._drawn(), refresh=True)
 
-    def _take(self, one: Row) -> None:
+    def _take(self, one: TableRow) -> None:
         if one["kind"] == "run":
             self._run = one
         elif one["kind"] == "round":
@@ -119,7 +118,7 @@ class LiveTable:
         return table
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: TableRow) -> list[str]:
     accuracy, seconds = row["test_accuracy"], row["seconds"]
     return [
         str(row["round"]),
@@ -135,12 +134,12 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def sentence(change: Row) -> str:
+def sentence(change: TableRow) -> str:
     """Formats a change as one line without control characters, because events contain text sent by devices."""
     return printable(_sentence(change))
 
 
-def _sentence(change: Row) -> str:
+def _sentence(change: TableRow) -> str:
     if change["kind"] == "run":
         done, wanted = change["completed_rounds"], change["wanted_rounds"]
         of = (
@@ -161,7 +160,7 @@ def _sentence(change: Row) -> str:
     return _round_sentence(change)
 
 
-def _round_sentence(row: Row) -> str:
+def _round_sentence(row: TableRow) -> str:
     reason = f" ({row['reason']})" if row["reason"] else ""
     text = f"round {row['round']}: {row['status']}{reason}, {row['devices']} devices, {row['answers']} answers"
     if row["status"] == RoundStatus.OPEN:
@@ -173,7 +172,7 @@ def _round_sentence(row: Row) -> str:
     return ", ".join([text, *figures, sent])
 
 
-def show_changes(changes: Iterable[list[Row]], *, as_json: bool, console: Console) -> None:
+def show_changes(changes: Iterable[list[TableRow]], *, as_json: bool, console: Console) -> None:
     """Displays changes as they arrive: a live table if `console` is a terminal, else lines. Ctrl-C stops."""
     live = console.is_terminal and not as_json
     screen = Live(console=console, auto_refresh=False) if live else None

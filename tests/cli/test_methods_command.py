@@ -109,9 +109,7 @@ def test_a_round_sends_the_bytes_that_the_table_says(
     store = run_in_memory(prepared)
     assert [one for one in store.history.events(RUN) if one.round < 3] == []
     counted = {
-        (one["device"], one["direction"]): one["tensor_bytes"]
-        for one in store.history.traffic(RUN)
-        if one["round"] == number
+        (one.device, one.direction): one.tensor_bytes for one in store.history.traffic(RUN) if one.round == number
     }
     store.close()
     assert len(counted) == 4

@@ -149,7 +149,7 @@ def test_the_app_gets_the_best_of_the_models_that_there_are(name: str, rounds: i
     received = [decision for decision in fleet.decisions if decision.values.get("received")]
     assert bool(received) == (name in FLEET_MODEL)
     told = {(one.round, one.kind == "delivered") for one in fleet.decisions}
-    assert told >= {(row["round"], bool(row["sum"])) for row in fleet.reported} != set()
+    assert told >= {(row.round, bool(row.sum)) for row in fleet.reported} != set()
 
 
 @pytest.mark.parametrize("name", ["dafkd exact", "fedavg"])

@@ -42,8 +42,8 @@ from fleetdistill_server.store.states import RunStatus
 def reported(fleet: Fleet) -> list[tuple[int, bool]]:
     """Round by round, whether the device told the server that its app's model was replaced."""
     rows = fleet.store.history.figures(RUN, "replaced", "validation")
-    assert all(row["count"] == 1 and row["sum"] in (0, 1) for row in rows)
-    return [(row["round"], row["sum"] == 1) for row in rows]
+    assert all(row.count == 1 and row.sum in (0, 1) for row in rows)
+    return [(row.round, row.sum == 1) for row in rows]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_a_device_checks_in_answers_and_finishes(fleet: Fleet, tmp_path: Path) -
     assert upload.samples == 24
     assert events.of("answered").values == {"receipt": upload.receipt, "tries": 1}
     assert knowledge_of(fleet).features["cut"].dtype == np.float16
-    assert [row["count"] for row in fleet.store.history.figures(RUN, "accuracy", "test")] == [9]
+    assert [row.count for row in fleet.store.history.figures(RUN, "accuracy", "test")] == [9]
     assert fleet.store.devices.present(RUN) == []
 
 
@@ -127,9 +127,9 @@ def test_class_counts_stay_home_when_the_app_keeps_them_back(fleet: Fleet, tmp_p
             fleet.ask(name)
             device.step(0)
             fleet.store.runs.close_short_round(RUN, fleet.round, "over")
-    told = {row["device"]: row["by_class"] for row in fleet.store.history.figures(RUN, "accuracy", "test")}
-    assert told["kept"] == "{}"
-    assert told["told"] != "{}"
+    told = {row.device: row.by_class for row in fleet.store.history.figures(RUN, "accuracy", "test")}
+    assert told["kept"] == {}
+    assert told["told"] != {}
 
 
 def test_a_device_without_an_id_makes_one_and_keeps_it(fleet: Fleet, tmp_path: Path) -> None:

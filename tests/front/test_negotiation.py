@@ -71,9 +71,9 @@ def upload(api: DeviceApi, payload: Payload, compression: Any, first_byte: int =
 
 def counted(api: DeviceApi, direction: str) -> dict[str, tuple[int, int]]:
     """Tensor bytes and bytes as they travelled, by kind."""
-    rows = [row for row in api.store.history.traffic_by_kind(RUN) if row["direction"] == direction]
-    assert {(row["round"], row["device"]) for row in rows} <= {(1, "d1")}
-    return {row["kind"]: (row["tensor_bytes"], row["sent_bytes"]) for row in rows}
+    rows = [row for row in api.store.history.traffic_by_kind(RUN) if row.direction == direction]
+    assert {(row.round, row.device) for row in rows} <= {(1, "d1")}
+    return {row.kind: (row.tensor_bytes, row.sent_bytes) for row in rows}
 
 
 # --- at check-in
@@ -100,9 +100,9 @@ def test_an_answer_is_stored_and_counted_the_same_packed_or_not() -> None:
         assert data_of(api.store.blobs.open(row.sha256)) == data_of(payload)
         found[compression] = counted(api, "up")
         assert found[compression]["envelope"] == (0, payload.header().ByteSize())
-        (total,) = [one for one in api.store.history.traffic(RUN) if one["direction"] == "up"]
-        assert (total["tensor_bytes"], total["payloads"]) == (payload.data_bytes, 1)
-        assert total["sent_bytes"] == sum(sent for _, sent in found[compression].values())
+        (total,) = [one for one in api.store.history.traffic(RUN) if one.direction == "up"]
+        assert (total.tensor_bytes, total.payloads) == (payload.data_bytes, 1)
+        assert total.sent_bytes == sum(sent for _, sent in found[compression].values())
     chunks = wire.chunks(payload.source, payload.slots, 0, ZSTD)
     assert found[RAW]["sample_knowledge"] == (payload.data_bytes, payload.data_bytes)
     assert found[ZSTD]["sample_knowledge"] == (payload.data_bytes, sum(len(one.data) for one in chunks))
@@ -155,7 +155,7 @@ def test_a_download_that_breaks_counts_what_was_taken_once() -> None:
     assert next(chunks, None) is None
     assert counted(api, "down")["sample_knowledge"] == (len(first.data), len(first.data))
     (row,) = api.store.history.traffic(RUN)
-    assert row["payloads"] == 1
+    assert row.payloads == 1
 
 
 # --- over the network

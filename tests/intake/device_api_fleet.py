@@ -119,9 +119,9 @@ def feed(session: UploadSession, chunks: Iterable[knowledge_pb2.TensorChunk]) ->
 def refused_bytes(fleet: Fleet, device: str = "d1") -> int:
     """What has travelled in vain to the server; no answer was made of it."""
     counted = fleet.store.history.traffic_by_kind(RUN)
-    rows = [row for row in counted if (row["device"], row["kind"]) == (device, "refused")]
-    assert all((row["direction"], row["round"], row["tensor_bytes"]) == ("up", 1, 0) for row in rows)
-    return sum(row["sent_bytes"] for row in rows)
+    rows = [row for row in counted if (row.device, row.kind) == (device, "refused")]
+    assert all((row.direction, row.round, row.tensor_bytes) == ("up", 1, 0) for row in rows)
+    return sum(row.sent_bytes for row in rows)
 
 
 def silence(fleet: Fleet, *devices: str) -> None:

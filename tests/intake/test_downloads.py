@@ -103,8 +103,8 @@ def test_a_download_goes_on_at_any_byte_and_counts_what_it_sends(fleet: Fleet, f
     found, data = fetch(fleet, identity, payload.sha256, first_byte)
     assert (found.header(), data) == (payload.header(), data_of(payload)[first_byte:])
     (row,) = fleet.store.history.traffic(RUN)
-    assert (row["direction"], row["round"], row["tensor_bytes"]) == ("down", 1, len(data))
-    assert row["envelope_bytes"] == payload.header().ByteSize()
+    assert (row.direction, row.round, row.tensor_bytes) == ("down", 1, len(data))
+    assert row.envelope_bytes == payload.header().ByteSize()
 
 
 def test_a_download_counts_for_the_round_of_its_ask(fleet: Fleet) -> None:
@@ -119,7 +119,7 @@ def test_a_download_counts_for_the_round_of_its_ask(fleet: Fleet) -> None:
     fetch(fleet, identity, new.sha256)
     fleet.store.asks.close(1, "round closed")
     fetch(fleet, identity, old.sha256)
-    assert {row["round"]: row["tensor_bytes"] for row in fleet.store.history.traffic(RUN)} == {
+    assert {row.round: row.tensor_bytes for row in fleet.store.history.traffic(RUN)} == {
         1: old.data_bytes,
         2: new.data_bytes,
     }

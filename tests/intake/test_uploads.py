@@ -48,7 +48,7 @@ def test_an_answer_gets_a_receipt_once_it_is_stored(any_fleet: Fleet) -> None:
     assert data_of(any_fleet.store.blobs.open(payload.sha256)) == data_of(payload)
     assert any_fleet.ask_state() == ("answered", "")
     (figure,) = any_fleet.store.history.figures(RUN, "accuracy", "test")
-    assert (figure["device"], figure["sum"], figure["count"]) == ("d1", 3.0, 4)
+    assert (figure.device, figure.sum, figure.count) == ("d1", 3.0, 4)
     assert any_fleet.wakes > wakes
 
 
@@ -58,8 +58,8 @@ def test_the_bytes_of_an_answer_are_counted_without_its_metrics_data(fleet: Flee
     payload = make_payload()
     fleet.send(identity, payload)
     (row,) = fleet.store.history.traffic(RUN)
-    assert (row["round"], row["device"], row["direction"], row["payloads"]) == (1, "d1", "up", 1)
-    assert (row["tensor_bytes"], row["envelope_bytes"]) == (payload.data_bytes, payload.header().ByteSize())
+    assert (row.round, row.device, row.direction, row.payloads) == (1, "d1", "up", 1)
+    assert (row.tensor_bytes, row.envelope_bytes) == (payload.data_bytes, payload.header().ByteSize())
 
 
 @pytest.mark.parametrize("name", [{"number": 2}, {"step_number": 2}, {"number": 2**64 - 1}, {"number": 0}])
@@ -115,7 +115,7 @@ def test_an_answer_that_was_begun_in_time_and_ended_too_late_is_refused(any_flee
     )
     assert fleet.store.asks.uploads(RUN) == []
     (row,) = fleet.store.history.traffic(RUN)
-    assert (row["payloads"], row["tensor_bytes"], row["envelope_bytes"]) == (0, 0, 0)
+    assert (row.payloads, row.tensor_bytes, row.envelope_bytes) == (0, 0, 0)
     assert refused_bytes(fleet) == make_payload().header().ByteSize() + make_payload().data_bytes
     assert not fleet.store.blobs.has(make_payload().sha256), "nothing needs it"
     assert list(fleet.store.blobs.staging()) == []
@@ -131,7 +131,7 @@ def test_the_same_upload_again_gets_the_same_receipt_and_counts_once(any_fleet: 
     assert again.finish() == receipt
     assert any_fleet.status(identity).receipt == receipt
     assert len(any_fleet.store.asks.uploads(RUN)) == 1
-    assert any_fleet.store.history.traffic(RUN)[0]["payloads"] == 1
+    assert any_fleet.store.history.traffic(RUN)[0].payloads == 1
 
 
 def test_a_later_attempt_gets_the_receipt_of_the_first(fleet: Fleet) -> None:
@@ -163,7 +163,7 @@ def test_two_attempts_that_end_at_the_same_moment_count_once(any_fleet: Fleet) -
     receipts.append(session.finish())
     assert receipts[0] == receipts[1]
     assert len(any_fleet.store.asks.uploads(RUN)) == 1
-    assert [row["payloads"] for row in any_fleet.store.history.traffic(RUN)] == [1]
+    assert [row.payloads for row in any_fleet.store.history.traffic(RUN)] == [1]
 
 
 @pytest.mark.parametrize("bad", ["value", "checksum", "header"])
@@ -220,13 +220,13 @@ def test_an_answer_that_is_sent_again_is_counted_too(any_fleet: Fleet) -> None:
     any_fleet.ask()
     payload = make_payload()
     any_fleet.send(identity, payload)
-    before = any_fleet.store.history.traffic(RUN)[0]["tensor_bytes"]
+    before = any_fleet.store.history.traffic(RUN)[0].tensor_bytes
     again = any_fleet.begin(identity, payload)
     feed(again, in_pieces(payload, WHOLE))
     again.finish()
     again.abandon()
     assert refused_bytes(any_fleet) == payload.header().ByteSize() + payload.data_bytes
-    assert any_fleet.store.history.traffic(RUN)[0]["tensor_bytes"] == before
+    assert any_fleet.store.history.traffic(RUN)[0].tensor_bytes == before
 
 
 BAD_UPLOADS: dict[str, tuple[Payload, Code, str]] = {

@@ -139,7 +139,7 @@ def test_the_mean_loss_of_every_training_reaches_the_server(method: str, undistu
     name = LOSSES.get(method, method)
     store = undisturbed(name).store
     losses = store.history.figures(RUN, "loss", "train")
-    told = {(row["round"], row["device"]): row["sum"] / row["count"] for row in losses}
+    told = {(row.round, row.device): row.sum / row.count for row in losses}
     config = RUNS[name].configuration()
     ends = device_class(method).metrics_steps(config)
     assert set(told) == {(row.round, row.device) for row in store.asks.uploads(RUN) if row.step in ends}

@@ -49,7 +49,7 @@ def test_an_app_keeps_its_own_model_where_no_answer_of_the_fleet_is_as_good(meth
     config, specs, work = prepare(RUNS[method], tmp_path / "work")
     specs = [with_unbeatable_data(spec, work) for spec in specs]
     store = run_in_memory((config, specs, work), durable=True)  # with the files that an app's device has
-    verdicts = [row["sum"] for name in REPLACEMENT_METRICS for row in store.history.figures(RUN, name, SPLIT)]
+    verdicts = [row.sum for name in REPLACEMENT_METRICS for row in store.history.figures(RUN, name, SPLIT)]
     assert not any(verdict > 0 for verdict in verdicts)
     rounds = 1 if RUNS[method].one_exchange else RUNS[method].rounds_to_complete
     facts = views.run(store, RUN).facts
@@ -58,7 +58,7 @@ def test_an_app_keeps_its_own_model_where_no_answer_of_the_fleet_is_as_good(meth
         assert len(verdicts) >= len(specs) * rounds
     else:
         assert not verdicts, "a private device does not report it"
-    assert {row["sum"] for row in store.history.figures(RUN, "picked/personal", "validation")} <= {0.0}
+    assert {row.sum for row in store.history.figures(RUN, "picked/personal", "validation")} <= {0.0}
     store.close()
     for spec in specs:
         own, (inputs, _) = first_model(spec), load_arrays(spec.test_file)

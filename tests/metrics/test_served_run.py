@@ -163,8 +163,8 @@ def test_counts_are_those_of_the_store(watched: Watched, store: Store) -> None:
     assert now.value("uploads_begun_total") == now.value("calls_total", method="Upload")
     sums: dict[tuple[str, ...], float] = {}
     for row in store.history.traffic_by_kind(RUN):
-        key = row["direction"], row["kind"]
-        sums[key] = sums.get(key, 0) + row["sent_bytes"]
+        key = row.direction, row.kind
+        sums[key] = sums.get(key, 0) + row.sent_bytes
     assert now.by("link_bytes_total") == sums
     assert now.value("receipt_duration_seconds_count") == len(store.asks.uploads(RUN))
     assert now.value("commit_group_size_sum") >= now.value("commit_group_size_count") > 0

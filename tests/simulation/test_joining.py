@@ -101,7 +101,7 @@ def test_every_verdict_is_in_the_runs_table_the_devices_and_the_totals(method: s
     """One verdict a device and round, and one on the end result where the method brings one."""
     models = ("fedd2s_digits",) if method == "fedd2s" else SMALL.models
     store = run_in_memory(prepare(replace(SMALL, method=method, models=models), tmp_path / "work"))
-    verdicts = [row["sum"] for name in REPLACEMENT_METRICS for row in store.history.figures(RUN, name, SPLIT)]
+    verdicts = [row.sum for name in REPLACEMENT_METRICS for row in store.history.figures(RUN, name, SPLIT)]
     assert len(verdicts) == SMALL.devices * each
     replaced = sum(verdict > 0 for verdict in verdicts)
     kept = len(verdicts) - replaced

@@ -260,7 +260,7 @@ def events_and_figures(store: Store, asked: dict[int, bytes]) -> None:
 
 def told(store: Store) -> tuple[list[int], list[int]]:
     events = [row.round for row in store.history.events(RUN)]
-    return events, [row["round"] for row in store.history.figures(RUN, "accuracy", "test")]
+    return events, [row.round for row in store.history.figures(RUN, "accuracy", "test")]
 
 
 def test_pruning_gives_up_old_rounds_and_keeps_their_receipts(store: Store) -> None:

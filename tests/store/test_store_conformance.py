@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -528,14 +528,14 @@ def test_a_figure_reported_again_is_replaced_whole(store: Store) -> None:
     store.history.add_figures(RUN, 1, "a", early)
     store.history.add_figures(RUN, 1, "a", late)
     (row,) = store.history.figures(RUN, "accuracy", "test")
-    assert (row["sum"], row["count"], json.loads(row["by_class"])) == (3.0, 4, {"0": [3.0, 4]})
+    assert (row.sum, row.count, row.by_class) == (3.0, 4, {"0": (3.0, 4)})
 
 
 def test_figures_come_by_round_and_device_and_only_those_asked_for(store: Store) -> None:
     for number, device in ((2, "a"), (1, "b"), (1, "a")):
         store.history.add_figures(RUN, number, device, make_metrics())
     store.history.add_figures(RUN, 1, "a", make_metrics(name="loss"))
-    assert [(row["round"], row["device"]) for row in store.history.figures(RUN, "accuracy", "test")] == [
+    assert [(row.round, row.device) for row in store.history.figures(RUN, "accuracy", "test")] == [
         (1, "a"),
         (1, "b"),
         (2, "a"),
@@ -552,7 +552,7 @@ def test_figures_of_the_last_round_are_those_of_the_last_completed_one(store: St
         store.runs.close_round(RUN, number, b"c", [], {})
     store.runs.start_round(RUN, ["a", "b"])
     rows = store.history.figures_of_last_round(RUN, "accuracy", "test")
-    assert [(row["round"], row["device"]) for row in rows] == [(2, "a"), (2, "b")]
+    assert [(row.round, row.device) for row in rows] == [(2, "a"), (2, "b")]
 
 
 def test_traffic_adds_up_by_round_device_and_direction(store: Store) -> None:
@@ -560,10 +560,7 @@ def test_traffic_adds_up_by_round_device_and_direction(store: Store) -> None:
         store.history.add_traffic(RUN, 1, "a", "up", counted(sample_knowledge=amount), 1)
     store.history.add_traffic(RUN, 1, "a", "down", counted(refined_knowledge=5), 2)
     store.history.add_traffic(RUN, 2, "a", "up", counted(sample_knowledge=4, generator=3), 3)
-    rows = [
-        (r["round"], r["direction"], r["payloads"], r["tensor_bytes"], r["envelope_bytes"])
-        for r in store.history.traffic(RUN)
-    ]
+    rows = [(r.round, r.direction, r.payloads, r.tensor_bytes, r.envelope_bytes) for r in store.history.traffic(RUN)]
     assert rows == [(1, "down", 1, 5, 2), (1, "up", 2, 30, 2), (2, "up", 1, 7, 3)]
 
 
@@ -576,13 +573,12 @@ def test_traffic_is_told_apart_by_kind_and_by_what_travelled(store: Store) -> No
     for _ in range(2):
         store.history.add_traffic(RUN, 2, "a", "up", counted(sample_knowledge=4, generator=3), 9)
     store.history.add_traffic("another", 2, "a", "up", counted(generator=1), 9)
-    columns = ("round", "device", "direction", "kind", "payloads", "tensor_bytes", "envelope_bytes", "sent_bytes")
-    assert [tuple(row[name] for name in columns) for row in store.history.traffic_by_kind(RUN)] == [
+    assert [tuple(asdict(row).values()) for row in store.history.traffic_by_kind(RUN)] == [
         (2, "a", "up", "envelope", 2, 0, 18, 18),
         (2, "a", "up", "generator", 0, 6, 0, 4),
         (2, "a", "up", "sample_knowledge", 0, 8, 0, 6),
     ]
-    assert store.history.traffic(RUN)[0]["sent_bytes"] == 28
+    assert store.history.traffic(RUN)[0].sent_bytes == 28
 
 
 # --- transactions

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from support.stores import place_store
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.records import Ask, Replacements
 from fleetdistill_server.store.states import STALENESS, UploadStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
@@ -196,11 +197,11 @@ def bytes_of(store: Store, run: str) -> tuple[Any, ...]:
     def added(*columns: str) -> dict[tuple[Any, ...], list[int]]:
         sums = defaultdict[tuple[Any, ...], list[int]](lambda: [0, 0, 0, 0, 0])
         for row in traffic:
-            one = sums[tuple(row[name] for name in columns)]
-            up = row["direction"] == "up"
-            one[0 if up else 1] += row["tensor_bytes"] + row["envelope_bytes"]
-            one[2] += row["envelope_bytes"]
-            one[3 if up else 4] += row["sent_bytes"]
+            one = sums[tuple({"run": run, **asdict(row)}[name] for name in columns)]
+            up = row.direction == "up"
+            one[0 if up else 1] += row.tensor_bytes + row.envelope_bytes
+            one[2] += row.envelope_bytes
+            one[3 if up else 4] += row.sent_bytes
         return sums
 
     def summed(rows: list[Row], *columns: str) -> dict[tuple[Any, ...], list[int]]:
@@ -223,26 +224,20 @@ def figures_of(store: Store, run: str) -> tuple[Any, ...]:
     rows = [row for name in names for row in store.history.figures(run, *name)]
     rates = defaultdict[tuple[int, str], list[float]](list)
     for row in rows:
-        if row["count"]:
-            rates[row["round"], row["name"]].append(row["sum"] / row["count"])
+        if row.count:
+            rates[row.round, row.name].append(row.sum / row.count)
     computed = {key: (round(sum(found) / len(found), 9), len(found)) for key, found in rates.items()}
-    newest = {
-        (row["name"], row["device"]): row["round"] for row in store.history.newest_figures(run, "accuracy", "test")
-    }
-    last = {(row["name"], row["device"]): row["round"] for row in rows if row["name"] != REPLACED}  # oldest first
-    replaced = [_replaced(rows, column) for column in ("round", "device")]
-    by_round, by_device = store.summaries.replacements(run, 0, EVERY), store.summaries.replacements_of_devices(run)
-    counted = [_counted(by_round, "round"), _counted(by_device, "device")]
+    newest = {(row.name, row.device): row.round for row in store.history.newest_figures(run, "accuracy", "test")}
+    last = {(row.name, row.device): row.round for row in rows if row.name != REPLACED}  # oldest first
+    figures = [row for row in rows if row.name == REPLACED]
+    replaced = [_replaced((one.round, one.sum) for one in figures), _replaced((one.device, one.sum) for one in figures)]
+    counted = [store.summaries.replacements(run, 0, EVERY), store.summaries.replacements_of_devices(run)]
     return (means, newest, counted), (computed, last, replaced)
 
 
-def _counted(rows: list[Row], column: str) -> dict[Any, tuple[int, int]]:
-    return {row[column]: (row["replaced"], row["kept"]) for row in rows}
-
-
-def _replaced(rows: list[Row], column: str) -> dict[Any, tuple[int, int]]:
-    found = Counter((row[column], row["sum"] > 0) for row in rows if row["name"] == REPLACED)
-    return {key: (found[key, True], found[key, False]) for key, _ in found}
+def _replaced(sums: Iterable[tuple[Any, float]]) -> dict[Any, Replacements]:
+    found = Counter((key, total > 0) for key, total in sums)
+    return {key: Replacements(found[key, True], found[key, False]) for key, _ in found}
 
 
 def assert_sums_are_true(store: Store, run: str) -> None:
@@ -250,9 +245,11 @@ def assert_sums_are_true(store: Store, run: str) -> None:
         summed, computed = compared(store, run)
         assert summed == computed, compared.__name__
     only = store.summaries.replacements_of_devices(run, "b")
-    assert only == [row for row in store.summaries.replacements_of_devices(run) if row["device"] == "b"]
+    assert only == {
+        device: counts for device, counts in store.summaries.replacements_of_devices(run).items() if device == "b"
+    }
     of_b = store.history.newest_figures(run, "accuracy", "test", "b")
-    assert of_b == [row for row in store.history.newest_figures(run, "accuracy", "test") if row["device"] == "b"]
+    assert of_b == [row for row in store.history.newest_figures(run, "accuracy", "test") if row.device == "b"]
 
 
 def play(store: Store, changes: Changes) -> str:

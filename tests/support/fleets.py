@@ -18,12 +18,12 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_lab.simulation.data.datasets import load_dataset
 from fleetdistill_lab.simulation.data.partition import partition
 from fleetdistill_lab.simulation.links.links import run_over_memory
-from fleetdistill_lab.simulation.links.simulated_devices import saved_state
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.spec.plan import RUN, hold_out_proxy, make_run_config, make_specs
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.store.records import Ask, Upload
+from fleetdistill_server.store.round_store import DeviceStates
 from fleetdistill_server.store.store import Store
 
 Prepared = tuple[RunConfig, list[DeviceSpec], Path]
@@ -116,7 +116,7 @@ def outcome(store: Store) -> tuple[bytes, list[tuple[int, str, float, int]]]:
     assert row.status == "finished"
     figures = store.history.figures(RUN, "accuracy", "test")
     return _state_without_secrets(store, row.checkpoint), [
-        (one["round"], one["device"], one["sum"], one["count"]) for one in figures
+        (one.round, one.device, one.sum, one.count) for one in figures
     ]
 
 
@@ -175,7 +175,7 @@ def _device_file(prepared: Prepared, spec: DeviceSpec, name: str) -> bytes:
     if file.exists():
         return file.read_bytes()
     with closing(Store.open(Path(prepared[0].server.store))) as store:
-        return saved_state(store, spec.name)[name]
+        return DeviceStates(store.database).load(spec.name)[name]
 
 
 def assert_no_upload_lost(store: Store, receipts: set[str] | None = None, run: str = RUN) -> None:

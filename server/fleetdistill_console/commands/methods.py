@@ -33,9 +33,8 @@ from fleetdistill_server.methods.traffic import (
     round_bytes,
     usual_exchanges,
 )
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.texts import readable_bytes
-from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.runs import TableRow, View
 
 if TYPE_CHECKING:
     from fleetdistill_server.engine.run_sizes import RunSizes
@@ -165,7 +164,9 @@ def compare_methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS, run
     return View({"methods": rows}, facts)
 
 
-def method_row(name: str, sizes: Sizes, knowledge_type: KnowledgeType, rounds: int = ROUNDS, config: Any = None) -> Row:
+def method_row(
+    name: str, sizes: Sizes, knowledge_type: KnowledgeType, rounds: int = ROUNDS, config: Any = None
+) -> TableRow:
     """Returns one method as plain data, with default settings if `config` is None.
 
     Exchanges and bytes are per round, or for the whole run if the method ends early.
@@ -209,7 +210,7 @@ def _checked(knowledge_type: str) -> KnowledgeType:
     raise ConfigurationError(f"--knowledge-type is {knowledge_type!r}, expected one of {', '.join(KNOWLEDGE_TYPES)}")
 
 
-def _what(row: Row) -> dict[str, str]:
+def _what(row: TableRow) -> dict[str, str]:
     models = f"{row['models']}, one extractor" if row["same_extractor"] else row["models"]
     return {
         "method": row["method"],
@@ -219,7 +220,7 @@ def _what(row: Row) -> dict[str, str]:
     }
 
 
-def _costs(row: Row) -> dict[str, str]:
+def _costs(row: TableRow) -> dict[str, str]:
     count = str(row["exchanges"])
     formula = row["exchanges_formula"]
     return {

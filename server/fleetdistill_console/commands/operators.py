@@ -24,9 +24,8 @@ from fleetdistill_server.cli.options import (
 )
 from fleetdistill_server.operations.source import open_source
 from fleetdistill_server.security.roles import in_words
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.operator_calls import BEGUN, LOCAL, caller_in_words
-from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.runs import TableRow, View
 
 _WIDE = 110
 """Columns of a terminal from which the time and the caller have one line each."""
@@ -60,7 +59,7 @@ def operators(
         typer.echo(f"there are older calls: --before {found.lists['operators'][-1]['id']}")
 
 
-def table(calls: Sequence[Row], width: int) -> Table | Text:
+def table(calls: Sequence[TableRow], width: int) -> Table | Text:
     """Returns calls as a table for a terminal of `width` columns."""
     if not calls:
         return Text("operators (0)")
@@ -75,7 +74,7 @@ def table(calls: Sequence[Row], width: int) -> Table | Text:
     return made
 
 
-def cells(call: Row) -> dict[str, str]:
+def cells(call: TableRow) -> dict[str, str]:
     """Returns a call in words: at, who, what, run and result; without control characters."""
     arguments = _parsed(call["arguments"])
     run = str(arguments.pop("run", ""))
@@ -85,7 +84,7 @@ def cells(call: Row) -> dict[str, str]:
     return {name: printable(text) for name, text in texts.items()}
 
 
-def _who(call: Row) -> str:
+def _who(call: TableRow) -> str:
     caller = caller_in_words(call["role"], call["name"])
     if call["role"] == LOCAL:
         return caller

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fleetdistill_console.dashboard.feed import Feed
 from fleetdistill_console.dashboard.readers import ABOUT, HEALTH, settings
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.views.runs import TableRow
 
 _SILENT_SECONDS = 12.0
 """Age of the newest figures from which a server does not answer, although a call to it has not failed yet."""
@@ -39,7 +39,7 @@ class Board:
         text = "; ".join(snapshot.value or ())
         return text or (f"the server has not answered for {silent:.0f} s" if silent > _SILENT_SECONDS else "")
 
-    def method_figures(self, run: str) -> Mapping[str, Row]:
+    def method_figures(self, run: str) -> Mapping[str, TableRow]:
         """Returns the figures that a run's method declares, by name; empty until they have been read."""
         view = self.feed.look(settings(run)).value
         return {} if view is None else view.facts["figures"]

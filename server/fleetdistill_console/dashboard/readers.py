@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from fleetdistill_server.operations.interface import Source
-from fleetdistill_server.store.database import Row
-from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.runs import TableRow, View
 
 T = TypeVar("T")
 _MAY_CHANGE = 3
@@ -39,12 +38,12 @@ CALLS: Subject[View] = Subject("operators", lambda: Source.operators, 5.0)
 ABOUT: Subject[View] = Subject("about", lambda: Source.about, 5.0)
 
 
-def rounds(run: str) -> Subject[Sequence[Row]]:
+def rounds(run: str) -> Subject[Sequence[TableRow]]:
     """Returns the figures of a run's rounds, in order."""
     return Subject(("rounds", run), lambda: _Growing(lambda source, after: source.rounds(run, after).lists["rounds"]))
 
 
-def traffic(run: str) -> Subject[Sequence[Row]]:
+def traffic(run: str) -> Subject[Sequence[TableRow]]:
     """Returns the bytes of a run by round and kind of part, in the order of rounds."""
     return Subject(("traffic", run), lambda: _Growing(lambda source, after: source.traffic(run, after).lists["bytes"]))
 
@@ -87,11 +86,11 @@ class _Growing:
         read: Reads the rows of the rounds after a round, ordered by round.
     """
 
-    def __init__(self, read: Callable[[Source, int], list[Row]]) -> None:
+    def __init__(self, read: Callable[[Source, int], list[TableRow]]) -> None:
         self._read = read
-        self._rows: list[Row] = []
+        self._rows: list[TableRow] = []
 
-    def __call__(self, source: Source) -> Sequence[Row]:
+    def __call__(self, source: Source) -> Sequence[TableRow]:
         last = self._rows[-1]["round"] if self._rows else -1
         after = max(last - _MAY_CHANGE, -1)
         new = self._read(source, after)
@@ -100,7 +99,7 @@ class _Growing:
         self._rows = [row for row in self._rows if row["round"] <= after] + new
         return self._rows
 
-    def _continues(self, new: Sequence[Row], after: int) -> bool:
+    def _continues(self, new: Sequence[TableRow], after: int) -> bool:
         """Returns whether rows that were read again are those of the same rounds."""
         known = [(row["round"], row.get("started_at")) for row in self._rows if row["round"] > after]
         return [(row["round"], row.get("started_at")) for row in new][: len(known)] == known

@@ -10,10 +10,9 @@ from typing import Any
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.operations.source import LocalStore
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.views.reading import Query
-from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.runs import TableRow, View
 
 
 class SimulatedRun(LocalStore):
@@ -46,7 +45,7 @@ class SimulatedRun(LocalStore):
         return super().read(query)
 
 
-def with_alone(rounds: Sequence[Row], by_device: Mapping[str, Sequence[float]]) -> list[Row]:
+def with_alone(rounds: Sequence[TableRow], by_device: Mapping[str, Sequence[float]]) -> list[TableRow]:
     """Returns rounds with the mean accuracy of the devices that trained alone for as many rounds.
 
     Args:
@@ -59,7 +58,7 @@ def with_alone(rounds: Sequence[Row], by_device: Mapping[str, Sequence[float]]) 
     ]
 
 
-def training_classes(devices: Sequence[Row]) -> list[Row]:
+def training_classes(devices: Sequence[TableRow]) -> list[TableRow]:
     """Returns the devices of a report as in the view `classes`."""
     return [
         {

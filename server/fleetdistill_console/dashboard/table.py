@@ -9,7 +9,6 @@ from typing import Any
 
 from nicegui import ui
 
-Row = Mapping[str, Any]
 ID = "id"
 """Column that identifies a row."""
 
@@ -122,7 +121,7 @@ class LiveTable:
         height: str = "24rem",
         first: Sequence[str] = (),
     ) -> None:
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, Mapping[str, Any]] = {}
         usual = [one["field"] for one in columns]
         narrow = [*first, *(name for name in usual if name not in first)]
         self._loading = True
@@ -144,7 +143,7 @@ class LiveTable:
         }
         self.grid = ui.aggrid(options, auto_size_columns=False).classes("fd-table").style(f"height: {height}")
 
-    def show(self, rows: Sequence[Row]) -> None:
+    def show(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Shows rows; only the differences to the previous call are sent."""
         new = {str(row[ID]): row for row in rows}
         change = {

@@ -51,5 +51,5 @@ def watcher(phase: Phase, config: RunConfig, on_progress: OnProgress) -> Watch:
 
 
 def _latest_accuracy(store: Store) -> float | None:
-    rows = store.history.figures_of_last_round(RUN, "accuracy", "test")
-    return sum(row["sum"] / row["count"] for row in rows) / len(rows) if rows else None
+    figures = store.history.figures_of_last_round(RUN, "accuracy", "test")
+    return sum(figure.sum / figure.count for figure in figures) / len(figures) if figures else None

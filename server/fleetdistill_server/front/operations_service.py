@@ -41,13 +41,12 @@ from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens, token_bytes
 from fleetdistill_server.service.run_changes import RunState
 from fleetdistill_server.service.wakeups import POLL_SECONDS
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.operator_calls import Call, Outcome
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted, readable_bytes, to_json
 from fleetdistill_server.views.reading import FOR_OPERATORS, MAX_EVENTS, VIEWS, Query, ViewReader, read
 from fleetdistill_server.views.results import backed_up, deleted, rolled_back
-from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.runs import TableRow, View
 from fleetdistill_server.views.watch import changes, is_over
 
 T = TypeVar("T", bound=Message)
@@ -96,7 +95,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     async def WatchRun(
         self, request: operations_pb2.WatchRunRequest, context: Any
     ) -> AsyncIterator[operations_pb2.WatchRunResponse]:
-        seen: dict[str, Row] = {}
+        seen: dict[str, TableRow] = {}
         while True:
             new = await in_pool(self._pool, context, partial(self._changes, request.run, seen))
             for page in pages(map(_change, new), PAGE_BYTES, MAX_ROWS):
@@ -225,7 +224,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         done = await in_pool(self._pool, context, work)
         return operations_pb2.RollBackRunResponse(completed_rounds=done.completed_rounds, undone_rounds=done.undone)
 
-    def _changes(self, run: str, seen: dict[str, Row]) -> list[Row]:
+    def _changes(self, run: str, seen: dict[str, TableRow]) -> list[TableRow]:
         with _unknown_run():
             return changes(self._store, run, seen)
 
@@ -361,13 +360,13 @@ def _revoke_person(request: operations_pb2.RevokePersonRequest, caller: Holder |
         return revoke_person(store, request.role, request.name, request.reason)
 
 
-def _filled(kind: type[Any], row: Row) -> Any:
+def _filled(kind: type[Any], row: TableRow) -> Any:
     """Returns a message with the values of a row for which it has fields; None leaves a field unset."""
     fields = kind.DESCRIPTOR.fields_by_name
     return kind(**{name: value for name, value in row.items() if name in fields and value is not None})
 
 
-def _change(row: Row) -> operations_pb2.RunChange:
+def _change(row: TableRow) -> operations_pb2.RunChange:
     """Returns one change as `fleetdistill runs watch` shows it."""
     kind = row["kind"]
     return operations_pb2.RunChange(**{kind: _filled(_CHANGES[kind], row)})

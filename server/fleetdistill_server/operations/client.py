@@ -27,12 +27,11 @@ from fleetdistill_server.security.tokens import MAX_TOKENS
 from fleetdistill_server.service.creation import CREATION_SECONDS, NewRun
 from fleetdistill_server.service.run_changes import RunState
 from fleetdistill_server.store.backup import BackedUp, check_empty
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.retention import Freed, Pruned
 from fleetdistill_server.store.rollback import RolledBack
 from fleetdistill_server.texts import when
 from fleetdistill_server.views.reading import FOR_OPERATORS, Query
-from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.runs import TableRow, View
 
 READ_SECONDS = 120.0
 """Longest duration of a read in seconds; a view of a large fleet takes several."""
@@ -67,7 +66,7 @@ class OperatorClient(Source):
         with errors_of(self._server):
             return _joined(getattr(self._stub, method)(request, timeout=READ_SECONDS))
 
-    def follow(self, name: str) -> Iterator[list[Row]]:
+    def follow(self, name: str) -> Iterator[list[TableRow]]:
         """Yields the changes in a run until it ends, like `watch.follow`."""
         with errors_of(self._server):
             for answer in self._stub.WatchRun(operations_pb2.WatchRunRequest(run=name)):
@@ -184,8 +183,8 @@ def _parts(call: Any) -> Iterator[operations_pb2.FilePart]:
 
 def _joined(pages: Iterable[operations_pb2.ReadResponse]) -> View:
     """Returns the view whose facts and rows come in pages. Raises LinkError if they are no view, or too large."""
-    facts: Row = {}
-    lists: dict[str, list[Row]] = {}
+    facts: TableRow = {}
+    lists: dict[str, list[TableRow]] = {}
     size, values = 0, 0
     for page in pages:
         size += page.ByteSize()
@@ -233,7 +232,7 @@ def _check_expiry(credentials: Credentials, identity: Path) -> None:
         )
 
 
-def _row(message: Any) -> Row:
+def _row(message: Any) -> TableRow:
     """Converts a message to a row; absent fields become None."""
     fields = message.DESCRIPTOR.fields
     return {

@@ -10,11 +10,10 @@ from pathlib import Path
 from fleetdistill_server.service.creation import NewRun
 from fleetdistill_server.service.run_changes import RunState
 from fleetdistill_server.store.backup import BackedUp
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.retention import Pruned
 from fleetdistill_server.store.rollback import RolledBack
 from fleetdistill_server.views.reading import Query
-from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.runs import TableRow, View
 
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What a reply of a server can raise. Its rows have no schema, so that newer servers can add columns."""
@@ -54,7 +53,7 @@ class Source(ABC):
         """Reads one view; the methods below name the views."""
 
     @abstractmethod
-    def follow(self, run: str) -> Iterator[list[Row]]:
+    def follow(self, run: str) -> Iterator[list[TableRow]]:
         """Yields the changes in a run until it ends, as dictionaries whose `kind` is run, round, step or event."""
 
     @abstractmethod

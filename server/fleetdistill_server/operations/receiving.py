@@ -18,7 +18,7 @@ from fleetdistill.training.foreign_onnx import check_self_contained
 from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.store.backup import BackedUp, check_backup, check_empty
 from fleetdistill_server.store.blobs import disk_errors
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.views.runs import TableRow
 
 MAX_MODEL_BYTES = 2 << 30
 """Largest size of a model in bytes, that of a protobuf message."""
@@ -78,7 +78,7 @@ def receive_backup(parts: Iterable[operations_pb2.FilePart], out: Path) -> Backe
 @contextmanager
 def _receiving(
     parts: Iterable[operations_pb2.FilePart], out: Path, most: float = math.inf
-) -> Iterator[tuple[Path, Row]]:
+) -> Iterator[tuple[Path, TableRow]]:
     """Yields a new folder beside `out` with the files, durably written, and the report on them; then deletes it."""
     folder = out.with_name(out.name + ".receiving")
     try:
@@ -90,7 +90,7 @@ def _receiving(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _receive_all(parts: Iterable[operations_pb2.FilePart], folder: Path, most: float) -> Row:
+def _receive_all(parts: Iterable[operations_pb2.FilePart], folder: Path, most: float) -> TableRow:
     with disk_errors(f"receiving into {folder}"), ExitStack() as opened:
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted attempt
         make_directory(folder)
@@ -115,7 +115,7 @@ def _receive_all(parts: Iterable[operations_pb2.FilePart], folder: Path, most: f
     raise LinkError("the server's files ended early; run the command again, it begins anew")
 
 
-def json_row(text: str) -> Row:
+def json_row(text: str) -> TableRow:
     """Parses a JSON object of a server. Raises LinkError if the text is none, or is nested too deeply."""
     try:
         found = json.loads(text, parse_constant=_refuse_constant)

@@ -19,7 +19,6 @@ from fleetdistill_server.service.enrol_port import enrol_port_for_tokens
 from fleetdistill_server.service.run_changes import RunState, change
 from fleetdistill_server.service.run_endings import delete, roll_back
 from fleetdistill_server.store.backup import BackedUp, backup
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.location import SQLITE, has_store
 from fleetdistill_server.store.operator_calls import LOCAL, Outcome
 from fleetdistill_server.store.retention import Pruned
@@ -29,7 +28,7 @@ from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted
 from fleetdistill_server.views.reading import Query, read
 from fleetdistill_server.views.results import backed_up, deleted, rolled_back
-from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.runs import TableRow, View
 from fleetdistill_server.views.watch import follow
 
 
@@ -87,7 +86,7 @@ class LocalStore(Source):
             View(found.lists, {**found.facts, "role": LOCAL, "name": local_user()}) if query.view == "about" else found
         )
 
-    def follow(self, run: str) -> Iterator[list[Row]]:
+    def follow(self, run: str) -> Iterator[list[TableRow]]:
         """Yields the changes in a run until it ends."""
         return follow(self._store, run)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fleetdistill.knowledge import Metrics
 from fleetdistill_server.store.database import Database, Row
-from fleetdistill_server.store.records import Ask, Event
+from fleetdistill_server.store.records import Ask, Event, ReportedFigure, Traffic
 from fleetdistill_server.store.sums import Sums, figures_of_devices
 from fleetdistill_server.store.traffic import ENVELOPE, REFUSED, Counted
 from fleetdistill_server.texts import shortened
@@ -115,22 +115,27 @@ class History:
             if summed:
                 self._sums.change_figures(run, number, device, 1)
 
-    def figures(self, run: str, name: str, split: str) -> list[Row]:
+    def figures(self, run: str, name: str, split: str) -> list[ReportedFigure]:
         """Returns all reported values of one figure of a run, ordered by round and device."""
-        return self._db.rows(
+        return self._figures(
             "SELECT * FROM figures WHERE run = ? AND name = ? AND split = ? ORDER BY round, device", run, name, split
         )
 
-    def figures_of_last_round(self, run: str, name: str, split: str) -> list[Row]:
+    def _figures(self, sql: str, *values: object) -> list[ReportedFigure]:
+        return [ReportedFigure.from_row(row) for row in self._db.rows(sql, *values)]
+
+    def figures_of_last_round(self, run: str, name: str, split: str) -> list[ReportedFigure]:
         """Returns the values of one figure that devices reported in the last completed round, ordered by device."""
-        return self._db.rows(
+        return self._figures(
             "SELECT * FROM figures WHERE run = ?1 AND name = ?2 AND split = ?3 AND round = "
             "(SELECT max(round) FROM rounds WHERE run = ?1 AND status = 'closed') ORDER BY device",
             *(run, name, split),
         )
 
-    def newest_figures(self, run: str, name: str, split: str, device: str | None = None) -> list[Row]:
-        """Returns each device's newest value of a figure and of its `VARIANT/NAME` forms, by name and device.
+    def newest_figures(self, run: str, name: str, split: str, device: str | None = None) -> list[ReportedFigure]:
+        """Returns each device's newest value of a figure and of its `VARIANT/NAME` forms, ordered by name and device.
+
+        Their `by_class` is empty.
 
         Args:
             run: Name of the run.
@@ -141,9 +146,10 @@ class History:
         named = "split = ?2 AND (name = ?3 OR (length(name) > ?4 AND substr(name, length(name) + 1 - ?4) = ?5))"
         known = figures_of_devices(named if device is None else f"{named} AND device = ?6")
         form = f"/{name}"
-        return self._db.rows(
+        return self._figures(
             f"WITH newest AS (SELECT device, name, max(newest) AS round FROM {known} GROUP BY device, name) "
-            "SELECT f.device, f.name, f.sum, f.count, f.round FROM newest n CROSS JOIN figures f WHERE f.run = ?1 "
+            "SELECT f.run, f.round, f.device, f.name, f.split, f.sum, f.count, '' AS by_class "
+            "FROM newest n CROSS JOIN figures f WHERE f.run = ?1 "
             "AND f.split = ?2 AND f.round = n.round AND f.device = n.device AND f.name = n.name "
             "ORDER BY f.name, f.device",
             *(run, split, name, len(form), form, *(() if device is None else (device,))),
@@ -177,21 +183,21 @@ class History:
         if self._sums.contain(rows[0]["run"], rows[0]["round"]):
             self._sums.add_bytes(rows)
 
-    def traffic(self, run: str) -> list[Row]:
-        """Returns uncompressed tensor and header bytes, and bytes on the link, by round, device and direction."""
-        return self._db.rows(
-            "SELECT run, round, device, direction, sum(payloads) AS payloads, sum(tensor_bytes) AS tensor_bytes, "
-            "sum(envelope_bytes) AS envelope_bytes, sum(sent_bytes) AS sent_bytes FROM traffic WHERE run = ? "
-            "GROUP BY run, round, device, direction ORDER BY round, device, direction",
+    def traffic(self, run: str) -> list[Traffic]:
+        """Returns the byte counts over all kinds of parts, ordered by round, device and direction."""
+        rows = self._db.rows(
+            "SELECT round, device, direction, '' AS kind, sum(payloads) AS payloads, "
+            "sum(tensor_bytes) AS tensor_bytes, sum(envelope_bytes) AS envelope_bytes, "
+            "sum(sent_bytes) AS sent_bytes FROM traffic WHERE run = ? "
+            "GROUP BY round, device, direction ORDER BY round, device, direction",
             run,
         )
+        return [Traffic.from_row(row) for row in rows]
 
-    def traffic_by_kind(self, run: str) -> list[Row]:
-        """Returns the byte counts of `traffic`, also grouped by kind of part.
-
-        The kind of headers is "envelope".
-        """
-        return self._db.rows("SELECT * FROM traffic WHERE run = ? ORDER BY round, device, direction, kind", run)
+    def traffic_by_kind(self, run: str) -> list[Traffic]:
+        """Returns the byte counts, ordered by round, device, direction and kind of part."""
+        rows = self._db.rows("SELECT * FROM traffic WHERE run = ? ORDER BY round, device, direction, kind", run)
+        return [Traffic.from_row(row) for row in rows]
 
 
 def about_ask(ask: Ask) -> dict[str, Any]:

@@ -409,6 +409,120 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportedFigure:
+    """A row of the table `figures`: what a device reported about one figure in one round.
+
+    Attributes:
+        run: Name of the run.
+        round: Number of the round.
+        device: Id of the device.
+        name: Name of the figure, such as `accuracy`; `VARIANT/NAME` for a further variant of the model.
+        split: Data that the figure is about: `train`, `validation` or `test`.
+        sum: Sum over the samples.
+        count: Number of samples.
+        by_class: Sum and number of samples by class; empty if the device did not report them.
+    """
+
+    run: str
+    round: int
+    device: str
+    name: str
+    split: str
+    sum: float
+    count: int
+    by_class: Mapping[str, tuple[float, int]]
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over the samples; None without samples."""
+        return self.sum / self.count if self.count else None
+
+    @classmethod
+    def from_row(cls, row: Row) -> ReportedFigure:
+        """Returns the record of a row that has all columns."""
+        by_class = {label: (total, count) for label, (total, count) in json.loads(row["by_class"] or "{}").items()}
+        return cls(**{**row, "by_class": by_class})
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes between the server and one device in one round and direction: a row of the table `traffic`, or their sum.
+
+    Attributes:
+        round: Number of the round; 0 for what was sent before the first round.
+        device: Id of the device.
+        direction: `up` from the device, `down` to it.
+        kind: Kind of part, `envelope` for headers; empty for the sum over all kinds.
+        payloads: Number of payloads.
+        tensor_bytes: Bytes of tensors before compression.
+        envelope_bytes: Bytes of headers before compression.
+        sent_bytes: Bytes on the link.
+    """
+
+    round: int
+    device: str
+    direction: str
+    kind: str
+    payloads: int
+    tensor_bytes: int
+    envelope_bytes: int
+    sent_bytes: int
+
+    @property
+    def uncompressed_bytes(self) -> int:
+        """Bytes of tensors and headers before compression."""
+        return self.tensor_bytes + self.envelope_bytes
+
+    @classmethod
+    def from_row(cls, row: Row) -> Traffic:
+        """Returns the record of a row, with any further columns left out."""
+        return cls(
+            round=row["round"],
+            device=row["device"],
+            direction=row["direction"],
+            kind=row["kind"],
+            payloads=int(row["payloads"]),
+            tensor_bytes=int(row["tensor_bytes"]),
+            envelope_bytes=int(row["envelope_bytes"]),
+            sent_bytes=int(row["sent_bytes"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Participation:
+    """The part of one device in a run.
+
+    Attributes:
+        device: Id of the device.
+        rounds: Number of rounds that asked it.
+        asks: Number of its asks.
+        answers: Number of asks that it answered.
+        out: Number of asks that ended without an answer.
+        last_answer: Round of its last answer; None before the first.
+    """
+
+    device: str
+    rounds: int
+    asks: int
+    answers: int
+    out: int
+    last_answer: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Replacements:
+    """How often deliveries replaced the models of apps that have validation data.
+
+    Attributes:
+        replaced: Number of deliveries whose model the app took.
+        kept: Number of deliveries after which the app kept its model.
+    """
+
+    replaced: int
+    kept: int
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """A row of the table `tokens`: an enrolment token, without its secret.
 

@@ -7,7 +7,8 @@ Checkpoints are files, as in any store, so that other processes can read the sto
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -15,9 +16,52 @@ from types import TracebackType
 from fleetdistill.errors import DamagedError, StoreError
 from fleetdistill.state.durable import make_directory
 from fleetdistill_server.store.blobs import disk_errors
+from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.store import Store
+
+
+class DeviceStates:
+    """The table `simulated_devices`, in which a simulation keeps the states of its devices.
+
+    It is a table of the run's store, so that one transaction saves a round with its devices.
+
+    Args:
+        database: Database of the store.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def create(self) -> None:
+        """Creates the table if the store has none."""
+        self._db.write("CREATE TABLE IF NOT EXISTS simulated_devices (device TEXT PRIMARY KEY, state BLOB)")
+
+    def load(self, device: str) -> dict[str, bytes]:
+        """Returns the contents of a device's state by file name; empty if none is saved."""
+        if not self._db.exists("SELECT 1 FROM sqlite_master WHERE name = 'simulated_devices'"):
+            return {}
+        data = self._db.value("SELECT state FROM simulated_devices WHERE device = ?", device)
+        return {} if data is None else _unpack(data)
+
+    def save(self, device: str, contents: Mapping[str, bytes]) -> None:
+        """Stores the contents of a device's state by file name."""
+        values = {"device": device, "state": _pack(contents)}
+        self._db.insert("simulated_devices", values, "ON CONFLICT DO UPDATE SET state = excluded.state")
+
+
+def _pack(contents: Mapping[str, bytes]) -> bytes:
+    sizes = json.dumps({name: len(data) for name, data in contents.items()}).encode()
+    return b"".join([len(sizes).to_bytes(8, "little"), sizes, *contents.values()])
+
+
+def _unpack(data: bytes) -> dict[str, bytes]:
+    at = 8 + int.from_bytes(data[:8], "little")
+    contents = {}
+    for name, size in json.loads(data[8:at]).items():
+        contents[name], at = data[at : at + size], at + size
+    return contents
 
 
 class RoundStore(Store):
@@ -25,6 +69,9 @@ class RoundStore(Store):
 
     Args:
         directory: Directory of the store, created if necessary.
+
+    Attributes:
+        device_states: States of the simulation's devices.
 
     Raises:
         StoreError: See `Store.open`.
@@ -36,6 +83,8 @@ class RoundStore(Store):
         self._rounds = _RoundDatabase.open(directory / "store.sqlite")
         super().__init__(self._rounds, _RoundBlobs(directory / "blobs"))
         self._rounds.begin()
+        self.device_states = DeviceStates(self.database)
+        self.device_states.create()
 
     def save(self) -> None:
         """Saves all changes since the last call."""

@@ -69,7 +69,7 @@ def round_figures(db: Database, run: str, first: int = 0, last: int = EVERY) -> 
     rounds = rounds_with_answers(db, run, first, last)
     declared = read_declared(db.value("SELECT figures FROM runs WHERE name = ?", run))
     guards = summaries.guards(run, first, last)
-    replaced = {row["round"]: row for row in summaries.replacements(run, first, last)}
+    replacements = summaries.replacements(run, first, last)
     sent = {row["round"]: row for row in summaries.bytes(run, ("round",), first, last)}
     reported: dict[int, dict[tuple[str, str], Reported]] = {}
     for row in summaries.mean_figures(run, first, last):
@@ -78,15 +78,15 @@ def round_figures(db: Database, run: str, first: int = 0, last: int = EVERY) -> 
     found = []
     for shown, answers in rounds:
         number = shown.number
-        models, link = replaced.get(number), sent.get(number, {})
+        models, link = replacements.get(number), sent.get(number, {})
         found.append(
             RoundFigures(
                 round=shown,
                 answers=answers,
                 guards=guards.get(number, 0),
                 reported=reported.get(number, {}),
-                kept=None if models is None else int(models["kept"]),
-                replaced=None if models is None else int(models["replaced"]),
+                kept=None if models is None else models.kept,
+                replaced=None if models is None else models.replaced,
                 bytes_up=link.get("up_sent", 0),
                 bytes_down=link.get("down_sent", 0),
                 global_accuracy=shown.figures.get("global_accuracy"),

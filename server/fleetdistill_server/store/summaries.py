@@ -5,6 +5,7 @@ The tables have a row for each device in each round, which are millions with 1,0
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from fleetdistill.replacement import REPLACEMENT_METRICS, SPLIT
@@ -17,6 +18,9 @@ from fleetdistill_server.store.records import (
     AnswerCounts,
     Ask,
     Event,
+    Participation,
+    Replacements,
+    ReportedFigure,
     Round,
     Upload,
     ask_and_upload,
@@ -79,21 +83,23 @@ class Summaries:
             *(run, first, last),
         )
 
-    def replacements(self, run: str, first: int, last: int) -> list[Row]:
+    def replacements(self, run: str, first: int, last: int) -> dict[int, Replacements]:
         """Returns how many app models were replaced and kept, by round."""
-        return self._db.rows(
+        rows = self._db.rows(
             f"SELECT round, sum(positive) AS replaced, sum(others) AS kept FROM {FIGURES_OF_ROUNDS} "
             f"WHERE {_IS_REPLACEMENT} GROUP BY round",
             *(run, first, last),
         )
+        return {row["round"]: _replacements(row) for row in rows}
 
-    def replacements_of_devices(self, run: str, device: str | None = None) -> list[Row]:
+    def replacements_of_devices(self, run: str, device: str | None = None) -> dict[str, Replacements]:
         """Returns how many app models were replaced and kept, by device; only of one device if given."""
         known = figures_of_devices(_IS_REPLACEMENT if device is None else f"{_IS_REPLACEMENT} AND device = ?2")
-        return self._db.rows(
+        rows = self._db.rows(
             f"SELECT device, sum(positive) AS replaced, sum(others) AS kept FROM {known} GROUP BY device",
             *((run,) if device is None else (run, device)),
         )
+        return {row["device"]: _replacements(row) for row in rows}
 
     def guards(self, run: str, first: int, last: int) -> dict[int, int]:
         """Returns how often guards of the method fired, by round."""
@@ -128,29 +134,34 @@ class Summaries:
         )
         return [Upload.from_row(row) for row in rows]
 
-    def participation(self, run: str, device: str | None = None) -> list[Row]:
-        """Returns by device: rounds, asks, answers, asks without an answer, and the round of the last answer (or None).
+    def participation(self, run: str, device: str | None = None) -> list[Participation]:
+        """Returns the part of each device that a round asked, ordered by device.
 
         Args:
             run: Name of the run.
             device: Only this device; None for all.
         """
-        return self._db.rows(
+        rows = self._db.rows(
             "SELECT device, count(DISTINCT round) AS rounds, count(*) AS asks, "
             "count(*) FILTER (WHERE status = 'answered') AS answers, count(*) FILTER (WHERE status = 'out') AS out, "
             "max(round) FILTER (WHERE status = 'answered') AS last_answer FROM asks "
             f"WHERE run = ? {'' if device is None else 'AND device = ?'} GROUP BY device ORDER BY device",
             *((run,) if device is None else (run, device)),
         )
+        return [Participation(**row) for row in rows]
 
-    def counted_events(self, run: str, kinds: Sequence[str]) -> list[Row]:
-        """Returns the number of events of some kinds, by kind and device."""
+    def events_of_devices(self, run: str, kinds: Sequence[str]) -> dict[str, dict[str, int]]:
+        """Returns the number of events of some kinds, by device and kind, without zeros."""
         marks = ", ".join("?" for _ in kinds)
-        return self._db.rows(
+        rows = self._db.rows(
             f"SELECT kind, device, count(*) AS count FROM events WHERE run = ? AND kind IN ({marks}) "
             "GROUP BY kind, device",
             *(run, *kinds),
         )
+        counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for row in rows:
+            counts[row["device"]][row["kind"]] = int(row["count"])
+        return counts
 
     def events(
         self, run: str, *, before: int | None, kind: str = "", device: str = "", text: str = "", most: int
@@ -179,11 +190,12 @@ class Summaries:
         rows = self._db.rows(f"SELECT * FROM events WHERE {where} ORDER BY id DESC LIMIT ?", run, *values, most)
         return [Event.from_row(row) for row in rows]
 
-    def event_kinds(self, run: str) -> list[Row]:
+    def event_kinds(self, run: str) -> dict[str, int]:
         """Returns the number of events by kind, ordered by kind."""
-        return self._db.rows(
+        rows = self._db.rows(
             "SELECT kind, count(*) AS count FROM events WHERE run = ? GROUP BY kind ORDER BY kind", run
         )
+        return {row["kind"]: int(row["count"]) for row in rows}
 
     def asks_of_round(self, run: str, number: int, *, with_open: bool = True) -> list[tuple[Ask, Upload | None]]:
         """Returns the asks of a round, each with its answer, by step and device.
@@ -207,22 +219,28 @@ class Summaries:
         )
         return [ask_and_upload(row) for row in reversed(rows)]
 
-    def figures_of(self, run: str, number: int, device: str) -> list[Row]:
+    def figures_of(self, run: str, number: int, device: str) -> list[ReportedFigure]:
         """Returns the figures that a device reported in a round."""
-        return self._db.rows(
+        rows = self._db.rows(
             "SELECT * FROM figures WHERE run = ? AND round = ? AND device = ? ORDER BY name, split",
             *(run, number, device),
         )
+        return [ReportedFigure.from_row(row) for row in rows]
 
-    def figures_of_device(self, run: str, device: str) -> list[Row]:
+    def figures_of_device(self, run: str, device: str) -> list[ReportedFigure]:
         """Returns the figures that a device reported in rounds that asked it, ordered by round, name and split."""
-        return self._db.rows(
+        rows = self._db.rows(
             "SELECT * FROM figures WHERE run = ?1 AND device = ?2 AND round IN "
             "(SELECT round FROM asks WHERE run = ?1 AND device = ?2) ORDER BY round, name, split",
             *(run, device),
         )
+        return [ReportedFigure.from_row(row) for row in rows]
 
     def certificate_ends(self) -> dict[str, float]:
         """Returns when the newest certificate of each device expires, in seconds since 1970."""
         rows = self._db.rows("SELECT device, max(expires_at) AS ends FROM certificates GROUP BY device")
         return {row["device"]: float(row["ends"]) for row in rows}
+
+
+def _replacements(row: Row) -> Replacements:
+    return Replacements(int(row["replaced"]), int(row["kept"]))

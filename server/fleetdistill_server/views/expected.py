@@ -15,7 +15,7 @@ from fleetdistill.methods.classstats.class_variants import (
     PERSONAL_LEAVE_ONE_OUT,
     SPLIT,
 )
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import ReportedFigure
 from fleetdistill_server.store.store import Store
 
 
@@ -49,25 +49,25 @@ def expected(store: Store, run: str, only: str | None = None) -> dict[str, Expec
     """
     forgotten = {device.id for device in store.devices.all(run) if device.forget_asked_at is not None}
     reported = {
-        (row["device"], row["name"], row["round"]): row
+        (figure.device, figure.name, figure.round): figure
         for name in (LEAVE_ONE_OUT, OWN_KEPT)
-        for row in store.history.newest_figures(run, name, SPLIT, only)
-        if row["device"] not in forgotten
+        for figure in store.history.newest_figures(run, name, SPLIT, only)
+        if figure.device not in forgotten
     }
     newest = {device: number for device, name, number in reported if name == LEAVE_ONE_OUT}
     found = {device: _of_device(reported, device, number) for device, number in sorted(newest.items())}
     return {device: one for device, one in found.items() if one is not None}
 
 
-def _of_device(reported: Mapping[tuple[str, str, int], Row], device: str, number: int) -> Expected | None:
+def _of_device(reported: Mapping[tuple[str, str, int], ReportedFigure], device: str, number: int) -> Expected | None:
     """Returns a device's results, or None if it reported inconsistent figures."""
     names = (LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT, OWN_LEAVE_ONE_OUT, OWN_KEPT)
     general, personal, own, kept = (reported.get((device, name, number)) for name in names)
-    own_kept = own is not None and kept is not None and kept["sum"] > 0
+    own_kept = own is not None and kept is not None and kept.sum > 0
     used = own if own_kept else personal
-    if general is None or used is None or general["count"] < 1 or used["count"] != general["count"]:
+    if general is None or used is None or general.count < 1 or used.count != general.count:
         return None
-    return Expected(general["count"], general["sum"], used["sum"], own_kept)
+    return Expected(general.count, general.sum, used.sum, own_kept)
 
 
 def of_the_fleet(devices: Iterable[Expected]) -> dict[str, float] | None:

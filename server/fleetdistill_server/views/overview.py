@@ -6,14 +6,13 @@ from collections.abc import Iterable
 from dataclasses import asdict
 
 from fleetdistill_server.service.served import NOT_SERVED, Served
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.run_figures import round_figures
 from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.texts import rounded
-from fleetdistill_server.views.runs import View, bytes_by, contract_of, event_row, round_rows, run_row
+from fleetdistill_server.views.runs import TableRow, View, bytes_by, contract_of, event_row, round_rows, run_row
 
 RECENT = 5
 """Number of the newest closed rounds whose mean duration is used for the time left."""
@@ -38,7 +37,7 @@ def overview(store: Store, served: Served = NOT_SERVED, *, present: bool = True)
     )
 
 
-def _glance(store: Store, run: Run, present: bool) -> Row:
+def _glance(store: Store, run: Run, present: bool) -> TableRow:
     newest = round_figures(store.database, run.name, max(store.summaries.last_round(run.name) - 4 * RECENT, 0))
     lasting = [one.round.seconds or 0.0 for one in newest if one.round.status is RoundStatus.CLOSED][-RECENT:]
     mean = sum(lasting) / len(lasting) if lasting else None
@@ -81,7 +80,7 @@ def events(store: Store, run: str, *, before: int | None, kind: str, device: str
     store.runs.existing(run)
     found = store.summaries.events(run, before=before, kind=kind, device=device, text=text, most=most + 1)
     rows = [{"id": event.id, **event_row(event)} for event in found[:most]]
-    kinds = {row["kind"]: row["count"] for row in store.summaries.event_kinds(run)}
+    kinds = store.summaries.event_kinds(run)
     return View({"events": rows}, {"more": len(found) > most, "kinds": kinds})
 
 

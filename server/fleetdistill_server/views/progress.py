@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.records import Ask, Upload
 from fleetdistill_server.store.states import DEADLINE_PASSED, AskStatus
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.runs import TableRow, View
 
 ACKNOWLEDGED, OUT = "acknowledged", "out"
 """States of a device that has answered, and of one that is out of the round for no more special reason."""
@@ -43,7 +42,7 @@ def round_progress(store: Store, run: str, number: int | None = None) -> View:
     return View({"asks": asks}, {**facts, "paused_at": paused_at})
 
 
-def state_of(ask: Ask, upload: Upload | None) -> Row:
+def state_of(ask: Ask, upload: Upload | None) -> TableRow:
     """Returns the state of an ask: device, round, step, state, reason, and what happened when."""
     return {
         "round": ask.round,

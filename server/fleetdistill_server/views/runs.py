@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,7 @@ from fleetdistill.methods import config_class
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.served import NOT_SERVED, Served, state_of
-from fleetdistill_server.store.database import Row
-from fleetdistill_server.store.records import Device, Event, Run, Upload
+from fleetdistill_server.store.records import Device, Event, Replacements, ReportedFigure, Run, Upload
 from fleetdistill_server.store.run_figures import RoundFigures, round_figures
 from fleetdistill_server.store.states import ACTIVE, QUEUED, WAITING, RunStatus
 from fleetdistill_server.store.store import Store
@@ -35,6 +34,10 @@ _MAX_ANSWERS = 4
 """Largest number of further variants shown, because devices choose the names of their figures."""
 
 
+TableRow = dict[str, Any]
+"""A row of a view's table: plain values by column, as JSON has them."""
+
+
 @dataclass(frozen=True)
 class View:
     """Named lists of rows, with `facts` shown above the tables.
@@ -44,7 +47,7 @@ class View:
         facts: Values by name.
     """
 
-    lists: dict[str, list[Row]]
+    lists: dict[str, list[TableRow]]
     facts: dict[str, Any] = field(default_factory=dict)
 
     def json(self) -> str:
@@ -96,7 +99,7 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
     return View(lists, facts)
 
 
-def round_rows(store: Store, run: Run, figures: Sequence[RoundFigures]) -> list[Row]:
+def round_rows(store: Store, run: Run, figures: Sequence[RoundFigures]) -> list[TableRow]:
     """Returns rounds as rows with equal names: those of every run, and of the figures that the run's method declares.
 
     `kept` and `replaced` are None if no app has validation data.
@@ -125,12 +128,12 @@ def round_rows(store: Store, run: Run, figures: Sequence[RoundFigures]) -> list[
     ]
 
 
-def bytes_by_kind(store: Store, run: str) -> list[Row]:
+def bytes_by_kind(store: Store, run: str) -> list[TableRow]:
     """Returns the byte counts by kind of part, over all devices and rounds."""
     return sorted(bytes_by(store, run, ("kind",)), key=lambda row: str(row["kind"]))
 
 
-def bytes_by(store: Store, run: str, columns: tuple[str, ...], first: int = 0) -> list[Row]:
+def bytes_by(store: Store, run: str, columns: tuple[str, ...], first: int = 0) -> list[TableRow]:
     """Returns byte counts from round `first` on by columns, headers being of the kind `envelope`."""
     counts = store.summaries.bytes(run, columns, first, EVERY)
     return [{name: value for name, value in row.items() if name != "envelope_bytes"} for row in counts]
@@ -142,15 +145,16 @@ def devices(store: Store, only: str | None, *, served: bool = True) -> View:
     return View({"devices": [row for name in names for row in device_rows(store, name, served=served)]})
 
 
-def device_rows(store: Store, run: str, only: str | None = None, *, served: bool = True) -> list[Row]:
+def device_rows(store: Store, run: str, only: str | None = None, *, served: bool = True) -> list[TableRow]:
     """Returns the rows of a run's devices, ordered by id; only of one device if `only` is given.
 
     Without a server (`served`) no device is present, whatever one that was killed has left in the store.
     """
-    replaced = {row["device"]: row for row in store.summaries.replacements_of_devices(run, only)}
     newest = store.history.newest_figures(run, "accuracy", "test", only)
     reported = _Reported(
-        replaced, {row["device"]: row for row in newest if row["name"] == "accuracy"}, expected(store, run, only)
+        store.summaries.replacements_of_devices(run, only),
+        {figure.device: figure for figure in newest if figure.name == "accuracy"},
+        expected(store, run, only),
     )
     revoked = {revocation.subject for revocation in store.credentials.revocations()}
     shown = [device for device in store.devices.all(run) if only in (None, device.id)]
@@ -162,7 +166,7 @@ def contract_of(run: Run) -> contract_pb2.Contract:
     return contract_pb2.Contract.FromString(run.contract)
 
 
-def run_row(run: Run, devices: int, served: Served) -> Row:
+def run_row(run: Run, devices: int, served: Served) -> TableRow:
     """Returns the summary of a run that `devices` devices have checked in to."""
     waits = run.waits_for if served.includes(run.name) and state_of(run, served) == WAITING else None
     return {
@@ -189,7 +193,7 @@ def shown_status(run: Run, served: Served) -> str:
     return f"{state} ({idle})" if idle else state
 
 
-def _end(store: Store, run: Run) -> Row:
+def _end(store: Store, run: Run) -> TableRow:
     """Returns when a finished run ended, with its last round; nothing for other runs."""
     if run.status is not RunStatus.FINISHED:
         return {}
@@ -198,7 +202,7 @@ def _end(store: Store, run: Run) -> Row:
     return {"ended": when(ended[-1])} if ended else {}
 
 
-def _privacy(run: Run) -> Row:
+def _privacy(run: Run) -> TableRow:
     """Returns the meaning of a private run's epsilon; nothing for other runs."""
     try:
         guarantee = config_class(run.method).from_settings(run.config.get("method", {})).guarantee
@@ -211,29 +215,19 @@ def _privacy(run: Run) -> Row:
 class _Reported:
     """What the devices of a run reported: model replacements, newest test accuracy, and leave-one-out, by device."""
 
-    replacements: Mapping[str, Row]
-    test_accuracy: Mapping[str, Row]
+    replacements: Mapping[str, Replacements]
+    test_accuracy: Mapping[str, ReportedFigure]
     expected: Mapping[str, Expected]
 
 
-def _grouped(rows: Iterable[Row], column: str) -> Mapping[Any, list[Row]]:
-    groups = defaultdict[Any, list[Row]](list)
-    for row in rows:
-        groups[row[column]].append(row)
-    return groups
-
-
-def rate(row: Row | None) -> float | None:
-    """Returns the mean of a reported figure; None if the device did not report it."""
-    return round(row["sum"] / row["count"], 4) if row is not None and row["count"] else None
-
-
-def _answers(store: Store, run: str) -> dict[str, list[Row]]:
+def _answers(store: Store, run: str) -> dict[str, list[TableRow]]:
     """Returns each device's newest test accuracy by variant, if devices report several variants.
 
     The method defines the names of the further variants.
     """
-    reported = _grouped(store.history.newest_figures(run, "accuracy", "test"), "name")
+    reported = defaultdict[str, list[ReportedFigure]](list)
+    for figure in store.history.newest_figures(run, "accuracy", "test"):
+        reported[figure.name].append(figure)
     taken = (GENERAL + _FURTHER, "device" + _FURTHER)  # names of other columns
     further = [name for name in reported if name != "accuracy" and name not in taken]
     if not further:
@@ -241,16 +235,16 @@ def _answers(store: Store, run: str) -> dict[str, list[Row]]:
     # Variants reported by the most devices come first.
     usual = sorted(further, key=lambda name: -len(reported[name]))[:_MAX_ANSWERS]
     named = {name.removesuffix(_FURTHER): reported[name] for name in sorted(usual)}
-    answers = {GENERAL: reported.get("accuracy", []), **named}
-    rows: dict[str, Row] = {}
+    answers = {GENERAL: reported["accuracy"], **named}
+    rows: dict[str, TableRow] = {}
     for answer, newest in answers.items():
-        for one in newest:
-            row = rows.setdefault(one["device"], {"device": one["device"], **dict.fromkeys(answers)})
-            row[answer] = rate(one)
+        for figure in newest:
+            row = rows.setdefault(figure.device, {"device": figure.device, **dict.fromkeys(answers)})
+            row[answer] = rounded(figure.mean, 4)
     return {"test_accuracy_of_answers": [rows[device] for device in sorted(rows)]}
 
 
-def _leave_one_out(expectations: Mapping[str, Expected]) -> dict[str, list[Row]]:
+def _leave_one_out(expectations: Mapping[str, Expected]) -> dict[str, list[TableRow]]:
     """Returns each device's expected accuracy on unseen data like its own, if devices report it."""
     rows = [
         {
@@ -263,13 +257,13 @@ def _leave_one_out(expectations: Mapping[str, Expected]) -> dict[str, list[Row]]
     return {"leave_one_out": rows} if rows else {}
 
 
-def _expected_of_the_fleet(expectations: Mapping[str, Expected]) -> Row:
+def _expected_of_the_fleet(expectations: Mapping[str, Expected]) -> TableRow:
     """Returns the expected accuracy over the samples of all devices."""
     rates = of_the_fleet(expectations.values()) or {}
     return {f"leave_one_out_{answer}": round(rate, 4) for answer, rate in rates.items()}
 
 
-def _reported_row(upload: Upload) -> Row:
+def _reported_row(upload: Upload) -> TableRow:
     return {
         "round": upload.round,
         "step": upload.step,
@@ -279,7 +273,7 @@ def _reported_row(upload: Upload) -> Row:
     }
 
 
-def event_row(event: Event) -> Row:
+def event_row(event: Event) -> TableRow:
     """Returns an event as a row; `round` is None for an event of the run."""
     return {
         "round": event.round or None,
@@ -291,10 +285,11 @@ def event_row(event: Event) -> Row:
     }
 
 
-def _device_row(device: Device, reported: _Reported, revoked: set[str], *, served: bool) -> Row:
+def _device_row(device: Device, reported: _Reported, revoked: set[str], *, served: bool) -> TableRow:
     profile = contract_pb2.DeviceProfile.FromString(device.profile)
     expectation = reported.expected.get(device.id)
-    replaced = reported.replacements.get(device.id)
+    accuracy = reported.test_accuracy.get(device.id)
+    replacements = reported.replacements.get(device.id)
     return {
         "run": device.run,
         "device": device.id,
@@ -304,9 +299,10 @@ def _device_row(device: Device, reported: _Reported, revoked: set[str], *, serve
         "model": profile.model_name,
         "parameters": profile.parameters,
         "samples": profile.samples,
-        "test_accuracy": rate(reported.test_accuracy.get(device.id)),
+        "test_accuracy": None if accuracy is None else rounded(accuracy.mean, 4),
         "leave_one_out": round(expectation.rates["general"], 4) if expectation is not None else None,
-        **{name: None if replaced is None else int(replaced[name]) for name in ("kept", "replaced")},
+        "kept": None if replacements is None else replacements.kept,
+        "replaced": None if replacements is None else replacements.replaced,
         "sdk": profile.sdk_version,
         "last_seen": when(device.last_seen),
     }

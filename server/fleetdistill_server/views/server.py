@@ -21,14 +21,13 @@ from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.service.process_state import FRONT, read_processes
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.service.served import Served, served
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.location import read_location
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import when
 from fleetdistill_server.views.health import failed_runs, problems
-from fleetdistill_server.views.runs import View, shown_status
+from fleetdistill_server.views.runs import TableRow, View, shown_status
 
 SOON_SECONDS = 21 * 86_400.0
 """Time left of a certificate of the server, the CA or a person from which it is to be renewed, as in the alerts."""
@@ -80,7 +79,7 @@ def _section(directory: Path) -> ServerSection:
         return ServerSection()
 
 
-def _processes(directory: Path) -> list[Row]:
+def _processes(directory: Path) -> list[TableRow]:
     rows = []
     for one in read_processes(directory):
         state = (
@@ -96,14 +95,14 @@ def _processes(directory: Path) -> list[Row]:
     return rows
 
 
-def _queue(store: Store, works: Served) -> list[Row]:
+def _queue(store: Store, works: Served) -> list[TableRow]:
     order = {run.name: number for number, run in enumerate(store.run_control.queue())}
     active = [run for run in store.runs.all() if run.status in ACTIVE]
     active.sort(key=lambda run: order.get(run.name, len(order)))
     return [{"run": run.name, "status": shown_status(run, works), "engine": run.name in works.runs} for run in active]
 
 
-def _place(store: Store, directory: Path) -> Row:
+def _place(store: Store, directory: Path) -> TableRow:
     location = read_location(directory)
     return {
         "store": str(directory.resolve()),
@@ -113,7 +112,7 @@ def _place(store: Store, directory: Path) -> Row:
     }
 
 
-def _disk(directory: Path, section: ServerSection) -> Row:
+def _disk(directory: Path, section: ServerSection) -> TableRow:
     with contextlib.suppress(OSError):
         return {
             "disk_free": shutil.disk_usage(directory).free,
@@ -124,7 +123,7 @@ def _disk(directory: Path, section: ServerSection) -> Row:
     return {"disk_free": None, "disk_used": None, "keep_free": section.keep_free_bytes, "disk_budget": 0}
 
 
-def _own_certificates(section: ServerSection, store: Store) -> Iterator[Row]:
+def _own_certificates(section: ServerSection, store: Store) -> Iterator[TableRow]:
     """Yields the certificates in the directory of the PKI, which has those of people unless `--out` was elsewhere."""
     tls = section.tls()
     if tls is None:
@@ -141,7 +140,7 @@ def _own_certificates(section: ServerSection, store: Store) -> Iterator[Row]:
             yield row | {"state": "revoked"} if holder in revoked else row
 
 
-def _device_certificates(store: Store) -> list[Row]:
+def _device_certificates(store: Store) -> list[TableRow]:
     """Returns the certificates of devices that should have renewed them, and are not revoked."""
     revoked = {revocation.subject for revocation in store.credentials.revocations()}
     rows = [
@@ -152,23 +151,23 @@ def _device_certificates(store: Store) -> list[Row]:
     return [row for row in rows if row["state"] in _DUE][:_MOST]
 
 
-def _certificate(holder: str, device: str, ends: float, soon: float) -> Row:
+def _certificate(holder: str, device: str, ends: float, soon: float) -> TableRow:
     left = ends - time.time()
     state = _DUE[0] if left <= 0 else _DUE[1] if left < soon else "valid"
     return {"holder": holder, "device": device, "expires": when(ends), "state": state}
 
 
-def _warning(row: Row) -> str:
+def _warning(row: TableRow) -> str:
     verb = "has expired" if row["state"] == "expired" else f"expires at {row['expires']}"
     return f"the certificate of {row['holder']} {verb}; renew it with `fleetdistill pki`"
 
 
-def _backups(store: Store) -> list[Row]:
+def _backups(store: Store) -> list[TableRow]:
     calls = store.operator_calls.newest(before=None, call="BackUp", text="", most=_BACKUPS)
     return [{"at": when(call.at), "result": call.result.partition(": {")[0]} for call in calls]
 
 
-def _versions() -> list[Row]:
+def _versions() -> list[TableRow]:
     rows = [{"name": "fleetdistill", "version": VERSION}, {"name": "Python", "version": platform.python_version()}]
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

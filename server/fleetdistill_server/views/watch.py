@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.run_figures import RoundFigures
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import AT_REST, RoundStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import rounded
+from fleetdistill_server.views.runs import TableRow
 
 LOOK_SECONDS = 0.5
 
 
-def changes(store: Store, run: str, seen: dict[str, Row]) -> list[Row]:
+def changes(store: Store, run: str, seen: dict[str, TableRow]) -> list[TableRow]:
     """Returns the changes in a run since the previous call, oldest first.
 
     Args:
@@ -46,7 +46,7 @@ def changes(store: Store, run: str, seen: dict[str, Row]) -> list[Row]:
     return sorted(changes, key=_sort_key)
 
 
-def _round_row(figures: RoundFigures) -> Row:
+def _round_row(figures: RoundFigures) -> TableRow:
     shown = figures.round
     return {
         "round": shown.number,
@@ -64,18 +64,18 @@ def _round_row(figures: RoundFigures) -> Row:
     }
 
 
-def _without(row: Row, *names: str) -> Row:
+def _without(row: TableRow, *names: str) -> TableRow:
     return {name: value for name, value in row.items() if name not in names}
 
 
-def _sort_key(change: Row) -> tuple[bool, int, int]:
+def _sort_key(change: TableRow) -> tuple[bool, int, int]:
     """Returns the sort key: by round, with a round's end after its steps and events, and the run itself last."""
     ended = change["kind"] == "round" and change["status"] != RoundStatus.OPEN
     order = {"round": 3 if ended else 0, "step": 1, "event": 2, "run": 4}[str(change["kind"])]
     return change["kind"] == "run", int(change.get("round", 0)), order
 
 
-def is_over(new: list[Row]) -> bool:
+def is_over(new: list[TableRow]) -> bool:
     """Returns whether the run has ended according to these changes."""
     return any(one["kind"] == "run" and one["status"] in AT_REST for one in new)
 
@@ -84,7 +84,7 @@ def _pause() -> None:
     time.sleep(LOOK_SECONDS)
 
 
-def follow(store: Store, run: str, wait: Callable[[], object] = _pause) -> Iterator[list[Row]]:
+def follow(store: Store, run: str, wait: Callable[[], object] = _pause) -> Iterator[list[TableRow]]:
     """Yields the changes in a run until it ends.
 
     Args:
@@ -92,7 +92,7 @@ def follow(store: Store, run: str, wait: Callable[[], object] = _pause) -> Itera
         run: Name of the run.
         wait: Called between two reads of the store.
     """
-    seen: dict[str, Row] = {}
+    seen: dict[str, TableRow] = {}
     while True:
         new = changes(store, run, seen)
         yield new

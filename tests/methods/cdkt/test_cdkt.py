@@ -711,7 +711,7 @@ def test_the_bytes_of_a_run_are_the_formulas(tmp_path: Path, knowledge: str, num
     assert predicted["up"] == 2 * 80 * numbers
     store = small_fleet(tmp_path, ("cdkt_digits", "cdkt_digits_small"), knowledge=knowledge)
     rows = store.history.traffic(RUN)
-    traffic = {(one["round"], one["direction"], one["device"]): one["tensor_bytes"] for one in rows}
+    traffic = {(one.round, one.direction, one.device): one.tensor_bytes for one in rows}
     proxy_set = 80 * (4 * 64 + 4)
     for device in ("device-0", "device-1"):
         assert [traffic[number, "up", device] for number in (1, 2)] == [predicted["up"]] * 2
@@ -720,7 +720,7 @@ def test_the_bytes_of_a_run_are_the_formulas(tmp_path: Path, knowledge: str, num
 
 def test_the_control_exchanges_no_byte_but_the_proxy_set(tmp_path: Path) -> None:
     store = small_fleet(tmp_path, ("cdkt_digits",), exchange=False)
-    up = [one["tensor_bytes"] for one in store.history.traffic(RUN) if one["direction"] == "up"]
+    up = [one.tensor_bytes for one in store.history.traffic(RUN) if one.direction == "up"]
     assert up == [0, 0, 0, 0]
     assert len(store.asks.uploads(RUN)) == 4
 

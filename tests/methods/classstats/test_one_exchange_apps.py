@@ -195,7 +195,7 @@ def test_leave_one_out_reaches_the_server_only_where_the_app_allows_metrics(tmp_
     for device in play(store, tmp_path, events, {}, allow=allow, export="never"):
         device.close()
     names = (LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT, OWN_KEPT)
-    found = {name: {row["device"] for row in store.history.figures("one", name, "train")} for name in names}
+    found = {name: {row.device for row in store.history.figures("one", name, "train")} for name in names}
     assert found == dict.fromkeys(names, {"d0", "d1"} if allowed else set())
     assert views.run(store, "one") is not None
     store.close()

@@ -112,14 +112,14 @@ def test_with_validation_data_the_app_gets_the_answer_that_is_best_on_it(tmp_pat
     )
     store = run_in_memory(prepare(wanted, tmp_path / "work"))
     figures = {
-        name: {(row["round"], row["device"]): row for row in store.history.figures(RUN, name, "validation")}
+        name: {(row.round, row.device): row for row in store.history.figures(RUN, name, "validation")}
         for name in ("accuracy", "personal/accuracy", "picked/general", "picked/personal", "replaced")
     }
     store.close()
     assert len(figures["picked/personal"]) == 3
     for key, picked in figures["picked/personal"].items():
-        rates = [figures[name][key]["sum"] for name in ("accuracy", "personal/accuracy")]
-        expected = figures["replaced"][key]["sum"] * (rates[1] > rates[0])
-        assert picked["sum"] == expected
-        assert picked["sum"] + figures["picked/general"][key]["sum"] == figures["replaced"][key]["sum"]
-    assert any(row["sum"] for row in figures["picked/personal"].values())
+        rates = [figures[name][key].sum for name in ("accuracy", "personal/accuracy")]
+        expected = figures["replaced"][key].sum * (rates[1] > rates[0])
+        assert picked.sum == expected
+        assert picked.sum + figures["picked/general"][key].sum == figures["replaced"][key].sum
+    assert any(row.sum for row in figures["picked/personal"].values())

@@ -270,7 +270,7 @@ def test_a_run_drops_its_layers_and_its_bytes_are_the_formulas(
     first = model.stage_shapes((1, 8, 8))["C1"]
     config = FedD2SConfig(**settings).for_classes(10)
     rows = store.history.traffic(RUN)
-    traffic = {(row["round"], row["device"], row["direction"]): row["tensor_bytes"] for row in rows}
+    traffic = {(row.round, row.device, row.direction): row.tensor_bytes for row in rows}
     for spec in prepared[1]:
         rows = len(np.load(spec.data_file)["labels"])  # type: ignore[assignment]
         for number, cut in enumerate(("F3", "F2", "F1", "C2"), start=1):

@@ -282,7 +282,7 @@ def test_the_bytes_of_a_run_are_the_formulas(model: str, settings: dict[str, Any
     sizes = Sizes(model=Weights.of(model_parameters(built, without=private)))
     whole = 4 * sizes.model.parameters + sizes.model.buffer_bytes
     initial = sum(one.nbytes for one in built.state_dict().values())
-    rows = {(row["round"], row["device"], row["direction"]): row["tensor_bytes"] for row in store.history.traffic(RUN)}
+    rows = {(row.round, row.device, row.direction): row.tensor_bytes for row in store.history.traffic(RUN)}
     assert len(rows) == 8
     for (number, _, direction), measured in rows.items():
         steps = settings["dkd_steps"] if number >= settings.get("dkd_start_round", 1) else 0

@@ -24,6 +24,7 @@ from fleetdistill_lab.simulation.show import fedavg_lines, global_lines
 from fleetdistill_lab.simulation.spec.score_log import START, after_rounds, append_scores, read_scores
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.engine import engine
+from fleetdistill_server.store.records import Traffic
 
 SURE_OF_0 = np.array([[10, 0], [4, 1]])  # on a test part with 10 rows of class 0 and 5 of class 1
 SURE_OF_1 = np.array([[2, 8], [0, 5]])
@@ -184,8 +185,8 @@ def test_a_report_has_all_controls(tmp_path: Path) -> None:
 def test_bytes_between_completed_rounds_count_with_the_next_one() -> None:
     """Round 2 fell short; 0 is what no round asked for."""
 
-    def row(number: int, device: str, direction: str, size: int) -> dict[str, Any]:
-        return {"round": number, "device": device, "direction": direction, "tensor_bytes": size, "envelope_bytes": 1}
+    def row(number: int, device: str, direction: str, size: int) -> Traffic:
+        return Traffic(number, device, direction, "", 1, tensor_bytes=size, envelope_bytes=1, sent_bytes=size)
 
     traffic = [row(0, "a", "down", 9), row(1, "a", "up", 5), row(2, "b", "up", 7), row(3, "a", "up", 3)]
     assert bytes_by_round(traffic, [1, 3], devices=2) == [{"up": 3.0, "down": 5.0}, {"up": 6.0, "down": 0.0}]

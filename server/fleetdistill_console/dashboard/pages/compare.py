@@ -14,7 +14,7 @@ from fleetdistill_console.dashboard.layout import Notice, frame, live, panel, ru
 from fleetdistill_console.dashboard.panels.curves import ACCURACIES, AXES, accuracies_of, positions, scale
 from fleetdistill_console.dashboard.readers import RUNS, rounds, settings
 from fleetdistill_console.dashboard.units import ROUND_SECONDS, UNKNOWN, duration, percent, setting, size
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.views.runs import TableRow
 
 MAX_RUNS = 5
 _LOSS = "train_loss"
@@ -172,7 +172,7 @@ class _SideBySide:
                             ui.label(cells.get(name, UNKNOWN))
 
 
-def figures(row: Row) -> dict[str, str]:
+def figures(row: TableRow) -> dict[str, str]:
     """Returns the last figures of a run of the overview, with their units."""
     wanted = row["wanted_rounds"]
     return {
@@ -197,7 +197,7 @@ def side_by_side(by_run: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str,
 
 
 def drawn(
-    ended: Mapping[str, Sequence[Row]], axis: str, figure: str, factor: float
+    ended: Mapping[str, Sequence[TableRow]], axis: str, figure: str, factor: float
 ) -> tuple[dict[str, list[Point]], str, str]:
     """Returns the points of each run over an axis that all runs share, and the axis' name and unit.
 

@@ -18,8 +18,7 @@ from fleetdistill_console.dashboard.layout import Notice, Tiles, frame, live, pa
 from fleetdistill_console.dashboard.panels.devices import presence
 from fleetdistill_console.dashboard.table import LiveTable
 from fleetdistill_console.dashboard.units import UNKNOWN, duration, percent
-from fleetdistill_server.store.database import Row
-from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.runs import TableRow, View
 
 _PRESENCE, _MODEL, _SAMPLES, _ACCURACY = "Presence", "Model", "Training samples", "Last test accuracy"
 _ROUNDS, _ANSWERS, _UNANSWERED, _CERTIFICATE = "Rounds", "Answers", "Late, declined, refused", "Certificate"
@@ -108,7 +107,7 @@ class _Parts:
         self._certificates.show([{**row, "id": row["serial"]} for row in view.lists["certificates"]])
 
 
-def tiles(facts: Row) -> dict[str, str]:
+def tiles(facts: TableRow) -> dict[str, str]:
     """Returns the figures at the top of the page."""
     named = facts["model"] or UNKNOWN
     return {
@@ -125,7 +124,7 @@ def tiles(facts: Row) -> dict[str, str]:
     }
 
 
-def certificate(facts: Row, now: float | None = None) -> str:
+def certificate(facts: TableRow, now: float | None = None) -> str:
     """Returns the state of a device's newest certificate in words.
 
     Args:
@@ -142,7 +141,7 @@ def certificate(facts: Row, now: float | None = None) -> str:
     return f"valid for {duration(left)}" if left > 0 else f"expired {duration(-left)} ago"
 
 
-def series(figures: Sequence[Row], name: str, factor: float) -> dict[str, list[Point]]:
+def series(figures: Sequence[TableRow], name: str, factor: float) -> dict[str, list[Point]]:
     """Returns the reported figures with a name, or of a further variant of it, by variant and split."""
     found: defaultdict[str, list[Point]] = defaultdict(list)
     for row in figures:
@@ -152,7 +151,7 @@ def series(figures: Sequence[Row], name: str, factor: float) -> dict[str, list[P
     return dict(found)
 
 
-def ask_cells(row: Row) -> dict[str, Any]:
+def ask_cells(row: TableRow) -> dict[str, Any]:
     """Returns an ask as a row of the table."""
     answered, asked = row["acknowledged_at"], row["asked_at"]
     return {

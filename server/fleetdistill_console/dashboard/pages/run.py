@@ -20,8 +20,8 @@ from fleetdistill_console.dashboard.panels.tables import EventsPanel, RoundsPane
 from fleetdistill_console.dashboard.panels.traffic import TrafficPanel
 from fleetdistill_console.dashboard.readers import RUNS
 from fleetdistill_console.dashboard.units import ROUND_SECONDS, UNKNOWN, duration, percent, size
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.texts import counted
+from fleetdistill_server.views.runs import TableRow
 
 
 class Panel(Protocol):
@@ -91,7 +91,7 @@ class Head:
         self._tiles = Tiles(names)
         self._bar = ui.linear_progress(0, show_value=False).props('aria-label="Rounds completed" rounded size=8px')
 
-    def show(self, row: Row) -> None:
+    def show(self, row: TableRow) -> None:
         """Shows a row of the overview."""
         done, wanted = row["completed_rounds"], row["wanted_rounds"]
         self._reason.text = f"{row['status']}: {row['reason']}"
@@ -112,14 +112,14 @@ class Head:
         )
 
 
-def time_left(row: Row) -> str:
+def time_left(row: TableRow) -> str:
     """Returns the estimated time until a run is finished."""
     if not is_at_work(row) or row["seconds_left"] is None:
         return UNKNOWN
     return f"about {duration(row['seconds_left'])}"
 
 
-def last_accuracy(row: Row) -> str:
+def last_accuracy(row: TableRow) -> str:
     """Returns the newest accuracy and whose it is: the fleet's, else one that the method measured, else the global."""
     known = {"fleet": row["test_accuracy"], **row["method_accuracies"], "global model": row["global_accuracy"]}
     found = ((name.lower(), rate) for name, rate in known.items() if rate is not None)

@@ -13,9 +13,8 @@ from fleetdistill_console.dashboard.panels.server import Glance
 from fleetdistill_console.dashboard.readers import RUNS
 from fleetdistill_console.dashboard.table import LiveTable
 from fleetdistill_console.dashboard.units import percent
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.states import ACTIVE
-from fleetdistill_server.views.runs import NO_SERVER
+from fleetdistill_server.views.runs import NO_SERVER, TableRow
 
 
 def show(board: Board) -> None:
@@ -52,19 +51,19 @@ _COLUMNS = [
 ]
 
 
-def is_at_work(row: Row) -> bool:
+def is_at_work(row: TableRow) -> bool:
     """Returns whether a run goes on by itself, so that its time left means something."""
     status = str(row["status"])
     return status.startswith(ACTIVE) and NO_SERVER not in status
 
 
-def accuracy(row: Row) -> float | None:
+def accuracy(row: TableRow) -> float | None:
     """Returns a run's newest accuracy: the fleet's, else one that its method measured, else the global model's."""
     known = (row["test_accuracy"], *row["method_accuracies"].values(), row["global_accuracy"])
     return next((rate for rate in known if rate is not None), None)
 
 
-def _cells(row: Row) -> dict[str, Any]:
+def _cells(row: TableRow) -> dict[str, Any]:
     done, wanted = row["completed_rounds"], row["wanted_rounds"]
     progress = f"{done} of {wanted} ({percent(done / wanted)})" if wanted else f"{done}, until stopped"
     row = {**row, "seconds_left": row["seconds_left"] if is_at_work(row) else None}

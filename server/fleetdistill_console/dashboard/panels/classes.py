@@ -11,7 +11,7 @@ from fleetdistill_console.dashboard.board import Board
 from fleetdistill_console.dashboard.layout import panel
 from fleetdistill_console.dashboard.readers import classes
 from fleetdistill_console.dashboard.units import natural
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.views.runs import TableRow
 
 MAX_DEVICES = 60
 """Largest number of devices in the picture, as in that of a simulation."""
@@ -55,14 +55,14 @@ class ClassesPanel:
             self._chart.update()
 
 
-def spread(devices: Sequence[Row], most: int) -> list[Row]:
+def spread(devices: Sequence[TableRow], most: int) -> list[TableRow]:
     """Returns at most `most` devices, evenly spread over all."""
     if len(devices) <= most:
         return list(devices)
     return [devices[number * len(devices) // most] for number in range(most)]
 
 
-def note(shown: Sequence[Row], known: int) -> str:
+def note(shown: Sequence[TableRow], known: int) -> str:
     """Returns what the picture shows, or why there is none."""
     if not shown:
         return "Not known: no device has answered whose app allows the number of samples of each class (counts)."
@@ -71,7 +71,7 @@ def note(shown: Sequence[Row], known: int) -> str:
     return text if len(shown) == known else f"{text} {len(shown)} of {known:,} devices, evenly spread."
 
 
-def bubbles(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[int, int, int]]:
+def bubbles(rows: Sequence[TableRow], names: Sequence[str]) -> list[tuple[int, int, int]]:
     """Returns class, device and number of samples of each bubble."""
     return [
         (column, line, int(row["counts"][str(column)]))
@@ -81,7 +81,7 @@ def bubbles(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[int, int, i
     ]
 
 
-def _bubbles(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
+def _bubbles(rows: Sequence[TableRow], names: Sequence[str]) -> dict[str, Any]:
     found = bubbles(rows, names)
     largest = max((count for *_, count in found), default=1)
     return {
@@ -93,7 +93,7 @@ def _bubbles(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _totals(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
+def _totals(rows: Sequence[TableRow], names: Sequence[str]) -> dict[str, Any]:
     totals = [[len(names) - 1, line, sum(row["counts"].values())] for line, row in enumerate(rows)]
     shown = {"show": True, "position": "right", "distance": 30, "color": "var(--fd-text)"}
     return {
@@ -106,7 +106,7 @@ def _totals(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _sentence(rows: Sequence[Row], names: Sequence[str]) -> str:
+def _sentence(rows: Sequence[TableRow], names: Sequence[str]) -> str:
     total = sum(sum(row["counts"].values()) for row in rows)
     return f"Samples by class: {len(rows)} devices have {total:,} samples of {len(names)} classes"
 

@@ -11,7 +11,7 @@ from fleetdistill_console.dashboard.board import Board
 from fleetdistill_console.dashboard.chart import AccuracyAndLoss, Point
 from fleetdistill_console.dashboard.layout import panel
 from fleetdistill_console.dashboard.readers import rounds
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.views.runs import TableRow
 
 ACCURACIES = {
     "test_accuracy": "Fleet, mean of the devices",
@@ -48,13 +48,13 @@ class CurvesPanel:
         self._charts.show(accuracy, _series(LOSSES, ended, xs, lambda loss: loss), x_name, x_unit, waits)
 
 
-def accuracies_of(figures: Mapping[str, Row]) -> dict[str, str]:
+def accuracies_of(figures: Mapping[str, TableRow]) -> dict[str, str]:
     """Returns the labels of the accuracies among the figures that a method declares, by name."""
     return {name: figure["label"] for name, figure in figures.items() if figure["unit"] == "accuracy"}
 
 
 def _series(
-    names: dict[str, str], rows: Sequence[Row], xs: Sequence[float], convert: Callable[[float], float]
+    names: dict[str, str], rows: Sequence[TableRow], xs: Sequence[float], convert: Callable[[float], float]
 ) -> dict[str, list[Point]]:
     return {
         shown: [
@@ -66,7 +66,7 @@ def _series(
     }
 
 
-def axis(name: str, rows: Sequence[Row]) -> tuple[str, str, list[float]]:
+def axis(name: str, rows: Sequence[TableRow]) -> tuple[str, str, list[float]]:
     """Returns what rounds are drawn against: the axis' name, its unit, and a number for each round.
 
     Args:
@@ -78,7 +78,7 @@ def axis(name: str, rows: Sequence[Row]) -> tuple[str, str, list[float]]:
     return x_name, unit, [position / one for position in found]
 
 
-def positions(name: str, rows: Sequence[Row]) -> list[float]:
+def positions(name: str, rows: Sequence[TableRow]) -> list[float]:
     """Returns for each round its number, the bytes until its end, or the seconds until its end."""
     if name == "Bytes":
         return list(accumulate(row["bytes_up"] + row["bytes_down"] for row in rows))

@@ -12,7 +12,7 @@ from fleetdistill_console.dashboard.layout import device_link, panel
 from fleetdistill_console.dashboard.panels.round import newest_asks
 from fleetdistill_console.dashboard.readers import participants, round_under_way
 from fleetdistill_console.dashboard.table import LiveTable
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.views.runs import TableRow
 
 _COLUMNS = [
     table.link("device", "Device", "link", width=130, flex=0, pinned="left", sort="asc"),
@@ -52,7 +52,7 @@ class DevicesPanel:
             self._table.show([_cells(self._run, row, states.get(row["device"], "")) for row in view.lists["devices"]])
 
 
-def presence(row: Row) -> str:
+def presence(row: TableRow) -> str:
     """Returns whether a device is there, in a word."""
     if row["revoked"]:
         return "revoked"
@@ -61,6 +61,6 @@ def presence(row: Row) -> str:
     return "present" if row["present"] else "away"
 
 
-def _cells(run: str, row: Row, state: str) -> dict[str, Any]:
+def _cells(run: str, row: TableRow, state: str) -> dict[str, Any]:
     shown = {"presence": presence(row), "state": state, "answered": f"{row['answers']:,} of {row['asks']:,}"}
     return {**row, "id": row["device"], "link": device_link(run, row["device"]), **shown}

@@ -13,8 +13,8 @@ from fleetdistill_console.dashboard.board import Board
 from fleetdistill_console.dashboard.layout import panel
 from fleetdistill_console.dashboard.readers import round_under_way
 from fleetdistill_console.dashboard.units import duration, natural
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.states import RoundStatus
+from fleetdistill_server.views.runs import TableRow
 
 STATES = {
     "asked": ("var(--fd-wait)", "asked"),
@@ -84,7 +84,7 @@ class RoundPanel:
                         ui.element("span").classes("fd-swatch").style(f"background: {colour}")
                         ui.label(f"{counts[state]:,} {name}")
 
-    def _show_timeline(self, asks: Sequence[Row], all_asks: int, facts: Row, now: float) -> None:
+    def _show_timeline(self, asks: Sequence[TableRow], all_asks: int, facts: TableRow, now: float) -> None:
         self._chart.set_visibility(bool(asks))
         self._note.set_visibility(len(asks) < all_asks)
         self._note.text = f"Timeline of the {len(asks)} devices that are furthest behind, of {all_asks:,}."
@@ -98,12 +98,12 @@ class RoundPanel:
             self._chart.update()
 
 
-def newest_asks(asks: Sequence[Row]) -> list[Row]:
+def newest_asks(asks: Sequence[TableRow]) -> list[TableRow]:
     """Returns each device's newest ask, because a method may ask several times in a round."""
     return list({ask["device"]: ask for ask in asks}.values())
 
 
-def furthest_behind(asks: Sequence[Row]) -> list[Row]:
+def furthest_behind(asks: Sequence[TableRow]) -> list[TableRow]:
     """Returns the devices for the timeline: those without a receipt first, then those that were acknowledged last."""
     order = {state: number for number, state in enumerate(STATES)}
     behind = sorted(
@@ -112,7 +112,7 @@ def furthest_behind(asks: Sequence[Row]) -> list[Row]:
     return sorted(behind[:MAX_DEVICES], key=lambda ask: natural(ask["device"]), reverse=True)
 
 
-def latest_time(asks: Sequence[Row], facts: Row) -> float:
+def latest_time(asks: Sequence[TableRow], facts: TableRow) -> float:
     """Returns where open bars end: now, or the end of the round; never before anything that has happened."""
     known = [ask[name] for ask in asks for _, name in _PHASES if ask[name] is not None]
     known += [ask["acknowledged_at"] for ask in asks if ask["acknowledged_at"] is not None]
@@ -120,7 +120,7 @@ def latest_time(asks: Sequence[Row], facts: Row) -> float:
     return float(max([now, facts["started_at"] or 0, *known]))
 
 
-def sentence(asks: Sequence[Row], facts: Row, now: float) -> str:
+def sentence(asks: Sequence[TableRow], facts: TableRow, now: float) -> str:
     """Returns the state of the round in words."""
     if facts["round"] is None:
         return "No round has begun. A round begins once enough devices are present."
@@ -137,7 +137,7 @@ def sentence(asks: Sequence[Row], facts: Row, now: float) -> str:
     return f"{text}, deadline in {left}{' of work, once it is started again' if facts['paused_at'] else ''}."
 
 
-def phases(ask: Row, now: float) -> dict[str, tuple[float, float]]:
+def phases(ask: TableRow, now: float) -> dict[str, tuple[float, float]]:
     """Returns beginning and end of each state of an ask that took time, in seconds since 1970.
 
     An acknowledged ask whose states were too short to be noted has one bar from the ask to its receipt.
@@ -150,7 +150,7 @@ def phases(ask: Row, now: float) -> dict[str, tuple[float, float]]:
     return {state: (at, max(min(end, now), at)) for (state, at), end in zip(begun, ends, strict=True)}
 
 
-def bars(asks: Sequence[Row], start: float, now: float) -> list[dict[str, Any]]:
+def bars(asks: Sequence[TableRow], start: float, now: float) -> list[dict[str, Any]]:
     """Returns stacked bars in seconds: an invisible one up to the ask, then one for each state."""
     spans = [phases(ask, now) for ask in asks]
     offsets = [min((begin for begin, _ in one.values()), default=now) - start for one in spans]

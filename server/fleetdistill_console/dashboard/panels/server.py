@@ -13,9 +13,8 @@ from fleetdistill_console.dashboard.board import Board
 from fleetdistill_console.dashboard.layout import Tiles, panel
 from fleetdistill_console.dashboard.readers import RUNS, SERVER
 from fleetdistill_console.dashboard.units import UNKNOWN, duration, size
-from fleetdistill_server.store.database import Row
 from fleetdistill_server.views.results import missing_in
-from fleetdistill_server.views.runs import NO_SERVER, View
+from fleetdistill_server.views.runs import NO_SERVER, TableRow, View
 
 _ENGINES, _RUNS, _DISK, _EXPIRY, _BACKUP = "Engines", "Runs", "Free disk", "Next certificate to expire", "Last backup"
 _WORST = {"bad": "fd-bad", "warn": "fd-warn", "good": "fd-good"}
@@ -44,7 +43,7 @@ class Glance:
         self._tiles.show(tiles(view, runs.lists["runs"]))
 
 
-def sentence(facts: Row, problem: str) -> tuple[str, str]:
+def sentence(facts: TableRow, problem: str) -> tuple[str, str]:
     """Returns how the server is (bad, warn or good), and what to say.
 
     Args:
@@ -65,7 +64,7 @@ def sentence(facts: Row, problem: str) -> tuple[str, str]:
     return "good", "Everything is all right."
 
 
-def tiles(view: View, runs: Sequence[Row], now: float | None = None) -> dict[str, str]:
+def tiles(view: View, runs: Sequence[TableRow], now: float | None = None) -> dict[str, str]:
     """Returns the figures of the server; `now` is in seconds since 1970, by default the current time."""
     now = time.time() if now is None else now
     facts, lists = view.facts, view.lists
@@ -86,7 +85,7 @@ def _without_details(status: str) -> str:
     return "without a server" if detail == f"{NO_SERVER})" else state
 
 
-def backup(rows: Sequence[Row], now: float) -> str:
+def backup(rows: Sequence[TableRow], now: float) -> str:
     """Returns when the last successful backup was made, and what is missing in it."""
     done = next((row for row in rows if row["result"].startswith("done")), None)
     return "none by fleetdistill" if done is None else _from_now(done["at"], now) + missing_in(done["result"])

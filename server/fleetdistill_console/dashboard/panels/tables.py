@@ -13,7 +13,7 @@ from fleetdistill_console.dashboard.layout import panel
 from fleetdistill_console.dashboard.readers import events, rounds, settings
 from fleetdistill_console.dashboard.table import LiveTable
 from fleetdistill_console.dashboard.units import setting
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.views.runs import TableRow
 
 _ROUND_COLUMNS = [
     table.number("round", "Round", width=85, sort="desc", flex=0, pinned="left"),
@@ -33,7 +33,7 @@ _LAST_ROUND_COLUMNS = [
 ]
 
 
-def method_columns(figures: Mapping[str, Row]) -> list[dict[str, Any]]:
+def method_columns(figures: Mapping[str, TableRow]) -> list[dict[str, Any]]:
     """Returns a column for each figure that a method declares, given as in the view `settings`."""
     kinds = {"accuracy": table.rate, "": table.number}
     return [
@@ -49,7 +49,7 @@ class RoundsPanel:
 
     def __init__(self, board: Board, run: str) -> None:
         self._board, self._run = board, run
-        self._figures: Mapping[str, Row] = {}
+        self._figures: Mapping[str, TableRow] = {}
         with panel("Rounds"):
             self._box = ui.element("div")
         self._table = self._make_table()

@@ -12,7 +12,7 @@ from fleetdistill_console.dashboard.layout import Tiles, panel
 from fleetdistill_console.dashboard.readers import traffic
 from fleetdistill_console.dashboard.table import LiveTable
 from fleetdistill_console.dashboard.units import size
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.views.runs import TableRow
 
 _COUNTS = ("up_sent", "down_sent", "up", "down")
 _UP, _DOWN, _SAVED = "Received from devices", "Sent to devices", "Saved by compression"
@@ -48,7 +48,7 @@ class TrafficPanel:
         self._table.show(kinds)
 
 
-def by_kind(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def by_kind(rows: Sequence[TableRow]) -> list[dict[str, Any]]:
     """Returns the sums over rounds by kind of part, with the kind's share of all bytes on the link."""
     sums: defaultdict[str, dict[str, Any]] = defaultdict(lambda: dict.fromkeys(_COUNTS, 0))
     for row in rows:

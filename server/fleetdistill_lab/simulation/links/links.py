@@ -15,7 +15,7 @@ from fleetdistill.wire.compression import compression_of
 from fleetdistill_lab.simulation.backends.backend import MakeBackend
 from fleetdistill_lab.simulation.backends.remote_work import RemoteWork
 from fleetdistill_lab.simulation.links.drive import DriveFleet
-from fleetdistill_lab.simulation.links.simulated_devices import MAX_OPEN, DeviceStates, SimulatedDevices
+from fleetdistill_lab.simulation.links.simulated_devices import MAX_OPEN, SimulatedDevices
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
 from fleetdistill_lab.simulation.timing.timing import Timing
@@ -79,9 +79,9 @@ def run_over_memory(
     api = _api(store, config, timing)
     link_of = partial(make_link if timing is None else timing.link, api)
     with _closed_on_failure(store), without_app(), _rare_collections(), _remote(api, config, make_backend) as remote:
-        states = DeviceStates(store) if isinstance(store, RoundStore) else None
+        rounds = store if isinstance(store, RoundStore) else None
         clock = None if timing is None else timing.clock
-        with SimulatedDevices(specs, link_of, states, max_open, clock, remote) as devices:
+        with SimulatedDevices(specs, link_of, rounds, max_open, clock, remote) as devices:
             after = partial(watch, store)
             if timing is None:
                 waker = DriveFleet(store, config.run.name, devices, after)

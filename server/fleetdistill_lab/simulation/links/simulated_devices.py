@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -20,45 +19,11 @@ from fleetdistill_lab.simulation.backends.remote_work import AHEAD, RemoteWork
 from fleetdistill_lab.simulation.spec.compute import Shared
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_compute, make_device
 from fleetdistill_server.store.round_store import RoundStore
-from fleetdistill_server.store.store import Store
 
 MAX_OPEN = 256
 """Largest number of open devices. Opening one again takes milliseconds, so this exceeds a usual cohort."""
 _COLLECTED = 256
 """Number of closed devices that are garbage-collected together; a collection takes tenths of a second."""
-
-
-def saved_state(store: Store, device: str) -> dict[str, bytes]:
-    """Returns the saved contents of a device's state; empty if there are none."""
-    if not store.database.exists("SELECT 1 FROM sqlite_master WHERE name = 'simulated_devices'"):
-        return {}
-    data = store.database.value("SELECT state FROM simulated_devices WHERE device = ?", device)
-    return {} if data is None else _unpacked(data)
-
-
-class DeviceStates:
-    """Saved states of devices, in a table of the run's store, so that one transaction saves a round with its devices.
-
-    Args:
-        store: The run's store.
-    """
-
-    def __init__(self, store: RoundStore) -> None:
-        self._store, self._database = store, store.database
-        self._database.write("CREATE TABLE IF NOT EXISTS simulated_devices (device TEXT PRIMARY KEY, state BLOB)")
-
-    def load(self, device: str) -> dict[str, bytes]:
-        """Returns the contents of a device's state; empty for a new device."""
-        return saved_state(self._store, device)
-
-    def save(self, device: str, contents: Mapping[str, bytes]) -> None:
-        """Stores the contents of a device's state; `commit` makes them permanent."""
-        values = {"device": device, "state": _packed(contents)}
-        self._database.insert("simulated_devices", values, "ON CONFLICT DO UPDATE SET state = excluded.state")
-
-    def commit(self) -> None:
-        """Saves all changes to the store."""
-        self._store.save()
 
 
 class SimulatedDevices:
@@ -67,7 +32,7 @@ class SimulatedDevices:
     Args:
         specs: The devices.
         link_of: Makes the link of a device, given its id.
-        states: Saved states; None for devices with state directories, which all stay open.
+        store: Store with the devices' states; None for devices with state directories, which all stay open.
         max_open: Largest number of open devices with saved states.
         clock: Clock of the devices in simulated time; None for the machine's.
         remote: Computes the devices' work in other processes; None for this process.
@@ -80,7 +45,7 @@ class SimulatedDevices:
         self,
         specs: Sequence[DeviceSpec],
         link_of: Callable[[str], Link],
-        states: DeviceStates | None,
+        store: RoundStore | None,
         max_open: int,
         clock: Clock | None = None,
         remote: RemoteWork | None = None,
@@ -89,7 +54,7 @@ class SimulatedDevices:
         self._specs = {spec.name: spec for spec in specs}
         self.names = tuple(self._specs)
         self._link_of = link_of
-        self._states = states
+        self._store = store
         self._max_open = max_open
         self._remote = remote
         self._shared = Shared()
@@ -102,15 +67,15 @@ class SimulatedDevices:
             self._open[name] = self._opened(self._specs[name])
         self._open.move_to_end(name)
         result = self._open[name][0].step(0.0)
-        while self._states is not None and len(self._open) > self._max_open:
+        while self._store is not None and len(self._open) > self._max_open:
             self._close_oldest()
         return result
 
     def _opened(self, spec: DeviceSpec) -> tuple[Device, MemoryStorage | None]:
         link = self._link_of(spec.name)
-        if self._states is None:
+        if self._store is None:
             return make_device(spec, link, clock=self._clock), None
-        state = MemoryStorage(Path(spec.state_dir), self._states.load(spec.name))
+        state = MemoryStorage(Path(spec.state_dir), self._store.device_states.load(spec.name))
         return make_device(spec, link, state, self._compute_of(spec), self._clock), state
 
     def _compute_of(self, spec: DeviceSpec) -> MakeCompute:
@@ -122,9 +87,11 @@ class SimulatedDevices:
         """Yields devices to run, in order; the next ones' work has already started if it is computed elsewhere."""
         started: deque[str] = deque()
         for name in names:
-            if self._remote is not None and self._states is not None:
+            if self._remote is not None and self._store is not None:
                 state = self._open[name][1] if name in self._open else None
-                self._remote.start(self._specs[name], self._states.load(name) if state is None else state.contents)
+                self._remote.start(
+                    self._specs[name], self._store.device_states.load(name) if state is None else state.contents
+                )
             started.append(name)
             if self._remote is None or len(started) > AHEAD:
                 yield started.popleft()
@@ -139,17 +106,17 @@ class SimulatedDevices:
             gc.collect()  # a closed device is a cycle of references, and collections are rare during a simulation
 
     def _save(self, name: str, state: MemoryStorage | None) -> None:
-        if self._states is not None and state is not None and state.changed:
-            self._states.save(name, state.contents)
+        if self._store is not None and state is not None and state.changed:
+            self._store.device_states.save(name, state.contents)
             state.changed = False
 
     def save(self) -> None:
         """Saves the run and the states of its devices; does nothing for devices with state directories."""
-        if self._states is None:
+        if self._store is None:
             return
         for name, (_, state) in self._open.items():
             self._save(name, state)
-        self._states.commit()
+        self._store.save()
 
     def finish(self) -> None:
         """Runs every device until it has noticed the end of the run."""
@@ -164,16 +131,3 @@ class SimulatedDevices:
         """Closes all devices. After an error they do not leave the run, so that the open round waits for them."""
         for opened in self._open.values():
             opened[0].close(leave=kind is None)
-
-
-def _packed(contents: Mapping[str, bytes]) -> bytes:
-    sizes = json.dumps({name: len(data) for name, data in contents.items()}).encode()
-    return b"".join([len(sizes).to_bytes(8, "little"), sizes, *contents.values()])
-
-
-def _unpacked(data: bytes) -> dict[str, bytes]:
-    at = 8 + int.from_bytes(data[:8], "little")
-    found = {}
-    for name, size in json.loads(data[8:at]).items():
-        found[name], at = data[at : at + size], at + size
-    return found

@@ -15,7 +15,7 @@ from fleetdistill.knowledge import GENERAL
 from fleetdistill_lab.simulation.report.history import FleetHistory
 from fleetdistill_lab.simulation.report.metrics import Ints, accuracy
 from fleetdistill_lab.simulation.report.scores import in_class_mix
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Traffic
 from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import readable_bytes
@@ -166,23 +166,19 @@ def cost_of(store: Store, run: str, devices: int) -> Cost:
     return Cost(bytes_by_round(store.history.traffic(run), completed, devices), len(answered) / devices)
 
 
-def bytes_by_round(traffic: Sequence[Row], completed: Sequence[int], devices: int) -> list[dict[str, float]]:
+def bytes_by_round(traffic: Sequence[Traffic], completed: Sequence[int], devices: int) -> list[dict[str, float]]:
     """Computes `FleetReport.bytes_by_round`; `completed` has the numbers of the completed rounds, ascending."""
     found = [{"up": 0, "down": 0} for _ in completed]
-    for one in traffic:
-        until = bisect_left(completed, one["round"])  # bytes of a short round count for the next completed one
+    for sent in traffic:
+        until = bisect_left(completed, sent.round)  # bytes of a short round count for the next completed one
         if until < len(completed):
-            found[until][one["direction"]] += _bytes(one)
+            found[until][sent.direction] += sent.uncompressed_bytes
     return [{direction: total / devices for direction, total in one.items()} for one in found]
 
 
-def total_bytes(traffic: Sequence[Row], direction: str) -> int:
+def total_bytes(traffic: Sequence[Traffic], direction: str) -> int:
     """Returns the bytes of tensors and envelopes in one direction."""
-    return sum(_bytes(one) for one in traffic if one["direction"] == direction)
-
-
-def _bytes(row: Row) -> int:
-    return int(row["tensor_bytes"] + row["envelope_bytes"])
+    return sum(sent.uncompressed_bytes for sent in traffic if sent.direction == direction)
 
 
 def comparison_table(rows: Sequence[ComparisonRow]) -> Table:

@@ -21,14 +21,14 @@ from fleetdistill_lab.simulation.report.outcome import Outcome
 from fleetdistill_lab.simulation.report.results import DeviceReport
 from fleetdistill_lab.simulation.report.scores import in_class_mix
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Traffic
 from fleetdistill_server.views.expected import Expected
 
 _BATCH = 1024
 
 
 def device_report(
-    done: Outcome, spec: DeviceSpec, samples_1c: Ints, own_traffic: Sequence[Row], estimates: Mapping[str, Expected]
+    done: Outcome, spec: DeviceSpec, samples_1c: Ints, own_traffic: Sequence[Traffic], estimates: Mapping[str, Expected]
 ) -> DeviceReport:
     """Builds the report of one device and copies its exported models to the simulation's `out`.
 
@@ -122,8 +122,8 @@ def _own(counts_cc: Ints, samples_1c: Ints) -> float:
     return accuracy(in_class_mix(counts_cc, samples_1c)[0])
 
 
-def _sent(traffic: Sequence[Row], direction: str) -> int:
-    return sum(one["sent_bytes"] for one in traffic if one["direction"] == direction)
+def _sent(traffic: Sequence[Traffic], direction: str) -> int:
+    return sum(sent.sent_bytes for sent in traffic if sent.direction == direction)
 
 
 def _collect(out: Path, spec: DeviceSpec, model: str, name: str) -> str:

@@ -32,7 +32,7 @@ from fleetdistill_lab.simulation.report.plots import save_report_figure
 from fleetdistill_lab.simulation.report.results import DeviceReport, FleetReport
 from fleetdistill_lab.simulation.report.scores import FleetFigures, fleet_figures, late_figures
 from fleetdistill_lab.simulation.report.simulated_time import simulated_times
-from fleetdistill_server.store.database import Row
+from fleetdistill_server.store.records import Traffic
 from fleetdistill_server.store.run_figures import RoundFigures, round_figures
 from fleetdistill_server.store.states import RoundStatus, UploadStatus
 from fleetdistill_server.store.store import Store
@@ -45,9 +45,9 @@ def make_report(done: Outcome) -> FleetReport:
     """Builds the report of the completed rounds and writes it to the simulation's `out`."""
     shares = done.split.class_counts(done.data.train_labels.numpy(), len(done.data.classes))
     estimates = expected(done.store, done.run)
-    traffic = defaultdict[str, list[Row]](list)
+    traffic = defaultdict[str, list[Traffic]](list)
     for sent in done.store.history.traffic(done.run):
-        traffic[sent["device"]].append(sent)
+        traffic[sent.device].append(sent)
     devices = [
         device_report(done, spec, shares[[row]], traffic[spec.name], estimates) for row, spec in enumerate(done.specs)
     ]
@@ -67,7 +67,7 @@ def make_report(done: Outcome) -> FleetReport:
         late=late_figures(by_round),
         further=_mean_further(devices),
         bytes_by_round=cost.bytes_by_round,
-        traffic=[_traffic_row(one) for one in done.store.history.traffic_by_kind(done.run)],
+        traffic=[asdict(sent) for sent in done.store.history.traffic_by_kind(done.run)],
         **_upload_counts(done.store, done.run),
         **_protection(done.store, done.run, figures),
         devices=devices,
@@ -289,8 +289,3 @@ def _upload_counts(store: Store, run: str) -> dict[str, Any]:
         "reported_uploads": by_status[UploadStatus.REPORTED],
         "refused_uploads": len(store.history.events(run, "refused")),
     }
-
-
-def _traffic_row(row: Row) -> dict[str, Any]:
-    names = ("round", "device", "direction", "kind", "payloads", "tensor_bytes", "envelope_bytes", "sent_bytes")
-    return {name: row[name] for name in names}
