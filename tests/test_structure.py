@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 FILES = {
     "client_sdk/fleetdistill/__init__.py": "",
     "client_sdk/fleetdistill/names.py": "def check(name: str) -> str:\n    return name\n" + "\n" * 60,
+    "server/fleetdistill_lab/audit.py": "\n" * 61,
     "server/fleetdistill_server/__init__.py": "",
     "server/fleetdistill_server/store/__init__.py": "",
     "server/fleetdistill_server/store/states.py": "from fleetdistill.names import check\n" + "\n" * 60,
@@ -43,6 +44,7 @@ def problems(structure: ModuleType, folder: Path, changes: dict[str, str]) -> li
         *structure.check_budgets(modules, budgets),
         *structure.check_small_modules(modules, []),
         *structure.check_circles(modules, []),
+        *structure.check_annexes(modules),
         *structure.check_rows(modules),
         *structure.check_statuses(modules),
         *structure.check_words(modules, {}),
@@ -70,6 +72,10 @@ FAULTS = {
             "    import fleetdistill_server.store.states\n" + LONG
         },
         "import circle",
+    ),
+    "an annex that imports a private name": (
+        {"server/fleetdistill_lab/audit.py": "from fleetdistill.names import check\n" + LONG},
+        "audit.py:1: fleetdistill.names has no check in its `__all__`",
     ),
     "rows outside the store": (
         {"client_sdk/fleetdistill/names.py": "from database import Row\n" + LONG},

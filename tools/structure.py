@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOTS = ("client_sdk", "server")
+CORE = ("fleetdistill", "fleetdistill_server")
 GENERATED = "wire/v1"
 SMALL_LINES = 60
 STATUSES = (
@@ -145,6 +146,29 @@ def strongly_connected(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return components
 
 
+def check_annexes(modules: Mapping[str, Module]) -> Iterator[str]:
+    """Yields the names that an annex imports from the core although the `__all__` of their module lacks them."""
+    core = {name: module for name, module in modules.items() if name.split(".")[0] in CORE}
+    public = {name: public_names(module) for name, module in core.items()}
+    for module in modules.values():
+        if module.name.split(".")[0] in CORE:
+            continue
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "") not in core:
+                continue
+            for alias in node.names:
+                if alias.name not in public[node.module or ""]:
+                    yield f"{module.path}:{node.lineno}: {node.module} has no {alias.name} in its `__all__`"
+
+
+def public_names(module: Module) -> set[str]:
+    """Returns the names in a module's `__all__`; empty without one."""
+    for node in module.tree.body:
+        if isinstance(node, ast.Assign) and any(ast.unparse(target) == "__all__" for target in node.targets):
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
 def check_rows(modules: Mapping[str, Module]) -> Iterator[str]:
     """Yields modules outside the store that use the database's rows or have SQL of their own."""
     for module in modules.values():
@@ -207,6 +231,7 @@ def main(arguments: Sequence[str]) -> int:
         *check_budgets(modules, limits["budgets"]),
         *check_small_modules(modules, limits["small_modules"]),
         *check_circles(modules, limits["known_circles"]),
+        *check_annexes(modules),
         *check_rows(modules),
         *check_statuses(modules),
         *check_words(modules, limits["max_words"]),

@@ -6,6 +6,8 @@ import threading
 import time
 from typing import Protocol
 
+__all__ = ["Clock"]
+
 
 class Clock(Protocol):
     """Protocol of a device's clock."""

@@ -62,6 +62,7 @@ __all__ = [
     "StoreUnavailableError",
     "WireError",
     "WorkInterrupted",
+    "in_words",
 ]
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from fleetdistill.errors import CannotAnswer, WorkInterrupted
 
+__all__ = ["Hold", "time_limit"]
+
 Check = Callable[[], None]
 """Function that returns if the work may continue, and raises an error otherwise."""
 _SLICE_SECONDS = 0.1

@@ -8,6 +8,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+__all__ = ["lazy_exports"]
+
 
 def loaded(name: str) -> ModuleType | None:
     """Returns a module that this process has imported, else None.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+__all__ = ["unknown_name"]
+
 NAME = r"(?!(?i:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\.|\Z))[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?"
 """Regular expression of a valid name: a file name on every system, and no option of a command."""
 NAME_RULE = (

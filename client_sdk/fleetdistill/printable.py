@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import traceback
 
+__all__ = ["printable"]
+
 
 def printable(text: str) -> str:
     """Returns the text on one line, with escapes such as `\\x1b` for control and invisible characters."""

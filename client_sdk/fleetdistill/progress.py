@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+__all__ = ["redirect"]
+
 INTERVAL_SECONDS = 1.0
 """Minimum time between two reports, in seconds; also before the first one, so that short work reports nothing."""
 

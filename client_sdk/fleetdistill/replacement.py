@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fleetdistill.knowledge import Metric
 
+__all__ = ["SPLIT", "Replacement"]
+
 SPLIT = "validation"
 """Name of the data split that decides on a replacement."""
 REPLACED = "replaced"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
+__all__ = ["derive_seed"]
+
 
 def derive_seed(run_seed: int, *path: object) -> int:
     """Returns the seed of a named draw, such as `derive_seed(seed, round, "train", "device-03")`.

@@ -8,6 +8,8 @@ from typing import Any
 
 from fleetdistill.errors import ConfigurationError
 
+__all__ = ["require"]
+
 PACKAGES = frozenset(
     (
         "cryptography",

@@ -17,6 +17,8 @@ from typing import Any
 
 from fleetdistill.printable import PrintableRecords, printable
 
+__all__ = ["Interruption", "Seldom", "about", "configure"]
+
 
 class LogFormat(StrEnum):
     """Format of the log."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 
+__all__ = ["PHASES", "observed_by"]
+
 PHASES = ("asks", "refinement", "distillation", "averaging", "evaluation", "checkpoint")
 """Names of the phases."""
 

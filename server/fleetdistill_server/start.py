@@ -14,6 +14,8 @@ from importlib.metadata import entry_points
 
 from fleetdistill.version import VERSION
 
+__all__ = ["INTERRUPTED", "ctrl_c_interrupts"]
+
 INTERRUPTED = 130
 """Exit status that shells report for a program stopped by Ctrl-C."""
 DEVICE_COMMANDS = {

@@ -7,6 +7,8 @@ import math
 import time
 from typing import Any
 
+__all__ = ["counted", "readable_bytes", "to_json", "when"]
+
 LONGEST = 1000
 """Largest number of characters in a stored text."""
 

@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_stored(store: Store, tm
     settings = {} if "method" in run else config.method
     wanted = changed(config.model_copy(update={"method": settings}), **{**sections, "run": run})
     with pytest.raises(ConfigurationError, match=rf"\[run\] start_from = '{run['start_from']}': .*{sentence}"):
-        preflight.build(wanted)
+        preflight.build_run(wanted)
     assert store.runs.names() == ["first", "young"]
 
 
@@ -153,7 +153,7 @@ def test_a_store_that_is_not_there_is_named(tmp_path: Path) -> None:
     config = config_of("fedavg", tmp_path / "work", start_from="first")
     config = changed(config, server={"store": str(tmp_path / "none")})
     with pytest.raises(ConfigurationError, match=r"\[run\] start_from = 'first': there is no store in .*none"):
-        preflight.build(config)
+        preflight.build_run(config)
     assert not (tmp_path / "none").exists()
 
 

@@ -55,6 +55,8 @@ from fleetdistill.training.randomness import own_randomness
 from fleetdistill.training.tensor_data import LazyData, TensorData, tensor_data_of
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
+__all__ = ["TorchCompute"]
+
 
 class FrozenModel:
     """Copies a torch model; call it with a batch of inputs. Thread-safe if the module's `forward` is.

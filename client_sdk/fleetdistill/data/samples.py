@@ -18,6 +18,8 @@ from fleetdistill.data.splits import Splits
 from fleetdistill.errors import DataError
 from fleetdistill.interruption import check_may_continue
 
+__all__ = ["Samples", "read_samples"]
+
 _CHUNK_BYTES = 8 << 20
 _FIRST_CHUNK = 64
 DIGEST_BYTES = 16

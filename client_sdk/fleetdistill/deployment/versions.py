@@ -29,6 +29,8 @@ from fleetdistill.state.durable import make_directory, rename_durably, sync_dire
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import json_object, sealed_json
 
+__all__ = ["Version", "Versions"]
+
 MODEL = "delivered.safetensors"
 """File with the app's model in a state directory."""
 IN_USE = "deployed.json"

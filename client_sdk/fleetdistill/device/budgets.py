@@ -12,6 +12,8 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.state.directory import MAX_SPOOL_BYTES
 from fleetdistill.state.privacy_ledger import PrivacyBudget
 
+__all__ = ["MAX_SECONDS_PER_ASK"]
+
 MAX_THREADS = 64
 """Default of `Budgets(threads=...)`."""
 MAX_SECONDS_PER_ASK = 3600.0

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from fleetdistill.methods.base import Answer
     from fleetdistill.privacy.guarantee import Guarantee
 
+__all__ = ["guarantee_of", "private_columns"]
+
 SAMPLES = 1
 """Number of samples that a private device declares: the real number would be a release too."""
 DECLINED = "this device cannot answer"

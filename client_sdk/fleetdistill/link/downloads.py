@@ -32,6 +32,8 @@ from fleetdistill.wire.digests import Check
 from fleetdistill.wire.payload import chunk_data
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
+__all__ = ["BytesSource", "checked"]
+
 DOWNLOADS = "downloads"
 """Folder in the state directory."""
 ATTEMPTS = 5

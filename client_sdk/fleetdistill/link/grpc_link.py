@@ -28,6 +28,8 @@ from fleetdistill.wire.framing import framed, unframed
 from fleetdistill.wire.payload import AnyChunk, Chunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc
 
+__all__ = ["CALL_SECONDS", "Connection", "GrpcLink", "error_info", "errors_of"]
+
 CALL_SECONDS = 30.0
 LEAVE_SECONDS = 5.0
 # Timeout of a whole stream; the server ends streams without progress earlier.

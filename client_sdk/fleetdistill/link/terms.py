@@ -19,6 +19,8 @@ from fleetdistill.wire.digests import Algorithm, has_blake3
 from fleetdistill.wire.payload import MAX_AXES, MAX_NAME
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 
+__all__ = ["pause_seconds"]
+
 MAX_CLASSES = 10_000
 """Maximum number of classes of a run: a device stores its scores as a matrix `[classes, classes]`."""
 MAX_ATTEMPTS = 1 << 31

@@ -20,6 +20,8 @@ from importlib.metadata import EntryPoint, entry_points
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.printable import printable
 
+__all__ = ["import_modules"]
+
 GROUP = "fleetdistill.methods"
 """Entry-point group of methods."""
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from fleetdistill.models.dafkd import NoiseGenerator
 
-__all__ = ["GENERATORS", "MODELS", "PREDICTORS", "USUAL_PREDICTOR", "build_generator", "build_model"]
+__all__ = ["GENERATORS", "MODELS", "PREDICTORS", "USUAL_PREDICTOR", "build_generator", "build_model", "path_of"]
 
 MODELS: Mapping[str, str] = MappingProxyType(
     {

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from fleetdistill.training.model import FeatureModel, SplitModel
 
+__all__ = ["JudgedClassifier", "shared_features"]
+
 
 class SharedHead(nn.Module):
     """A discriminator on the classifier's features: one linear layer with F + 1 parameters."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.privacy.accountant import discrete_mu_for, mu_for
 
+__all__ = ["Guarantee"]
+
 MIN_EPSILON, MAX_EPSILON = 0.1, 20.0
 MAX_DELTA = 0.01
 

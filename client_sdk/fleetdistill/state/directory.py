@@ -41,6 +41,8 @@ from fleetdistill.state.outbox import Outbox
 from fleetdistill.state.sent_ledger import SentLedger
 from fleetdistill.version import VERSION
 
+__all__ = ["Storage"]
+
 MAX_SPOOL_BYTES = 16 << 30
 """Default maximum size of an answer with its states, and of one download, in bytes."""
 _ROWS = "rows.txt"

@@ -6,6 +6,8 @@ import contextlib
 from pathlib import Path
 from typing import IO, Any
 
+__all__ = ["lock_file"]
+
 _fcntl: Any = None
 _msvcrt: Any = None
 try:

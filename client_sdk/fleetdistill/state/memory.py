@@ -18,6 +18,8 @@ from fleetdistill.state.sent import Sent
 from fleetdistill.state.sent_ledger import SentLedger
 from fleetdistill.wire.codec import Payload
 
+__all__ = ["MemoryStorage"]
+
 
 class MemoryStorage(Storage):
     """State of a device without a state directory.

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+__all__ = ["without_app"]
+
 _alone: ContextVar[bool] = ContextVar("fleetdistill_alone", default=False)
 
 

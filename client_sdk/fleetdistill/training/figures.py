@@ -10,6 +10,8 @@ import numpy as np
 
 from fleetdistill.knowledge import GENERAL, Array, ClassCount, Metric
 
+__all__ = ["Counts"]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Counts:

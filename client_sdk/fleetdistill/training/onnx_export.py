@@ -36,6 +36,8 @@ from fleetdistill.knowledge import Array
 from fleetdistill.state.durable import rename_durably
 from fleetdistill.training.onnx_file import OnnxReport, Reference, compare, doing, facts, finish, temporary_beside
 
+__all__ = ["onnx_bytes"]
+
 _FEATURES_TOLERANCE = 1e-3  # logarithms of values near 0 differ more than logits
 _OPSET = 18  # fixed, so that files of a newer torch load in the fleet's existing onnxruntime
 _PYTORCH = Reference(

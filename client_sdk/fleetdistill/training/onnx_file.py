@@ -19,6 +19,8 @@ from fleetdistill.version import VERSION
 if TYPE_CHECKING:  # Predictor uses this module, and loads neither gRPC nor protobuf
     from fleetdistill.knowledge import Array
 
+__all__ = ["OnnxReport", "cpu_session"]
+
 
 @dataclass(frozen=True, slots=True)
 class OnnxReport:

@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fleetdistill.training.alone import is_alone
 
+__all__ = ["own_randomness"]
+
 _aten = torch.ops.aten
 _LIKE: Mapping[Any, Callable[..., torch.Tensor]] = {
     _aten.rand_like.default: lambda result, generator: result.uniform_(0, 1, generator=generator),

@@ -22,6 +22,8 @@ from fleetdistill.wire.quantize import LARGEST, quantize
 from fleetdistill.wire.schema import FLOAT32, float_type, is_quantized
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
 
+__all__ = ["Payload", "decode", "encode"]
+
 KNOWLEDGE_TYPES = (
     tensor_pb2.ELEMENT_TYPE_FLOAT32,
     tensor_pb2.ELEMENT_TYPE_FLOAT16,

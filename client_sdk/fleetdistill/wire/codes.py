@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+__all__ = ["Code", "status_of"]
+
 DOMAIN = "fleetdistill"
 AFTER_SECONDS = "after_seconds"
 """Detail of a temporary error: seconds until a retry."""

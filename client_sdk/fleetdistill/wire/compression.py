@@ -14,6 +14,8 @@ from typing import Any
 from fleetdistill.errors import WireError
 from fleetdistill.wire.v1 import knowledge_pb2
 
+__all__ = ["compression_of"]
+
 RAW = knowledge_pb2.COMPRESSION_UNSPECIFIED
 ZSTD = knowledge_pb2.COMPRESSION_ZSTD
 

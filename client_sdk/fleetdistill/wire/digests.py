@@ -16,6 +16,8 @@ from typing import Protocol
 from fleetdistill.errors import WireError
 from fleetdistill.wire.v1 import knowledge_pb2
 
+__all__ = ["digest", "identity"]
+
 DIGEST_BYTES = 32
 
 

@@ -10,6 +10,8 @@ from typing import TypeVar
 from fleetdistill.wire.payload import AnyChunk, Chunk
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
+__all__ = ["framed"]
+
 Message = TypeVar("Message", service_pb2.UploadRequest, service_pb2.DownloadResponse)
 
 # Wire types of protobuf, and the tags (field number and wire type) of `UploadRequest.chunk` and `TensorChunk.data`.

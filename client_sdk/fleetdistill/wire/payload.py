@@ -22,6 +22,8 @@ from fleetdistill.wire.fields import has_tensors
 from fleetdistill.wire.quantize import dequantize
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
 
+__all__ = ["CHUNK_BYTES", "DTYPES", "AnyChunk", "Slot", "chunk_data", "chunks", "slots"]
+
 CHUNK_BYTES = 1 << 20
 MAX_PARTS = 100
 MAX_TENSORS = 10_000

@@ -8,6 +8,8 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import DOMAIN, MEANINGS, Code
 
+__all__ = ["rich_status"]
+
 DETAILS = "grpc-status-details-bin"
 """Name of the trailer with the status."""
 # Error texts are sent in trailers, which gRPC limits to 8 KiB.

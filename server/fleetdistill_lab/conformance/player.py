@@ -14,9 +14,9 @@ from fleetdistill.errors import RefusedError
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.link.downloads import BytesSource
 from fleetdistill.link.grpc_link import CALL_SECONDS, error_info
-from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.framing import framed
+from fleetdistill.wire.payload import CHUNK_BYTES, AnyChunk, slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 
 SAMPLES = 8
@@ -86,7 +86,7 @@ class Player:
         return cast(service_pb2.UploadStatusResponse, self.call("UploadStatus", request))
 
     def upload(
-        self, payload: knowledge_pb2.PayloadHeader, chunks: Iterable[wire.AnyChunk], name: Any = None, **changes: Any
+        self, payload: knowledge_pb2.PayloadHeader, chunks: Iterable[AnyChunk], name: Any = None, **changes: Any
     ) -> service_pb2.Receipt:
         """Sends a stream with a header and these chunks."""
         usual = {"identity": self.identity, "name": name or self.name(), "payload": payload, "samples": SAMPLES}
@@ -109,12 +109,12 @@ class Player:
         return getattr(self.stub, method)(request, timeout=CALL_SECONDS)
 
 
-def messages(chunks: Iterable[wire.AnyChunk]) -> list[service_pb2.UploadRequest]:
+def messages(chunks: Iterable[AnyChunk]) -> list[service_pb2.UploadRequest]:
     """Returns chunks as messages of an upload."""
     return [service_pb2.UploadRequest.FromString(framed(one)) for one in chunks]
 
 
-def chunks_of(payload: Payload, first_byte: int = 0, size: int = wire.CHUNK_BYTES) -> list[knowledge_pb2.TensorChunk]:
+def chunks_of(payload: Payload, first_byte: int = 0, size: int = CHUNK_BYTES) -> list[knowledge_pb2.TensorChunk]:
     """Returns a payload's data from a byte on as chunks of at most `size` bytes."""
     found: list[knowledge_pb2.TensorChunk] = []
     for number, slot in enumerate(payload.slots):
@@ -131,7 +131,7 @@ def chunk(tensor: int, offset: int, data: bytes) -> knowledge_pb2.TensorChunk:
 
 def answer_from(header: knowledge_pb2.PayloadHeader, data: bytes) -> ModelParameters | None:
     """Returns the model in an ask's payload; None if it has no part `parameters`."""
-    payload = Payload(header.parts, wire.slots(header.parts), BytesSource(data), header.sha256)
+    payload = Payload(header.parts, slots(header.parts), BytesSource(data), header.sha256)
     found = decode(payload).get("parameters")
     return found if isinstance(found, ModelParameters) else None
 

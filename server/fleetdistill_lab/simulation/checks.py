@@ -28,8 +28,8 @@ from fleetdistill_lab.simulation.spec.plan import (
     make_run_config,
 )
 from fleetdistill_lab.simulation.spec.settings import Simulation
-from fleetdistill_server.engine import preflight
 from fleetdistill_server.engine.contract import build_method
+from fleetdistill_server.engine.preflight import build_run
 
 
 def check_settings(wanted: Simulation) -> None:
@@ -111,7 +111,7 @@ def check_plan(wanted: Simulation, data: Dataset) -> None:
         config = make_run_config(wanted, left, work)
         _check_rows(wanted, left)
         check_fedavg(wanted, config)
-        preflight.build(config)
+        build_run(config)
         initial = build_method(config).initial()
         for model in dict.fromkeys(device_models(wanted, left)):
             _check_device_model(wanted, left, model, initial)

@@ -14,6 +14,19 @@ from fleetdistill.printable import printable
 from fleetdistill_server.extras import PACKAGES, missing_of_command
 from fleetdistill_server.operations.interface import UNREADABLE
 
+__all__ = [
+    "DEFAULT_STORE",
+    "IdentityOption",
+    "ImportOption",
+    "JsonOption",
+    "RunArgument",
+    "ServerOption",
+    "StoreOption",
+    "TrackOption",
+    "parse_duration",
+    "report_errors",
+]
+
 P = ParamSpec("P")
 R = TypeVar("R")
 

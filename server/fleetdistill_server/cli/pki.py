@@ -35,6 +35,8 @@ from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.operator_calls import Outcome
 
+__all__ = ["DEFAULT_PKI", "PkiOption", "warn_of_other_run", "warn_without_server"]
+
 pki_app = typer.Typer(help="Manages the server's certificate authority (CA).", no_args_is_help=True)
 
 PkiOption = Annotated[Path, typer.Option("--pki", help="Directory of the PKI ([server] pki in run.toml).")]

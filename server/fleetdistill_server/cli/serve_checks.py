@@ -193,9 +193,9 @@ def _privacy(config: RunConfig) -> list[str]:
 
 
 def _built(config: RunConfig):  # type: ignore[no-untyped-def]  # its type would import torch
-    from fleetdistill_server.engine.preflight import build
+    from fleetdistill_server.engine.preflight import build_run
 
-    return build(config)
+    return build_run(config)
 
 
 def _evaluation(config: RunConfig) -> int:

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from fleetdistill_server.config.section import Section
 
+__all__ = ["Limits"]
+
 
 class Limits(Section):
     """The section `[limits]` of run.toml. It may change between starts; see docs/reference/run-toml.md."""

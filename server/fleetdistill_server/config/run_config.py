@@ -28,6 +28,8 @@ from fleetdistill_server.config.section import Section, Settings, read_toml
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.config.setting_errors import sentences
 
+__all__ = ["ContractSection", "RunConfig", "checked_settings", "load_run_config", "run_config"]
+
 OPERATORS = (
     "rounds",
     "min_devices",

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict
 
 from fleetdistill.errors import ConfigurationError, in_words
 
+__all__ = ["read_toml"]
+
 
 class Settings(BaseModel):
     """Immutable settings that accept no unknown key and convert no types."""

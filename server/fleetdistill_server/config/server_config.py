@@ -17,6 +17,8 @@ from fleetdistill_server.config.section import Section, read_toml
 from fleetdistill_server.config.setting_errors import sentences
 from fleetdistill_server.config.tls import ENROL_PORT, Tls
 
+__all__ = ["ServerSection"]
+
 _LAST_PORT = 65_535
 
 

@@ -36,6 +36,8 @@ from fleetdistill_server.training.trainer import Trainer
 if TYPE_CHECKING:
     from fleetdistill.training.local_training import TensorData
 
+__all__ = ["build_method"]
+
 logger = logging.getLogger("fleetdistill.server.proxy")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.engine.preflight import build, evaluation_samples, is_out_of_memory
+from fleetdistill_server.engine.preflight import build_run, evaluation_samples, is_out_of_memory
 from fleetdistill_server.service.creation import NewRun
 from fleetdistill_server.service.processes import end_with_parent, limit_memory
 from fleetdistill_server.service.registration import is_prepared
@@ -37,7 +37,7 @@ def _created(directory: Path, run: NewRun, call: Call) -> RunState:
         if run.data_directories is not None:
             _check_places(config, run.data_directories, approved)
         if not is_prepared(store, config):
-            build(config)
+            build_run(config)
         evaluation_samples(config)
         with store.operator_calls.with_change(call) as outcome:
             created = create(store, config, start_it=run.start, who=call.who, may_change=not run.clone_of)

@@ -45,6 +45,8 @@ from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted
 
+__all__ = ["Engine"]
+
 logger = logging.getLogger("fleetdistill.server.engine")
 _REPORTED_AFTER = 3
 """Number of consecutive short rounds after which the reason in the run's status reports them."""

@@ -13,6 +13,8 @@ from fleetdistill.wire.codec import decode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.store.store import Store
 
+__all__ = ["export_server_model"]
+
 _PARITY_SAMPLES = 64
 
 

@@ -32,6 +32,8 @@ from fleetdistill_server.store.retention import WAIT_SECONDS, drop_unneeded, swe
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
 
+__all__ = ["ask_to_forget"]
+
 
 class BetweenRounds:
     """Implements `Notes` for a method that works between rounds.

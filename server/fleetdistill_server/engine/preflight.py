@@ -19,6 +19,8 @@ from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.starting_model import check_in_store
 from fleetdistill_server.methods.evaluation import load_evaluation
 
+__all__ = ["build_run"]
+
 
 @dataclass(frozen=True)
 class Built:
@@ -35,7 +37,7 @@ class Built:
     proxy_samples: int
 
 
-def build(config: RunConfig) -> Built:
+def build_run(config: RunConfig) -> Built:
     """Builds a run's models, contract and initial state, and returns their sizes.
 
     Raises:
@@ -93,7 +95,7 @@ def main() -> int:
     """Entry point of the preflight process; prints the error and returns 1 if the configuration cannot run."""
     try:
         config = load_run_config(Path(sys.argv[1]))
-        build(config)
+        build_run(config)
         evaluation_samples(config)
     except ConfigurationError as error:
         print(error)

@@ -18,6 +18,8 @@ from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Sizes
 
+__all__ = ["RunSizes", "measure_run"]
+
 
 @dataclass(frozen=True)
 class RunSizes:

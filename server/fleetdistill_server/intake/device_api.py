@@ -33,6 +33,8 @@ from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.states import OVER, AskStatus, RunStatus
 from fleetdistill_server.store.store import Store
 
+__all__ = ["DeviceApi"]
+
 logger = logging.getLogger("fleetdistill.server.intake")
 STOPPED_SECONDS = 30.0
 """Shortest wait, in seconds, before a stopped run's devices call again, or a quarter of the lease if that is less."""

@@ -10,6 +10,8 @@ from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
 
+__all__ = ["MemoryLink", "SharedLink"]
+
 
 class MemoryLink:
     """Implements `fleetdistill.link.base.Link` within one process; `next_ask` returns without waiting."""

@@ -16,7 +16,7 @@ from fleetdistill.names import unknown_name
 if TYPE_CHECKING:
     from fleetdistill_server.methods.base import ServerMethod
 
-__all__ = ["SERVER_METHODS", "register", "server_class"]
+__all__ = ["SERVER_METHODS", "modules_of", "register", "server_class"]
 
 SERVER_METHODS: Mapping[str, str] = MappingProxyType(
     {

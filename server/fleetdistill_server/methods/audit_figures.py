@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+__all__ = ["NOT_MEASURED", "linked"]
+
 NOT_MEASURED = "not measured"
 FILE = Path(__file__).with_name("audit_figures.json")
 

@@ -47,7 +47,7 @@ class Needs:
     server_has_device_model: bool = False
 
 
-__all__ = ["ServerMethod"]
+__all__ = ["Needs", "ServerMethod"]
 
 
 class ServerMethod:

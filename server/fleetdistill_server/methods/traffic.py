@@ -19,6 +19,22 @@ from fleetdistill.knowledge import CUT, Weights
 from fleetdistill.wire.kind import COLUMNS, PartSchema
 from fleetdistill.wire.schema import Shapes
 
+__all__ = [
+    "DOWN",
+    "KNOWLEDGE_TYPES",
+    "UP",
+    "Exchange",
+    "KnowledgeType",
+    "Sizes",
+    "all_exchanges",
+    "columns_of",
+    "exchange_formula",
+    "is_over_early",
+    "mean_round_bytes",
+    "round_bytes",
+    "usual_exchanges",
+]
+
 KnowledgeType = Literal["float16", "float32", "uint8"]
 KNOWLEDGE_TYPES: tuple[KnowledgeType, ...] = ("float16", "float32", "uint8")
 UP, DOWN = "up", "down"

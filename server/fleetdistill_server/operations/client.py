@@ -33,6 +33,8 @@ from fleetdistill_server.texts import when
 from fleetdistill_server.views.reading import FOR_OPERATORS, Query
 from fleetdistill_server.views.runs import TableRow, View
 
+__all__ = ["connect"]
+
 READ_SECONDS = 120.0
 """Longest duration of a read in seconds; a view of a large fleet takes several."""
 MAX_READ_BYTES = 128 << 20

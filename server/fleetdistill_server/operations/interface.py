@@ -15,6 +15,8 @@ from fleetdistill_server.store.rollback import RolledBack
 from fleetdistill_server.views.reading import Query
 from fleetdistill_server.views.runs import TableRow, View
 
+__all__ = ["UNREADABLE", "Source"]
+
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What a reply of a server can raise. Its rows have no schema, so that newer servers can add columns."""
 

@@ -11,6 +11,8 @@ from fleetdistill_server.intake.operator_log import OperatorLog
 from fleetdistill_server.store.operator_calls import LOCAL, Call
 from fleetdistill_server.store.store import Store
 
+__all__ = ["local_call", "local_log"]
+
 
 def local_log(store: Store) -> OperatorLog:
     """Returns the log of operators' calls of a store that this process has opened."""

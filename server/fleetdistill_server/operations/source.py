@@ -31,6 +31,8 @@ from fleetdistill_server.views.results import backed_up, deleted, rolled_back
 from fleetdistill_server.views.runs import TableRow, View
 from fleetdistill_server.views.watch import follow
 
+__all__ = ["LocalStore", "create_here", "create_logged_tokens", "open_source", "open_store"]
+
 
 def open_store(directory: Path) -> Store:
     """Opens the store in a directory. Raises ConfigurationError if there is none."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+__all__ = ["in_words"]
+
 
 class Caller(StrEnum):
     """Identity of a caller, as proven by its connection."""

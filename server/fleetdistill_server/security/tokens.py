@@ -22,6 +22,8 @@ from fleetdistill_server.store.records import Certificate, Token
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
 
+__all__ = ["state_of"]
+
 MAX_TOKENS = 10_000
 MAX_SECONDS = 366 * 86_400.0
 _SECRET_BYTES = 32

@@ -19,6 +19,8 @@ from fleetdistill_server.service.processes import run_child
 from fleetdistill_server.service.run_changes import RunState
 from fleetdistill_server.store.operator_calls import Call
 
+__all__ = ["NewRun"]
+
 CREATION_SECONDS = 600.0
 """Time limit for creating a run; loading torch and a large model may take minutes."""
 CREATION_BYTES = 16 << 30

@@ -7,6 +7,8 @@ from pathlib import Path
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.store.blobs import disk_errors
 
+__all__ = ["enrol_port_for_tokens"]
+
 _PORT_FILE = "enrol-port"
 
 

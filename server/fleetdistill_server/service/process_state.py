@@ -12,6 +12,8 @@ from pathlib import Path
 
 from fleetdistill_server.service.heartbeat import BEAT_SECONDS, silent_since
 
+__all__ = ["ENGINE", "ProcessState"]
+
 FRONT, ENGINE, SUPERVISOR = "front", "engine", "supervisor"
 """Names of the processes."""
 _FILE = "processes.json"

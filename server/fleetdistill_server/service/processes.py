@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from fleetdistill.errors import ConfigurationError
 
+__all__ = ["allow_open_files", "child_environment", "end_with_parent", "open_files"]
+
 try:
     import resource
 except ImportError:  # Windows, which has no limit on open files

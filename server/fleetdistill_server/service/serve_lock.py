@@ -16,6 +16,8 @@ from fleetdistill.errors import RunError
 from fleetdistill.state.file_lock import lock_file
 from fleetdistill_server.store.blobs import disk_errors
 
+__all__ = ["is_served", "serving"]
+
 SERVED_FILE = "served.toml"
 """The configuration of the server that holds the lock, in the store's directory."""
 _FILE = "serve.lock"

@@ -11,6 +11,8 @@ from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.states import ACTIVE, IDLE, QUEUED, WAITING
 from fleetdistill_server.store.store import Store
 
+__all__ = ["placed", "state_of"]
+
 
 @dataclass(frozen=True)
 class Served:

@@ -37,6 +37,8 @@ from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.states import OVER, RunStatus
 from fleetdistill_server.store.store import Store
 
+__all__ = ["Supervisor"]
+
 logger = logging.getLogger("fleetdistill.server.supervisor")
 _LOOK_SECONDS = 0.1
 _FORGET_LOOK_SECONDS = 1.0

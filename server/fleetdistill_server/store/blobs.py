@@ -20,6 +20,8 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.digests import Algorithm
 from fleetdistill.wire.v1 import knowledge_pb2
 
+__all__ = ["disk_errors"]
+
 _SAFETENSORS_TYPES = {
     "<f4": "F32",
     "<f2": "F16",

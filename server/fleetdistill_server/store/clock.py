@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+__all__ = ["Clock"]
+
 
 class Clock:
     """Starts at the system time and then advances monotonically.

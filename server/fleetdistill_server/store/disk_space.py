@@ -22,6 +22,8 @@ from fleetdistill.errors import NoSpaceError
 from fleetdistill_server.store.blobs import Blobs, disk_errors
 from fleetdistill_server.texts import readable_bytes
 
+__all__ = ["bytes_under"]
+
 _LOOK_SECONDS = 5.0
 _MAKE_ROOM_SECONDS = 10.0
 

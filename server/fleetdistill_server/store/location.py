@@ -18,6 +18,8 @@ from fleetdistill.state.durable import make_directory
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.store.blobs import disk_errors
 
+__all__ = ["has_store"]
+
 SQLITE = "store.sqlite"
 _FILE = "location.toml"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+__all__ = ["Meter"]
+
 
 class Meter:
     """Ignores what it is told, as a front without `[server] metrics` does."""

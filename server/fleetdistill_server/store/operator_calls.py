@@ -13,6 +13,8 @@ from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.records import OperatorCall
 from fleetdistill_server.texts import shortened
 
+__all__ = ["BEGUN", "LOCAL", "Outcome", "caller_in_words"]
+
 KEPT = 10_000
 """Number of the newest calls that are kept, of those that were carried out and of those that were refused, each."""
 _MAX_LIST = 20

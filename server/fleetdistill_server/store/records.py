@@ -11,6 +11,8 @@ from fleetdistill_server.figures import Figure
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.states import AskStatus, RoundStatus, RunStatus, UploadStatus
 
+__all__ = ["Ask", "Round", "Run", "Token", "Traffic"]
+
 
 def read_declared(column: str | None) -> dict[str, Figure]:
     """Returns the figures that a method declares, by name, from the column `figures` of the table `runs`."""

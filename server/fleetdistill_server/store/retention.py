@@ -30,6 +30,8 @@ from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.states import AT_REST
 from fleetdistill_server.store.store import Store
 
+__all__ = ["Pruned", "prune"]
+
 GRACE_SECONDS = 3600.0
 """Minimum age in seconds at which `sweep` deletes an unreferenced file; newer files may be about to be referenced."""
 SWEEP_SECONDS = 300.0

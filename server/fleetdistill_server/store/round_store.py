@@ -21,6 +21,8 @@ from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.store import Store
 
+__all__ = ["RoundStore"]
+
 
 class DeviceStates:
     """The table `simulated_devices`, in which a simulation keeps the states of its devices.

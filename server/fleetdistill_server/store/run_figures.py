@@ -13,6 +13,8 @@ from fleetdistill_server.store.states import OVER, RunStatus, sql_list
 from fleetdistill_server.store.summaries import Summaries
 from fleetdistill_server.store.sums import EVERY, rounds_with_answers
 
+__all__ = ["Reported", "RoundFigures", "RunFigures", "round_figures", "run_counts", "run_figures"]
+
 
 class Reported(NamedTuple):
     """Mean over the devices of what they reported, and the number of devices."""

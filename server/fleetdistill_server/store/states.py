@@ -8,6 +8,19 @@ from enum import StrEnum
 from fleetdistill.errors import RunError
 from fleetdistill_server.store.database import Database
 
+__all__ = [
+    "ACTIVE",
+    "DEADLINE_PASSED",
+    "IDLE",
+    "OVER",
+    "QUEUED",
+    "WAITING",
+    "AskStatus",
+    "RoundStatus",
+    "RunStatus",
+    "UploadStatus",
+]
+
 
 class RunStatus(StrEnum):
     """What a run does."""

@@ -50,6 +50,8 @@ from fleetdistill_server.store.runs import Runs
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.summaries import Summaries
 
+__all__ = ["Store"]
+
 _LATEST_TIME = """
 SELECT max(at) FROM (
 SELECT max(started_at) AS at FROM rounds UNION ALL SELECT max(ended_at) FROM rounds

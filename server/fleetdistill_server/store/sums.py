@@ -19,6 +19,8 @@ from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.records import AnswerCounts, Round
 from fleetdistill_server.store.states import MAX_STALENESS
 
+__all__ = ["EVERY"]
+
 EVERY = 2**62
 """A round after all rounds."""
 _BYTES = ("tensor_bytes", "envelope_bytes", "sent_bytes")

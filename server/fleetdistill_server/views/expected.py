@@ -18,6 +18,8 @@ from fleetdistill.methods.classstats.class_variants import (
 from fleetdistill_server.store.records import ReportedFigure
 from fleetdistill_server.store.store import Store
 
+__all__ = ["Expected", "expected", "of_the_fleet"]
+
 
 @dataclass(frozen=True)
 class Expected:

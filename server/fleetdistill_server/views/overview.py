@@ -14,6 +14,8 @@ from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.texts import rounded
 from fleetdistill_server.views.runs import TableRow, View, bytes_by, contract_of, event_row, round_rows, run_row
 
+__all__ = ["RECENT"]
+
 RECENT = 5
 """Number of the newest closed rounds whose mean duration is used for the time left."""
 

@@ -17,6 +17,8 @@ from fleetdistill_server.texts import when
 from fleetdistill_server.views import fleet, health, overview, progress, runs, server
 from fleetdistill_server.views.runs import View
 
+__all__ = ["Query"]
+
 MAX_EVENTS = 1000
 """Largest number of events in a page."""
 

@@ -6,6 +6,8 @@ from fleetdistill_server.store.retention import Freed, Pruned
 from fleetdistill_server.store.rollback import RolledBack
 from fleetdistill_server.texts import counted, readable_bytes
 
+__all__ = ["NOTHING", "deleted", "left_for_later", "missing_in", "pruned", "rolled_back"]
+
 NOTHING = "nothing to delete"
 """End of the sentence on a run that does not exist, also as the result of an operator's call."""
 _WITH = ", with "

@@ -22,6 +22,8 @@ from fleetdistill_server.texts import counted, rounded, to_json, when
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
 from fleetdistill_server.views.suspects import suspects_by_round
 
+__all__ = ["NO_SERVER", "UNTIL_STOPPED", "TableRow", "View"]
+
 NO_SERVER = "no server"
 """What follows the status of an active run that no server works on."""
 UNTIL_STOPPED = "until stopped"

@@ -12,6 +12,8 @@ from fleetdistill_server.event_kinds import LARGE_DEVICE, LEFT_OUT, MOST_OF_THE_
 from fleetdistill_server.store.states import UploadStatus
 from fleetdistill_server.store.store import Store
 
+__all__ = ["named"]
+
 _ROUNDS = 3
 
 

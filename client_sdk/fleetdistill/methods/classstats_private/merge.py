@@ -15,6 +15,8 @@ import numpy as np
 from fleetdistill.knowledge import Array
 from fleetdistill.methods.classstats_private.sums import NoiseScale, RowSums
 
+__all__ = ["much_noise", "strength", "too_few_rows"]
+
 ENOUGH = 350.0
 """Strength of a fleet's statistics from which accuracy is within about 10 points of that without noise."""
 TOO_LITTLE = 150.0

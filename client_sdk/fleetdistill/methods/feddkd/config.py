@@ -13,6 +13,8 @@ from fleetdistill.methods.base import (
 )
 from fleetdistill.methods.local import LocalTraining
 
+__all__ = ["MIN_BATCH", "FedDKDConfig"]
+
 CHOICES = {
     "dkd_weighting": ("uniform", "samples"),
     "dkd_student_mode": ("eval", "train"),

@@ -35,6 +35,8 @@ from fleetdistill.training.losses import activation_divergence, soft_cross_entro
 from fleetdistill.training.model import embedding_tap, frozen_batch_norm, in_mode, logits_and_embedding
 from fleetdistill.training.parameters import batch_norm_names, model_parameters, take_weights, tensors_of
 
+__all__ = ["mini_batch"]
+
 _NO_ROUND = 0
 _COMPARED_ROWS = 64
 """Minimum number of own rows whose loss is compared between the steps of a round; all rows if a device has fewer."""

@@ -139,7 +139,7 @@ def preload() -> None:
     import torch._dynamo  # noqa: F401  (otherwise imported by each process's first training step, which takes seconds)
     from torch import nn
 
-    from fleetdistill.compute import torch_compute as worker  # noqa: F401
+    from fleetdistill.compute.torch_compute import TorchCompute  # noqa: F401
     from fleetdistill.training.onnx_export import onnx_bytes
 
     onnx_bytes(nn.Linear(1, 1), (1,))
