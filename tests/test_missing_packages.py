@@ -94,6 +94,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str
     return {name: " ".join(text.split()) for name, text in texts.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_names_the_extra_that_it_needs(refused: dict[str, str], setting: str) -> None:
     _, extra, _ = SETTINGS[setting]
@@ -157,6 +158,7 @@ def test_a_servers_command_says_which_extra_it_needs(
     assert re.match(needs, text.strip()), text
 
 
+@pytest.mark.long
 def test_a_simulation_without_its_extra_says_so(tmp_path: Path) -> None:
     """With the extra `server`, where the command line is complete."""
     (tmp_path / "hidden").mkdir()

@@ -76,6 +76,7 @@ def test_pri_10_no_attack_links_more_than_the_noise_allows(epsilon: float, most:
     assert bound(0.001, 0) == pytest.approx(0.001)
 
 
+@pytest.mark.long
 def test_attacks_on_private_sums_stay_below_the_bound() -> None:
     wanted = dataclasses.replace(small("classstats_private", epsilon=10), rows=400)
     found = audit(wanted)  # 200 rows a device; at 57 the noise could end the run

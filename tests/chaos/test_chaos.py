@@ -16,6 +16,7 @@ from support.postgres import Postgres
 SEEDS = range(1, 201)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_loses_nothing_and_counts_nothing_twice(tmp_path: Path) -> None:
     rows = list(run_seeds([6], tmp_path, jobs=1, mutation=""))

@@ -192,6 +192,7 @@ def test_an_upload_that_counts_again_is_found(tmp_path: Path) -> None:
     assert any("receipts were given" in text for text in found["doubled"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_whole_server_loses_and_doubles_nothing_under_the_same_blows(tmp_path: Path) -> None:
     found = run_scenario(struck(1, FRONT, ENGINE), tmp_path / "1", "")

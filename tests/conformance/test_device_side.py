@@ -329,6 +329,7 @@ ALSO = {
 """Further rules that such a device breaks."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", FAULTY, ids=lambda device: device.__name__)
 def test_a_faulty_device_fails_the_check_of_its_rule(device: type[RawDevice]) -> None:
     report = played(lambda address: device(address).run())

@@ -162,6 +162,7 @@ FAULTY = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("server", FAULTY, ids=lambda server: server.__name__)
 def test_a_faulty_server_fails_the_checks_of_its_rules(server: type[PlainServer]) -> None:
     report = checked(server)

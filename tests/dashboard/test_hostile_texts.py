@@ -151,6 +151,7 @@ def test_no_text_of_a_run_is_a_script(page: Any, address: str) -> None:
         check(page)
 
 
+@pytest.mark.long
 def test_no_text_of_a_device_or_of_an_action_is_a_script(page: Any, address: str) -> None:
     run = quote(script("run"), safe="")
     page.goto(f"{address}/runs/{run}/devices/{quote(script('device'), safe='')}")
@@ -169,6 +170,7 @@ def test_no_text_of_a_device_or_of_an_action_is_a_script(page: Any, address: str
     seen(page, "run", "method")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["/runs/{}", "/runs/{}/devices/{}", "/compare?runs={}", "/{}"])
 def test_no_text_of_an_address_is_a_script(page: Any, address: str, path: str) -> None:
     page.goto(address + path.replace("{}", quote(script("address"), safe="")))

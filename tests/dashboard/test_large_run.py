@@ -38,6 +38,7 @@ def elements(page: Any) -> int:
     return int(page.evaluate("document.querySelectorAll('*').length"))
 
 
+@pytest.mark.long
 def test_the_page_of_a_large_run_holds_few_elements(url: str, page: Any, watched: Watched) -> None:
     page.goto(f"{url}/runs/{RUN}")
     page.get_by_role("img", name=re.compile("Accuracy by round.*at 1,000")).wait_for()

@@ -176,6 +176,7 @@ def test_the_tab_is_in_the_address_so_that_a_link_and_the_back_button_work(url: 
     page.get_by_role("tabpanel", name="Overview").wait_for()
 
 
+@pytest.mark.long
 def test_2_comes_before_10_in_tables_and_charts(url: str, page: Any) -> None:
     shown(page, url, "", "run-10")
     page.get_by_role("columnheader", name="Run", exact=True).click()

@@ -19,6 +19,7 @@ def begin(store: Store, run: str, rounds: int) -> None:
     store.runs.begin(run, {"run": {"name": run, "method": "fedavg", "rounds": rounds}})
 
 
+@pytest.mark.long
 def test_the_pages_of_a_server_that_goes_away_and_comes_back(tmp_path: Path, page: Any) -> None:
     make_pki(tmp_path / "pki").issue_person(Role.VIEWER, "vera", 1.0, tmp_path / "vera")
     store = Store.open(tmp_path / "store")

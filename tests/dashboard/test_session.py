@@ -217,6 +217,7 @@ def test_signing_out_ends_the_session_its_copied_cookie_and_its_websockets(addre
         assert other.get("/").status_code == 200
 
 
+@pytest.mark.long
 def test_a_browser_that_signs_out_goes_to_the_sign_in_page_in_all_its_windows(address: str, page: Any) -> None:
     page.goto(address)
     page.get_by_text(RUN).wait_for()
@@ -241,6 +242,7 @@ def test_the_health_check_needs_no_session_and_reveals_nothing(address: str, wor
     assert elsewhere.status_code == 400
 
 
+@pytest.mark.long
 def test_the_health_check_and_the_pages_say_that_the_server_is_not_well(address: str, work: Path, page: Any) -> None:
     page.goto(address)
     page.get_by_text(RUN).wait_for()

@@ -111,6 +111,7 @@ def receipts(directory: Path) -> dict[str, str]:
     return {row["receipt"]: row["status"] for row in rows(directory)["uploads"]}
 
 
+@pytest.mark.long
 def test_the_runbook_upgrades_a_store_and_rolls_it_back(machine: Machine) -> None:
     before, tables = rows(machine.store), schema(machine.store)
     payloads = {path.name: path.read_bytes() for path in machine.store.rglob("*.safetensors")}

@@ -147,6 +147,7 @@ def test_leaving_the_with_block_ends_the_background_thread(tmp_path: Path) -> No
         again.run()
 
 
+@pytest.mark.long
 def test_an_app_that_ends_without_close_stops_its_device(tmp_path: Path) -> None:
     script = tmp_path / "app.py"
     script.write_text(

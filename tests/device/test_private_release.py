@@ -310,6 +310,7 @@ def hits_of_an_answer(folder, monkeypatch):
     return names
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_device_that_dies_sends_one_noise_vector_or_none(tmp_path, monkeypatch):
     """SIGKILL at each failpoint from the ledger to the receipt, device.privacy.after-record and after-release too."""

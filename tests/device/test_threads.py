@@ -98,6 +98,7 @@ def readme_example() -> str:
     return found
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_example_of_the_readme_without_a_traceback(tmp_path: Path) -> None:
     script = tmp_path / "app.py"
     log = "import logging, sys\nlogging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"

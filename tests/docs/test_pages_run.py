@@ -194,6 +194,7 @@ def marks(page: str) -> list[pytest.MarkDecorator]:
     return [*([pytest.mark.slow] if serves(page) else []), *([pytest.mark.long] if page in SIMULATES else [])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", [pytest.param(page, marks=marks(page)) for page in PAGES])
 def test_a_page_runs_as_it_stands(page: str, reader: Reader) -> None:
     if page in NEEDS:

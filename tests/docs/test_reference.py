@@ -257,6 +257,7 @@ def test_page_of_the_store_has_its_tables() -> None:
     assert [row[0].strip("`") for row in _rows(_section("docs/reference/store.md", "Tables of the store"))] == made
 
 
+@pytest.mark.long
 def test_architecture_has_the_files_of_a_traced_round() -> None:
     """Repair it with `python tools/paths.py --write`."""
     command = [sys.executable, "tools/paths.py"]

@@ -23,6 +23,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_nothing_is_fetched_from_another_host(site: Path) -> None:
     pages = list(site.rglob("*.html"))

@@ -65,6 +65,7 @@ def assert_near(expected: Any, found: Any) -> None:
             assert_near(one, other)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sharding"), [*((name, "none") for name in NAMES), *((name, "full") for name in SHARDED)]

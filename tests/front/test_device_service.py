@@ -248,6 +248,7 @@ def test_a_senseless_wait_hurts_nobody(client: Client, front: LiveFront, store: 
     assert front.process.poll() is None
 
 
+@pytest.mark.long
 def test_a_device_that_waits_for_work_is_not_taken_for_gone(tmp_path: Path) -> None:
     store = prepare_store(tmp_path)
     with live_front(tmp_path, lease_seconds=LEASE) as front, client_of(front) as client:
@@ -546,6 +547,7 @@ def test_a_broken_stream_does_not_stall_the_others() -> None:
     assert abandoned.is_set()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.cold_start
 def test_the_fronts_memory_does_not_grow_with_the_upload(tmp_path: Path) -> None:

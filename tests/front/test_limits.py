@@ -368,6 +368,7 @@ def test_a_sender_of_crumbs_is_ended(client: Client, store: Store) -> None:
     assert client.status(name).next_byte > 0
 
 
+@pytest.mark.long
 def test_a_download_that_nobody_takes_is_ended_and_goes_on_later(client: Client, store: Store) -> None:
     payload = make_payload(rows=1_000_000)
     number = open_round(store, client.device)
@@ -395,6 +396,7 @@ class SlowLink(GrpcLink):
         return super()._chunks(stream)
 
 
+@pytest.mark.long
 def test_a_device_goes_on_with_a_download_that_was_too_slow(
     client: Client, front: LiveFront, store: Store, tmp_path: Path
 ) -> None:
@@ -406,6 +408,7 @@ def test_a_device_goes_on_with_a_download_that_was_too_slow(
     link.close()
 
 
+@pytest.mark.long
 def test_refusals_of_a_device_are_noted_up_to_a_bound_and_then_counted(client: Client, store: Store) -> None:
     for _ in range(10):
         with refused():
@@ -564,6 +567,7 @@ def test_a_thousand_connections_that_never_begin_do_not_stop_the_others(
         wait_until(lambda: all(map(is_closed, made)), "the front to close every one of them")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_thousand_connections_that_never_call_do_not_stop_the_others(front: LiveFront, client: Client) -> None:
     with connections(front.port, MANY, PREFACE + EMPTY_SETTINGS) as made:
@@ -573,6 +577,7 @@ def test_a_thousand_connections_that_never_call_do_not_stop_the_others(front: Li
         wait_until(lambda: all(map(is_closed, made)), "the front to close every one of them")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_connection_that_answers_pings_but_never_calls_is_closed(front: LiveFront) -> None:
     states: list[grpc.ChannelConnectivity] = []
@@ -610,6 +615,7 @@ def test_a_message_that_unpacks_to_too_much_is_refused_without_a_stack_trace(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mebibytes", [2, 1024])
 def test_a_chunk_that_unpacks_to_too_much_costs_no_memory(client: Client, store: Store, mebibytes: int) -> None:
     name, payload = ask(store, client), make_payload()
@@ -768,6 +774,7 @@ def test_an_address_keeps_few_connections_of_unknown_callers_and_the_known_stay(
 # --- the device
 
 
+@pytest.mark.long
 def test_a_backup_that_nobody_takes_ends_and_blocks_no_other(tmp_path: Path) -> None:
     with secured(tmp_path, Limits(stall_seconds=TIGHT.stall_seconds)) as made:
         write_asks(made.store, open_round(made.store, "known"), "known", payload=make_payload(rows=1_000_000))

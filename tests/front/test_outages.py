@@ -93,6 +93,7 @@ def health(port: int) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@pytest.mark.long
 def test_a_server_whose_database_is_away_says_so_everywhere_within_15_seconds(
     own_server: Postgres, tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def all_but_a_byte(connection: RawConnection, path: str, size: int) -> None:
     connection.pump(60, 1.0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_stranger_on_the_enrolment_port_gets_no_memory(tmp_path: Path) -> None:
     """Four connections of 100 calls, each 4 MiB less a byte: 1.7 GiB for good, before there was a bound."""

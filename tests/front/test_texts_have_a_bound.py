@@ -139,6 +139,7 @@ def full_store(directory: Path) -> Store:
     return store
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_people_ask_for_arrives_however_much_it_is(tmp_path: Path) -> None:
     make_pki(tmp_path / "pki").issue_person(Role.OPERATOR, "olga", 1.0, tmp_path / "olga")

@@ -41,6 +41,7 @@ def runs(training: list[Played], tmp_path_factory: pytest.TempPathFactory) -> li
     return [*training, *play_all([LIGHT], tmp_path_factory.mktemp("played"))]
 
 
+@pytest.mark.long
 def test_every_field_of_every_message_is_changed_and_nothing_foreign_comes_out(runs: list[Played]) -> None:
     assert [one.name for one in runs] == ["feddkc", LIGHT, f"light {LIGHT}"]
     with device_target(runs) as target:

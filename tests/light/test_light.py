@@ -276,6 +276,7 @@ def fetched_in(own: Path) -> set[tuple[str, int]]:
     return {(path.name, path.stat().st_mtime_ns) for path in (own / "state/downloads").iterdir()}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "point",

@@ -100,6 +100,7 @@ def test_an_engine_killed_between_any_two_answers_changes_nothing(
     _kill_between_any_two_answers(name, undisturbed, prepare(RUNS[name], tmp_path / "work"))
 
 
+@pytest.mark.long
 @runs_apart(REPRODUCIBLE, usual="fedavg")
 def test_an_engine_on_another_machine_killed_between_any_two_answers_changes_nothing(
     name: str, undisturbed: Undisturbed, database_url: str, blobs_url: str, tmp_path: Path
@@ -123,6 +124,7 @@ def _kill_between_any_two_answers(name: str, undisturbed: Undisturbed, prepared:
         assert assert_like(undisturbed(name), prepared, fleet.store) <= killed_in
 
 
+@pytest.mark.long
 @every_method
 def test_an_engine_killed_at_each_of_its_failpoints_changes_nothing(
     name: str, undisturbed: Undisturbed, tmp_path: Path
@@ -162,6 +164,7 @@ DEATHS = (
 """Moments of a device between an ask and the next one, in their order; tests/reliability has all of them."""
 
 
+@pytest.mark.long
 @every_method
 def test_a_device_killed_at_any_moment_of_any_answer_changes_nothing(
     name: str, undisturbed: Undisturbed, tmp_path: Path

@@ -40,6 +40,7 @@ def labels(sample: Any) -> tuple[str, ...]:
     return tuple(value for _, value in sorted(sample.labels.items()))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_strangers_names_make_no_series(front: LiveFront, tmp_path: Path) -> None:
     def call(number: int) -> None:

@@ -65,6 +65,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield Server(int(address.rpartition(":")[2]), metrics, pid, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_front_continues_its_counters(server: Server) -> None:
     with AnsweringFleet(server.port, RUN, 2):

@@ -33,6 +33,7 @@ def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
     served.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_callers_that_stall_cost_few_threads_and_no_scrape(
     kind: str, endpoint: Endpoint, capfd: pytest.CaptureFixture[str]

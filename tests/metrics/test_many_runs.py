@@ -11,6 +11,7 @@ from support.scraping import scraped_until
 from support.serving import call, serve, write_config
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_runs_come_and_engines_go(tmp_path: Path) -> None:
     where, port = ["--store", str(tmp_path / "store")], free_port()

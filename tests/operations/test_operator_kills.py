@@ -69,6 +69,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any
     return state
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("command", "point"), CASES)
 def test_a_local_change_is_never_without_its_entry(
     command: str, point: str, undisturbed: Callable[[str], Any], tmp_path: Path
@@ -127,6 +128,7 @@ def olga(tmp_path: Path) -> Path:
     return tmp_path / "olga"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("command", "point"), [case for case in CASES if case[0] != "create"])
 def test_a_remote_change_is_never_without_its_entry(
     command: str,

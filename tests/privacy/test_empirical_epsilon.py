@@ -111,6 +111,7 @@ def test_with_half_the_noise_the_attack_proves_more(epsilon):
     assert proven > claimed
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [1, 3])
 def test_exact_noise_likewise(factor):

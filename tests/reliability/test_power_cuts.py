@@ -222,6 +222,7 @@ def test_at_every_cut_all_that_was_promised_is_there(end: str, tmp_path: Path) -
     assert check_every_cut(disk.moments, tmp_path, CASES[end][1]) > 50
 
 
+@pytest.mark.long
 @each_end
 def test_the_check_finds_each_fsync_that_is_left_out(end: str, tmp_path: Path) -> None:
     names = record(end, tmp_path / "whole").fsyncs

@@ -22,6 +22,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(python(f"{code}main(pathlib.Path({str(folder)!r}))").splitlines()[-1])
 
 
+@pytest.mark.long
 def test_nothing_that_a_server_names_is_imported_opened_or_executed(result: Any) -> None:
     assert result["used"] == []
     assert not result["imported"]

@@ -69,6 +69,7 @@ def enter(link: GrpcLink) -> None:
     link.check_in(IDENTITY, make_profile())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_device_renews_before_expiry_and_an_upload_under_way_goes_on(
     brief_front: SecuredFront, store: Store, tmp_path: Path
@@ -102,6 +103,7 @@ def test_a_device_renews_before_expiry_and_an_upload_under_way_goes_on(
     link.close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_expired_device_comes_back_with_a_fresh_token_and_not_without(
     brief_front: SecuredFront, store: Store, tmp_path: Path
@@ -129,6 +131,7 @@ def test_an_expired_device_comes_back_with_a_fresh_token_and_not_without(
     link.close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_renewal_that_fails_leaves_the_present_certificate_in_use(store: Store, tmp_path: Path) -> None:
     days = 9 / 86_400  # a third of which is time enough for a refused connection

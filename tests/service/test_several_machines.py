@@ -72,6 +72,7 @@ class Host:
         return wait_until(found, "the front to listen")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.postgres
 @pytest.mark.s3

@@ -174,6 +174,7 @@ MENDED = BROKEN.replace(
 )
 
 
+@pytest.mark.long
 def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +222,7 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
     store.close()
 
 
+@pytest.mark.long
 def test_a_simulation_that_falls_short_again_and_again_ends_with_a_sentence(tmp_path: Path) -> None:
     """Two devices check in and never answer."""
     path = write_config(tmp_path, run_deadline_seconds=0.2)

@@ -109,6 +109,7 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> FleetReport:
     return simulate(Simulation(method="classstats", devices=2, train_limit=200, control_rounds=2, seed=3, out=out))
 
 
+@pytest.mark.long
 def test_a_report_compares_the_exchange_with_every_control(exchanged: FleetReport) -> None:
     rows = {one.name: one for one in exchanged.comparison}
     assert list(rows) == [
@@ -220,6 +221,7 @@ def test_the_demo_of_class_statistics_makes_no_second_exchange(
     assert not (tmp_path / "classstats").exists()
 
 
+@pytest.mark.long
 def test_the_exchange_of_a_demo_has_the_data_that_a_proxy_set_left(tmp_path: Path) -> None:
     script, wanted = demo(), Simulation(method="cdkt", rounds=1, out=tmp_path, with_fedavg=False, **SMALL)
     report = simulate(wanted)

@@ -90,6 +90,7 @@ class Impatient:
             raise KeyboardInterrupt
 
 
+@pytest.mark.long
 def test_an_interrupted_simulation_writes_what_there_is_and_goes_on_to_the_same_end(
     tmp_path: Path, undisturbed: object
 ) -> None:

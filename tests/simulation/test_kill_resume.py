@@ -107,6 +107,7 @@ def running(directory: Path) -> Iterator[tuple[Fleet, Path]]:
         yield fleet, Path(prepared[0].server.store)
 
 
+@pytest.mark.long
 def test_killed_processes_change_nothing(tmp_path: Path, undisturbed: object) -> None:
     """Engine, front and both processes of devices in one run; every kill hits an open round."""
     with running(tmp_path) as (fleet, directory):

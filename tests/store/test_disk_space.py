@@ -247,6 +247,7 @@ def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path) -> None:
 # --- a real front, and a disk that is really small
 
 
+@pytest.mark.long
 def test_a_front_says_no_space_and_takes_the_answer_once_there_is_some(tmp_path: Path) -> None:
     store = prepare_store(tmp_path / "store")
     number = open_round(store, "d1")

@@ -104,6 +104,7 @@ def _error_of(call: Callable[[ObjectBlobs], object], blobs: ObjectBlobs) -> str:
     return ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reply", REPLIES)
 def test_invalid_replies_are_store_errors(reply: str, server: _Server, blobs: ObjectBlobs, tmp_path: Path) -> None:
     server.reply = REPLIES[reply]

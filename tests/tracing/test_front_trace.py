@@ -93,6 +93,7 @@ def test_a_header_survives_the_way() -> None:
         assert place_in([("traceparent", place.header())]) == place
 
 
+@pytest.mark.long
 def test_nothing_of_opentelemetry_is_loaded_by_default() -> None:
     modules = [
         f"fleetdistill_server.{name}" for name in ("front.process", "engine.process", "cli.app", "service.supervisor")

@@ -263,6 +263,7 @@ def test_a_follower_that_is_stopped_copies_the_last_rounds_first(store: Store, t
 # --- MLflow
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_mlflow_has_the_settings_and_each_round_once_after_a_restart(
     store: Store, tmp_path: Path, server: MlflowServer

@@ -85,6 +85,7 @@ class TestReportFigure:
         assert width == 1800
         assert height > 2284
 
+    @pytest.mark.long
     def test_a_large_fleet_has_a_row_for_some_devices_only(self, tmp_path: Path) -> None:
         sizes = {_png_size(_save(tmp_path / "report.png", devices=devices)) for devices in (MAX_ROWS, 3 * MAX_ROWS)}
         assert len(sizes) == 1

@@ -154,6 +154,7 @@ def test_a_fleet_that_never_has_enough_devices_is_an_error(tmp_path: Path) -> No
 CHURN = FleetBehaviour(compute="lognormal:0.8", seconds_per_ask=30.0, churn=100.0, away_seconds=120.0, join_late=0.4)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "classstats in one exchange", "fedavg", "feddkd"))
 def test_every_method_completes_its_rounds_in_a_fleet_with_churn(name: str, tmp_path: Path) -> None:
