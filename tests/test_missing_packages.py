@@ -102,6 +102,7 @@ def test_a_setting_names_the_extra_that_it_needs(refused: dict[str, str], settin
     assert re.search(needs, refused[setting]), refused[setting]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_names_the_extra_that_it_needs(refused: dict[str, str], name: str) -> None:
     assert f"which is not installed: pip install 'fleetdistill[{COMMANDS[name][1]}]'" in refused[name]
@@ -168,6 +169,7 @@ def test_a_simulation_without_its_extra_says_so(tmp_path: Path) -> None:
     assert needs in text
 
 
+@pytest.mark.long
 def test_a_devices_commands_run_without_a_server(tmp_path: Path, light: dict[str, str]) -> None:
     assert ran(["--version"], tmp_path, light) == (0, f"{VERSION}\n")
     assert ran(["conformance", "--run-toml"], tmp_path, light) == (0, RUN_TOML_OF_CONFORMANCE)

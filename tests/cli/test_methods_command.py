@@ -77,11 +77,12 @@ def predicted(
     ("method", "settings", "knowledge_type"),
     [
         *((method, {}, "float16") for method in sorted(METHODS)),
-        *(("feddkd", {"dkd_steps": steps}, "float16") for steps in (1, 5)),
+        *(pytest.param("feddkd", {"dkd_steps": steps}, "float16", marks=pytest.mark.long) for steps in (1, 5)),
         ("classstats", {}, "float32"),
         ("classstats", {"rank": 0}, "float16"),
-        *((method, {}, "float32") for method in ("cdkt", "fedd2s", "feddkc", "feddkd")),
-        *((method, {}, "uint8") for method in ("cdkt", "fedd2s", "feddkc")),
+        *(pytest.param(method, {}, "float32", marks=pytest.mark.long) for method in ("cdkt", "fedd2s", "feddkd")),
+        *(pytest.param(method, {}, "uint8", marks=pytest.mark.long) for method in ("cdkt", "fedd2s")),
+        *(("feddkc", {}, knowledge_type) for knowledge_type in ("float32", "uint8")),
     ],
 )
 def test_a_round_sends_the_bytes_that_the_table_says(

@@ -22,7 +22,7 @@ from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 TABS = ("Overview", "Devices", "Rounds", "Events", "Data and bytes", "Settings", "Add a device")
 _INSERT = """markup => new Promise(done => {
   document.addEventListener('securitypolicyviolation', event => done(event.violatedDirective), {once: true});

@@ -20,7 +20,7 @@ from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 DEVICES = ("d10", "d2", "d1")
 REASON = "the update of d10 is 40 times as long as those of the others"
 SIDEWAYS = """() => [...document.querySelectorAll('.ag-root-wrapper')].filter(one => one.checkVisibility())

@@ -13,7 +13,7 @@ from support.dashboards import Watched, dashboard, picture
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.store.store import Store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 CONTRAST = """() => {
   const parse = text => text.match(/[\\d.]+/g).map(Number);

@@ -38,6 +38,7 @@ def test_nothing_is_fetched_from_another_host(site: Path) -> None:
         assert not re.search(r"(?:url\(|@import )[\"']?(?:https?:)?//", sheet.read_text(encoding="utf-8")), sheet
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_line_and_the_python_api_are_generated(site: Path) -> None:
     commands = (site / "reference/cli.html").read_text(encoding="utf-8")

@@ -318,6 +318,7 @@ def with_a_hasty_device(fuse: Fuse) -> Fleet:
     return fleet
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_engine_that_dies_at_any_step_never_takes_old_rows_for_new_ones() -> None:
     """A replayed round sees the versions of its start, though a device has others by now."""

@@ -329,6 +329,7 @@ def test_an_upload_too_many_waits_and_is_not_lost(client: Client, store: Store) 
     assert row.status == "open"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("brought", ["nothing", "header", "some"])
 def test_a_sender_that_falls_silent_is_ended_and_may_go_on_later(client: Client, store: Store, brought: str) -> None:
     """On a busy machine a sender may count as silent before its last piece; then it sends the rest in a next call."""

@@ -103,6 +103,7 @@ def test_a_request_that_is_too_large_for_its_method_is_refused(tmp_path: Path) -
     assert "has 1048576 bytes; the limit is 65536" in found[0].text
 
 
+@pytest.mark.long
 def test_health_is_watched_by_a_few_of_one_caller_and_not_by_all_its_streams(tmp_path: Path) -> None:
     prepare_store(tmp_path / "store").close()
     limits = Limits(open_calls_per_device=2)

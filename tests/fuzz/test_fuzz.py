@@ -109,6 +109,7 @@ def _raises_its_own_error(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ingest, "_fits", fits)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", [_nan_is_fine, _raises_its_own_error])
 def test_a_mistake_in_the_checks_is_found(mistake: Callable[[pytest.MonkeyPatch], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -93,6 +93,7 @@ def assert_like(peaceful: Played, prepared: Prepared, store: Store) -> set[State
     return {(*step, answers) for step in steps for answers in range(sum(ask[:2] == step for ask in asks))}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "classstats", "fedavg", "fedd2s"))
 def test_an_engine_killed_between_any_two_answers_changes_nothing(
     name: str, undisturbed: Undisturbed, tmp_path: Path

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.fleets import RUNS, prepare, run_in_memory
+from support.long import long_except
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import DELIVER
@@ -17,7 +18,7 @@ from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.methods.cohort import devices_needed
 from fleetdistill_server.store.store import Store
 
-every_method = pytest.mark.parametrize("method", sorted(METHODS))
+every_method = pytest.mark.parametrize("method", long_except(sorted(METHODS), "classstats", "fedavg", "feddkc"))
 
 
 def asked_in(store: Store, number: int) -> list[str]:

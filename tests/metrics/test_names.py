@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from metrics.promtool import ALERTS, DASHBOARD, ROOT, needs_promtool, promtool
 
 from fleetdistill_console.metrics.catalogue import CATALOGUE
@@ -62,6 +63,7 @@ def test_every_alert_is_tested() -> None:
     assert set(tested) == alerts
 
 
+@pytest.mark.long
 @needs_promtool
 def test_alerts_fire_when_they_should_and_only_then() -> None:
     promtool("test", "rules", "alerts_test.yml")

@@ -186,6 +186,7 @@ def build(**options):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["data", "model"])
 def test_a_run_that_needs_too_much_memory_is_refused_with_the_limit(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -87,6 +87,7 @@ def test_a_local_change_is_never_without_its_entry(
     assert state_of(folder) == undisturbed(command)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", [*ONE_TRANSACTION, "runs.change.before-commit", "runs.change.after-commit"])
 def test_the_first_run_of_a_store_is_never_without_its_entry(point: str, tmp_path: Path) -> None:
     write_config(tmp_path, run_name=LED)

@@ -32,6 +32,7 @@ def results(system: str, kind: str, folder: Path) -> dict[str, bytes]:
     return {**files, "rows.txt": bytes(lines), "events": (folder / "events.json").read_bytes()}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", long_except(SETTINGS, "light"))
 def test_a_run_gives_the_same_on_every_system(kind: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.fleets import assert_no_upload_lost, record
+from support.long import long_except
 from support.small_run import DEVICES, FRAGILE, SmallRun, small_run, store_of
 
 from fleetdistill.state import failpoints
@@ -64,7 +65,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", POINTS)
+@pytest.mark.parametrize("process", long_except(POINTS, "engine", FRAGILE))
 def test_kills_at_every_point_change_nothing(
     process: str, location: Location, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:

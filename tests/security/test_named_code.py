@@ -29,6 +29,7 @@ def test_nothing_that_a_server_names_is_imported_opened_or_executed(result: Any)
     assert result["played"] > 300
 
 
+@pytest.mark.long
 def test_the_hook_sees_an_import_of_the_same_name(result: Any) -> None:
     assert result["control"]
 

@@ -186,6 +186,7 @@ def test_a_damaged_file_keeps_the_certificate_that_was_there(front: SecuredFront
     assert server_fingerprint(front) == before
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_ca_changes_without_a_call_that_fails(brief_front: SecuredFront, store: Store, tmp_path: Path) -> None:
     """The whole way: a device of the old CA works throughout, and only who never renewed is left behind."""

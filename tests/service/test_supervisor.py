@@ -76,6 +76,7 @@ def test_where_a_run_is_served_may_change(tmp_path: Path) -> None:
         supervisor.lock.close()
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_cleanly_and_the_next_start_goes_on_until_it_is_killed(tmp_path: Path) -> None:
     """Children end whichever way the supervisor does."""
     with contextlib.ExitStack() as stack:

@@ -58,7 +58,17 @@ def statuses(store: Store) -> list[str]:
     return [row.status for row in store.runs.rounds(RUN)]
 
 
-@pytest.mark.parametrize(("method", "to"), [*((one, 1) for one in sorted(METHODS)), ("classstats", 0)])
+@pytest.mark.parametrize(
+    ("method", "to"),
+    [
+        *(
+            pytest.param(method, 1, marks=pytest.mark.long)
+            for method in sorted(METHODS.keys() - {"classstats", "fedavg"})
+        ),
+        *((method, 1) for method in ("classstats", "fedavg")),
+        ("classstats", 0),
+    ],
+)
 def test_devices_of_every_method_go_on_from_the_state_that_a_run_was_set_back_to(
     method: str, to: int, tmp_path: Path
 ) -> None:

@@ -282,6 +282,7 @@ def test_mlflow_has_the_settings_and_each_round_once_after_a_restart(
     assert run.data.tags["fleetdistill.status"] == "stopped: out of patience"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["accuracy/test", "round/seconds"])
 def test_a_round_that_mlflow_has_in_part_is_completed(

@@ -39,7 +39,7 @@ def assert_same(one: Prepared, other: Prepared, first: Store, second: Store) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "classstats in one exchange", "fedavg", "fedd2s"))
+@pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "fedavg"))
 def test_every_method_gives_the_same_to_the_bit(tmp_path: Path, undisturbed: Undisturbed, name: str) -> None:
     alone, helped = undisturbed(name), prepare(RUNS[name], tmp_path / "helped")
     with closing(run_with_workers(helped, 2)) as store:
@@ -104,6 +104,7 @@ def test_a_worker_that_is_killed_in_each_round_is_replaced(tmp_path: Path) -> No
     assert len(set(killed.values())) == 3
 
 
+@pytest.mark.long
 def test_a_task_that_kills_two_workers_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(DYING, tmp_path / "work")
     deaths(tmp_path, monkeypatch, 2)
