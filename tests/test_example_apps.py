@@ -144,6 +144,7 @@ def test_a_hot_sensor_waits_until_it_is_cool(tmp_path: Path, proxy: dict[str, An
 # --- two models
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_each_model_gains_from_class_statistics_and_the_table_has_losses_too(tmp_path: Path) -> None:
     with example("two_models.py", tmp_path / "log", "--rounds", "1", "--out", tmp_path / "out") as program:

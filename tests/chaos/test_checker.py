@@ -186,6 +186,7 @@ def test_a_receipt_before_the_commit_is_found(tmp_path: Path) -> None:
     assert any("which the store does not know" in text for text in found["lost"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_upload_that_counts_again_is_found(tmp_path: Path) -> None:
     found = findings_of(struck(1, ENGINE), tmp_path, BROKEN_IDEMPOTENCY)

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 ROUNDS, READERS = 60, 4
 
 
+@pytest.mark.long
 def test_any_thread_may_read_the_model_while_the_device_runs(tmp_path: Path) -> None:
     link = LyingLink(*(ask(round=number) for number in range(1, ROUNDS + 1)))
     device, events = device_at(link, tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.long import long_except
 
 from fleetdistill.methods import METHODS, config_class, config_from_plan, config_to_plan
 from fleetdistill.methods.local import make_local_optimizer
@@ -76,7 +77,7 @@ PAPER: dict[str, dict[str, Any]] = {
 }
 """What `paper = true` changes of the defaults; C = 10. docs/reference/methods/ is held against it."""
 
-every_paper = pytest.mark.parametrize("method", PAPER)
+every_paper = pytest.mark.parametrize("method", long_except(PAPER, "feddkc"))
 
 
 def guards(config: Any) -> dict[str, bool]:

@@ -24,7 +24,6 @@ from support.stores import runs_apart
 from support.undisturbed import Undisturbed
 
 from fleetdistill import Device, Step
-from fleetdistill.methods import METHODS
 from fleetdistill_lab.simulation.spec.device import make_device
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
@@ -66,7 +65,7 @@ def _drive(store: Store, config: object, devices: list[Device]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", long_except(REPRODUCIBLE, *(METHODS.keys() & set(REPRODUCIBLE))))
+@pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "fedavg", "feddkc", "classstats in one exchange"))
 def test_an_engine_that_dies_between_any_two_waits_ends_in_the_same_state(
     name: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def test_the_hook_sees_an_import_of_the_same_name(result: Any) -> None:
     assert result["control"]
 
 
+@pytest.mark.long
 def test_devices_answer_the_same_server_without_the_lies(result: Any) -> None:
     """Otherwise a refusal in the first call would hide what a later string could do."""
     assert set(result["honest"]) == set(METHODS)

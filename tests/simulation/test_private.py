@@ -63,6 +63,7 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
         assert store.history.figures("simulation", "replaced", "validation") == []
 
 
+@pytest.mark.long
 def test_the_command_has_epsilon(tmp_path):
     words = "simulate --method classstats_private --devices 2 --model digits_linear --no-controls"
     settings = ["--set", "method.epsilon=8", "--set", "simulation.test_limit=60"]

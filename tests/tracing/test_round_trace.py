@@ -135,7 +135,8 @@ def test_a_collector_that_is_not_there_costs_spans_and_no_round(tmp_path: Path) 
 FULL_QUEUE = {"OTEL_BSP_MAX_QUEUE_SIZE": "1", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "1"}
 
 
-@pytest.mark.parametrize("queue", [pytest.param({}, marks=pytest.mark.long), FULL_QUEUE])
+@pytest.mark.long
+@pytest.mark.parametrize("queue", [{}, FULL_QUEUE])
 def test_a_collector_that_accepts_and_never_answers_holds_up_no_round(tmp_path: Path, queue: dict[str, str]) -> None:
     """If front, engine or a device waited for it once, also because a queue is full, the run would take an hour."""
     with silent() as (accepted, variables), small_run(tmp_path / "w", traced=variables | queue) as run:

@@ -298,6 +298,7 @@ def test_a_round_that_mlflow_has_in_part_is_completed(
         assert server.steps(run, one) == [1, 2, 3]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_changed_setting_is_a_tag_and_a_resumed_run_runs_again(
     store: Store, tmp_path: Path, server: MlflowServer
@@ -313,6 +314,7 @@ def test_a_changed_setting_is_a_tag_and_a_resumed_run_runs_again(
     assert run.info.status == "RUNNING"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_mlflow_missed_while_it_was_away_is_written_later(
     store: Store,
@@ -419,6 +421,7 @@ def test_a_hostile_mlflow_is_a_warning(
     assert "cannot write figures to the tracker, the run goes on and they are written later" in warnings[0]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_results_of_a_simulation_are_added_with_controls_below_it(
     store: Store, tmp_path: Path, server: MlflowServer

@@ -251,6 +251,7 @@ def test_a_trained_predictor_of_the_apps_own_making_is_both_answers() -> None:
     assert (extract(general, rows.inputs).argmax(dim=1) == 3).float().mean() > 0.8
 
 
+@pytest.mark.long
 def test_the_apps_network_is_kept_unless_it_is_to_be_taught() -> None:
     played = fleet("ab").play()
     assert OWN not in played.halves["a"].variants()
