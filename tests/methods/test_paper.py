@@ -77,7 +77,7 @@ PAPER: dict[str, dict[str, Any]] = {
 }
 """What `paper = true` changes of the defaults; C = 10. docs/reference/methods/ is held against it."""
 
-every_paper = pytest.mark.parametrize("method", long_except(PAPER, "feddkc"))
+every_paper = pytest.mark.parametrize("method", PAPER)
 
 
 def guards(config: Any) -> dict[str, bool]:
@@ -193,7 +193,7 @@ def test_feddkcs_devices_have_extractors_of_their_own_in_the_paper() -> None:
     assert initial(shared_initial=False) is None
 
 
-@every_paper
+@pytest.mark.parametrize("method", long_except(PAPER, "feddkc"))
 def test_a_run_as_in_the_paper_works_and_no_guard_fires(method: str, tmp_path: Path) -> None:
     wanted = Simulation(
         method=method,
