@@ -30,6 +30,7 @@ def test_a_decoder_reads_images_from_all_their_pixels(public: PublicSet) -> None
     assert float(psnr(pictures, own).mean()) > 20
 
 
+@pytest.mark.long
 def test_a_decoder_of_feature_maps_gives_larger_images() -> None:
     """Blocks of four pixels with uniform values, whose variance is 1 / 12, from maps with one number a block."""
     maps = torch.rand(3000, 2, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -78,6 +79,7 @@ def _arrays(weights):
     return {**weights.parameters, **weights.buffers}
 
 
+@pytest.mark.long
 def test_class_means_give_pictures_of_the_class() -> None:
     wanted = Audit(config=run_of("classstats"), data=load_dataset("digits"), devices=2, rows=200)
     public = split_public(wanted.data, 200, 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median, stdev
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fleetdistill.errors import ConfigurationError, DataError
@@ -40,6 +40,8 @@ def available_seconds(spans: Iterator[Span], begin: float, end: float) -> float:
 
 
 @given(behaviour=behaviours, seed=seeds)
+@example(behaviour=FleetBehaviour(availability="diurnal:0.9999999999999999"), seed=0)
+@example(behaviour=FleetBehaviour(availability="diurnal:0.9999999999999999"), seed=6)
 @settings(max_examples=20, deadline=None)
 def test_the_same_seed_gives_the_same_fleet_and_intervals_never_overlap(behaviour: FleetBehaviour, seed: int) -> None:
     one, same = FleetTraces(behaviour, DEVICES, seed), FleetTraces(behaviour, DEVICES, seed)

@@ -98,12 +98,14 @@ class FleetTraces:
 def _daily(centre: float, share: float, generator: random.Random) -> Iterator[Interval]:
     """Yields one window per day, of equal length and shifted at random so far that two windows never overlap."""
     shift = min(_MAX_SHIFT_SECONDS, (1 - share) * DAY_SECONDS / 2)
+    half = share * DAY_SECONDS / 2
     day = -2  # the centre may be on the following or the previous day
+    end = 0.0
     while True:
         middle = day * DAY_SECONDS + centre + generator.uniform(-shift, shift)
-        half = share * DAY_SECONDS / 2
         if middle + half > 0:
-            yield max(middle - half, 0.0), middle + half, 1.0
+            start, end = max(middle - half, end), middle + half  # by rounding, windows of almost a day could overlap
+            yield start, end, 1.0
         day += 1
 
 
