@@ -29,7 +29,7 @@ from _wire import MB, Turn, Work, cpu_seconds, in_turns, live_front, make_payloa
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.digests import Algorithm
-from fleetdistill.wire.framing import framed, unframed
+from fleetdistill.wire.framing import frame, unframe
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.front.grpc_options import channel_options
@@ -60,7 +60,7 @@ class Stages:
         """Does the stages' work on one message."""
         if self._stage < 1:
             return
-        chunk = unframed(message, service_pb2.UploadRequest)
+        chunk = unframe(message, service_pb2.UploadRequest)
         if self._stage > 1:
             assert wire.checksum(chunk.data) == chunk.crc32c
         if self._stage > 2:
@@ -113,7 +113,7 @@ def serve(ports: Any, directory: Path) -> None:
 
 def messages(payload: Payload) -> Iterator[bytes]:
     """Yields the messages that a device would send after the header."""
-    return (framed(chunk) for chunk in wire.chunks(payload.source, payload.slots))
+    return (frame(chunk) for chunk in wire.chunks(payload.source, payload.slots))
 
 
 def works(call: Callable[..., Any], server: Callable[[], float], payload: Payload) -> dict[str, Work]:

@@ -36,7 +36,7 @@ from _wire import (
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.digests import Algorithm
-from fleetdistill.wire.framing import framed
+from fleetdistill.wire.framing import frame
 from fleetdistill.wire.v1 import service_pb2
 
 LARGE_BYTES = 2_500 * MB
@@ -53,7 +53,7 @@ def write_and_fsync(path: Path, payload: Payload) -> None:
 def measure(front: Front, bare: Bare, size: int, pairs: int, algorithm: Algorithm) -> None:
     """Prints the figures of one size."""
     payload = make_payload(size, algorithm)
-    messages = [service_pb2.UploadRequest.FromString(framed(one)) for one in wire.chunks(payload.source, payload.slots)]
+    messages = [service_pb2.UploadRequest.FromString(frame(one)) for one in wire.chunks(payload.source, payload.slots)]
     stream, ours, disk = in_turns(
         [
             Work(lambda: bare.stub.Upload(iter(messages)), bare.cpu_seconds),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetdistill.lazy import loaded
+from fleetdistill.lazy import get_loaded
 
 SLOW = """
 import threading
@@ -20,7 +20,7 @@ finished = True
 
 
 def test_a_module_that_nobody_imports_is_not_loaded() -> None:
-    assert loaded("antigravity") is None
+    assert get_loaded("antigravity") is None
     assert "antigravity" not in sys.modules
 
 
@@ -36,7 +36,7 @@ def test_a_module_of_another_thread_is_complete(tmp_path: Path, monkeypatch: pyt
     assert partial.begun.wait()
     assert not hasattr(partial, "finished")
     threading.Timer(0.1, partial.go_on.set).start()
-    module = loaded("slow_module")
+    module = get_loaded("slow_module")
     importing.join()
     monkeypatch.delitem(sys.modules, "slow_module")
     assert module is not None

@@ -30,7 +30,7 @@ from fleetdistill.methods.classstats.config import ClassStatsConfig
 from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import EvaluationSection
-from fleetdistill_server.methods.classstats.merge import Rules, merged_moments
+from fleetdistill_server.methods.classstats.merge import Rules, merge_moments
 
 DEVICES = 10
 LARGEST = 60_000.0  # in float16
@@ -154,7 +154,7 @@ def statistics_of(part: Part) -> SharedStatistics:
 
 def closed_form(fleet: Fleet, parts: Mapping[str, SharedStatistics], rules: Rules, notes: Notes) -> float:
     """Of the general answer; chance where nothing can be made of the parts."""
-    moments, *_ = merged_moments(parts, rules, notes)
+    moments, *_ = merge_moments(parts, rules, notes)
     if moments is None:
         return 1 / fleet.classes
     try:

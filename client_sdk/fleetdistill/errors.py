@@ -77,10 +77,10 @@ class FleetDistillError(Exception):
     """Base class of all exceptions of the SDK and the server. All of them can be pickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restored, (type(self), self.args), self.__dict__
+        return _restore, (type(self), self.args), self.__dict__
 
 
-def _restored(kind: type[FleetDistillError], args: tuple[object, ...]) -> FleetDistillError:
+def _restore(kind: type[FleetDistillError], args: tuple[object, ...]) -> FleetDistillError:
     """Returns an unpickled error. Its constructor may take other arguments than the text in `args`."""
     return kind.__new__(kind, *args)
 

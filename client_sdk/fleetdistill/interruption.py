@@ -45,7 +45,7 @@ class Hold:
 
 
 @contextmanager
-def checked_by(check: Check) -> Iterator[None]:
+def check_with(check: Check) -> Iterator[None]:
     """Adds a check that `check_may_continue` calls within the block."""
     token = _checks.set((*_checks.get(), check))
     try:
@@ -66,7 +66,7 @@ def time_limit(seconds: float, now: Callable[[], float] = time.monotonic) -> Ite
                 "Budgets(seconds_per_ask=...), or lower the run's local epochs"
             )
 
-    with checked_by(check):
+    with check_with(check):
         yield
 
 

@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["lazy_exports"]
 
 
-def loaded(name: str) -> ModuleType | None:
+def get_loaded(name: str) -> ModuleType | None:
     """Returns a module that this process has imported, else None.
 
     Waits while another thread imports it: until then `sys.modules` has a module without most of its names.

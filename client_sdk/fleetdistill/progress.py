@@ -39,7 +39,7 @@ _reports: ContextVar[_Reports | None] = ContextVar("fleetdistill_progress", defa
 
 
 @contextmanager
-def reported_to(receiver: Receiver, now: Callable[[], float] = time.monotonic) -> Iterator[None]:
+def report_to(receiver: Receiver, now: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Makes `report_progress` in the block call `receiver`, at most once per second of the clock `now`."""
     token = _reports.set(_Reports(receiver, now))
     try:

@@ -16,7 +16,7 @@ HEALTH_PROBLEM = "fleetdistill-problem-bin"
 """Trailing metadata of a check of fleetdistill.engine: which engines do not work and why, in UTF-8."""
 
 
-def shortened(text: str, longest: int = LONGEST) -> str:
+def shorten(text: str, longest: int = LONGEST) -> str:
     """Returns the text, truncated to at most `longest` characters with an ellipsis at the end."""
     return text if len(text) <= longest else f"{text[: longest - 1]}\N{HORIZONTAL ELLIPSIS}"
 
@@ -37,7 +37,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def rounded(value: float | str | None, digits: int) -> float | str | None:
+def round_or_none(value: float | str | None, digits: int) -> float | str | None:
     """Returns a number for display, and other values unchanged: whole numbers, texts, and None."""
     return round(value, digits) if isinstance(value, float) else value
 

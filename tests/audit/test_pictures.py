@@ -10,7 +10,7 @@ from fleetdistill.knowledge import DistillationGradient
 from fleetdistill.methods.feddkd.device import distillation_gradient, mini_batch
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill_lab.audit.audit import Audit, Recorded, record_run
-from fleetdistill_lab.audit.decoder import decode, fit_decoder, standardised
+from fleetdistill_lab.audit.decoder import decode, fit_decoder, standardise
 from fleetdistill_lab.audit.networks import Step, steps_of
 from fleetdistill_lab.audit.pictures import invert, reconstruct
 from fleetdistill_lab.audit.public_set import PublicSet, split_public
@@ -24,8 +24,8 @@ def test_a_decoder_reads_images_from_all_their_pixels(public: PublicSet) -> None
     known, own = public.attacker.inputs, public.fleet.train_images[:50]
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     features = known.flatten(1)[:, order]
-    decoder = fit_decoder(standardised(features, by=features), known)
-    pictures = decode(decoder, standardised(own.flatten(1)[:, order], by=features))
+    decoder = fit_decoder(standardise(features, by=features), known)
+    pictures = decode(decoder, standardise(own.flatten(1)[:, order], by=features))
     assert reidentified(pictures, own, public.decoys.inputs) > 0.9
     assert float(psnr(pictures, own).mean()) > 20
 
@@ -35,8 +35,8 @@ def test_a_decoder_of_feature_maps_gives_larger_images() -> None:
     """Blocks of four pixels with uniform values, whose variance is 1 / 12, from maps with one number a block."""
     maps = torch.rand(3000, 2, 8, 8, generator=torch.Generator().manual_seed(0))
     images = torch.nn.functional.interpolate(maps[:, :1], scale_factor=2)
-    decoder = fit_decoder(standardised(maps, by=maps), images)
-    made = decode(decoder, standardised(maps, by=maps))
+    decoder = fit_decoder(standardise(maps, by=maps), images)
+    made = decode(decoder, standardise(maps, by=maps))
     assert made.shape == images.shape
     assert float((made - images).square().mean()) < 1 / 24
 

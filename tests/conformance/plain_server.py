@@ -13,7 +13,7 @@ from grpc_status import rpc_status
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.framing import framed
+from fleetdistill.wire.framing import frame
 from fleetdistill.wire.status import rich_status
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
 from fleetdistill_lab.conformance import RUN_TOML
@@ -83,7 +83,7 @@ class PlainServer(service_pb2_grpc.DeviceServiceServicer):
         header, chunks = self._call("Download", request, context, make, lambda: (None, []))
         found = [service_pb2.DownloadResponse(header=header)]
         for one in chunks:
-            found.append(service_pb2.DownloadResponse.FromString(framed(one)))
+            found.append(service_pb2.DownloadResponse.FromString(frame(one)))
         yield from self.reply("Download stream", request, found)
 
     def _call(self, method: str, request: Any, context: Any, make: Callable[[], Any], empty: Callable[[], Any]) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetdistill_console.dashboard import units
-from fleetdistill_console.dashboard.chart import MAX_POINTS, thinned
+from fleetdistill_console.dashboard.chart import MAX_POINTS, thin
 from fleetdistill_console.dashboard.pages.run import last_accuracy, time_left
 from fleetdistill_console.dashboard.pages.runs import accuracy
 from fleetdistill_console.dashboard.panels.classes import bubbles, note, spread
@@ -32,7 +32,7 @@ from fleetdistill_console.dashboard.panels.traffic import by_kind
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5000))
 def test_a_thinned_series_keeps_its_peaks_its_order_and_its_end(values: list[float]) -> None:
     points = [(float(x), y) for x, y in enumerate(values)]
-    kept = thinned(points)
+    kept = thin(points)
     assert len(kept) <= MAX_POINTS
     assert kept == sorted(kept)
     assert set(kept) <= set(points)

@@ -11,7 +11,7 @@ from support.hostile_server import CLASSES, Events, LyingLink, ask, device_at
 from torch import nn
 
 from fleetdistill import Device
-from fleetdistill.deployment.stamp import stamped
+from fleetdistill.deployment.stamp import stamp
 from fleetdistill.training.onnx_export import export_onnx
 
 BATCH = np.random.default_rng(1).random((5, 4)).astype(np.float32)
@@ -36,7 +36,7 @@ def file_of(version: int, folder: Path) -> bytes:
     """The file of `linear(version)`."""
     path = folder / "float.onnx"
     export_onnx(linear(version), path, torch.from_numpy(BATCH), {"run": "r", "round": str(version)})
-    return stamped(path.read_bytes(), {"version": str(version)})
+    return stamp(path.read_bytes(), {"version": str(version)})
 
 
 def logits_of(version: int) -> np.ndarray:

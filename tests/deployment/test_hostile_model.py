@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from fleetdistill import Predictor
 from fleetdistill.deployment import predictor as deployed
-from fleetdistill.deployment.stamp import stamped
+from fleetdistill.deployment.stamp import stamp
 from fleetdistill.errors import ModelError
 
 FLOAT = TensorProto.FLOAT
@@ -32,7 +32,7 @@ def file_of(
 ) -> bytes:
     graph = helper.make_graph(list(nodes), "graph", list(inputs), list(outputs), list(tensors))
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    return stamped(model.SerializeToString(), {**METADATA, **(metadata or {})})
+    return stamp(model.SerializeToString(), {**METADATA, **(metadata or {})})
 
 
 def external(place: str) -> bytes:
@@ -82,7 +82,7 @@ FUNCTIONS = [
 ]
 """Each calls the next one twice, so that onnxruntime would make 2**29 operators of them."""
 CALLS = helper.make_graph([helper.make_node("f0", ["input"], ["logits"], domain="own")], "graph", [IN], [OUT])
-WITH_FUNCTIONS = stamped(
+WITH_FUNCTIONS = stamp(
     helper.make_model(CALLS, functions=FUNCTIONS, opset_imports=OPSETS, ir_version=8).SerializeToString(), METADATA
 )
 
@@ -102,7 +102,7 @@ WITH_FUNCTIONS = stamped(
         (HUGE_WEIGHTS, "cannot be loaded into onnxruntime"),
         (file_of(SAME, metadata={"version": "²"}), "no version in its metadata"),
         (file_of(SAME, metadata={"round": "9" * 5000}), "no round in its metadata"),
-        (stamped(b"\xff" * 100, METADATA), "not a valid ONNX file"),
+        (stamp(b"\xff" * 100, METADATA), "not a valid ONNX file"),
         (WITH_FUNCTIONS, "has functions, which are not allowed"),
     ],
     ids=[

@@ -22,7 +22,7 @@ from support.processes import PATIENCE_SECONDS, python
 
 from fleetdistill import Predictor
 from fleetdistill.compute import light_worker
-from fleetdistill.deployment.stamp import check_stamp, stamped
+from fleetdistill.deployment.stamp import check_stamp, stamp
 from fleetdistill.errors import ConfigurationError, DataError, ModelError, StateError
 from fleetdistill_server.testing import MemoryServer
 
@@ -44,7 +44,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[int, bytes]:
 
 @given(data=st.binary(max_size=60), cut=st.integers(0, 200), position=st.integers(0, 200), bit=st.integers(0, 7))
 def test_no_damaged_file_passes_for_a_complete_one(data: bytes, cut: int, position: int, bit: int) -> None:
-    whole = stamped(data, {"version": "12", "quantized": "x" * 200})
+    whole = stamp(data, {"version": "12", "quantized": "x" * 200})
     check_stamp(whole)
     flipped = bytearray(whole)
     flipped[position % len(whole)] ^= 1 << bit
@@ -169,7 +169,7 @@ def test_a_damaged_file_keeps_the_previous_model_and_is_reported(
     put(files[1], path)
     predictor = Predictor(tmp_path)
     new[len(new) // 3] ^= 1
-    damaged = {"cut": files[2][:-1], "flipped": bytes(new), "empty": b"", "foreign": stamped(b"text", {"version": "2"})}
+    damaged = {"cut": files[2][:-1], "flipped": bytes(new), "empty": b"", "foreign": stamp(b"text", {"version": "2"})}
     put(damaged[damage], path)
     with caplog.at_level(logging.WARNING, "fleetdistill"):
         assert not predictor.refresh()

@@ -14,7 +14,7 @@ from support.processes import PATIENCE_SECONDS
 
 from fleetdistill import Event, Step
 from fleetdistill.errors import LinkError, WorkInterrupted
-from fleetdistill.interruption import Hold, bound_check, check_may_continue, checked_by, pause
+from fleetdistill.interruption import Hold, bound_check, check_may_continue, check_with, pause
 from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.testing import EventLog
 from fleetdistill.wire.v1 import service_pb2
@@ -35,7 +35,7 @@ def test_checks_apply_within_their_block_and_to_the_threads_that_take_them_along
         except WorkInterrupted as error:
             found.append(error.condition)
 
-    with checked_by(lambda: None), checked_by(held):
+    with check_with(lambda: None), check_with(held):
         for check in (check_may_continue, bound_check()):
             thread = threading.Thread(target=in_thread, args=(check,))
             thread.start()

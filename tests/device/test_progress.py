@@ -13,7 +13,7 @@ from support.open_device import open_device
 
 from fleetdistill import Event
 from fleetdistill.compute import light_worker
-from fleetdistill.progress import report_progress, reported_to
+from fleetdistill.progress import report_progress, report_to
 from fleetdistill.testing import EventLog, ManualClock
 from fleetdistill_server.testing import MemoryServer
 
@@ -92,7 +92,7 @@ def test_without_a_receiver_nothing_is_reported_and_short_work_reports_nothing()
     found: list[tuple[str, float]] = []
     report_progress("training", 0.5)
     clock = ManualClock()
-    with reported_to(lambda phase, fraction: found.append((phase, fraction)), clock.now):
+    with report_to(lambda phase, fraction: found.append((phase, fraction)), clock.now):
         report_progress("training", 0.1)
         clock.advance(1)
         report_progress("training", 0.2)

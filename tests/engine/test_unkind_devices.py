@@ -26,7 +26,7 @@ from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
-from fleetdistill.wire.framing import framed
+from fleetdistill.wire.framing import frame
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
@@ -116,7 +116,7 @@ def dies_in_its_upload(device: ThirdDevice, ask: service_pb2.Ask) -> None:
     def messages() -> Iterator[bytes]:
         yield service_pb2.UploadRequest(header=header).SerializeToString()
         first = next(wire.chunks(payload.source, payload.slots))
-        yield framed(first)
+        yield frame(first)
         over.wait(PATIENCE_SECONDS)
 
     call = device.channel.stream_unary("/fleetdistill.wire.v1.DeviceService/Upload").future(

@@ -22,7 +22,7 @@ from support.wire_samples import make_payload
 from fleetdistill.errors import StoreError
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.front.device_service import WAKES_PER_SECOND, DeviceService
-from fleetdistill_server.front.server import _guarded
+from fleetdistill_server.front.server import _guard
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.downloads import Downloads
 from fleetdistill_server.store.group_commit import CommitThread
@@ -105,7 +105,7 @@ def test_a_background_task_goes_on_after_any_exception(caplog: pytest.LogCapture
     async def fail() -> None:
         raise ValueError("non-hexadecimal number")
 
-    asyncio.run(_guarded(fail()))
+    asyncio.run(_guard(fail()))
     assert "a background task failed" in caplog.text
 
 

@@ -23,7 +23,7 @@ from fleetdistill_server.front.operations_service import PAGE_BYTES, pages
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.texts import LONGEST, shortened
+from fleetdistill_server.texts import LONGEST, shorten
 
 FOUR_BYTES = "\U0001f98a"
 EVENTS = 3000
@@ -31,7 +31,7 @@ EVENTS = 3000
 
 @given(st.text(max_size=30), st.integers(1, 20))
 def test_a_shortened_text_is_short_and_begins_as_it_did(text: str, longest: int) -> None:
-    short = shortened(text, longest)
+    short = shorten(text, longest)
     assert len(short) <= longest
     assert short == text or (short[-1] == "…" and text.startswith(short[:-1]))
 

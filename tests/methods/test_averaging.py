@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetdistill.knowledge import Array, ModelParameters
-from fleetdistill_server.methods.averaging import TensorMean, WeightedMean, capped
+from fleetdistill_server.methods.averaging import TensorMean, WeightedMean, cap
 
 
 class Taken:
@@ -72,7 +72,7 @@ def test_rob_3_a_device_in_between_is_drawn_in() -> None:
 
 
 def test_rob_4_weights_are_bounded_by_three_medians() -> None:
-    assert capped([10, 20, 30, 10**9]) == [10, 20, 30, 75]
+    assert cap([10, 20, 30, 10**9]) == [10, 20, 30, 75]
     assert mean_of_numbers(0, 0, 1, weights=[10, 10, 10**9]) == pytest.approx(30 / 50)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetdistill.privacy.accountant import (
-    composed,
+    compose,
     discrete_mu_for,
     epsilon_for,
     epsilon_for_zcdp,
@@ -45,9 +45,9 @@ def test_pri_2_delta():
 
 def test_pri_3_several_releases():
     one = mu_for(1, DELTA)
-    assert epsilon_for(composed([0.3, 0.4]), DELTA) == pytest.approx(1.9930914044, abs=5e-11)
-    assert epsilon_for(composed([one] * 2), DELTA) == pytest.approx(1.4651699604, abs=5e-10)
-    assert epsilon_for(composed([one] * 10), DELTA) == pytest.approx(3.6185915743, abs=5e-10)
+    assert epsilon_for(compose([0.3, 0.4]), DELTA) == pytest.approx(1.9930914044, abs=5e-11)
+    assert epsilon_for(compose([one] * 2), DELTA) == pytest.approx(1.4651699604, abs=5e-10)
+    assert epsilon_for(compose([one] * 10), DELTA) == pytest.approx(3.6185915743, abs=5e-10)
 
 
 def test_pri_6_discrete_gaussian():
@@ -79,7 +79,7 @@ def test_exact_noise_is_never_smaller_than_continuous_noise(epsilon, exponent):
 
 
 def test_no_release_costs_nothing_and_no_noise_costs_everything():
-    assert epsilon_for(composed([]), DELTA) == 0
+    assert epsilon_for(compose([]), DELTA) == 0
     assert epsilon_for(60.0, DELTA) == math.inf
 
 

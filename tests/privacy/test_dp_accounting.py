@@ -10,7 +10,7 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
 
 from fleetdistill.privacy.accountant import (
-    composed,
+    compose,
     discrete_mu_for,
     epsilon_for,
     epsilon_for_zcdp,
@@ -41,7 +41,7 @@ def test_the_noise_of_an_epsilon(epsilon, delta):
 def test_several_releases(releases):
     mu = mu_for(1, DELTA)
     loss = pld.from_gaussian_mechanism(1 / mu, value_discretization_interval=1e-3).self_compose(releases)
-    assert epsilon_for(composed([mu] * releases), DELTA) == pytest.approx(loss.get_epsilon_for_delta(DELTA), abs=0.01)
+    assert epsilon_for(compose([mu] * releases), DELTA) == pytest.approx(loss.get_epsilon_for_delta(DELTA), abs=0.01)
 
 
 @pytest.mark.parametrize("epsilon", [0.3, 1.0, 3.0, 10.0])

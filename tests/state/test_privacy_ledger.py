@@ -9,7 +9,7 @@ import pytest
 
 from fleetdistill.errors import ConfigurationError, PrivacyBudgetError, StateError
 from fleetdistill.privacy.accountant import (
-    composed,
+    compose,
     discrete_mu_for,
     epsilon_for,
     epsilon_for_zcdp,
@@ -80,7 +80,7 @@ def test_exact_and_rounded_releases_add_up_as_zcdp(tmp_path, exact_first):
     ledger = PrivacyLedger(Files(tmp_path))
     assert ledger.spent(DELTA) == ledger.releases[-1].epsilon == epsilon_for_zcdp((exact**2 + ONE**2) / 2, DELTA)
     assert zcdp_delta((exact**2 + ONE**2) / 2, ledger.spent(DELTA)) == pytest.approx(DELTA, rel=1e-6)
-    assert ledger.spent(DELTA) > epsilon_for(composed([exact, ONE]), DELTA), "never less than continuous noise"
+    assert ledger.spent(DELTA) > epsilon_for(compose([exact, ONE]), DELTA), "never less than continuous noise"
     refused = PrivacyBudget(ledger.spent(DELTA), DELTA)
     with pytest.raises(PrivacyBudgetError):
         record(ledger, 0.01, most=refused)
@@ -100,7 +100,7 @@ def test_discrete_noise_is_added_up_as_zcdp(tmp_path):
     for _ in range(9):
         record(ledger, exact, exact=True)
     assert zcdp_delta(10 * exact**2 / 2, ledger.spent(DELTA)) == pytest.approx(DELTA, rel=1e-6)
-    assert ledger.spent(DELTA) > epsilon_for(composed([exact] * 10), DELTA), "never less than continuous noise"
+    assert ledger.spent(DELTA) > epsilon_for(compose([exact] * 10), DELTA), "never less than continuous noise"
 
 
 @pytest.mark.parametrize("point", ["disk.before-fsync", "disk.before-rename", "disk.before-directory-fsync"])

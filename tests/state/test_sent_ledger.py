@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fleetdistill.device.inspection import inspect
 from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files
-from fleetdistill.state.sent import Ledger, Sent, compacted
+from fleetdistill.state.sent import Ledger, Sent, compact
 from fleetdistill.state.sent_ledger import KEPT_ENTRIES, LEDGER, MAX_ENTRIES, SentLedger, read_ledger
 
 NOVEMBER = time.mktime((2026, 11, 15, 12, 0, 0, 0, 0, 0))
@@ -102,7 +102,7 @@ def sealed(entry: Sent) -> bytes:
 def test_compaction_keeps_totals_and_bounds(times: list[int], entries: int, months: int) -> None:
     """Whatever the clock of the device did: a clock that jumps cannot make the file grow."""
     full = Ledger([answer(number, at, size=number) for number, at in enumerate(times)])
-    found = compacted(full, entries, months)
+    found = compact(full, entries, months)
     assert found.totals == full.totals
     assert len(found.entries) <= entries
     assert len(found.months) <= months
@@ -111,7 +111,7 @@ def test_compaction_keeps_totals_and_bounds(times: list[int], entries: int, mont
 def test_months_beyond_the_limit_count_for_the_oldest_one_kept() -> None:
     month = 31 * 86400
     full = Ledger([answer(number, NOVEMBER + number * month, size=10**number) for number in range(3)])
-    found = compacted(full, entries=0, months=2)
+    found = compact(full, entries=0, months=2)
     assert [(one.month, one.bytes) for one in found.months] == [("2026-12", 11), ("2027-01", 100)]
 
 

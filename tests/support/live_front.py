@@ -24,7 +24,7 @@ from support.wire_samples import EXPECTS, make_contract, make_profile
 
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
-from fleetdistill.wire.framing import framed
+from fleetdistill.wire.framing import frame
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
@@ -236,7 +236,7 @@ def client_of(front: LiveFront, device: str = "d1") -> Iterator[Client]:
 
 def as_messages(chunks: Iterable[AnyChunk]) -> list[service_pb2.UploadRequest]:
     """Chunks as the messages of an upload."""
-    return [service_pb2.UploadRequest.FromString(framed(chunk)) for chunk in chunks]
+    return [service_pb2.UploadRequest.FromString(frame(chunk)) for chunk in chunks]
 
 
 def upload_name(number: int, step_number: int = 1, attempt: int = 1) -> service_pb2.UploadName:

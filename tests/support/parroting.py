@@ -9,7 +9,7 @@ import hashlib
 
 from fleetdistill.knowledge import Kind, Metric, Metrics, ModelParameters
 from fleetdistill.link.base import Link
-from fleetdistill.link.downloads import checked
+from fleetdistill.link.downloads import check_payload
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.kind import COLUMNS
@@ -78,7 +78,7 @@ class ParrotDevice:
         if ask.step == "train":
             header, chunks = self.link.download(self.identity, ask.payload, 0)
             data = b"".join(chunk.data for chunk in chunks)
-            sent = decode(checked(header, data, ask.payload))["parameters"]
+            sent = decode(check_payload(header, data, ask.payload))["parameters"]
             assert isinstance(sent, ModelParameters)
             by = (1 + self.identity.secret[0]) / 1000
             moved = {name: one + one.dtype.type(by) for name, one in sent.parameters.items()}

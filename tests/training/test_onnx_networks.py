@@ -12,7 +12,7 @@ from support.hostile_server import CLASSES
 from torch import Tensor, nn
 
 from fleetdistill.deployment.predictor import DeployedModel
-from fleetdistill.deployment.stamp import stamped
+from fleetdistill.deployment.stamp import stamp
 from fleetdistill.errors import DataError, ExportError
 from fleetdistill.training.onnx_export import export_onnx
 
@@ -112,7 +112,7 @@ def test_a_predictor_accepts_the_sizes_that_the_file_accepts(tmp_path: Path) -> 
     model = network("residual")
     for dynamic_size in (False, True):
         export_onnx(model, tmp_path / "m.onnx", images(5), {"round": "1"}, dynamic_size=dynamic_size)
-        deployed = DeployedModel(stamped((tmp_path / "m.onnx").read_bytes(), {"version": "1"}))
+        deployed = DeployedModel(stamp((tmp_path / "m.onnx").read_bytes(), {"version": "1"}))
         x = images(2, 20, 30)
         if dynamic_size:
             assert deployed.input_shape == (2, None, None)

@@ -33,7 +33,7 @@ from fleetdistill.models import build_model
 from fleetdistill.wire import compression
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.compression import RAW, ZSTD, Packer, choose, unpacked
+from fleetdistill.wire.compression import RAW, ZSTD, Packer, choose, unpack
 from fleetdistill.wire.digests import digest
 from fleetdistill.wire.payload import CHUNK_BYTES, chunk_data, chunks, slots
 from fleetdistill.wire.quantize import LARGEST, MAX_SCALE, dequantize, quantize
@@ -405,7 +405,7 @@ def test_the_checksum_is_over_the_bytes_as_sent() -> None:
 def test_no_bytes_make_the_decoder_do_anything_but_refuse(data: bytes) -> None:
     for frame in (data, packed(bytes(64))[:6] + data):
         with contextlib.suppress(WireError):
-            assert len(unpacked(frame, ZSTD, 100)) <= 100
+            assert len(unpack(frame, ZSTD, 100)) <= 100
 
 
 # --- who uses what
@@ -430,7 +430,7 @@ def test_without_the_library_nothing_is_offered_and_nothing_packed_is_taken() ->
     assert compression.offered() == ()
     assert choose(ZSTD, [ZSTD]) == RAW
     with pytest.raises(WireError, match="unsupported compression 1, expected one of COMPRESSION_UNSPECIFIED"):
-        unpacked(packed(b"x"), ZSTD, 100)
+        unpack(packed(b"x"), ZSTD, 100)
 
 
 # --- real digits

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fleetdistill.wire.compression import RAW, ZSTD
-from fleetdistill.wire.framing import framed, unframed
+from fleetdistill.wire.framing import frame, unframe
 from fleetdistill.wire.payload import CHUNK_BYTES, Chunk, checksum
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
@@ -33,16 +33,16 @@ made = st.builds(
 def test_the_bytes_of_a_chunk_are_those_of_both_messages(chunk: Chunk) -> None:
     message = knowledge_pb2.TensorChunk(**chunk._asdict())
     upload, download = service_pb2.UploadRequest(chunk=message), service_pb2.DownloadResponse(chunk=message)
-    assert service_pb2.UploadRequest.FromString(framed(chunk)) == upload
-    assert service_pb2.DownloadResponse.FromString(framed(chunk)) == download
-    assert framed(message) == framed(chunk)
-    assert len(framed(chunk)) == upload.ByteSize() + 2 * (not chunk.data)  # an empty field may be left out
+    assert service_pb2.UploadRequest.FromString(frame(chunk)) == upload
+    assert service_pb2.DownloadResponse.FromString(frame(chunk)) == download
+    assert frame(message) == frame(chunk)
+    assert len(frame(chunk)) == upload.ByteSize() + 2 * (not chunk.data)  # an empty field may be left out
 
 
 @st.composite
 def odd_messages(draw: st.DrawFn) -> bytes:
     """A framed chunk after a few edits: truncated, repeated, or with bytes inserted or changed."""
-    message = framed(draw(made))
+    message = frame(draw(made))
     for _ in range(draw(st.integers(0, 3))):
         at = draw(st.integers(0, min(len(message), 40)))
         inserted = draw(st.one_of(st.binary(max_size=8), st.sampled_from([message, message[:at], message[at:]])))
@@ -65,9 +65,9 @@ def test_a_message_is_parsed_as_protobuf_parses_it(message: bytes) -> None:
         expected = service_pb2.UploadRequest.FromString(message)
     except DecodeError:
         with pytest.raises(DecodeError):
-            unframed(message, service_pb2.UploadRequest)
+            unframe(message, service_pb2.UploadRequest)
         return
-    found = unframed(message, service_pb2.UploadRequest)
+    found = unframe(message, service_pb2.UploadRequest)
     if isinstance(found, Chunk):
         fields = found._replace(data=bytes(found.data))._asdict()
         assert expected.WhichOneof("message") == "chunk"
@@ -78,8 +78,8 @@ def test_a_message_is_parsed_as_protobuf_parses_it(message: bytes) -> None:
 
 
 def test_the_data_of_a_received_chunk_are_not_copied() -> None:
-    message = framed(Chunk(3, 5, FULL, google_crc32c.value(FULL)))
-    found = unframed(message, service_pb2.DownloadResponse)
+    message = frame(Chunk(3, 5, FULL, google_crc32c.value(FULL)))
+    found = unframe(message, service_pb2.DownloadResponse)
     assert isinstance(found, Chunk)
     assert isinstance(found.data, memoryview)
     assert found.data.obj is message

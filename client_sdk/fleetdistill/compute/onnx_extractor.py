@@ -52,7 +52,7 @@ class OnnxExtractor:
         """
         self.data = data
         self._input_shape = tuple(input_shape)
-        self._session = _loaded(data, min(max(threads, 1), os.cpu_count() or 1))
+        self._session = _load(data, min(max(threads, 1), os.cpu_count() or 1))
         self.features = prod(self._run(np.zeros((2, *self._input_shape), np.float32)).shape[1:])
         self._signs: Array | None = None
 
@@ -107,7 +107,7 @@ def extractor_of(parts: Parts, input_shape: Sequence[int], threads: int) -> Onnx
     return OnnxExtractor(found.onnx.tobytes(), input_shape, threads)
 
 
-def _loaded(data: bytes, threads: int) -> Any:
+def _load(data: bytes, threads: int) -> Any:
     """Returns a checked onnxruntime session for a file."""
     try:
         return foreign_session(data, threads)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from fleetdistill.data.augmented import Augmented
-from fleetdistill.data.rows import ArrayRows, ItemRows, Pair, Rows, as_array, batch_of, is_array, named_errors, stacked
+from fleetdistill.data.rows import ArrayRows, ItemRows, Pair, Rows, as_array, batch_of, is_array, named_errors, stack
 from fleetdistill.errors import DataError
-from fleetdistill.lazy import loaded
+from fleetdistill.lazy import get_loaded
 
 _FORMS = (
     "pass a tuple (inputs, labels) of tensors or NumPy arrays, a map-style or iterable Dataset of (input, label), a "
@@ -22,11 +22,11 @@ _AT_ONCE = 1024
 
 def opened(data: Any) -> tuple[Rows, Callable[[Any], Any] | None]:
     """Returns the rows of data, as `open_rows`, and the transform for training if they are `Augmented`."""
-    inner, transform = unwrapped(_called(data))
+    inner, transform = unwrap(_call(data))
     return open_rows(inner), transform
 
 
-def unwrapped(data: Any) -> tuple[Any, Callable[[Any], Any] | None]:
+def unwrap(data: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     """Returns the data inside `Augmented`, and its transform; the data itself and None without `Augmented`."""
     return (data.data, data.transform) if isinstance(data, Augmented) else (data, None)
 
@@ -55,7 +55,7 @@ def open_rows(data: Any) -> Rows:
     Raises:
         DataError: The form is unknown, or types, dimensions or lengths are wrong.
     """
-    data, _ = unwrapped(_called(data))
+    data, _ = unwrap(_call(data))
     utils = _torch_data()
     if utils is not None and isinstance(data, utils.TensorDataset):
         data = data.tensors
@@ -82,10 +82,10 @@ def _check_form(data: Any) -> None:
 
 
 def _torch_data() -> Any:
-    return loaded("torch.utils.data")  # an app that passes a Dataset has loaded it
+    return get_loaded("torch.utils.data")  # an app that passes a Dataset has loaded it
 
 
-def _called(data: Any) -> Any:
+def _call(data: Any) -> Any:
     if not is_function(data):
         return data
     with named_errors(f"the function {getattr(data, '__name__', type(data).__name__)}", "fix the function"):
@@ -134,9 +134,9 @@ def _of_iterable(data: Any, name: str, collate: Callable[[list[Any]], Any] | Non
     while True:
         rows_and_items = list(islice(numbered, _AT_ONCE))
         if not rows_and_items:
-            return _joined(batches, name)
+            return _join(batches, name)
         rows, items = zip(*rows_and_items, strict=True)
-        batches.append(batch_of(collate or stacked, list(items), name, rows))
+        batches.append(batch_of(collate or stack, list(items), name, rows))
 
 
 def _items_of(data: Iterable[Any], name: str) -> Iterator[Any]:
@@ -152,7 +152,7 @@ def _items_of(data: Iterable[Any], name: str) -> Iterator[Any]:
         yield item
 
 
-def _joined(batches: list[Pair], name: str) -> ArrayRows:
+def _join(batches: list[Pair], name: str) -> ArrayRows:
     if not batches:
         return ArrayRows(np.zeros((0,), np.float32), np.zeros(0, np.int64))
     try:

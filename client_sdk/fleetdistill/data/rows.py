@@ -13,7 +13,7 @@ import numpy as np
 
 from fleetdistill.control_flow import CONTROL_FLOW
 from fleetdistill.errors import DataError
-from fleetdistill.lazy import loaded
+from fleetdistill.lazy import get_loaded
 
 Array = np.ndarray
 Pair = tuple[Array, Array]
@@ -102,7 +102,7 @@ class ItemRows:
 
     def __init__(self, items: Any, collate: Callable[[list[Any]], Any] | None = None) -> None:
         self._items = items
-        self._collate = collate or stacked
+        self._collate = collate or stack
         self._count = len(items)
         self._name = type(items).__name__
 
@@ -126,7 +126,7 @@ class ItemRows:
 
     def _fixed(self, rows: Sequence[int]) -> Iterator[Any]:
         """Yields each item with the same random numbers, so that a random item does not change between reads."""
-        torch = loaded("torch")
+        torch = get_loaded("torch")
         if torch is None:
             yield from self._drawn(rows)
             return
@@ -156,7 +156,7 @@ class ItemRows:
         return None
 
 
-def stacked(items: list[Any]) -> Pair:
+def stack(items: list[Any]) -> Pair:
     """Returns a list of `(input, label)` as two arrays. Raises TypeError or ValueError if they cannot be stacked."""
     inputs = [as_array(one) for one, _ in items]
     labels = [operator.index(label) for _, label in items]
@@ -169,7 +169,7 @@ def batch_of(collate: Callable[[list[Any]], Any], items: list[Any], name: str, r
         inputs, labels = (as_array(one) for one in collate(items))
         _check_arrays(inputs, labels)
     except (TypeError, ValueError, RuntimeError, DataError) as error:
-        if collate is stacked:
+        if collate is stack:
             _check_items(items, name, rows)
         if isinstance(error, DataError):
             raise
@@ -219,7 +219,7 @@ def _kind(value: Any) -> str:
 
 def as_array(value: Any) -> Array:
     """Returns a tensor or anything that NumPy accepts as an array, without copying it if possible."""
-    torch = loaded("torch")  # an app that passes a tensor has loaded torch
+    torch = get_loaded("torch")  # an app that passes a tensor has loaded torch
     if torch is not None and isinstance(value, torch.Tensor):
         on_cpu = value.detach().cpu()
         on_cpu = on_cpu if on_cpu.layout == torch.strided else on_cpu.to_dense()
@@ -241,7 +241,7 @@ def named_errors(what: str, advice: str) -> Iterator[None]:
 
 def is_array(value: Any) -> bool:
     """Returns whether a value is a NumPy array or a tensor."""
-    torch = loaded("torch")
+    torch = get_loaded("torch")
     return isinstance(value, np.ndarray) or (torch is not None and isinstance(value, torch.Tensor))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetdistill.data.opening import is_function, is_iterable_only, open_rows, opened, unwrapped
+from fleetdistill.data.opening import is_function, is_iterable_only, open_rows, opened, unwrap
 from fleetdistill.data.rows import Array, ArrayRows, Rows
 from fleetdistill.data.splits import Splits
 from fleetdistill.errors import DataError
@@ -131,7 +131,7 @@ def check_data(data: Any, name: str) -> None:
     Raises:
         DataError: The data cannot be used.
     """
-    inner, _ = unwrapped(data)
+    inner, _ = unwrap(data)
     with named(name):
         if is_function(inner) or is_iterable_only(inner):
             return
@@ -155,7 +155,7 @@ def digest_of_arrays(data: Any) -> bytes | None:
 
     Does not call functions or read Datasets, which may load torch and delay each start of an idle device.
     """
-    inner, transform = unwrapped(data)
+    inner, transform = unwrap(data)
     if not (isinstance(inner, tuple) and len(inner) == 2):
         return None
     rows = open_rows(inner)

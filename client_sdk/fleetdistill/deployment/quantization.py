@@ -94,7 +94,7 @@ def quantize(source: Path, target: Path, how: str, data: CheckData) -> Quantizat
             _quantize(source, prepared, target, how, data.samples)
         finally:
             prepared.unlink(missing_ok=True)
-        return _checked(source, target, data)
+        return _check(source, target, data)
 
 
 def _quantize(source: Path, prepared: Path, target: Path, how: str, samples: Array) -> None:
@@ -128,7 +128,7 @@ class _Samples:
         return None if batch is None else {"input": np.ascontiguousarray(batch, np.float32)}
 
 
-def _checked(source: Path, target: Path, data: CheckData) -> QuantizationCheck:
+def _check(source: Path, target: Path, data: CheckData) -> QuantizationCheck:
     expected, found = (_logits(one, data.samples) for one in (source, target))
     difference = float(np.abs(found - expected).max())
     if data.validation is not None:

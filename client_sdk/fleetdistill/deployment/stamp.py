@@ -16,7 +16,7 @@ _METADATA_PROPS = 14 << 3 | 2  # ModelProto.metadata_props, a message
 _KEY, _VALUE = 1 << 3 | 2, 2 << 3 | 2  # StringStringEntryProto, strings
 
 
-def stamped(data: bytes, metadata: Mapping[str, str]) -> bytes:
+def stamp(data: bytes, metadata: Mapping[str, str]) -> bytes:
     """Returns an ONNX file with further metadata, and the digest of its content as the last entry."""
     content = data + b"".join(_entry(key, value) for key, value in metadata.items())
     return content + _entry(_DIGEST, hashlib.sha256(content).hexdigest())

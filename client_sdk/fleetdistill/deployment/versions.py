@@ -92,7 +92,7 @@ class Versions:
         if data is not None:
             self._files.set_aside(IN_USE, NO_VERSION, effect)
         if version is not None:
-            self._files.save(IN_USE, _packed(version))
+            self._files.save(IN_USE, _pack(version))
 
     # --- the version in use
 
@@ -118,12 +118,12 @@ class Versions:
         if self._keep > 1:
             self._keep_version_in_use()
         failpoints.hit("device.deploy.after-keep")
-        self._files.save(_DUE, _packed(replace(self._next(number), variant=variant, accuracy=accuracy)))
+        self._files.save(_DUE, _pack(replace(self._next(number), variant=variant, accuracy=accuracy)))
 
     def mark_due(self) -> None:
         """Stores that the version in use has no ONNX file yet."""
         if (version := self.in_use()) is not None:
-            self._files.save(_DUE, _packed(version))
+            self._files.save(_DUE, _pack(version))
 
     def _next(self, number: int) -> Version:
         in_use = self.in_use()
@@ -142,7 +142,7 @@ class Versions:
         if self._files.has_directory:
             with disk_errors(self._directory):
                 make_directory(self._directory / _FOLDER)
-        packed = _packed(version)
+        packed = _pack(version)
         for name in (_COPY, IN_USE):
             self._files.save(name, packed)
 
@@ -188,7 +188,7 @@ class Versions:
                 _link(self._directory / name, folder / name)
             sync_directory(folder)
             digest = hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()
-        Files(folder).save(_NOTE, _packed(replace(version, files=present, sha256=digest)))
+        Files(folder).save(_NOTE, _pack(replace(version, files=present, sha256=digest)))
 
     def _prune(self) -> None:
         requested = self.requested()
@@ -245,7 +245,7 @@ class Versions:
             make_directory(folder)
             _link(model, folder / MODEL)
             sync_directory(folder)
-        Files(folder).save(_NOTE, _packed(version))
+        Files(folder).save(_NOTE, _pack(version))
         self._prune()
 
     def held(self) -> Version | None:
@@ -305,7 +305,7 @@ class Versions:
         self._prune()
 
 
-def _packed(version: Version) -> bytes:
+def _pack(version: Version) -> bytes:
     return sealed_json(vars(version))  # `asdict` would copy each value
 
 

@@ -51,7 +51,7 @@ def check_backend(model: TorchModel | None, data: Splits | None, worker: object)
     check_splits(data)
 
 
-def checked_state_dir(given: object) -> Path:
+def check_state_dir(given: object) -> Path:
     """Returns `Device(state_dir=...)`; creates nothing.
 
     Raises:

@@ -27,7 +27,7 @@ from fleetdistill.errors import (
 )
 from fleetdistill.interruption import time_limit
 from fleetdistill.link.terms import check_ask, upload_digest
-from fleetdistill.progress import reported_to
+from fleetdistill.progress import report_to
 from fleetdistill.replacement import Replacement, pin
 from fleetdistill.state.outbox import Pending
 from fleetdistill.wire.codec import decode, encode
@@ -251,10 +251,10 @@ class AskHandler:
         now = self._parts.clock.now
         note = partial(self._events.emit_progress, ask.round, ask.step)
         handler = self._parts.spans.span("handler", step=ask.step)
-        with time_limit(self._max_seconds, now), reported_to(note, now), handler:
+        with time_limit(self._max_seconds, now), report_to(note, now), handler:
             computed = self._parts.permission.compute(partial(compute.answer, ask, parts, allow))
         if computed.replacement is not None and computed.replacement.replaced and self._is_pinned():
-            computed = _pinned(computed, computed.replacement)
+            computed = _pin(computed, computed.replacement)
         answer = computed.answer
         if guarantee is not None:
             answer = self._private.private_answer(answer, compute.contract, guarantee, ask.round)
@@ -298,7 +298,7 @@ class AskHandler:
         return Step.DECLINED, pause
 
 
-def _pinned(computed: Computed, replacement: Replacement) -> Computed:
+def _pin(computed: Computed, replacement: Replacement) -> Computed:
     """Returns a result whose model is stored, but does not replace the app's."""
     from fleetdistill.knowledge import Metrics
 

@@ -141,7 +141,7 @@ class AsyncDevice:
             function: Receives the `Device`. It must not call `run`, `step`, `tick` or `start`.
         """
         self._loop = asyncio.get_running_loop()
-        return await asyncio.to_thread(_called, function, self._device)
+        return await asyncio.to_thread(_call, function, self._device)
 
     async def close(self, *, leave: bool = True) -> None:
         """Stops and closes the device; see `Device.close`. In `on_event` it returns before the device is closed."""
@@ -188,7 +188,7 @@ def _raised_by_app(error: BaseException) -> BaseException:
     return cause if cause is not None and hidden and str(error).startswith("coroutine raised") else error
 
 
-def _called(function: Callable[[Device], T], device: Device) -> T:
+def _call(function: Callable[[Device], T], device: Device) -> T:
     with control_flow_as_errors(getattr(function, "__name__", "call")):
         return function(device)
 

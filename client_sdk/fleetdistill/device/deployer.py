@@ -218,7 +218,7 @@ class Deployer:
 
     def _complete(self, path: Path, compute: Compute, version: Version) -> float:
         """Quantises a file if the app wants it, adds version and digest; returns the difference of the int8 file."""
-        from fleetdistill.deployment.stamp import stamped
+        from fleetdistill.deployment.stamp import stamp
         from fleetdistill.training.onnx_file import doing
 
         metadata = {"version": str(version.number)}
@@ -228,7 +228,7 @@ class Deployer:
         if difference is not None:
             metadata["quantized"] = str(self._deployment.quantize)
         with doing(f"writing {path.name}"):
-            path.write_bytes(stamped(path.read_bytes(), metadata))
+            path.write_bytes(stamp(path.read_bytes(), metadata))
         return difference or 0.0
 
     def _quantize(self, path: Path, how: str, compute: Compute, version: Version) -> float | None:

@@ -29,7 +29,7 @@ from fleetdistill.device.arguments import (
     check_connection,
     check_export,
     check_groups,
-    checked_state_dir,
+    check_state_dir,
 )
 from fleetdistill.device.ask_handler import AskHandler
 from fleetdistill.device.backend import Backend, ComputeFactory
@@ -133,7 +133,7 @@ class Device:
         server = server if isinstance(server, Server) else Server(server)
         model = model if model is None or isinstance(model, TorchModel) else TorchModel(model)
         splits = None if data is None else splits_of(data)
-        directory = state_dir.directory if isinstance(state_dir, Storage) else checked_state_dir(state_dir)
+        directory = state_dir.directory if isinstance(state_dir, Storage) else check_state_dir(state_dir)
         check_columns(allow)
         if device_id is not None:
             check_name("device_id", device_id)

@@ -121,7 +121,7 @@ def _state(directory: Path) -> Iterator[tuple[str, str]]:
     if found.erasing:
         yield WARNING, f"an erasure of {directory} has begun; the next start of the device completes it"
     if not found.damage:
-        yield OK, _described(directory, found)
+        yield OK, _describe(directory, found)
 
 
 def _check_format(directory: Path) -> None:
@@ -131,7 +131,7 @@ def _check_format(directory: Path) -> None:
         check_format(path, json_object(path, data))
 
 
-def _described(directory: Path, found: Inspection) -> str:
+def _describe(directory: Path, found: Inspection) -> str:
     waiting = ", an answer waits to be sent" if found.waiting else ""
     return f"{directory} is intact: device {found.device!r}, run {found.run!r}, round {found.last_round}{waiting}"
 

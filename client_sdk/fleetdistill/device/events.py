@@ -219,7 +219,7 @@ class Events:
 
     def emit_not_copied(self, version: Version, error: BaseException) -> None:
         """Emits and logs that a delivered model could not be copied for the app."""
-        text = f"version {version.number} of the model could not be copied: {_described(error)}"
+        text = f"version {version.number} of the model could not be copied: {_describe(error)}"
         text += "; predictions go on with the previous copy, and the next delivery tries again"
         self.emit("not-copied", version.round, text, self._noted(version, error))
 
@@ -231,7 +231,7 @@ class Events:
 
     def emit_not_exported(self, version: Version, error: BaseException) -> None:
         """Emits and logs that a delivered model could not be written as ONNX."""
-        text = f"version {version.number} of the model could not be exported: {_described(error)}"
+        text = f"version {version.number} of the model could not be exported: {_describe(error)}"
         text += "; the previous file remains, and the next delivery tries again"
         self.emit("not-exported", version.round, text, self._noted(version, error))
 
@@ -242,7 +242,7 @@ class Events:
 
     def emit_failed(self, error: BaseException) -> None:
         """Emits and logs the exception that ended the background thread."""
-        text = f"the background thread ended with {_described(error)}"
+        text = f"the background thread ended with {_describe(error)}"
         known = isinstance(error, FleetDistillError)  # says itself what is wrong; a traceback would only hide it
         logger.error("%s: %s", self._device_id, text, exc_info=None if known else error)
         self._lock.emit(Event("failed", 0, text, {"error": type(error).__name__}, self.rounds))
@@ -273,5 +273,5 @@ class Events:
         self._reason = reason
 
 
-def _described(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {printable(str(error))}"

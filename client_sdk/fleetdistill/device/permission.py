@@ -20,7 +20,7 @@ from fleetdistill.device.events import Events
 from fleetdistill.device.probes import resident_bytes
 from fleetdistill.device.usage import Pace, Usage
 from fleetdistill.errors import FleetDistillError, LinkError, WorkInterrupted
-from fleetdistill.interruption import Hold, checked_by
+from fleetdistill.interruption import Hold, check_with
 from fleetdistill.link.base import Link
 from fleetdistill.state.files import Files
 
@@ -104,8 +104,8 @@ class Permission:
             link: Connection whose calls are cancelled.
         """
         work = _Work(self, stopped)
-        watched = _watched(work, link) if self._watches and link.remote else contextlib.nullcontext()
-        with checked_by(work.check), watched:
+        watched = _watch(work, link) if self._watches and link.remote else contextlib.nullcontext()
+        with check_with(work.check), watched:
             yield
 
     def compute(self, work: Callable[[], T]) -> T:
@@ -134,7 +134,7 @@ class Permission:
                 text = f"the ask takes longer than compute_seconds_per_day ({limit:g}); raise the budget"
                 raise Hold("compute_seconds_per_day", text, math.inf).error()
 
-        with checked_by(check):
+        with check_with(check):
             try:
                 yield
             finally:
@@ -246,7 +246,7 @@ class _Work:
 
 
 @contextlib.contextmanager
-def _watched(work: _Work, link: Link) -> Iterator[None]:
+def _watch(work: _Work, link: Link) -> Iterator[None]:
     """Cancels the calls of the block, which may wait for the network, when the work must end."""
     ended = threading.Event()
 
@@ -286,7 +286,7 @@ def run_with_niceness(niceness: int | None, work: Callable[[], T]) -> T:
             raise Hold("stopped", "the wait for the computation was interrupted").error()
 
     with ThreadPoolExecutor(1, "fleetdistill compute", initializer=_set_niceness, initargs=(niceness,)) as executor:
-        with checked_by(check):
+        with check_with(check):
             future = executor.submit(copy_context().run, work)
         try:
             return future.result()

@@ -88,7 +88,7 @@ class Usage:
             return self._today(), _zero()
         try:
             saved = json_object(self._files.directory / USAGE, data)
-            return str(saved["day"]), {name: _checked(saved[name]) for name in _STEPS}
+            return str(saved["day"]), {name: _check(saved[name]) for name in _STEPS}
         except (KeyError, TypeError, ValueError, StateError) as error:
             self._files.set_aside(USAGE, error, "the budgets of today count as used up")
             return self._today(), dict.fromkeys(_STEPS, sys.float_info.max)
@@ -98,7 +98,7 @@ def _zero() -> dict[str, float]:
     return dict.fromkeys(_STEPS, 0)
 
 
-def _checked(value: object) -> float:
+def _check(value: object) -> float:
     if not isinstance(value, int | float) or not value >= 0:
         raise ValueError(f"{value!r} is not a number of at least 0")
     return value

@@ -27,12 +27,12 @@ from fleetdistill.state.durable import write_all
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import after_seconds, is_final
-from fleetdistill.wire.compression import unpacked
+from fleetdistill.wire.compression import unpack
 from fleetdistill.wire.digests import Check
 from fleetdistill.wire.payload import chunk_data
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
-__all__ = ["BytesSource", "checked"]
+__all__ = ["BytesSource", "check_payload"]
 
 DOWNLOADS = "downloads"
 """Folder in the state directory."""
@@ -103,7 +103,7 @@ class Downloads:
         path = self._path(sha256, "payload")
         with disk_errors(self._folder):
             with contextlib.suppress(DecodeError, ValueError, WireError):
-                return self._verify_once(*_mapped(path), sha256) if path.exists() else None
+                return self._verify_once(*_map_file(path), sha256) if path.exists() else None
             path.unlink(missing_ok=True)  # the mapping is closed by now: Windows cannot delete a mapped file
             return None
 
@@ -111,7 +111,7 @@ class Downloads:
         """Returns the payload; verifies its digest only at its first use in this process."""
         if sha256 in self._verified:
             return _payload(header, data, sha256)
-        payload = checked(header, data, sha256)
+        payload = check_payload(header, data, sha256)
         self._verified.add(sha256)
         return payload
 
@@ -143,7 +143,7 @@ class Downloads:
         with disk_errors(self._folder):
             part.path.replace(path)
             self._verified.add(sha256)
-            return self._verify_once(*_mapped(path), sha256)
+            return self._verify_once(*_map_file(path), sha256)
 
     def _path(self, sha256: bytes, kind: str) -> Path:
         return self._folder / f"{sha256.hex()}.{kind}"
@@ -172,7 +172,7 @@ class _Part:
         with disk_errors(path.parent):
             path.parent.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError, DecodeError, ValueError):
-                self._header, data = _mapped(path)
+                self._header, data = _map_file(path)
                 self.length = len(data)
         self._resumed = self.length > 0
 
@@ -182,7 +182,7 @@ class _Part:
         running = Check(header)
         with self.path.open("ab" if self._resumed else "wb", buffering=0) as file:
             if self._resumed:
-                running.update(_mapped(self.path)[1])
+                running.update(_map_file(self.path)[1])
             else:
                 _write_header(file, header)
             for chunk in chunks:
@@ -211,7 +211,7 @@ class _Part:
         sent = chunk.data  # every access to the field copies it
         if wire.checksum(sent) != chunk.crc32c:
             raise LinkError("a downloaded chunk does not match its CRC-32C; it is downloaded again")
-        data = unpacked(sent, chunk.compression, wire.CHUNK_BYTES)
+        data = unpack(sent, chunk.compression, wire.CHUNK_BYTES)
         if not data:
             self.reject("a download has an empty chunk")
         if self.length + len(data) > data_bytes:
@@ -237,7 +237,7 @@ def _write_header(file: RawIOBase, header: knowledge_pb2.PayloadHeader) -> None:
     write_all(file, len(data).to_bytes(_LENGTH_BYTES, "little") + data)
 
 
-def _mapped(path: Path) -> tuple[knowledge_pb2.PayloadHeader, memoryview]:
+def _map_file(path: Path) -> tuple[knowledge_pb2.PayloadHeader, memoryview]:
     """Returns header and data of a file, mapped. Raises ValueError or DecodeError if its header is incomplete."""
     with path.open("rb") as file:
         view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -247,7 +247,7 @@ def _mapped(path: Path) -> tuple[knowledge_pb2.PayloadHeader, memoryview]:
     return knowledge_pb2.PayloadHeader.FromString(bytes(view[_LENGTH_BYTES:start])), view[start:]
 
 
-def checked(header: knowledge_pb2.PayloadHeader, data: bytes | memoryview, sha256: bytes) -> Payload:
+def check_payload(header: knowledge_pb2.PayloadHeader, data: bytes | memoryview, sha256: bytes) -> Payload:
     """Returns the payload of a header and its data. Raises WireError if they do not match the digest."""
     if header.sha256 != sha256:
         raise WireError(_other_payload(header, sha256))
@@ -303,7 +303,7 @@ class MemoryDownloads(Downloads):
         if self._giver is not None:
             return self._giver.hand_over(identity, sha256)
         header, chunks = link.download(identity, sha256, 0)
-        return checked(header, b"".join(chunk_data(chunk) for chunk in chunks), sha256)
+        return check_payload(header, b"".join(chunk_data(chunk) for chunk in chunks), sha256)
 
     def stored(self, sha256: bytes) -> Payload | None:
         """Returns None."""

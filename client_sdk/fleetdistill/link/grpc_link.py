@@ -24,7 +24,7 @@ from fleetdistill.link.tls_probe import accepts_tls
 from fleetdistill.spans import NO_SPANS, Spans
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import offered
-from fleetdistill.wire.framing import framed, unframed
+from fleetdistill.wire.framing import frame, unframe
 from fleetdistill.wire.payload import AnyChunk, Chunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc
 
@@ -102,7 +102,7 @@ class Connection:
         self.stub.Download = self._channel.unary_stream(
             _DOWNLOAD,
             service_pb2.DownloadRequest.SerializeToString,
-            functools.partial(unframed, kind=service_pb2.DownloadResponse),
+            functools.partial(unframe, kind=service_pb2.DownloadResponse),
         )
 
     def close(self) -> None:
@@ -303,7 +303,7 @@ def errors_of(server: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise _translated(error, server) from error
+        raise _translate(error, server) from error
     except grpc.FutureCancelledError as error:
         raise LinkError("the call was cancelled") from error
     except ValueError as error:  # raised by grpc for a closed channel
@@ -324,10 +324,10 @@ def _keep_freed_chunks() -> None:
 def _upload_messages(header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> Iterator[bytes]:
     yield service_pb2.UploadRequest(header=header).SerializeToString()
     for chunk in chunks:
-        yield framed(chunk)
+        yield frame(chunk)
 
 
-def _translated(error: Any, server: str) -> FleetDistillError:
+def _translate(error: Any, server: str) -> FleetDistillError:
     info = error_info(error)
     if info is not None and info.reason not in (Code.INTERNAL, Code.EXPIRED):
         return RefusedError(info.reason, error.details(), dict(info.metadata))

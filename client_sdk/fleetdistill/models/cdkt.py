@@ -15,7 +15,7 @@ from math import prod
 
 from torch import nn
 
-from fleetdistill.models.shapes import checked_classes, checked_image
+from fleetdistill.models.shapes import check_classes, check_image
 from fleetdistill.training.model import SplitModel, output_shape
 
 _FASHION = (1, 28, 28)
@@ -80,7 +80,7 @@ def cdkt_digits_small(input_shape: Sequence[int] = _DIGITS, classes: int = 10) -
 def _network(
     input_shape: Sequence[int], classes: int, layers: list[_Layer], *, hidden: Sequence[int], dropout: float = 0.0
 ) -> SplitModel:
-    channels, _, _ = checked_image(input_shape, smallest=prod(pool for _, _, pool in layers))
+    channels, _, _ = check_image(input_shape, smallest=prod(pool for _, _, pool in layers))
     stages: dict[str, nn.Module] = {}
     for number, (width, kernel, pool) in enumerate(layers, start=1):
         convolution = nn.Conv2d(channels, width, kernel, padding=kernel // 2)
@@ -91,5 +91,5 @@ def _network(
     for number, width in enumerate(hidden, start=1):
         stages[f"hidden{number}"] = nn.Sequential(nn.Linear(inputs, width), nn.ReLU())
         inputs = width
-    stages["head"] = nn.Linear(inputs, checked_classes(classes))
+    stages["head"] = nn.Linear(inputs, check_classes(classes))
     return SplitModel(stages, cut="conv1")

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.models.resnet import CIFAR_SHAPE, EXPANSION, Bottleneck, initialise_convolutions
-from fleetdistill.models.shapes import checked_classes, checked_image, checked_shape
+from fleetdistill.models.shapes import check_classes, check_image, check_shape
 from fleetdistill.training.model import SplitModel
 
 _WIDTHS = (16, 32, 64)
@@ -58,19 +58,19 @@ def dafkd_cnn(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10) -> Sp
     classes. The discriminator uses the hidden layer's output. Arguments and errors as `dafkd_resnet11`; height and
     width at least 16.
     """
-    channels, height, width = checked_image(input_shape, smallest=16)
+    channels, height, width = check_image(input_shape, smallest=16)
     pooled = 32 * (((height - 4) // 2 - 4) // 2) * (((width - 4) // 2 - 4) // 2)
     stages: dict[str, nn.Module] = {
         "convolution1": nn.Sequential(nn.Conv2d(channels, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
         "convolution2": nn.Sequential(nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)),
         "hidden": nn.Sequential(nn.Flatten(), nn.Linear(pooled, 64), nn.ReLU()),
-        "head": nn.Linear(64, checked_classes(classes)),
+        "head": nn.Linear(64, check_classes(classes)),
     }
     return SplitModel(stages, cut="convolution1")
 
 
 def _resnet(blocks: int, input_shape: Sequence[int], classes: int) -> SplitModel:
-    channels, _, _ = checked_image(input_shape)
+    channels, _, _ = check_image(input_shape)
     inputs = _WIDTHS[0]
     convolution = nn.Conv2d(channels, inputs, kernel_size=3, padding=1, bias=False)
     stages = OrderedDict[str, nn.Module](stem=nn.Sequential(convolution, nn.BatchNorm2d(inputs), nn.ReLU()))
@@ -80,7 +80,7 @@ def _resnet(blocks: int, input_shape: Sequence[int], classes: int) -> SplitModel
             stages[f"block{width}_{index + 1}"] = Bottleneck(inputs, width, stride)
             inputs = EXPANSION * width
     stages["pool"] = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    stages["head"] = nn.Linear(inputs, checked_classes(classes))
+    stages["head"] = nn.Linear(inputs, check_classes(classes))
     model = SplitModel(stages, cut="pool")
     initialise_convolutions(model)
     return model
@@ -138,7 +138,7 @@ def dafkd_generator_tanh(shape: Sequence[int] = (1, 28, 28), noise_dim: int = 10
 
 
 def _images(shape: Sequence[int], noise_dim: int, classes: int, last: nn.Module) -> NoiseGenerator:
-    channels, height, width = checked_image(shape, smallest=4)
+    channels, height, width = check_image(shape, smallest=4)
     if height % 4 or width % 4:
         raise ConfigurationError(f"shape {shape!r}: height and width must be multiples of 4 for this generator")
     first, second = _IMAGE_WIDTHS
@@ -178,7 +178,7 @@ def embedding_generator(shape: Sequence[int] = (1, 28, 28), noise_dim: int = 100
 def _one_hidden_layer(hidden: int, shape: Sequence[int], noise_dim: int, classes: int) -> NoiseGenerator:
     body = nn.Sequential(
         *_layer(_inputs(noise_dim, classes), hidden),
-        nn.Linear(hidden, prod(checked_shape(shape))),
+        nn.Linear(hidden, prod(check_shape(shape))),
         nn.Sigmoid(),
         nn.Unflatten(1, tuple(shape)),
     )
@@ -194,7 +194,7 @@ def feature_generator(shape: Sequence[int] = (256,), noise_dim: int = 100, class
     body = nn.Sequential(
         *_layer(_inputs(noise_dim, classes), hidden),
         *_layer(hidden, hidden),
-        nn.Linear(hidden, prod(checked_shape(shape))),
+        nn.Linear(hidden, prod(check_shape(shape))),
         nn.ReLU(),
         nn.Unflatten(1, tuple(shape)),
     )
@@ -209,4 +209,4 @@ def _inputs(noise_dim: int, classes: int) -> int:
     """Returns the number of inputs of the body: of the noise, or of both embeddings."""
     if noise_dim < 1:
         raise ConfigurationError(f"noise_dim must be >= 1, got {noise_dim!r}")
-    return 2 * _EMBEDDING if classes and checked_classes(classes) else noise_dim
+    return 2 * _EMBEDDING if classes and check_classes(classes) else noise_dim

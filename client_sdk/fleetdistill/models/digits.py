@@ -12,7 +12,7 @@ from math import prod
 
 from torch import nn
 
-from fleetdistill.models.shapes import checked_classes, checked_image
+from fleetdistill.models.shapes import check_classes, check_image
 from fleetdistill.training.model import SplitModel, output_shape
 
 DIGITS_SHAPE = (1, 8, 8)
@@ -31,7 +31,7 @@ def digits_extractor(input_shape: Sequence[int] = DIGITS_SHAPE) -> nn.Sequential
     Raises:
         ConfigurationError: `input_shape` is not the shape of an image.
     """
-    channels, _, _ = checked_image(input_shape, smallest=2)
+    channels, _, _ = check_image(input_shape, smallest=2)
     stem = nn.Sequential(
         nn.Conv2d(channels, _EXTRACTOR_WIDTH, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(_EXTRACTOR_WIDTH),
@@ -52,7 +52,7 @@ def _mlp(input_shape: Sequence[int], classes: int, *widths: int) -> SplitModel:
     for index, width in enumerate(widths, start=1):
         stages[f"hidden{index}"] = nn.Sequential(nn.Linear(inputs, width), nn.ReLU())
         inputs = width
-    return _on_extractor(extractor, **stages, head=nn.Linear(inputs, checked_classes(classes)))
+    return _on_extractor(extractor, **stages, head=nn.Linear(inputs, check_classes(classes)))
 
 
 def _cnn(input_shape: Sequence[int], classes: int, *widths: int) -> SplitModel:
@@ -65,7 +65,7 @@ def _cnn(input_shape: Sequence[int], classes: int, *widths: int) -> SplitModel:
         inputs = width
     stages["flatten"] = nn.Flatten()
     _, height, width = output_shape(extractor, input_shape)
-    return _on_extractor(extractor, **stages, head=nn.Linear(inputs * height * width, checked_classes(classes)))
+    return _on_extractor(extractor, **stages, head=nn.Linear(inputs * height * width, check_classes(classes)))
 
 
 def digits_linear(input_shape: Sequence[int] = DIGITS_SHAPE, classes: int = 10) -> SplitModel:

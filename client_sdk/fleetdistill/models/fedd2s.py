@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fleetdistill.models.shapes import checked_classes, checked_image
+from fleetdistill.models.shapes import check_classes, check_image
 from fleetdistill.training.model import SplitModel
 
 _CIFAR = (3, 32, 32)
@@ -52,7 +52,7 @@ def fedd2s_digits(input_shape: Sequence[int] = _DIGITS, classes: int = 10) -> Sp
 def _layered(
     input_shape: Sequence[int], classes: int, *, convolutions: Sequence[int], hidden: Sequence[int]
 ) -> SplitModel:
-    inputs, height, width = checked_image(input_shape, smallest=2 ** len(convolutions))
+    inputs, height, width = check_image(input_shape, smallest=2 ** len(convolutions))
     stages: dict[str, nn.Module] = {}
     for number, outputs in enumerate(convolutions, start=1):
         stages[f"C{number}"] = _convolution(inputs, outputs)
@@ -62,7 +62,7 @@ def _layered(
         flatten = [nn.Flatten()] if number == 1 else []
         stages[f"F{number}"] = nn.Sequential(*flatten, nn.Linear(inputs, outputs), nn.ReLU())
         inputs = outputs
-    stages[f"F{len(hidden) + 1}"] = nn.Linear(inputs, checked_classes(classes))
+    stages[f"F{len(hidden) + 1}"] = nn.Linear(inputs, check_classes(classes))
     model = SplitModel(stages, cut="C1")
     _initialise(model)
     return model

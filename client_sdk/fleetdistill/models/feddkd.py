@@ -14,7 +14,7 @@ from math import prod
 
 from torch import nn
 
-from fleetdistill.models.shapes import checked_classes, checked_image
+from fleetdistill.models.shapes import check_classes, check_image
 from fleetdistill.training.model import SplitModel, output_shape
 
 _FEMNIST = (1, 28, 28)
@@ -34,14 +34,14 @@ def feddkd_femnist(input_shape: Sequence[int] = _FEMNIST, classes: int = 26) -> 
     Raises:
         ConfigurationError: A shape or number does not fit the model.
     """
-    channels, _, _ = checked_image(input_shape, smallest=16)
+    channels, _, _ = check_image(input_shape, smallest=16)
     stages: dict[str, nn.Module] = {}
     for number, (width, padding) in enumerate(((32, 1), (64, 1), (64, 0)), start=1):
         convolution = nn.Conv2d(channels, width, kernel_size=3, padding=padding)
         stages[f"conv{number}"] = nn.Sequential(convolution, nn.ReLU(), nn.MaxPool2d(2))
         channels = width
     stages["hidden"] = nn.Sequential(nn.Flatten(), nn.Linear(_numbers(stages, input_shape), 512), nn.ReLU())
-    stages["head"] = nn.Linear(512, checked_classes(classes))
+    stages["head"] = nn.Linear(512, check_classes(classes))
     return SplitModel(stages, cut="conv1")
 
 
@@ -52,7 +52,7 @@ def feddkd_vgg9(input_shape: Sequence[int] = _CIFAR, classes: int = 10) -> Split
     second pair, 0.1 before the first and after the second hidden layer. Arguments and errors are those of
     `feddkd_femnist`, but height and width must be at least 8.
     """
-    channels, _, _ = checked_image(input_shape, smallest=8)
+    channels, _, _ = check_image(input_shape, smallest=8)
     stages: dict[str, nn.Module] = {}
     for number, (first, second) in enumerate(((32, 64), (128, 128), (256, 256)), start=1):
         dropout = [nn.Dropout2d(0.05)] if number == 2 else []
@@ -68,7 +68,7 @@ def feddkd_vgg9(input_shape: Sequence[int] = _CIFAR, classes: int = 10) -> Split
     flat = _numbers(stages, input_shape)
     stages["hidden1"] = nn.Sequential(nn.Flatten(), nn.Dropout(0.1), nn.Linear(flat, 512), nn.ReLU())
     stages["hidden2"] = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Dropout(0.1))
-    stages["head"] = nn.Linear(512, checked_classes(classes))
+    stages["head"] = nn.Linear(512, check_classes(classes))
     return SplitModel(stages, cut="pair1")
 
 
@@ -78,7 +78,7 @@ def feddkd_five_digits(input_shape: Sequence[int] = _DIGITS, classes: int = 10) 
     The convolutions have width 64, 64 and 128, and the first two have pooling. Every layer but the last has batch-norm,
     for FedDKD_BN. Arguments and errors are those of `feddkd_femnist`, but height and width must be at least 4.
     """
-    channels, _, _ = checked_image(input_shape, smallest=4)
+    channels, _, _ = check_image(input_shape, smallest=4)
     stages: dict[str, nn.Module] = {}
     for number, width in enumerate((64, 64, 128), start=1):
         pooling = [nn.MaxPool2d(2)] if number < 3 else []
@@ -90,7 +90,7 @@ def feddkd_five_digits(input_shape: Sequence[int] = _DIGITS, classes: int = 10) 
     for number, width in enumerate((2048, 512), start=1):
         stages[f"hidden{number}"] = nn.Sequential(nn.Linear(inputs, width), nn.BatchNorm1d(width), nn.ReLU())
         inputs = width
-    stages["head"] = nn.Linear(inputs, checked_classes(classes))
+    stages["head"] = nn.Linear(inputs, check_classes(classes))
     return SplitModel(stages, cut="conv1")
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from fleetdistill.models.shapes import checked_classes, checked_image
+from fleetdistill.models.shapes import check_classes, check_image
 from fleetdistill.training.model import SplitModel
 
 CIFAR_SHAPE = (3, 32, 32)
@@ -107,7 +107,7 @@ def resnet_extractor(input_shape: Sequence[int] = CIFAR_SHAPE, max_pool: bool = 
 
 
 def _stem(input_shape: Sequence[int], max_pool: bool) -> nn.Sequential:
-    channels, _, _ = checked_image(input_shape)
+    channels, _, _ = check_image(input_shape)
     return nn.Sequential(
         nn.Conv2d(channels, _EXTRACTOR_WIDTH, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(_EXTRACTOR_WIDTH),
@@ -124,7 +124,7 @@ def _resnet(blocks: tuple[int, int], input_shape: Sequence[int], classes: int, m
             stride = 2 if index == 0 and width != _EXTRACTOR_WIDTH else 1
             stages[f"block{width}_{index + 1}"] = BasicBlock(inputs, width, stride)
             inputs = width
-    stages["head"] = classifier(inputs, checked_classes(classes))
+    stages["head"] = classifier(inputs, check_classes(classes))
     model = SplitModel(stages, cut="stem")
     initialise_convolutions(model)
     return model

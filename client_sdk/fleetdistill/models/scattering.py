@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Array
-from fleetdistill.models.shapes import checked_image, checked_shape
+from fleetdistill.models.shapes import check_image, check_shape
 
 ANGLES = 8
 """L, orientations of the wavelets."""
@@ -50,7 +50,7 @@ def identity(input_shape: Sequence[int] = (64,)) -> nn.Identity:
     Raises:
         ConfigurationError: `input_shape` is not one or more positive integers.
     """
-    checked_shape(input_shape)
+    check_shape(input_shape)
     return nn.Identity()
 
 
@@ -118,7 +118,7 @@ class Scattering(nn.Module):
                 power of two.
         """
         super().__init__()
-        channels, height, width = checked_image(input_shape, smallest=SMALLEST_SIDE)
+        channels, height, width = check_image(input_shape, smallest=SMALLEST_SIDE)
         self.scales, usual = scales_of(min(height, width))
         self.step = usual if step is None else step
         if self.step < 1 or self.step & (self.step - 1):

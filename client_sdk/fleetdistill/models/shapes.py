@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fleetdistill.errors import ConfigurationError
 
 
-def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Returns a sample's shape as a tuple.
 
     Raises:
@@ -18,7 +18,7 @@ def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def checked_image(shape: Sequence[int], smallest: int = 1) -> tuple[int, int, int]:
+def check_image(shape: Sequence[int], smallest: int = 1) -> tuple[int, int, int]:
     """Returns channels, height and width of an image or feature map.
 
     Args:
@@ -28,7 +28,7 @@ def checked_image(shape: Sequence[int], smallest: int = 1) -> tuple[int, int, in
     Raises:
         ConfigurationError: `shape` is not three positive integers, or the image is too small.
     """
-    sizes = checked_shape(shape)
+    sizes = check_shape(shape)
     if len(sizes) != 3:
         raise ConfigurationError(f"shape {shape!r} must be channels, height, width, for instance (3, 32, 32)")
     channels, height, width = sizes
@@ -37,7 +37,7 @@ def checked_image(shape: Sequence[int], smallest: int = 1) -> tuple[int, int, in
     return channels, height, width
 
 
-def checked_classes(classes: int) -> int:
+def check_classes(classes: int) -> int:
     """Returns the number of classes.
 
     Raises:

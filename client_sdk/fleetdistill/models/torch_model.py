@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetdistill.checked import check_function, check_type, shown
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.lazy import loaded
+from fleetdistill.lazy import get_loaded
 from fleetdistill.models import USUAL_PREDICTOR, check_predictor
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _check_torch_device(name: object) -> None:
     Raises:
         ConfigurationError: torch has no device of this name.
     """
-    torch = loaded("torch")
+    torch = get_loaded("torch")
     if torch is None:
         known = isinstance(name, str) and bool(re.fullmatch(rf"({'|'.join(_TORCH_DEVICES)})(:\d+)?", name))
     else:
@@ -80,7 +80,7 @@ def _check_module(module: object) -> None:
         ModelError: The module is not a local model.
     """
     check_function("model", module, "that returns a torch.nn.Module, or the module itself")
-    torch = loaded("torch")  # an app that passes a module has loaded it
+    torch = get_loaded("torch")  # an app that passes a module has loaded it
     if torch is not None and isinstance(module, torch.nn.Module):
         from fleetdistill.training.model import check_local_model
 

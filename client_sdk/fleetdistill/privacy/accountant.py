@@ -76,7 +76,7 @@ def epsilon_for_zcdp(rho: float, delta: float) -> float:
     return _bisect(0.0, _MAX_EPSILON, lambda epsilon: zcdp_delta(rho, epsilon) > delta)[1]
 
 
-def composed(mus: Iterable[float]) -> float:
+def compose(mus: Iterable[float]) -> float:
     """Returns the mu of several releases of the same row."""
     return math.sqrt(math.fsum(mu * mu for mu in mus))
 

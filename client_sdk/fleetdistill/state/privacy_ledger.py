@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from fleetdistill.errors import ConfigurationError, PrivacyBudgetError, StateError
-from fleetdistill.privacy.accountant import composed, epsilon_for, epsilon_for_zcdp
+from fleetdistill.privacy.accountant import compose, epsilon_for, epsilon_for_zcdp
 from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import damaged_error, json_object, sealed_json
@@ -153,5 +153,5 @@ def fingerprint(rows: Iterable[bytes]) -> str:
 
 def _epsilon(noise: Sequence[tuple[float, bool]], delta: float) -> float:
     """Returns the epsilon of releases together, by their zCDP if any has discrete noise."""
-    mu = composed(mu for mu, _ in noise)
+    mu = compose(mu for mu, _ in noise)
     return epsilon_for_zcdp(mu * mu / 2, delta) if any(exact for _, exact in noise) else epsilon_for(mu, delta)

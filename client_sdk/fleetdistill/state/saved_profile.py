@@ -25,7 +25,7 @@ M = TypeVar("M", bound=Message)
 
 def save_profile(files: Files, profile: contract_pb2.DeviceProfile) -> None:
     """Saves an accepted profile durably."""
-    files.save(PROFILE, _packed(profile))
+    files.save(PROFILE, _pack(profile))
 
 
 def load_profile(files: Files) -> contract_pb2.DeviceProfile | None:
@@ -35,7 +35,7 @@ def load_profile(files: Files) -> contract_pb2.DeviceProfile | None:
 
 def save_contract(files: Files, contract: contract_pb2.Contract) -> None:
     """Saves the contract of the device's run durably."""
-    files.save(CONTRACT, _packed(contract))
+    files.save(CONTRACT, _pack(contract))
 
 
 def load_contract(files: Files) -> contract_pb2.Contract | None:
@@ -43,7 +43,7 @@ def load_contract(files: Files) -> contract_pb2.Contract | None:
     return _load(files, CONTRACT, contract_pb2.Contract)
 
 
-def _packed(message: Message) -> bytes:
+def _pack(message: Message) -> bytes:
     data = message.SerializeToString()
     return bytes(_MARK + google_crc32c.value(data).to_bytes(4, "little") + data)
 

@@ -125,7 +125,7 @@ class Ledger:
         return found
 
 
-def compacted(ledger: Ledger, entries: int, months: int) -> Ledger:
+def compact(ledger: Ledger, entries: int, months: int) -> Ledger:
     """Returns a ledger with only the newest entries; older ones are in the totals of their months.
 
     Args:

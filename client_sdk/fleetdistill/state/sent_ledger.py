@@ -23,7 +23,7 @@ from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import sync_file
 from fleetdistill.state.files import Files
 from fleetdistill.state.outbox import Pending
-from fleetdistill.state.sent import ANSWER, CHECK_IN, DECLINE, Ledger, Sent, SentTotals, compacted
+from fleetdistill.state.sent import ANSWER, CHECK_IN, DECLINE, Ledger, Sent, SentTotals, compact
 from fleetdistill.wire.codec import Payload
 
 LEDGER = "ledger.jsonl"
@@ -82,12 +82,12 @@ class SentLedger:
     def _append(self, entry: Sent) -> None:
         self._write(_line(entry))
         if len(self._ledger().entries) >= MAX_ENTRIES:
-            self._loaded = compacted(self._ledger(), KEPT_ENTRIES, MAX_MONTHS)
+            self._loaded = compact(self._ledger(), KEPT_ENTRIES, MAX_MONTHS)
             self._files.save(LEDGER, _content(self._loaded), mode=0o600)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         """Appends a line durably."""
-        ledger, data = self._ledger(), _sealed(line)
+        ledger, data = self._ledger(), _seal(line)
         self._loaded = None  # after an error, the file decides
         if not self._path.exists():
             self._files.save(LEDGER, data, mode=0o600)
@@ -158,7 +158,7 @@ class _Reader:
 
     def take(self, line: bytes) -> None:
         """Adds a line."""
-        found = _opened(line)
+        found = _unseal(line)
         if found is None or not self._add(found):
             self.damaged += 1
 
@@ -204,16 +204,16 @@ def _line(entry: Sent) -> dict[str, Any]:
 def _content(ledger: Ledger) -> bytes:
     """Returns the content of a file with a ledger's months and entries."""
     months: Iterable[dict[str, Any]] = ({"kind": _MONTH, "totals": asdict(one)} for one in ledger.months)
-    return b"".join(_sealed(line) for line in (*months, *map(_line, ledger.entries)))
+    return b"".join(_seal(line) for line in (*months, *map(_line, ledger.entries)))
 
 
-def _sealed(line: Mapping[str, Any]) -> bytes:
+def _seal(line: Mapping[str, Any]) -> bytes:
     """Returns a line with its checksum."""
     text = json.dumps(line)
     return json.dumps({**line, "crc": google_crc32c.value(text.encode())}).encode() + b"\n"
 
 
-def _opened(line: bytes) -> dict[str, Any] | None:
+def _unseal(line: bytes) -> dict[str, Any] | None:
     """Returns the members of a line; None if it is incomplete or does not match its checksum."""
     try:
         found = json.loads(line)

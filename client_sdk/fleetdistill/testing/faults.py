@@ -99,7 +99,7 @@ def late(clock: ManualClock, seconds: float, call: str = "upload_status", nth: i
 
 def oversized(nth: int = 1) -> Fault:
     """Returns a fault in which an answer is larger than any limit; the server rejects it as `too-large`."""
-    return Fault("upload", None, nth, change=_enlarged)
+    return Fault("upload", None, nth, change=_enlarge)
 
 
 def revoked(call: str = "next_ask", nth: int = 1, reason: str = "the device was revoked (scripted fault)") -> Fault:
@@ -207,16 +207,16 @@ def _cut_short(fault: Fault | None, chunks: Iterator[AnyChunk]) -> Iterator[AnyC
     """Returns the chunks that pass before the fault."""
     if fault is None or fault.chunks is None or fault.error is None:
         return chunks
-    return _truncated(chunks, fault.chunks, fault.error)
+    return _truncate(chunks, fault.chunks, fault.error)
 
 
-def _truncated(chunks: Iterator[AnyChunk], count: int, error: Exception) -> Iterator[AnyChunk]:
+def _truncate(chunks: Iterator[AnyChunk], count: int, error: Exception) -> Iterator[AnyChunk]:
     for _ in range(count):
         yield next(chunks)
     raise error
 
 
-def _enlarged(header: service_pb2.UploadHeader) -> service_pb2.UploadHeader:
+def _enlarge(header: service_pb2.UploadHeader) -> service_pb2.UploadHeader:
     """Returns a header with a further tensor of 1 TiB."""
     found = service_pb2.UploadHeader()
     found.CopyFrom(header)

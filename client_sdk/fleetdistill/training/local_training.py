@@ -29,7 +29,7 @@ __all__ = [
     "TrainingReport",
     "as_tensor_data",
     "check_plan",
-    "checked_smallest_batch",
+    "check_smallest_batch",
     "evaluate",
     "extract",
     "finite_loss",
@@ -163,7 +163,7 @@ def train_steps(
         A report; `mean_loss` is the mean over all steps, NaN without a step.
     """
     check_plan(epochs, batch_size)
-    smallest = checked_smallest_batch(model, count, batch_size)
+    smallest = check_smallest_batch(model, count, batch_size)
     steps, samples, loss_sum = 0, 0, 0.0
     with in_mode(model, training=True), frozen_batch_norm(model, count < smallest_batch(model)):
         for epoch in range(epochs):
@@ -265,7 +265,7 @@ def smallest_batch(model: nn.Module) -> int:
     return 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
 
 
-def checked_smallest_batch(model: nn.Module, count: int, batch_size: int) -> int:
+def check_smallest_batch(model: nn.Module, count: int, batch_size: int) -> int:
     """Returns the smallest mini-batch for training on `count` rows.
 
     Raises:

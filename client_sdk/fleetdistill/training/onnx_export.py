@@ -82,7 +82,7 @@ def export_onnx(
     """
     path = Path(path)
     _check_arguments(path, samples, metadata, tolerance)
-    batches = [*(_enlarged(samples) if dynamic_size else []), *_batches(samples)]
+    batches = [*(_enlarge(samples) if dynamic_size else []), *_batches(samples)]
     with _exporting, torch.no_grad(), temporary_beside(path) as temporary:
         twin = _cpu_copy(model)
         with doing("running the model in PyTorch"):
@@ -140,7 +140,7 @@ def _batches(samples: Tensor) -> list[Tensor]:
     return [every[:1], every if len(every) > 1 else torch.cat([every, every])]
 
 
-def _enlarged(samples: Tensor) -> list[Tensor]:
+def _enlarge(samples: Tensor) -> list[Tensor]:
     """Returns two samples with half as many values more in each dimension but the first, repeated from the start."""
     every = samples[:2].detach().to(device="cpu", dtype=torch.float32)
     for dimension in range(2, every.ndim):

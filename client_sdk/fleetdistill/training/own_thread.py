@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from fleetdistill.errors import WorkInterrupted
-from fleetdistill.interruption import checked_by
+from fleetdistill.interruption import check_with
 from fleetdistill.progress import redirect
 from fleetdistill.training.alone import is_alone
 
@@ -51,7 +51,7 @@ def in_own_thread(function: Callable[[], T], threads: int) -> T:
     def work() -> None:
         try:
             set_threads(threads)
-            with checked_by(check):
+            with check_with(check):
                 result.set_result(function())
         except BaseException as error:
             result.set_exception(error)

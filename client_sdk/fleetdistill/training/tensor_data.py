@@ -50,7 +50,7 @@ class LazyInputs:
         """
         inputs = self._read(self._numbers(rows), training=True)
         transform = self._samples.transform
-        return (inputs if transform is None else _transformed(inputs, transform)).to(self.device)
+        return (inputs if transform is None else _transform(inputs, transform)).to(self.device)
 
     def to(self, device: torch.device | str) -> LazyInputs:
         """Returns inputs that are copied to a device batch by batch."""
@@ -68,7 +68,7 @@ class LazyInputs:
         return torch.from_numpy(np.ascontiguousarray(inputs))
 
 
-def _transformed(inputs: Tensor, transform: Callable[[Any], Any]) -> Tensor:
+def _transform(inputs: Tensor, transform: Callable[[Any], Any]) -> Tensor:
     try:
         changed = torch.stack([torch.as_tensor(transform(one)) for one in inputs])
     except Exception as error:  # the app's code can raise any exception

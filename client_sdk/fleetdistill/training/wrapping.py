@@ -59,7 +59,7 @@ def wrap(module: nn.Module, cut: Cut) -> SplitModel:
         raise ModelError(f"wrap needs a torch.nn.Module, not {type(module).__name__}")
     if isinstance(module, nn.Sequential) and (isinstance(cut, int) or cut in module._modules):
         return split_sequential(module, cut)
-    nodes, names = _traced(module)
+    nodes, names = _trace_nodes(module)
     at = _place_of(module, cut, nodes, names)
     wrapped = WrappedModel(_stages(module, nodes, at), 1)
     wrapped.training = module.training
@@ -72,7 +72,7 @@ def node_names(module: nn.Module) -> list[str]:
     Raises:
         ModelError: The module cannot be traced.
     """
-    nodes, names = _traced(module)
+    nodes, names = _trace_nodes(module)
     return [names[nodes[at]] for at in _valid_places(nodes)]
 
 
@@ -107,7 +107,7 @@ class _Tracer(fx.Tracer):
         return name if not earlier else f"{name}_{len(earlier)}"
 
 
-def _traced(module: nn.Module) -> tuple[list[fx.Node], dict[fx.Node, str]]:
+def _trace_nodes(module: nn.Module) -> tuple[list[fx.Node], dict[fx.Node, str]]:
     """Returns the nodes from the input to the logits, and their names; `training` arguments follow the mode."""
     (graph, names), (other, _) = (_trace(module, training) for training in (True, False))
     nodes, others = list(graph.nodes), list(other.nodes)
@@ -189,7 +189,7 @@ def _place_of(module: nn.Module, cut: Cut, nodes: Sequence[fx.Node], names: Mapp
     valid = _valid_places(nodes)
     ordered = [names[node] for node in nodes]
     places = _places_in(ordered, str(cut))
-    known = _listed([_shortest(ordered, at) for at in valid])
+    known = _list_names([_shortest(ordered, at) for at in valid])
     if not places:
         raise ModelError(f"{type(module).__name__} has no layer {cut!r} that its forward pass uses; cut at {known}")
     if places[-1] == len(nodes) - 1:
@@ -211,7 +211,7 @@ def _shortest(ordered: Sequence[str], at: int) -> str:
     return next(layer for layer in layers if _places_in(ordered, layer)[-1] == at)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     """Returns some of the names of valid cuts, those of outer layers first."""
     outer = sorted(range(len(names)), key=lambda at: (names[at].count("."), at))[:_MAX_NAMES]
     text = ", ".join(names[at] for at in sorted(outer))

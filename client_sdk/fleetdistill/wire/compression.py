@@ -72,7 +72,7 @@ class Packer:
         return (packed, ZSTD) if self._worth else (data, RAW)
 
 
-def unpacked(
+def unpack(
     data: bytes | memoryview, compression: knowledge_pb2.Compression.ValueType, limit: int
 ) -> bytes | memoryview:
     """Decompresses a chunk.

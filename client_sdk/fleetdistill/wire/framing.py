@@ -10,7 +10,7 @@ from typing import TypeVar
 from fleetdistill.wire.payload import AnyChunk, Chunk
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
-__all__ = ["framed"]
+__all__ = ["frame"]
 
 Message = TypeVar("Message", service_pb2.UploadRequest, service_pb2.DownloadResponse)
 
@@ -22,7 +22,7 @@ _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 _MAX_BITS = 28
 
 
-def framed(chunk: AnyChunk) -> bytes:
+def frame(chunk: AnyChunk) -> bytes:
     """Returns `UploadRequest(chunk=chunk).SerializeToString()`, up to field order, with one copy of the data."""
     head = knowledge_pb2.TensorChunk(
         tensor=chunk.tensor, offset=chunk.offset, crc32c=chunk.crc32c, compression=chunk.compression
@@ -32,7 +32,7 @@ def framed(chunk: AnyChunk) -> bytes:
     return b"".join((_CHUNK, _varint(len(head) + len(data)), head, data))
 
 
-def unframed(message: bytes, kind: type[Message]) -> Chunk | Message:
+def unframe(message: bytes, kind: type[Message]) -> Chunk | Message:
     """Parses a message of an upload or a download; the data of a chunk is a view of the message's bytes.
 
     Raises:

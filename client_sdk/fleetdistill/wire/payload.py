@@ -17,7 +17,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from fleetdistill.errors import WireError
-from fleetdistill.wire.compression import RAW, Packer, unpacked
+from fleetdistill.wire.compression import RAW, Packer, unpack
 from fleetdistill.wire.fields import has_tensors
 from fleetdistill.wire.quantize import dequantize
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
@@ -187,7 +187,7 @@ def chunks(
 
 def chunk_data(chunk: AnyChunk) -> Data:
     """Returns a chunk's data, decompressed. Raises WireError for a damaged frame or one above 1 MiB."""
-    return unpacked(chunk.data, chunk.compression, CHUNK_BYTES)
+    return unpack(chunk.data, chunk.compression, CHUNK_BYTES)
 
 
 def elements_of(slot: Slot, source: DataSource) -> np.ndarray:

@@ -134,7 +134,7 @@ def method_tables(view: View) -> list[Table | str]:
     what = _table("methods and their needs", [_what(row) for row in rows], right=())
     costs = _table("cost of a round for one device", [_costs(row) for row in rows], right=("linked", "up", "down"))
     chosen = [f"Recommended: {row['method']}, {row['recommended']}." for row in rows if row["recommended"]]
-    return [what, costs, _assumed(view.facts), *chosen]
+    return [what, costs, _assume(view.facts), *chosen]
 
 
 def compare_methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS, run: RunSizes | None = None) -> View:
@@ -151,7 +151,7 @@ def compare_methods(sizes: Sizes, knowledge_type: str, rounds: int = ROUNDS, run
     """
     if rounds < 1:
         raise ConfigurationError(f"rounds is {rounds}, must be at least 1")
-    known = _checked(knowledge_type)
+    known = _check(knowledge_type)
     rows = [
         method_row(name, run.of_method(sizes), known, rounds, run.config)
         if run is not None and name == run.method
@@ -203,7 +203,7 @@ def _leaves(exchanges: Sequence[Exchange]) -> str:
     return ", ".join(dict.fromkeys(part.kind.description.format(columns=about) for part in parts))
 
 
-def _checked(knowledge_type: str) -> KnowledgeType:
+def _check(knowledge_type: str) -> KnowledgeType:
     for known in KNOWLEDGE_TYPES:
         if known == knowledge_type:
             return known
@@ -233,7 +233,7 @@ def _costs(row: TableRow) -> dict[str, str]:
     }
 
 
-def _assumed(facts: Mapping[str, Any]) -> str:
+def _assume(facts: Mapping[str, Any]) -> str:
     sizes = {"rounds": facts["rounds"]}
     sizes |= {name: value for name, value in facts["sizes"].items() if value is not None}
     assumed = [f"{name.replace('_', ' ')} {_number(value)}" for name, value in sizes.items() if _number(value) != "0"]

@@ -76,7 +76,7 @@ def table(calls: Sequence[TableRow], width: int) -> Table | Text:
 
 def cells(call: TableRow) -> dict[str, str]:
     """Returns a call in words: at, who, what, run and result; without control characters."""
-    arguments = _parsed(call["arguments"])
+    arguments = _parse(call["arguments"])
     run = str(arguments.pop("run", ""))
     when = call["at"].replace("T", " ").removesuffix("Z")
     texts = {"at": when, "who": _who(call), "what": in_words(call["call"]), "run": run}
@@ -92,7 +92,7 @@ def _who(call: TableRow) -> str:
     return f"{caller} from {host or call['address']}"
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parse(text: str) -> dict[str, Any]:
     try:
         return dict(json.loads(text))
     except ValueError:  # it was too long to be stored

@@ -23,7 +23,7 @@ ECharts chooses an end, for null, up to 0.3 times the values' range beyond the l
 _DASHES = ["solid", "dashed", "dotted"]
 
 
-def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     """Returns at most `most` points of a series: the lowest and the highest of each stretch, and the last one.
 
     Peaks therefore stay visible.
@@ -63,7 +63,7 @@ class Curves:
             x_unit: Unit of x, empty for a number.
             empty: Text shown if no series has a point.
         """
-        filled = {name: thinned(points) for name, points in series.items() if points}
+        filled = {name: thin(points) for name, points in series.items() if points}
         if (filled, x_name, x_unit) == self._shown:
             return
         self._shown = filled, x_name, x_unit

@@ -41,16 +41,16 @@ def track_store(
         targets: Values of `--track`.
         store: Directory of the store.
         run: Name of the run; empty for all runs.
-        log_options: As for `tracked`.
+        log_options: As for `track`.
 
     Raises:
         ConfigurationError: As `read_targets`.
     """
-    return tracked(Followed(str(store.resolve()), run), Tracking(read_targets(targets)), log_options)
+    return track(Followed(str(store.resolve()), run), Tracking(read_targets(targets)), log_options)
 
 
 @contextlib.contextmanager
-def tracked(followed: Followed, tracking: Tracking, log_options: Sequence[str] = ()) -> Iterator[None]:
+def track(followed: Followed, tracking: Tracking, log_options: Sequence[str] = ()) -> Iterator[None]:
     """Copies figures while the block runs, and the last ones after it.
 
     Args:

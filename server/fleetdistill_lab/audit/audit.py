@@ -225,7 +225,7 @@ def report(wanted: Audit, public: PublicSet, recorded: Recorded) -> AuditReport:
         own = np.arange(first, first + len(rows))
         first += len(rows)
         for part, scores in attack(recorded.record.of(device), attacker, everything).items():
-            found.setdefault(part, []).extend(_scored(scores, own, everything, len(public.decoys)))
+            found.setdefault(part, []).extend(_score(scores, own, everything, len(public.decoys)))
     return AuditReport(
         method=wanted.config.run.method,
         public_set=wanted.data.name,
@@ -247,7 +247,7 @@ def _some(rows: Rows, seed: int) -> Rows:
     return Rows(rows.inputs[taken], rows.labels[taken])
 
 
-def _scored(scores: Scores, own: np.ndarray, rows: Rows, decoys: int) -> Iterator[Scored]:
+def _score(scores: Scores, own: np.ndarray, rows: Rows, decoys: int) -> Iterator[Scored]:
     """Yields each own row's score with those of the decoys of its class, which are the last rows."""
     labels = rows.labels.numpy()
     for row in own:

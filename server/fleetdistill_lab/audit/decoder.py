@@ -44,7 +44,7 @@ def decode(decoder: nn.Module, features: Tensor) -> Tensor:
         return decoder(features).clamp(0, 1)  # type: ignore[no-any-return]  # a module's call
 
 
-def standardised(features: Tensor, by: Tensor) -> Tensor:
+def standardise(features: Tensor, by: Tensor) -> Tensor:
     """Returns features centred and scaled by the moments of `by`, `[m, ...]` with m at least 2."""
     deviation = by.std(dim=0)
     return (features - by.mean(dim=0)) / (deviation + _MIN_DEVIATION * deviation.mean() + 1e-12)

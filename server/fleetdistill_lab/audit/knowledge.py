@@ -40,13 +40,13 @@ def by_features(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> 
         if known is None:
             continue
         what = f"{column}, round {message.round}"
-        for attack, extractor in ((what, known), (f"{what}, fitted", fitted(known, attacker.public.inputs))):
+        for attack, extractor in ((what, known), (f"{what}, fitted", fit(known, attacker.public.inputs))):
             own, public = features_of(extractor, rows.inputs), features_of(extractor, attacker.public.inputs)
             mean = weights_m @ public
             centred, others = own - mean, sent - sent.mean(axis=0)
             if extractor is not known:
-                centred = _scaled(centred, np.sqrt(weights_m @ np.square(public - mean)))
-                others = _scaled(others, sent.std(axis=0))
+                centred = _scale(centred, np.sqrt(weights_m @ np.square(public - mean)))
+                others = _scale(others, sent.std(axis=0))
             scores[name, attack] = np.asarray((_unit(centred) @ _unit(others).T).max(axis=1))
     return scores
 
@@ -67,7 +67,7 @@ def features_of(extractor: nn.Module, inputs: Tensor) -> Array:
     return np.asarray(extract(extractor, inputs).flatten(1).double().numpy())
 
 
-def fitted(extractor: nn.Module, inputs: Tensor) -> nn.Module:
+def fit(extractor: nn.Module, inputs: Tensor) -> nn.Module:
     """Returns a copy whose batch-norm has the statistics of inputs."""
     copied = copy.deepcopy(extractor).train()
     for part in copied.modules():
@@ -79,7 +79,7 @@ def fitted(extractor: nn.Module, inputs: Tensor) -> nn.Module:
     return copied.eval()
 
 
-def _scaled(rows_nf: Array, deviations: Array) -> Array:
+def _scale(rows_nf: Array, deviations: Array) -> Array:
     return np.asarray(rows_nf / (deviations + _MIN_DEVIATION * deviations.mean() + _TINY))
 
 

@@ -44,7 +44,7 @@ def _models(message: Message) -> Iterator[tuple[str, ModelParameters, ModelParam
             yield name, before, after
 
 
-def loaded(model: nn.Module, weights: ModelParameters) -> nn.Module:
+def load(model: nn.Module, weights: ModelParameters) -> nn.Module:
     """Loads weights into a model; tensors that devices keep, such as batch-norm, stay initial; returns the model."""
     model.load_state_dict({**tensors_of(weights.parameters), **tensors_of(weights.buffers)}, strict=False)
     return model.eval()
@@ -54,7 +54,7 @@ def _losses(attacker: Attacker, weights: ModelParameters, rows: Rows) -> Scores:
     """Returns the cross-entropy of each row in nats."""
 
     def compute() -> Scores:
-        logits_nc = extract(loaded(attacker.method.context.device_model(), weights), rows.inputs).double()
+        logits_nc = extract(load(attacker.method.context.device_model(), weights), rows.inputs).double()
         return np.asarray(functional.cross_entropy(logits_nc, rows.labels, reduction="none").numpy())
 
     return attacker.once("losses", weights, rows, compute)
@@ -118,7 +118,7 @@ def _outputs(attacker: Attacker, weights: ModelParameters, rows: Rows) -> tuple[
     """Returns logits `[n, C]` and embedding `[n, F]` in float64."""
 
     def compute() -> tuple[Tensor, Tensor]:
-        model = loaded(attacker.method.context.device_model(), weights)
+        model = load(attacker.method.context.device_model(), weights)
         with torch.no_grad():
             logits, embedding = logits_and_embedding(model, rows.inputs)
         return logits.double(), embedding.flatten(1).double()
@@ -141,12 +141,12 @@ def _realness(attacker: Attacker, sent: Discriminator, message: Message, rows: R
     classifier = attacker.method.context.device_model()
     weights = next((one for one in message.sent.values() if isinstance(one, ModelParameters)), None)
     if weights is not None:
-        loaded(classifier, weights)
+        load(classifier, weights)
     first = extract(lambda x: shared_features(classifier, x), rows.inputs[:1], model=classifier)
     judged = JudgedClassifier(
         classifier, tuple(first.shape[1:]), sharing=sent.shares_extractor, feature_level=False
     ).eval()
-    loaded(judged.discriminator, sent.parameters)
+    load(judged.discriminator, sent.parameters)
     return np.asarray(extract(judged.realness, rows.inputs).flatten().double().numpy())
 
 

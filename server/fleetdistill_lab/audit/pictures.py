@@ -19,8 +19,8 @@ from fleetdistill.methods.feddkd.device import mini_batch
 from fleetdistill.training.parameters import tensors_of
 from fleetdistill_lab.audit.audit import Recorded
 from fleetdistill_lab.audit.candidates import Rows
-from fleetdistill_lab.audit.decoder import decode, fit_decoder, standardised
-from fleetdistill_lab.audit.knowledge import features_of, fitted
+from fleetdistill_lab.audit.decoder import decode, fit_decoder, standardise
+from fleetdistill_lab.audit.knowledge import features_of, fit
 from fleetdistill_lab.audit.networks import Step, steps_of
 from fleetdistill_lab.audit.public_set import PublicSet
 from fleetdistill_lab.audit.record import Message
@@ -90,13 +90,13 @@ class Decoders:
             self._made[kind, name] = _decoder(extractor, self.kinds[kind], features.shape[1:])
         decoder, known = self._made[kind, name]
         sent = torch.from_numpy(features.astype(np.float32))
-        return decode(decoder, standardised(sent, by=sent if of_rows and len(sent) > 1 else known))
+        return decode(decoder, standardise(sent, by=sent if of_rows and len(sent) > 1 else known))
 
 
 def _decoder(extractor: nn.Module, images: Tensor, shape: tuple[int, ...]) -> tuple[nn.Module, Tensor]:
     """Returns a decoder, and the features that it was trained with."""
-    known = torch.from_numpy(features_of(fitted(extractor, images), images)).float().reshape(-1, *shape)
-    return fit_decoder(standardised(known, by=known), images), known
+    known = torch.from_numpy(features_of(fit(extractor, images), images)).float().reshape(-1, *shape)
+    return fit_decoder(standardise(known, by=known), images), known
 
 
 def reconstruct(recorded: Recorded, public: PublicSet, kinds: Mapping[str, Tensor]) -> list[Pictures]:
@@ -210,7 +210,7 @@ def _from_gradients(recorded: Recorded, start: Tensor) -> Iterator[tuple[str, st
         batch = rows[mini_batch(len(rows), config.dkd_batch_size, step.seed)]
         made = invert(recorded, step, start)
         originals.append(batch)
-        pictures.append(made[_matched(made, batch)])
+        pictures.append(made[_match(made, batch)])
     if spread:
         rows_each = "one row" if config.dkd_batch_size == 1 else f"{config.dkd_batch_size} rows"
         source = f"gradients of {rows_each}"
@@ -271,6 +271,6 @@ def _variation(images: Tensor) -> Tensor:
     return images.diff(dim=2).abs().mean() + images.diff(dim=3).abs().mean()
 
 
-def _matched(pictures: Tensor, originals: Tensor) -> Tensor:
+def _match(pictures: Tensor, originals: Tensor) -> Tensor:
     """Returns for each original the nearest picture: a gradient does not contain the order of its rows."""
     return torch.cdist(originals.flatten(1), pictures.flatten(1)).argmin(dim=1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill_lab.audit.candidates import Rows
 from fleetdistill_lab.simulation.data.datasets import DATASETS, Dataset, load_dataset, stratified_rows
-from fleetdistill_lab.simulation.data.own import limited, read_dataset
+from fleetdistill_lab.simulation.data.own import limit_rows, read_dataset
 from fleetdistill_server.config.run_config import ContractSection
 
 MAX_DECOYS = 999
@@ -52,7 +52,7 @@ def read_public(source: str, contract: ContractSection) -> Dataset:
     if not known and not source.endswith(".npz"):
         raise DataError(f"--data is {source!r}, expected an .npz file or one of {', '.join(DATASETS)}")
     data = load_dataset(source) if known else read_dataset(Path(source))
-    data, wanted = _reduced(data, contract.input_shape), contract.input_shape
+    data, wanted = _reduce(data, contract.input_shape), contract.input_shape
     shape = list(data.train_images.shape[1:])
     if shape != wanted:
         raise DataError(f"{source} has inputs of shape {shape}, but [contract] input_shape is {wanted}")
@@ -75,10 +75,10 @@ def kinds_of_images(public: PublicSet, other: str, contract: ContractSection) ->
     return kinds
 
 
-def _reduced(data: Dataset, wanted: list[int]) -> Dataset:
+def _reduce(data: Dataset, wanted: list[int]) -> Dataset:
     shape = list(data.train_images.shape[1:])
     square = len(shape) == len(wanted) == 3 and wanted[1] == wanted[2] and shape[0] == wanted[0]
-    return limited(data, None, wanted[1], 0) if square and min(shape[1:]) > wanted[1] else data
+    return limit_rows(data, None, wanted[1], 0) if square and min(shape[1:]) > wanted[1] else data
 
 
 def split_public(data: Dataset, rows: int, seed: int) -> PublicSet:

@@ -26,29 +26,29 @@ def class_shares(messages: Sequence[Message], classes: int) -> Array | None:
     bias.
     """
     parts = [part for message in messages for part in message.sent.values()]
-    for estimate, ordered in ((_sent, parts), (_predicted, parts[::-1]), (_mean_prediction, parts)):
+    for estimate, ordered in ((_sent, parts), (_predict, parts[::-1]), (_mean_prediction, parts)):
         found = next((one for part in ordered if (one := estimate(part, classes)) is not None), None)
         if found is not None:
             return found
     step = first_step(messages, classes)
-    return None if step is None else _normalized(np.maximum(step - np.sort(step)[:3].mean(), 0))
+    return None if step is None else _normalize(np.maximum(step - np.sort(step)[:3].mean(), 0))
 
 
 def _sent(part: Kind, classes: int) -> Array | None:
     if isinstance(part, SampleKnowledge) and part.labels is not None:
-        return _normalized(np.bincount(part.labels, minlength=classes).astype(np.float64))
+        return _normalize(np.bincount(part.labels, minlength=classes).astype(np.float64))
     if isinstance(part, ClassSums):
-        return _normalized(np.maximum(part.counts.astype(np.float64), 0))
+        return _normalize(np.maximum(part.counts.astype(np.float64), 0))
     if isinstance(part, SharedStatistics) and part.counts is not None:
         counts = np.zeros(classes)
         counts[part.labels] = part.counts
-        return _normalized(counts)
+        return _normalize(counts)
     return None
 
 
-def _predicted(part: Kind, classes: int) -> Array | None:
+def _predict(part: Kind, classes: int) -> Array | None:
     if isinstance(part, SampleKnowledge) and part.logits is not None:
-        return _normalized(np.bincount(part.logits.argmax(axis=1), minlength=classes).astype(np.float64))
+        return _normalize(np.bincount(part.logits.argmax(axis=1), minlength=classes).astype(np.float64))
     return None
 
 
@@ -59,6 +59,6 @@ def _mean_prediction(part: Kind, classes: int) -> Array | None:
     return None
 
 
-def _normalized(shares_c: Array) -> Array:
+def _normalize(shares_c: Array) -> Array:
     total = shares_c.sum()
     return np.asarray(shares_c / total if total > 0 else np.full(len(shares_c), 1 / len(shares_c)))

@@ -15,7 +15,7 @@ from fleetdistill.knowledge import ModelParameters
 from fleetdistill.link.downloads import BytesSource
 from fleetdistill.link.grpc_link import CALL_SECONDS, error_info
 from fleetdistill.wire.codec import Payload, decode, encode
-from fleetdistill.wire.framing import framed
+from fleetdistill.wire.framing import frame
 from fleetdistill.wire.payload import CHUNK_BYTES, AnyChunk, slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 
@@ -111,7 +111,7 @@ class Player:
 
 def messages(chunks: Iterable[AnyChunk]) -> list[service_pb2.UploadRequest]:
     """Returns chunks as messages of an upload."""
-    return [service_pb2.UploadRequest.FromString(framed(one)) for one in chunks]
+    return [service_pb2.UploadRequest.FromString(frame(one)) for one in chunks]
 
 
 def chunks_of(payload: Payload, first_byte: int = 0, size: int = CHUNK_BYTES) -> list[knowledge_pb2.TensorChunk]:

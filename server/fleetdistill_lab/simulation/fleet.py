@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fleetdistill.training.figures import Counts
 from fleetdistill_console.tracking.follower import Followed
-from fleetdistill_console.tracking.process import tracked
+from fleetdistill_console.tracking.process import track
 from fleetdistill_console.tracking.run_figures import settings_of
 from fleetdistill_console.tracking.targets import NOT_TRACKED, Tracking
 from fleetdistill_lab.simulation.backends.choice import backend_of
@@ -22,7 +22,7 @@ from fleetdistill_lab.simulation.checks import check_plan, check_settings
 from fleetdistill_lab.simulation.controls.fedavg import run_fedavg_control
 from fleetdistill_lab.simulation.controls.local_only import score_initial_models, train_fleet_local_only
 from fleetdistill_lab.simulation.data.datasets import Dataset, load_dataset
-from fleetdistill_lab.simulation.data.own import limited
+from fleetdistill_lab.simulation.data.own import limit_rows
 from fleetdistill_lab.simulation.folder import IfThere, check_folder, open_folder, saved_settings
 from fleetdistill_lab.simulation.links.links import run_over_memory
 from fleetdistill_lab.simulation.links.over_grpc import run_over_grpc
@@ -97,7 +97,7 @@ def simulate(
         check_folder(wanted, if_there)
         data = _load(wanted)
         check_plan(wanted, data)
-        with open_folder(wanted, if_there) as work, tracked(_followed(wanted, work, tracking), tracking):
+        with open_folder(wanted, if_there) as work, track(_follow(wanted, work, tracking), tracking):
             begun = True
             settled = replace(wanted, proxy_per_class=proxy_per_class(wanted, data))
             return _run(settled, _prepare(settled, data, work), on_progress, started)
@@ -107,7 +107,7 @@ def simulate(
         raise Interrupted(None, begun=begun) from interrupt
 
 
-def _followed(wanted: Simulation, work: Path, tracking: Tracking) -> Followed:
+def _follow(wanted: Simulation, work: Path, tracking: Tracking) -> Followed:
     """Returns what a tracker follows: the run of the simulation, and its report."""
     saved, began = saved_settings(wanted.out)
     data = saved["dataset"]["name"] if isinstance(saved["dataset"], dict) else saved["dataset"]
@@ -124,7 +124,7 @@ def _followed(wanted: Simulation, work: Path, tracking: Tracking) -> Followed:
 def _load(wanted: Simulation) -> Dataset:
     limit, size, seed = wanted.train_limit, wanted.image_size, wanted.seed
     if isinstance(wanted.dataset, Dataset):
-        data = limited(wanted.dataset, limit, size, seed)
+        data = limit_rows(wanted.dataset, limit, size, seed)
     else:
         data = load_dataset(str(wanted.dataset), wanted.data_dir, train_limit=limit, image_size=size, seed=seed)
     return limit_test_set(data, wanted)

@@ -56,11 +56,11 @@ def pki_init(
     days: Annotated[float, typer.Option(help="Validity of the server's certificate in days.")] = SERVER_DAYS,
 ) -> None:
     """Creates a CA, a server certificate and an operator. Example: fleetdistill pki init --names fleet.example.org"""
-    check_hosts(_listed(names))
+    check_hosts(_list_names(names))
     _positive(days)
     folder = _folder(pki, Role.OPERATOR, operator)
     authority = make_authority(pki)
-    authority.issue_server(_listed(names), days)
+    authority.issue_server(_list_names(names), days)
     authority.issue_person(Role.OPERATOR, operator, PERSON_DAYS, folder)
     typer.echo(f"{pki}: created a CA and the server's certificate, and the operator's identity in {folder}")
     typer.echo(f"keep {pki} private: anyone with its ca-key.pem can create identities of devices and operators")
@@ -98,7 +98,7 @@ def pki_renew_server(
 ) -> None:
     """Renews the server's certificate; a running server reloads it. Example: fleetdistill pki renew-server"""
     authority = Authority(pki)
-    authority.issue_server(_listed(names) or authority.server_names(), _positive(days))
+    authority.issue_server(_list_names(names) or authority.server_names(), _positive(days))
     typer.echo(f"{pki}: renewed the server's certificate; new connections use it")
 
 
@@ -208,7 +208,7 @@ def _folder(pki: Path, role: Role, name: str) -> Path:
     return pki / f"{role}-{name}"
 
 
-def _listed(names: str) -> list[str]:
+def _list_names(names: str) -> list[str]:
     return [one.strip() for one in names.split(",") if one.strip()]
 
 

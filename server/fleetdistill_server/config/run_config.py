@@ -28,7 +28,7 @@ from fleetdistill_server.config.section import Section, Settings, read_toml
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.config.setting_errors import sentences
 
-__all__ = ["ContractSection", "RunConfig", "checked_settings", "load_run_config", "run_config"]
+__all__ = ["ContractSection", "RunConfig", "check_settings", "load_run_config", "run_config"]
 
 OPERATORS = (
     "rounds",
@@ -165,7 +165,7 @@ class RunConfig(Section):
         Raises:
             ConfigurationError: The method or a setting is unknown, of the wrong type or out of range.
         """
-        config = checked_settings(self.run.method, self.method)
+        config = check_settings(self.run.method, self.method)
         try:
             return config.for_classes(len(self.contract.class_names()))
         except ConfigurationError as error:
@@ -189,7 +189,7 @@ class RunConfig(Section):
         return whole
 
 
-def checked_settings(method: str, settings: Mapping[str, Any]) -> Any:
+def check_settings(method: str, settings: Mapping[str, Any]) -> Any:
     """Returns a method's configuration from the operator's settings, before the number of classes is known.
 
     Args:

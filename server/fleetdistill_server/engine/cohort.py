@@ -151,7 +151,7 @@ class StoreCohort:
                 self._in_round.discard(one.device)
                 continue
             answered += 1
-            yield self._passed_on(one, answer, prepare)
+            yield self._pass_on(one, answer, prepare)
         self._end_step(step, answered, self.needed(min(len(asked), enough or len(asked)), quorum))
 
     async def _ask_buffered(
@@ -176,10 +176,10 @@ class StoreCohort:
                 answered += 1
                 self.report(STALENESS, {answer.device: answer.staleness})
                 self.report("staleness_weight", {answer.device: answer.decay})
-                yield self._passed_on(one, answer, prepare)
+                yield self._pass_on(one, answer, prepare)
         self._end_step(step, answered, 1)
 
-    def _passed_on(self, ask: Ask, answer: DeviceAnswer, prepare: Prepare | None) -> DeviceAnswer:
+    def _pass_on(self, ask: Ask, answer: DeviceAnswer, prepare: Prepare | None) -> DeviceAnswer:
         """Notes that the method uses an answer, and passes it to the other processes."""
         self.used.append(ask.id)
         if self.group is not None:  # all processes prepare the same answers in the same order

@@ -24,7 +24,7 @@ from fleetdistill_server.store.operator_calls import Call
 from fleetdistill_server.store.store import Store
 
 
-def _created(directory: Path, run: NewRun, call: Call) -> RunState:
+def _create(directory: Path, run: NewRun, call: Call) -> RunState:
     if not has_store(directory):
         set_location(directory, Location.of(run_config(_settings(run.settings, directory)).server))
     store = Store.open(directory)
@@ -96,7 +96,7 @@ def main() -> int:
     given = json.load(sys.stdin)
     limit_memory(given["memory"])
     try:
-        created = _created(Path(sys.argv[1]), NewRun(**given["run"]), Call(**given["call"]))
+        created = _create(Path(sys.argv[1]), NewRun(**given["run"]), Call(**given["call"]))
     except (FleetDistillError, MemoryError, RuntimeError) as error:
         if is_out_of_memory(error) or is_out_of_memory(error.__cause__):
             limit = f"{given['memory']:,} bytes of memory"

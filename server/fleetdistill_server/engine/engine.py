@@ -392,7 +392,7 @@ class Engine:
             if short or self._training.is_shown():
                 self._store.runs.set_status(self._name, RunStatus.RUNNING, "")  # clears the reason
             spent = self._store.runs.close_round(
-                self._name, cohort.round, self._checkpoint, cohort.used, cohort.figures, self._settled(cohort)
+                self._name, cohort.round, self._checkpoint, cohort.used, cohort.figures, self._settle(cohort)
             )
             failpoints.hit("engine.close.before-commit")
         failpoints.hit("engine.close.after-commit")
@@ -402,7 +402,7 @@ class Engine:
         where = about(run=self._name, round=cohort.round)
         logger.info("round closed, %d%s completed", cohort.completed + 1, of, extra=where)
 
-    def _settled(self, cohort: StoreCohort) -> tuple[int, int] | None:
+    def _settle(self, cohort: StoreCohort) -> tuple[int, int] | None:
         """Returns the rounds whose asks end with this round, or None for this round only."""
         buffer = self._terms.buffer
         ends = cohort.completed + 1 == self._config.run.rounds

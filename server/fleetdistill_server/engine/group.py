@@ -35,7 +35,7 @@ from fleetdistill_server.methods.cohort import (
 )
 from fleetdistill_server.service.torchrun import RENDEZVOUS
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.training.ranks import JoinedRanks, connected
+from fleetdistill_server.training.ranks import JoinedRanks, connect
 
 _NO_TIMEOUT = timedelta(days=3650)
 """The engine may wait for devices for months."""
@@ -108,13 +108,13 @@ class Group:
 
     def send(self, message: Any) -> None:
         """Sends a message to all followers."""
-        with connected():
+        with connect():
             distributed.broadcast_object_list([message], src=0, group=self._messages, device=torch.device("cpu"))
 
     def receive(self) -> Any:
         """Waits for a message of the engine."""
         found = [None]
-        with connected():
+        with connect():
             distributed.broadcast_object_list(found, src=0, group=self._messages, device=torch.device("cpu"))
         return found[0]
 

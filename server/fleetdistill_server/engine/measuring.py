@@ -47,7 +47,7 @@ def open_meter(config: RunConfig) -> EngineMeter | None:
         return None
 
 
-def measured(waker: Waker, meter: EngineMeter | None) -> Waker:
+def measure_waits(waker: Waker, meter: EngineMeter | None) -> Waker:
     """Returns a waker that notes when the engine waits; the same waker without metrics."""
     return waker if meter is None else _MeasuredWaker(waker, meter)
 

@@ -16,7 +16,7 @@ from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.config.server_config import load_server_config
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.engine.group import Group, follow, joins
-from fleetdistill_server.engine.measuring import measure, measured, open_meter
+from fleetdistill_server.engine.measuring import measure, measure_waits, open_meter
 from fleetdistill_server.engine.round_spans import RoundSpans
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.logs import LogFormat, LogLevel, about, configure
@@ -102,7 +102,7 @@ async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group 
     try:
         spans = open_spans(config.server.traces, "engine")
         meter, terms = open_meter(config), (given.max_short_rounds, given.directory, group, given.token)
-        engine = Engine(store, config, measured(wakeups, meter), *terms)
+        engine = Engine(store, config, measure_waits(wakeups, meter), *terms)
         if spans is not None:
             rounds = RoundSpans(spans, store, config.run.name, config.run.deadline_seconds)
             engine.around_round = rounds.of_round

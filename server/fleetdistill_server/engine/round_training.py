@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from fleetdistill.progress import reported_to
+from fleetdistill.progress import report_to
 from fleetdistill_server.engine.cohort import StoreCohort
 from fleetdistill_server.engine.group import Group, Round
 from fleetdistill_server.engine.resume_storage import ResumeStorage
@@ -104,7 +104,10 @@ class RoundTraining:
         if self._points is not None:
             self._points.origin = lambda: [self._run, cohort.round, checkpoint.hex(), sorted(cohort.verified)]
         try:
-            with reported_to(TrainingProgress(partial(self._show, cohort.round))), self._together(cohort, checkpoint):
+            with (
+                report_to(TrainingProgress(partial(self._show, cohort.round))),
+                self._together(cohort, checkpoint),
+            ):
                 yield
         finally:
             if self._points is not None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from fleetdistill.errors import FleetDistillError, RefusedError
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.framing import framed
+from fleetdistill.wire.framing import frame
 from fleetdistill.wire.payload import CHUNK_BYTES, Chunk
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
@@ -276,4 +276,4 @@ class _Upload:
 
 
 def _next_responses(chunks: Iterator[Chunk]) -> list[bytes]:
-    return [framed(chunk) for chunk in itertools.islice(chunks, AHEAD)]
+    return [frame(chunk) for chunk in itertools.islice(chunks, AHEAD)]

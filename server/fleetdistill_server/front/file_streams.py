@@ -21,7 +21,7 @@ from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.service.processes import run_child
 from fleetdistill_server.store.backup import MANIFEST, backup
 from fleetdistill_server.store.blobs import disk_errors
-from fleetdistill_server.texts import shortened
+from fleetdistill_server.texts import shorten
 
 PART_BYTES = 1 << 20
 EXPORT_SECONDS = 600.0
@@ -58,7 +58,7 @@ def make_backup(directory: Path, folder: Path) -> tuple[list[Path], str]:
     try:
         made = backup(directory, target, link=True)
     except ConfigurationError as error:
-        raise RefusedError(Code.BAD_MESSAGE, shortened(str(error))) from error
+        raise RefusedError(Code.BAD_MESSAGE, shorten(str(error))) from error
     files = sorted(path for path in target.rglob("*") if path.is_file() and path.name != MANIFEST)
     return [*files, target / MANIFEST], json.dumps(
         {"payloads": made.payloads, "bytes": made.bytes, "lost": made.lost[:100], "lost_in_all": made.missing}
@@ -82,7 +82,7 @@ def make_export(directory: Path, run: str, ended: threading.Event, folder: Path)
         raise RefusedError(Code.INTERNAL, "the export failed; see the server's log") from error
     if "bytes" not in report:
         text = report.get("error", "the export failed; see the server's log")
-        raise RefusedError(Code.BAD_MESSAGE, shortened(text))
+        raise RefusedError(Code.BAD_MESSAGE, shorten(text))
     return [path], json.dumps(report)
 
 

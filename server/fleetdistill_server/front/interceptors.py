@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.framing import unframed
+from fleetdistill.wire.framing import unframe
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.front.errors import abort
 
@@ -29,10 +29,10 @@ class RefuseUndecodable(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call_details: Any) -> Any:
         """Wraps a handler so that decoding errors end the call with a status."""
         handler = await continuation(call_details)
-        return None if handler is None else _guarded(handler)
+        return None if handler is None else _guard(handler)
 
 
-def _guarded(handler: Any) -> Any:
+def _guard(handler: Any) -> Any:
     name = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
     behaviour = getattr(handler, name)
     # A handler that streams with context.write, such as the health service's, is awaited like a unary one.
@@ -105,5 +105,5 @@ class RawChunks(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call_details: Any) -> Any:
         handler = await continuation(call_details)
         if call_details.method == f"{_DEVICE}Upload":
-            return handler._replace(request_deserializer=partial(unframed, kind=service_pb2.UploadRequest))
+            return handler._replace(request_deserializer=partial(unframe, kind=service_pb2.UploadRequest))
         return handler._replace(response_serializer=None) if call_details.method == f"{_DEVICE}Download" else handler

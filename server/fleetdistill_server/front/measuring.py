@@ -30,9 +30,9 @@ class MeasuredCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc h
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call_details: Any) -> Any:
         """Wraps a method's handler; methods that do not exist are not counted, because callers name them."""
         handler = await continuation(call_details)
-        return None if handler is None else self._wrapped(handler, call_details.method)
+        return None if handler is None else self._wrap(handler, call_details.method)
 
-    def _wrapped(self, handler: Any, method: str) -> Any:
+    def _wrap(self, handler: Any, method: str) -> Any:
         form = self._forms.get(method)
         if form is None:
             name = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"

@@ -170,7 +170,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         with contextlib.ExitStack() as ends:
             async with self._copying:  # not while the caller reads, who may take its time
                 folder = await in_pool(self._copies, context, lambda: ends.enter_context(folder_in(self._directory)))
-                work = partial(self._log.around, call, partial(make, folder), _copied)
+                work = partial(self._log.around, call, partial(make, folder), _copy)
                 made = await in_pool(self._copies, context, work)
             parts = parts_of_files(folder, *made)
             while (part := await in_pool(self._copies, context, partial(next, parts, None))) is not None:
@@ -296,7 +296,7 @@ def _message_of(state: RunState) -> operations_pb2.RunState:
     return operations_pb2.RunState(**asdict(state))
 
 
-def _copied(made: tuple[Sequence[Path], str]) -> Outcome:
+def _copy(made: tuple[Sequence[Path], str]) -> Outcome:
     """Returns in words what a backup or an export has made."""
     report = json.loads(made[1])
     if "payloads" in report:
@@ -360,7 +360,7 @@ def _revoke_person(request: operations_pb2.RevokePersonRequest, caller: Holder |
         return revoke_person(store, request.role, request.name, request.reason)
 
 
-def _filled(kind: type[Any], row: TableRow) -> Any:
+def _fill(kind: type[Any], row: TableRow) -> Any:
     """Returns a message with the values of a row for which it has fields; None leaves a field unset."""
     fields = kind.DESCRIPTOR.fields_by_name
     return kind(**{name: value for name, value in row.items() if name in fields and value is not None})
@@ -369,7 +369,7 @@ def _filled(kind: type[Any], row: TableRow) -> Any:
 def _change(row: TableRow) -> operations_pb2.RunChange:
     """Returns one change as `fleetdistill runs watch` shows it."""
     kind = row["kind"]
-    return operations_pb2.RunChange(**{kind: _filled(_CHANGES[kind], row)})
+    return operations_pb2.RunChange(**{kind: _fill(_CHANGES[kind], row)})
 
 
 @contextlib.contextmanager

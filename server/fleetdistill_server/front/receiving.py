@@ -109,7 +109,7 @@ class Receiver:
             raise RefusedError(Code.BAD_MESSAGE, f"the call of {method} ended without a request") from None
         except TimeoutError:
             raise self._too_slow(method, caller, early=loop.time() < until) from None
-        return _checked(message, max_bytes(method), method)
+        return _check(message, max_bytes(method), method)
 
     async def all(self, requests: AsyncIterator[bytes], method: str, caller: str) -> AsyncIterator[bytes]:
         """Yields every message of a stream. The caller enforces deadlines for all but the first.
@@ -119,7 +119,7 @@ class Receiver:
         """
         yield await self.first(requests, method, caller)
         async for message in requests:
-            yield _checked(message, min(max_bytes(method), _CHUNK_MESSAGE_BYTES), method)
+            yield _check(message, min(max_bytes(method), _CHUNK_MESSAGE_BYTES), method)
 
     def _too_slow(self, method: str, caller: str, *, early: bool) -> RefusedError:
         if early:
@@ -128,7 +128,7 @@ class Receiver:
         return RefusedError(Code.INCOMPLETE, text)
 
 
-def _checked(message: bytes, most: int, method: str) -> bytes:
+def _check(message: bytes, most: int, method: str) -> bytes:
     if len(message) > most:
         raise RefusedError(Code.TOO_LARGE, f"a request of {method} has {len(message)} bytes; the limit is {most}")
     return message

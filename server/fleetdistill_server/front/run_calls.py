@@ -24,7 +24,7 @@ from fleetdistill_server.store.rollback import RolledBack
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import OVER, RunStatus
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.texts import shortened
+from fleetdistill_server.texts import shorten
 
 
 def create(
@@ -40,7 +40,7 @@ def create(
             _check_known(store, request.clone_of)
     with _refusals():
         run = NewRun(
-            settings=_parsed(request.run_toml),
+            settings=_parse(request.run_toml),
             start=request.start,
             clone_of=request.clone_of,
             changes=list(request.changes),
@@ -76,10 +76,10 @@ def roll_back(directory: Path, run: str, to: int, who: str) -> RolledBack:
 def _check_known(store: Store, run: str) -> None:
     """Raises RefusedError if there is no such run."""
     if store.runs.get(run) is None:
-        raise RefusedError(Code.UNKNOWN_RUN, shortened(no_such_run(run, store.runs.names())))
+        raise RefusedError(Code.UNKNOWN_RUN, shorten(no_such_run(run, store.runs.names())))
 
 
-def _parsed(text: str) -> dict[str, object]:
+def _parse(text: str) -> dict[str, object]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, or a number of too many digits
@@ -91,4 +91,4 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except (ConfigurationError, RunError, DamagedError) as error:
-        raise RefusedError(Code.BAD_MESSAGE, shortened(str(error))) from error
+        raise RefusedError(Code.BAD_MESSAGE, shorten(str(error))) from error

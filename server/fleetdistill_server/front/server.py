@@ -47,7 +47,7 @@ from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.meter import Meter
 from fleetdistill_server.store.retention import SWEEP_SECONDS, sweep_directory
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.texts import HEALTH_PROBLEM, shortened
+from fleetdistill_server.texts import HEALTH_PROBLEM, shorten
 from fleetdistill_server.tracing.spans import open_spans
 
 logger = logging.getLogger("fleetdistill.server.front")
@@ -171,7 +171,7 @@ def _open_meter(config: ServerSection) -> Meter | None:
         return None
 
 
-def _measured(meter: Meter | None) -> list[Any]:
+def _measure(meter: Meter | None) -> list[Any]:
     """Returns the interceptors that measure calls, which must come first; none without metrics."""
     if meter is None:
         return []
@@ -186,7 +186,7 @@ async def _make_server(
     """Returns a server with the services that are also offered in plain text."""
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), *OPTIONS, *channel_options(limits)]
     server = grpc.aio.server(
-        interceptors=[*_measured(meter), guard, RefuseUndecodable(), RawChunks()],
+        interceptors=[*_measure(meter), guard, RefuseUndecodable(), RawChunks()],
         options=options,
         maximum_concurrent_rpcs=2 * limits.open_calls,
     )
@@ -206,13 +206,13 @@ def _limited_enrolment_server(guard: Guard, limits: Limits, meter: Meter | None)
     Callers are unauthenticated, so the size and number of messages are limited.
     """
     options = [("grpc.max_receive_message_length", ENROLMENT_BYTES), *OPTIONS, *enrolment_options(limits)]
-    return grpc.aio.server(interceptors=[*_measured(meter), guard, RefuseUndecodable()], options=options)
+    return grpc.aio.server(interceptors=[*_measure(meter), guard, RefuseUndecodable()], options=options)
 
 
 async def _pass_wakeups(wakeups: Wakeups, service: DeviceService) -> None:
     while True:
         await wakeups.wait()
-        await _guarded(service.wake_waiting())
+        await _guard(service.wake_waiting())
 
 
 async def _beat_forever(path: Path) -> None:
@@ -226,9 +226,9 @@ async def _sweep(api: DeviceApi, pool: ThreadPoolExecutor) -> None:
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(POLL_SECONDS)
-        await _guarded(loop.run_in_executor(pool, api.sessions.end_leases))
+        await _guard(loop.run_in_executor(pool, api.sessions.end_leases))
         if api.times is not None:
-            await _guarded(loop.run_in_executor(pool, api.times.write))
+            await _guard(loop.run_in_executor(pool, api.times.write))
 
 
 class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]
@@ -247,7 +247,7 @@ class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]
         holder = holder_in(context)
         is_device = holder is not None and holder.role is Role.DEVICE
         if request.service == ENGINE and self.engines and not is_device:
-            context.set_trailing_metadata(((HEALTH_PROBLEM, shortened(self.engines).encode()),))
+            context.set_trailing_metadata(((HEALTH_PROBLEM, shorten(self.engines).encode()),))
         return await super().Check(request, context)
 
 
@@ -301,7 +301,7 @@ async def _update_health(status: _HealthService, directory: Path, api: DeviceApi
             await status.set(name, state.SERVING if works else state.NOT_SERVING)
 
     while True:
-        await _guarded(update())
+        await _guard(update())
         await asyncio.sleep(BEAT_SECONDS)
 
 
@@ -313,11 +313,11 @@ def _only_run(directory: Path) -> str | None:
 async def _sweep_forever(directory: Path, pool: ThreadPoolExecutor) -> None:
     loop = asyncio.get_running_loop()
     while True:
-        await _guarded(loop.run_in_executor(pool, sweep_directory, directory))
+        await _guard(loop.run_in_executor(pool, sweep_directory, directory))
         await asyncio.sleep(SWEEP_SECONDS)
 
 
-async def _guarded(work: Awaitable[object]) -> None:
+async def _guard(work: Awaitable[object]) -> None:
     try:
         await work
         _away.work()

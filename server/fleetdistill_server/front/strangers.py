@@ -93,7 +93,7 @@ def _connections() -> Iterator[tuple[int, int, Peer]]:
     for name in os.listdir(_OPEN_FILES):
         with (
             contextlib.suppress(OSError),
-            _borrowed(int(name)) as seen,
+            _borrow_socket(int(name)) as seen,
         ):  # no socket, not connected, or closed meanwhile
             yield int(name), *_ends(seen)
 
@@ -102,20 +102,20 @@ def _silent_ms(number: int) -> int:
     """Milliseconds since a packet of the other end arrived; 0 if it is closed, and on systems without TCP_INFO."""
     if not hasattr(socket, "TCP_INFO"):
         return 0
-    with contextlib.suppress(OSError), _borrowed(number) as seen:
+    with contextlib.suppress(OSError), _borrow_socket(number) as seen:
         info = seen.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.size)
         return int(_LAST_ACK.unpack(info)[0])
     return 0
 
 
 def _shut_down(number: int, peer: Peer) -> None:
-    with contextlib.suppress(OSError), _borrowed(number) as seen:
+    with contextlib.suppress(OSError), _borrow_socket(number) as seen:
         if _ends(seen)[1] == peer:  # else gRPC has closed it, and the number belongs to another file
             seen.shutdown(socket.SHUT_RDWR)  # gRPC reads the end of the connection and closes it
 
 
 @contextlib.contextmanager
-def _borrowed(number: int) -> Iterator[socket.socket]:
+def _borrow_socket(number: int) -> Iterator[socket.socket]:
     """Opens a file descriptor of gRPC as a socket. Raises OSError if it is none."""
     seen = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=number)
     try:

@@ -38,7 +38,7 @@ def fitting_run(
     if len(fitting) > 1:
         raise RefusedError(
             Code.UNKNOWN_RUN,
-            f"{len(fitting)} open runs fit the device: {_listed(fitting)}; set Server(run=...) to one of them",
+            f"{len(fitting)} open runs fit the device: {_list_names(fitting)}; set Server(run=...) to one of them",
         )
     if len(prepared) < len(runs) or not runs:
         text = "the server has no open run" if not runs else "runs are being prepared"
@@ -59,6 +59,6 @@ def _differences(contract: contract_pb2.Contract, run: Run, abilities: service_p
     return found
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"

@@ -24,7 +24,7 @@ from fleetdistill_server.intake.commit import Commit, DirectCommit
 from fleetdistill_server.intake.downloads import Downloads
 from fleetdistill_server.intake.limiter import Limiter
 from fleetdistill_server.intake.refusal_log import RefusalLog
-from fleetdistill_server.intake.sessions import Sessions, hashed, id_taken, unknown_run
+from fleetdistill_server.intake.sessions import Sessions, hash_name, id_taken, unknown_run
 from fleetdistill_server.intake.uploads import MAX_NUMBER, Uploads
 from fleetdistill_server.logs import about
 from fleetdistill_server.store.fleet_sizes import FleetSizes
@@ -109,7 +109,7 @@ class DeviceApi:
             secret = self.sessions.admit(run, device, request.identity.secret, address)
             self._check_profile(run, device, contract, request.profile)
             answer.secret = b"" if request.identity.secret else secret
-            secret_hash = hashed(secret)
+            secret_hash = hash_name(secret)
             profile = request.profile.SerializeToString()
             if not self.commit(partial(self._register, run, device, secret_hash, profile)):
                 raise id_taken(device)  # another device registered the id in the meantime

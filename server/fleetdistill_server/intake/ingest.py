@@ -16,7 +16,7 @@ import numpy as np
 from fleetdistill.errors import PayloadTooLargeError, RefusedError, WireError
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.compression import unpacked
+from fleetdistill.wire.compression import unpack
 from fleetdistill.wire.digests import Check
 from fleetdistill.wire.kind import KINDS
 from fleetdistill.wire.payload import DataSource, Slot, elements_of
@@ -115,7 +115,7 @@ class Ingest:
         if wire.checksum(sent) != chunk.crc32c:
             text = f"a chunk of tensor {chunk.tensor} at byte {chunk.offset} fails its CRC-32C check; send it again"
             raise self._refuse(Code.CHECKSUM, text, *self.slots[chunk.tensor : chunk.tensor + 1])
-        data = self._unpacked(chunk, sent)
+        data = self._unpack(chunk, sent)
         self._check_place(chunk, len(data))
         self._examine(data)
         self._staging.append(data)
@@ -184,7 +184,9 @@ class Ingest:
         if "metrics" in given:
             wanted.setdefault("metrics", "metrics")
         if given != wanted:
-            raise self._refuse(Code.BAD_MESSAGE, f"the answer has parts {_listed(given)}, expected {_listed(wanted)}")
+            raise self._refuse(
+                Code.BAD_MESSAGE, f"the answer has parts {_list_names(given)}, expected {_list_names(wanted)}"
+            )
 
     def _check_slot(self, slot: Slot) -> None:
         rule = self._rules.get(slot.path)
@@ -222,9 +224,9 @@ class Ingest:
             # If this server was restored from a backup, the declaration may be newer; the device then checks in again.
             raise self._refuse(Code.BAD_VALUE, text, slot, check_in="again")
 
-    def _unpacked(self, chunk: wire.AnyChunk, sent: wire.Data) -> wire.Data:
+    def _unpack(self, chunk: wire.AnyChunk, sent: wire.Data) -> wire.Data:
         try:
-            return unpacked(sent, chunk.compression, wire.CHUNK_BYTES)
+            return unpack(sent, chunk.compression, wire.CHUNK_BYTES)
         except WireError as error:
             raise self._refuse(Code.BAD_MESSAGE, str(error), *self.slots[chunk.tensor : chunk.tensor + 1]) from error
 
@@ -354,7 +356,7 @@ def _shape_text(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join("N" if size == ROWS else str(size) for size in shape) + "]"
 
 
-def _listed(parts: Mapping[str, str | None]) -> str:
+def _list_names(parts: Mapping[str, str | None]) -> str:
     """Formats the first parts and their kinds for a message, with names cut to 64 characters."""
     listed = ", ".join(f"{name[:64]} ({kind})" for name, kind in sorted(parts.items())[:_MAX_QUOTED]) or "none"
     return listed if len(parts) <= _MAX_QUOTED else f"{listed} and {len(parts) - _MAX_QUOTED} more"

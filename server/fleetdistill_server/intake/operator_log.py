@@ -63,7 +63,7 @@ class OperatorLog:
             result = work()
         except FleetDistillError as error:
             refused, text = isinstance(error, RefusedError), f"failed: {error}"
-            with _logged():
+            with _log():
                 self._commit(lambda store: store.operator_calls.settle(number, text, refused=refused))
             raise
         self._commit(lambda store: store.operator_calls.settle(number, describe(result).words))
@@ -76,12 +76,12 @@ class OperatorLog:
         if self._allowance.take((call.role, call.name or call.address.rpartition(":")[0])):
             return
         text = f"refused: {error.code}: {error}" if isinstance(error, RefusedError) else f"failed: {error}"
-        with _logged():
+        with _log():
             self._commit(lambda store: store.operator_calls.add(call, text, refused=True))
 
 
 @contextlib.contextmanager
-def _logged() -> Iterator[None]:
+def _log() -> Iterator[None]:
     """Logs an error of the store; the error of the call says more."""
     try:
         yield

@@ -136,7 +136,7 @@ class Sessions:
         """Authenticates a device like `authenticate`; returns the device as it was before the call."""
         run = self.run_name(identity.run)
         known = self._store.devices.get(run, identity.device)
-        if known is None or not hmac.compare_digest(known.secret_hash, hashed(identity.secret)):
+        if known is None or not hmac.compare_digest(known.secret_hash, hash_name(identity.secret)):
             # A server restored from a backup may not contain the device any more; the device then checks in again.
             details = {"check_in": "again"} if known is None else None
             text = f"device {identity.device!r} is not checked in with this secret"
@@ -168,7 +168,7 @@ class Sessions:
             self._check_device_limit(run, device)
             self._limiter.begin_device(address)
             return secret or secrets.token_bytes(SECRET_BYTES)
-        if not hmac.compare_digest(known.secret_hash, hashed(secret)):
+        if not hmac.compare_digest(known.secret_hash, hash_name(secret)):
             raise id_taken(device)
         return secret
 
@@ -230,12 +230,12 @@ class Sessions:
         text = f"made no call for {self.lease_seconds:g} s"
         for run, device in self._silent(devices):  # excludes devices that have called in the meantime
             known = store.devices.get(run, device)
-            if known is not None and not self._called_elsewhere(known) and known.is_present:
+            if known is not None and not self._is_called_elsewhere(known) and known.is_present:
                 store.devices.mark_absent(run, device, "lease ended")
                 store.history.add_event(run, "lease-ended", f"{device} {text}", device=device)
         return self._silent(devices)
 
-    def _called_elsewhere(self, device: Device) -> bool:
+    def _is_called_elsewhere(self, device: Device) -> bool:
         """Extends the lease of a device that has called another front; returns False for any other device."""
         key, last = (device.run, device.id), device.last_seen
         left = min(last + self.lease_seconds - self._store.database.now(), self.lease_seconds)
@@ -273,6 +273,6 @@ def id_taken(device: str) -> RefusedError:
     )
 
 
-def hashed(secret: bytes) -> bytes:
+def hash_name(secret: bytes) -> bytes:
     """Returns the SHA-256 of a device's secret, which the store keeps instead of the secret."""
     return hashlib.sha256(secret).digest()

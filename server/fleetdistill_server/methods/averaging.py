@@ -27,7 +27,7 @@ BLOCK_NUMBERS = 1 << 22  # float64 elements of all devices together that are in 
 _TRIMMED_SHARE = 5  # one device in five is left out at each end
 
 
-def capped(weights: Sequence[float]) -> list[float]:
+def cap(weights: Sequence[float]) -> list[float]:
     """Caps weights at three times their median. Requires at least one weight; all must be at least 0."""
     most = _MAX_WEIGHT * median(weights)
     return [min(weight, most) for weight in weights]
@@ -88,7 +88,7 @@ class WeightedMean:
         if not self._updates:
             raise ValueError("no model was added; call `add` before `result`")
         weights = [one.weight for one in self._updates]
-        weights = capped(weights) if self._robust else weights
+        weights = cap(weights) if self._robust else weights
         _note_dominant_weight({one.device: weight for one, weight in zip(self._updates, weights, strict=True)}, notes)
         last = self._updates[-1].model
         names = [*last.parameters, *last.buffers]
@@ -241,16 +241,16 @@ class TensorMean:
         """Returns the mean in float64, or None if no tensor was added."""
         if not self._values:
             return None
-        weights = capped(self._weights) if self._robust else self._weights
+        weights = cap(self._weights) if self._robust else self._weights
         trimmed = len(weights) // _TRIMMED_SHARE if self._robust else 0
         if trimmed:
-            return self._trimmed(weights, trimmed)
+            return self._trim(weights, trimmed)
         total = weights[0] * self._values[0].double()
         for values, weight in zip(self._values[1:], weights[1:], strict=True):
             total = total + weight * values.double()
         return total / sum(weights)
 
-    def _trimmed(self, weights: Sequence[float], trimmed: int) -> torch.Tensor:
+    def _trim(self, weights: Sequence[float], trimmed: int) -> torch.Tensor:
         kept, weight_of = slice(trimmed, len(weights) - trimmed), torch.tensor(weights, dtype=torch.float64)
         means = []
         size = max(BLOCK_NUMBERS // len(weights), 1)

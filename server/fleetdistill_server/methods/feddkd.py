@@ -204,7 +204,7 @@ class FedDKDServer(ServerMethod):
         cohort.report("distillation_loss", {str(step): sum(finite.values()) / len(finite)})
 
     def _limited_mean(self, gradients: Gradients, notes: Notes) -> Mapping[str, Array]:
-        return limited(gradients.mean.result(notes).parameters, self.config.dkd_max_norm)
+        return limit(gradients.mean.result(notes).parameters, self.config.dkd_max_norm)
 
     def _train_message(self, number: int) -> Parts:
         plan = Plan(values={"learning_rate": self.config.local_rate(number)})
@@ -250,7 +250,7 @@ def descend(model: nn.Module, gradients: Mapping[str, Array], rate: float) -> No
             own.sub_(rate * torch.from_numpy(gradient).to(own.device, own.dtype))
 
 
-def limited(gradients: Mapping[str, Array], max_norm: float | None) -> Mapping[str, Array]:
+def limit(gradients: Mapping[str, Array], max_norm: float | None) -> Mapping[str, Array]:
     """Scales all gradients by one factor to a Euclidean norm of at most `max_norm`; None for no limit."""
     if max_norm is None:
         return gradients

@@ -7,7 +7,7 @@ from math import prod
 
 from torch import nn
 
-from fleetdistill.models.shapes import checked_classes, checked_shape
+from fleetdistill.models.shapes import check_classes, check_shape
 
 _WIDTH = 128
 
@@ -25,12 +25,12 @@ def digits_server(feature_shape: Sequence[int] = (8, 4, 4), classes: int = 10) -
     Raises:
         ConfigurationError: The shape or the number of classes is not valid.
     """
-    features = prod(checked_shape(feature_shape))
+    features = prod(check_shape(feature_shape))
     return nn.Sequential(
         nn.Flatten(),
         nn.Linear(features, _WIDTH),
         nn.ReLU(),
         nn.Linear(_WIDTH, _WIDTH),
         nn.ReLU(),
-        nn.Linear(_WIDTH, checked_classes(classes)),
+        nn.Linear(_WIDTH, check_classes(classes)),
     )

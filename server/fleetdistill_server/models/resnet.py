@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fleetdistill.models.resnet import EXPANSION, Bottleneck, classifier, initialise_convolutions
-from fleetdistill.models.shapes import checked_classes, checked_image
+from fleetdistill.models.shapes import check_classes, check_image
 
 _WIDTHS = (16, 32, 64)
 _BLOCKS = (2, 3, 1)
@@ -34,13 +34,13 @@ def resnet20(feature_shape: Sequence[int] = (16, 16, 16), classes: int = 10) -> 
     Raises:
         ConfigurationError: The shape or the number of classes is not valid.
     """
-    inputs, _, _ = checked_image(feature_shape)
+    inputs, _, _ = check_image(feature_shape)
     model = nn.Sequential()
     for width, count in zip(_WIDTHS, _BLOCKS, strict=True):
         for index in range(count):
             stride = 2 if index == 0 and width != _WIDTHS[0] else 1
             model.add_module(f"block{width}_{index + 1}", Bottleneck(inputs, width, stride))
             inputs = EXPANSION * width
-    model.add_module("head", classifier(inputs, checked_classes(classes)))
+    model.add_module("head", classifier(inputs, check_classes(classes)))
     initialise_convolutions(model)
     return model

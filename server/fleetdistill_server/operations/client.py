@@ -66,7 +66,7 @@ class OperatorClient(Source):
         )
         method = "ReadForOperators" if query.view in FOR_OPERATORS else "Read"
         with errors_of(self._server):
-            return _joined(getattr(self._stub, method)(request, timeout=READ_SECONDS))
+            return _join(getattr(self._stub, method)(request, timeout=READ_SECONDS))
 
     def follow(self, name: str) -> Iterator[list[TableRow]]:
         """Yields the changes in a run until it ends, like `watch.follow`."""
@@ -183,7 +183,7 @@ def _parts(call: Any) -> Iterator[operations_pb2.FilePart]:
         yield part
 
 
-def _joined(pages: Iterable[operations_pb2.ReadResponse]) -> View:
+def _join(pages: Iterable[operations_pb2.ReadResponse]) -> View:
     """Returns the view whose facts and rows come in pages. Raises LinkError if they are no view, or too large."""
     facts: TableRow = {}
     lists: dict[str, list[TableRow]] = {}

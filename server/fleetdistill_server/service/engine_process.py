@@ -32,7 +32,7 @@ from fleetdistill_server.service.restarts import Restarts
 from fleetdistill_server.service.torchrun import Torchrun
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.texts import shortened, when
+from fleetdistill_server.texts import shorten, when
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
 STEADY_SECONDS = 3600.0
@@ -250,7 +250,7 @@ class EngineProcess:
             self._is_steady() or self._restarts.has_progressed(self._store.run_control.progress(self.run))
         ):
             run = self._store.runs.get(self.run)
-            if run is not None and run.reason == shortened(self._reason(self._pause)):
+            if run is not None and run.reason == shorten(self._reason(self._pause)):
                 self._store.run_control.set_reason(self.run, "")
             self._pause = ""
         if self._waits_for and time.monotonic() - self.child.started >= _WORKS_SECONDS:

@@ -13,7 +13,7 @@ from fleetdistill_server.store.history import History, about_ask
 from fleetdistill_server.store.records import ASK_COLUMNS, UPLOAD_COLUMNS, Ask, Upload
 from fleetdistill_server.store.states import DEADLINE_PASSED, AskStatus, UploadStatus
 from fleetdistill_server.store.sums import Sums
-from fleetdistill_server.texts import shortened
+from fleetdistill_server.texts import shorten
 
 
 class Asks:
@@ -205,7 +205,7 @@ class Asks:
     def close(self, ask: int, reason: str) -> None:
         """Closes an open ask with a reason; its device drops out of the round."""
         sql = "UPDATE asks SET status = 'out', reason = ? WHERE id = ? AND status = 'open'"
-        self._db.write(sql, shortened(reason), ask)
+        self._db.write(sql, shorten(reason), ask)
 
     def upload_of(self, ask: int) -> Upload | None:
         """Returns the accepted answer to an ask, or None if there is none or its payload is missing or damaged."""
@@ -240,7 +240,7 @@ class Asks:
             self._sums.drop_rounds(asked.run, asked.round, asked.round)
             self._db.write(
                 "UPDATE uploads SET status = 'reported', reason = ?, quarantined_at = ? WHERE receipt = ?",
-                *(shortened(f"the payload was lost on the server: {why}"), self._db.now(), row["receipt"]),
+                *(shorten(f"the payload was lost on the server: {why}"), self._db.now(), row["receipt"]),
             )
             self._db.write(
                 "UPDATE asks SET status = ?, reason = ? WHERE id = ?",

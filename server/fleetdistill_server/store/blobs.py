@@ -174,7 +174,7 @@ def stated(sha256: bytes, blake3: bytes) -> Digests:
     return dict(zip(Algorithm, (sha256, blake3), strict=True))
 
 
-def checked_digests(name: bytes, digests: Digests) -> tuple[bytes, bytes]:
+def check_digests(name: bytes, digests: Digests) -> tuple[bytes, bytes]:
     """Returns the SHA-256 and the BLAKE3 of a stored payload; a missing one is empty.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.records import Certificate, Revocation, Token
-from fleetdistill_server.texts import shortened
+from fleetdistill_server.texts import shorten
 
 REVOKED = "EXISTS (SELECT 1 FROM revocations WHERE subject = 'device:' || device)"
 """SQL condition for statements on `devices`: true if the row's device has been revoked."""
@@ -88,7 +88,7 @@ class Credentials:
 
     def revoke(self, subject: str, reason: str) -> bool:
         """Revokes a device, operator, viewer or certificate permanently; returns False if it was already revoked."""
-        row = {"subject": subject, "reason": shortened(reason), "at": time.time()}
+        row = {"subject": subject, "reason": shorten(reason), "at": time.time()}
         with self._db.transaction():
             known = self.is_revoked(subject, "")
             self._db.insert("revocations", row, "ON CONFLICT (subject) DO NOTHING")

@@ -43,7 +43,7 @@ from fleetdistill_server.store.blobs import (
     Held,
     Space,
     Staged,
-    checked_digests,
+    check_digests,
     disk_errors,
     safetensors_header,
     stated,
@@ -101,7 +101,7 @@ class FileBlobs:
             header_bytes = 8 + int.from_bytes(view[:8], "little")
             parts, digests = _described_in(view[8:header_bytes])
             source = _MappedSource(view, header_bytes)
-            payload = Payload(parts, wire.slots(parts), source, *checked_digests(sha256, digests))
+            payload = Payload(parts, wire.slots(parts), source, *check_digests(sha256, digests))
             if len(view) != header_bytes + payload.data_bytes:
                 raise ValueError(f"its file has {len(view)} bytes, expected {header_bytes + payload.data_bytes}")
             if verify:

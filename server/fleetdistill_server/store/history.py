@@ -12,7 +12,7 @@ from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.records import Ask, Event, ReportedFigure, Traffic
 from fleetdistill_server.store.sums import Sums, figures_of_devices
 from fleetdistill_server.store.traffic import ENVELOPE, REFUSED, Counted
-from fleetdistill_server.texts import shortened
+from fleetdistill_server.texts import shorten
 
 
 class History:
@@ -39,7 +39,7 @@ class History:
         Returns:
             The event's id.
         """
-        row = {"run": run, "round": number, "device": device, "kind": kind, "code": code, "text": shortened(text)}
+        row = {"run": run, "round": number, "device": device, "kind": kind, "code": code, "text": shorten(text)}
         with self._db.transaction():
             self._db.log({**row, "ask": ask})
             return int(self._db.insert("events", {**row, "at": self._db.now()}, "RETURNING id")["id"])
@@ -83,7 +83,7 @@ class History:
         if number is not None:
             wanted["round"] = number
         if text is not None:
-            wanted["text"] = shortened(text)
+            wanted["text"] = shorten(text)
         condition = " AND ".join(f"{column} = ?" for column in wanted)
         return self._db.exists(f"SELECT 1 FROM events WHERE {condition} LIMIT 1", *wanted.values())
 

@@ -11,7 +11,7 @@ from fleetdistill.errors import DamagedError
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import ArraySource, Payload
 from fleetdistill.wire.v1 import knowledge_pb2
-from fleetdistill_server.store.blobs import NO_DIGESTS, Digests, Held, Space, Staged, checked_digests
+from fleetdistill_server.store.blobs import NO_DIGESTS, Digests, Held, Space, Staged, check_digests
 
 
 class MemoryBlobs:
@@ -73,7 +73,7 @@ class MemoryBlobs:
         return contextlib.nullcontext(True)
 
     def put(self, payload: Payload) -> None:
-        self._payloads[payload.digest] = payload if isinstance(payload.source, ArraySource) else _copied(payload)
+        self._payloads[payload.digest] = payload if isinstance(payload.source, ArraySource) else _copy(payload)
 
     def drop(self, sha256: bytes) -> None:
         self._payloads.pop(sha256, None)
@@ -106,7 +106,7 @@ class _MemoryStaging:
         return bytes(self._data[start : start + size])
 
     def commit(self, sha256: bytes) -> None:
-        self._blobs._payloads[sha256] = _payload(self.parts, bytes(self._data), *checked_digests(sha256, self.digests))
+        self._blobs._payloads[sha256] = _payload(self.parts, bytes(self._data), *check_digests(sha256, self.digests))
         self.discard()
 
     def discard(self) -> None:
@@ -116,7 +116,7 @@ class _MemoryStaging:
         return
 
 
-def _copied(payload: Payload) -> Payload:
+def _copy(payload: Payload) -> Payload:
     data = b"".join(wire.pieces(payload.source, 0, payload.data_bytes))
     return _payload(payload.parts, data, payload.sha256, payload.blake3)
 

@@ -89,7 +89,7 @@ class ObjectBlobs(FileBlobs):
         return math.inf
 
     def held(self) -> list[Held]:
-        return list(self._listed().values())
+        return list(self._list_names().values())
 
     def drop(self, sha256: bytes) -> None:
         super().drop(sha256)
@@ -111,7 +111,7 @@ class ObjectBlobs(FileBlobs):
                 self._delete(key)
 
     def trim(self) -> None:
-        held = self._listed()
+        held = self._list_names()
         for path in self._directory.glob(f"??/*{SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):  # another process of this host trims too
                 unused = time.time() - path.stat().st_mtime
@@ -154,7 +154,7 @@ class ObjectBlobs(FileBlobs):
         with object_errors(f"deleting {key}"), contextlib.suppress(FileNotFoundError):
             self._objects.rm_file(key)
 
-    def _listed(self) -> dict[str, Held]:
+    def _list_names(self) -> dict[str, Held]:
         """Returns the objects of payloads and checkpoints by their digests in hex."""
         held = {}
         with object_errors("listing the payloads"), contextlib.suppress(FileNotFoundError):

@@ -11,7 +11,7 @@ from typing import Any
 from fleetdistill.state import failpoints
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.records import OperatorCall
-from fleetdistill_server.texts import shortened
+from fleetdistill_server.texts import shorten
 
 __all__ = ["BEGUN", "LOCAL", "Outcome", "caller_in_words"]
 
@@ -84,7 +84,7 @@ class OperatorCalls:
         Deletes the oldest calls above `KEPT`. Refused calls are counted separately, and so never displace changes.
         """
         row: Row = {"role": call.role, "name": call.name[:64], "call": call.call, "address": call.address}
-        row |= {"arguments": _text_of(call.arguments), "result": shortened(result), "refused": int(refused)}
+        row |= {"arguments": _text_of(call.arguments), "result": shorten(result), "refused": int(refused)}
         with self._db.transaction():
             number = int(self._db.value("SELECT coalesce(max(id), 0) + 1 FROM operator_calls"))
             self._db.insert("operator_calls", {"id": number, "at": self._db.now(), **row})
@@ -118,7 +118,7 @@ class OperatorCalls:
         failpoints.hit("operators.before-result")
         sql = "UPDATE operator_calls SET result = ?, refused = ? WHERE id = ?"
         with self._db.transaction():
-            self._db.write(sql, shortened(result), int(refused), number)
+            self._db.write(sql, shorten(result), int(refused), number)
             self._db.after_commit(_hit_after_result)
 
     def last(self) -> int:
@@ -178,4 +178,4 @@ def _text_of(arguments: Mapping[str, Any]) -> str:
         else value
         for name, value in arguments.items()
     }
-    return shortened(json.dumps(shown))
+    return shorten(json.dumps(shown))

@@ -34,7 +34,7 @@ from fleetdistill_server.store.postgres_connection import (
     store_key,
 )
 from fleetdistill_server.store.postgres_notices import Notices, role_key
-from fleetdistill_server.store.postgres_schema import CREATE_MIGRATIONS, MIGRATIONS, translated
+from fleetdistill_server.store.postgres_schema import CREATE_MIGRATIONS, MIGRATIONS, translate
 from fleetdistill_server.store.schema import migrations
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class PostgresDatabase(Database):
         applied = set(self.applied_migrations())
         if not applied:
             self.write(CREATE_MIGRATIONS)
-        database = cast("Any", SimpleNamespace(execute=lambda sql: self.write(translated(sql))))
+        database = cast("Any", SimpleNamespace(execute=lambda sql: self.write(translate(sql))))
         for one in migrations.pending(sqlite_utils.Database(memory=True)):
             if one.name not in applied:
                 one.fn(database)
@@ -160,7 +160,7 @@ class PostgresDatabase(Database):
         return self._open.transaction()
 
     def _execute(self, sql: str, values: tuple[Any, ...]) -> tuple[list[Row], int]:
-        text, given = numbered(sql), [_value(one) for one in values]
+        text, given = number_parameters(sql), [_value(one) for one in values]
         if self._open is not None:
             cursor = self._open.execute(text, given)
         else:
@@ -203,7 +203,7 @@ class PostgresDatabase(Database):
 
 
 @lru_cache(maxsize=1024)
-def numbered(sql: str) -> str:
+def number_parameters(sql: str) -> str:
     """Replaces SQLite's placeholders `?` and `?1` by PostgreSQL's `$1`."""
     numbers = count(1)
     return _PLACEHOLDER.sub(lambda found: f"${found[1] or next(numbers)}", sql)

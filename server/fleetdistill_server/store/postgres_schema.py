@@ -21,6 +21,6 @@ _WORDS = {
 _WORD = re.compile(r"\b(?:" + "|".join(map(re.escape, _WORDS)) + ")")
 
 
-def translated(statement: str) -> str:
+def translate(statement: str) -> str:
     """Returns a statement of a migration in PostgreSQL's types."""
     return _WORD.sub(lambda found: _WORDS[found[0]], statement)

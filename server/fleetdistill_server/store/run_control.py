@@ -16,7 +16,7 @@ from fleetdistill_server.store.devices import HAS_ITS_DEVICES
 from fleetdistill_server.store.history import History
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.states import ACTIVE, RunStatus, check_run_change, sql_list
-from fleetdistill_server.texts import shortened
+from fleetdistill_server.texts import shorten
 
 WAIT_SECONDS = 5.0
 """Seconds for which a run waits for devices before it gives up its engine to another run."""
@@ -121,7 +121,7 @@ class RunControl:
 
     def set_reason(self, name: str, reason: str) -> None:
         """Sets the reason in the status of a run that an engine works on."""
-        self._db.write(f"UPDATE runs SET reason = ? WHERE name = ? AND {_IS_ACTIVE}", shortened(reason), name)
+        self._db.write(f"UPDATE runs SET reason = ? WHERE name = ? AND {_IS_ACTIVE}", shorten(reason), name)
 
     def progress(self, name: str) -> RunPoint | None:
         """Returns how far a run's engine has come, or None for an unknown run."""
@@ -155,7 +155,7 @@ class RunControl:
             self._db.write(
                 "UPDATE runs SET status = ?, reason = ?, engine = NULL, paused_at = coalesce(paused_at, ?) "
                 "WHERE name = ?",
-                *(status, shortened(reason), self._db.now(), name),
+                *(status, shorten(reason), self._db.now(), name),
             )
 
     def stop_failed(self, name: str, token: str, reason: str) -> bool:
@@ -164,7 +164,7 @@ class RunControl:
             changed = self._db.write(
                 f"UPDATE runs SET status = 'stopped', reason = ?, engine = NULL WHERE name = ? AND engine = ? "
                 f"AND {_IS_ACTIVE}",
-                *(shortened(reason), name, token),
+                *(shorten(reason), name, token),
             )
             if changed:
                 self._history.add_event(name, "stopped", reason)

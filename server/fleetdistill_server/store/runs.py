@@ -34,7 +34,7 @@ from fleetdistill_server.store.states import (
 )
 from fleetdistill_server.store.sums import EVERY, Sums
 from fleetdistill_server.store.unsettled import first_needed_round, report_late_answers, settle, settle_until
-from fleetdistill_server.texts import shortened
+from fleetdistill_server.texts import shorten
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Runs:
         """
         with self._db.transaction():
             check_run_change(self._db, name, status)
-            self._db.write("UPDATE runs SET status = ?, reason = ? WHERE name = ?", status, shortened(reason), name)
+            self._db.write("UPDATE runs SET status = ?, reason = ? WHERE name = ?", status, shorten(reason), name)
 
     def stop(self, name: str, reason: str) -> bool:
         """Stops a run until it is started again, and closes its open round as short; its engine loses ownership.
@@ -332,9 +332,9 @@ class Runs:
     def close_short_round(self, run: str, number: int, reason: str) -> None:
         """Closes a short round: all unused uploads become `reported`, and it does not count as a completed round."""
         with self._db.transaction():
-            why = shortened(reason)
+            why = shorten(reason)
             self._end_round(run, number, RoundStatus.SHORT, why, {})
-            settle_until(self._db, run, number, shortened(f"round short: {why}"))
+            settle_until(self._db, run, number, shorten(f"round short: {why}"))
 
     def _end_round(
         self, run: str, number: int, status: RoundStatus, reason: str | None, figures: Mapping[str, Any]

@@ -33,21 +33,21 @@ class RoundIds:
     @cached_property
     def trace(self) -> int:
         """Id of the round's trace."""
-        return self._derived(_TRACE_BYTES, "trace")
+        return self._derive(_TRACE_BYTES, "trace")
 
     @cached_property
     def round(self) -> int:
         """Id of the span of the round, the root of its trace."""
-        return self._derived(_SPAN_BYTES, "round")
+        return self._derive(_SPAN_BYTES, "round")
 
     def ask(self, step_number: int, device: str) -> int:
         """Returns the id of the span of a device's ask."""
-        return self._derived(_SPAN_BYTES, "ask", step_number, device)
+        return self._derive(_SPAN_BYTES, "ask", step_number, device)
 
     def place(self, span: int, sampled: bool) -> Place:
         """Returns the place of a span in this trace."""
         return Place(self.trace, span, sampled)
 
-    def _derived(self, size: int, *what: object) -> int:
+    def _derive(self, size: int, *what: object) -> int:
         name = json.dumps(["fleetdistill", self.run, self.created_at, self.number, *what])
         return int.from_bytes(sha256(name.encode()).digest()[:size]) or 1  # 0 is invalid

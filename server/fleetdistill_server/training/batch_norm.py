@@ -17,7 +17,7 @@ def over_all_ranks(model: nn.Module) -> Iterator[None]:
     """Makes batch-norm layers in train mode use the statistics of all processes' rows within the block."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     for norm in norms:
-        norm.forward = partial(_normalised, norm)  # type: ignore[method-assign]
+        norm.forward = partial(_normalise, norm)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -25,7 +25,7 @@ def over_all_ranks(model: nn.Module) -> Iterator[None]:
             del norm.forward
 
 
-def _normalised(norm: _BatchNorm, values: Tensor) -> Tensor:
+def _normalise(norm: _BatchNorm, values: Tensor) -> Tensor:
     """Returns the normalised values `[b, C, ...]` and updates the running statistics."""
     if not norm.training:
         return type(norm).forward(norm, values)
@@ -33,10 +33,10 @@ def _normalised(norm: _BatchNorm, values: Tensor) -> Tensor:
     wide = values.float()
     count = torch.tensor([values.numel() / values.shape[1]], device=values.device)
     distributed.all_reduce(count)
-    mean_c = _summed(wide.sum(axes)) / count
+    mean_c = _sum_over_ranks(wide.sum(axes)) / count
     shape = [-1 if axis == 1 else 1 for axis in range(values.ndim)]
     centred = wide - mean_c.view(shape)
-    variance_c = _summed(centred.square().sum(axes)) / count
+    variance_c = _sum_over_ranks(centred.square().sum(axes)) / count
     _update(norm, mean_c.detach(), variance_c.detach() * count / (count - 1).clamp_min(1))
     scaled = centred * (variance_c + norm.eps).rsqrt().view(shape)
     if norm.affine:
@@ -44,7 +44,7 @@ def _normalised(norm: _BatchNorm, values: Tensor) -> Tensor:
     return scaled.to(values.dtype)
 
 
-def _summed(values: Tensor) -> Tensor:
+def _sum_over_ranks(values: Tensor) -> Tensor:
     """Returns the sum over all processes, through which gradients flow."""
     total: Tensor = all_reduce(values)
     return total

@@ -28,7 +28,7 @@ class ProcessLostError(Exception):
 
 
 @contextmanager
-def connected() -> Iterator[None]:
+def connect() -> Iterator[None]:
     """Raises ProcessLostError for an error of the communication in the block."""
     try:
         yield
@@ -122,7 +122,7 @@ class JoinedRanks(Ranks):
     def summed(self, loss: Tensor, gradients: Sequence[Tensor]) -> Tensor:
         values = [loss.reshape(1), *gradients]
         together = torch.cat([one.flatten() for one in values])
-        with connected():
+        with connect():
             distributed.all_reduce(together)
         for one, total in zip(values, together.split([one.numel() for one in values]), strict=True):
             one.copy_(total.view_as(one))
@@ -130,7 +130,7 @@ class JoinedRanks(Ranks):
 
     def from_first(self, value: Any) -> Any:
         found = [value]
-        with connected():
+        with connect():
             distributed.broadcast_object_list(found, src=0, device=torch.device("cpu"))
         return found[0]
 

@@ -76,7 +76,7 @@ class ResumePoints:
     def save(self, key: str, state: Any) -> None:
         """Starts to write a resume point; copies the state's tensors first."""
         self._last, self._saved = self._now(), True
-        self._writing = self._thread.submit(self._save, key, copied(state))
+        self._writing = self._thread.submit(self._save, key, copy(state))
 
     def _save(self, key: str, state: Any) -> None:
         try:
@@ -97,10 +97,10 @@ class ResumePoints:
             self._saved = False
 
 
-def copied(state: Any) -> Any:
+def copy(state: Any) -> Any:
     """Returns a state of dicts, lists and tensors with copies of its tensors on the CPU."""
     if isinstance(state, Tensor):
         return torch.empty_like(state, device="cpu").copy_(state)
     if isinstance(state, dict):
-        return {key: copied(value) for key, value in state.items()}
-    return [copied(value) for value in state] if isinstance(state, list | tuple) else state
+        return {key: copy(value) for key, value in state.items()}
+    return [copy(value) for value in state] if isinstance(state, list | tuple) else state

@@ -71,14 +71,14 @@ class Pool:
 
     def _copied(self, rows_b: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         """Returns a mini-batch on the device, and the event after which a GPU has it."""
-        gathered = self._gathered(rows_b)
+        gathered = self._gather(rows_b)
         if self._stream is None:
             return gathered.to(self._device), None
         with torch.cuda.stream(self._stream):
             moved = gathered.to(self._device, non_blocking=True)
             return moved, self._stream.record_event()
 
-    def _gathered(self, rows_b: Tensor) -> Tensor:
+    def _gather(self, rows_b: Tensor) -> Tensor:
         """Copies rows one by one, which takes a tenth of the time of indexing each part."""
         like = self._like
         taken = torch.empty((len(rows_b), *like.shape[1:]), dtype=like.dtype, pin_memory=self._stream is not None)

@@ -62,8 +62,8 @@ class ShardedWeights(Weights):
         if kind is not None and not issubclass(kind, KnowledgeError):
             return  # this process ends, and the others do not gather their weights
         for whole, part in self._parts.items():
-            whole.data = _gathered(part)
-        self._replace_states(lambda value, part: _gathered(value).cpu())
+            whole.data = _gather(part)
+        self._replace_states(lambda value, part: _gather(value).cpu())
         self._move_optimizer({part: whole for whole, part in self._parts.items()})
 
     # --- layers
@@ -118,14 +118,12 @@ class ShardedWeights(Weights):
         return bool(agreed)
 
     def state(self) -> dict[str, Any]:
-        gathered = {whole: _gathered(part).cpu() for whole, part in self._parts.items()}
+        gathered = {whole: _gather(part).cpu() for whole, part in self._parts.items()}
         named = self._model.named_parameters(remove_duplicate=False)
         weights = {name: gathered[parameter].detach() for name, parameter in named}
         optimizer = self._optimizer.state_dict()
         optimizer["state"] = {
-            number: {
-                name: _gathered(value).cpu() if isinstance(value, DTensor) else value for name, value in one.items()
-            }
+            number: {name: _gather(value).cpu() if isinstance(value, DTensor) else value for name, value in one.items()}
             for number, one in optimizer["state"].items()
         }
         return {"model": {**self._model.state_dict(), **weights}, "optimizer": optimizer}
@@ -157,6 +155,6 @@ def _part_like(whole: Tensor, part: Tensor) -> Tensor:
     return divided.clone()  # without the memory of the whole
 
 
-def _gathered(value: Tensor) -> Tensor:
+def _gather(value: Tensor) -> Tensor:
     """Returns the whole of a sharded tensor."""
     return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fleetdistill.training.local_training import (
     TrainingReport,
     check_plan,
-    checked_smallest_batch,
+    check_smallest_batch,
     extract,
     smallest_batch,
 )
@@ -96,7 +96,7 @@ class Trainer:
         """
         sizes = [pools] if isinstance(pools, int) else list(pools)
         check_plan(epochs, batch_size)
-        smallest = checked_smallest_batch(model, sum(sizes), batch_size)
+        smallest = check_smallest_batch(model, sum(sizes), batch_size)
         frozen = sum(sizes) < smallest_batch(model)
         plan = Plan(
             model=model,

@@ -6,7 +6,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.store.records import Ask, Certificate, Participation, ReportedFigure, Upload
 from fleetdistill_server.store.states import AskStatus
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.texts import rounded, when
+from fleetdistill_server.texts import round_or_none, when
 from fleetdistill_server.views.progress import state_of
 from fleetdistill_server.views.runs import TableRow, View, contract_of, device_rows, event_row
 
@@ -115,7 +115,7 @@ def _figure_row(figure: ReportedFigure) -> TableRow:
         "round": figure.round,
         "name": figure.name,
         "split": figure.split,
-        "mean": rounded(figure.mean, 4),
+        "mean": round_or_none(figure.mean, 4),
         "count": figure.count,
     }
 

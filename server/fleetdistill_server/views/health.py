@@ -12,7 +12,7 @@ from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.texts import readable_bytes, shortened, when
+from fleetdistill_server.texts import readable_bytes, shorten, when
 
 _MAX_REASON = 300
 
@@ -44,7 +44,7 @@ def failed_runs(store: Store) -> list[str]:
     """Returns a sentence for each run that its failing engine stopped, until the run is started again or deleted."""
     text = "run {name!r} stopped after a failure at {at}: {reason}; when it is mended, `fleetdistill runs start {name}`"
     return [
-        text.format(name=run.name, at=when(run.at), reason=shortened(run.reason, _MAX_REASON))
+        text.format(name=run.name, at=when(run.at), reason=shorten(run.reason, _MAX_REASON))
         for run in store.run_control.failed()
     ]
 

@@ -11,7 +11,7 @@ from fleetdistill_server.store.run_figures import round_figures
 from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
-from fleetdistill_server.texts import rounded
+from fleetdistill_server.texts import round_or_none
 from fleetdistill_server.views.runs import TableRow, View, bytes_by, contract_of, event_row, round_rows, run_row
 
 __all__ = ["RECENT"]
@@ -48,8 +48,8 @@ def _glance(store: Store, run: Run, present: bool) -> TableRow:
     rates = [name for name, figure in run.figures.items() if figure.unit == "accuracy"]
     return {
         "present": len(store.devices.present(run.name)) if present else 0,
-        "round_seconds": rounded(mean, 2),
-        "seconds_left": rounded(left, 1),
+        "round_seconds": round_or_none(mean, 2),
+        "seconds_left": round_or_none(left, 1),
         "test_accuracy": _last(one.test_accuracy for one in newest),
         "method_accuracies": {run.figures[name].label: _last(one.method[name] for one in newest) for name in rates},
         "global_accuracy": _last(one.global_accuracy for one in newest),
@@ -59,7 +59,7 @@ def _glance(store: Store, run: Run, present: bool) -> TableRow:
 
 
 def _last(values: Iterable[float | str | None]) -> float | str | None:
-    return rounded(next((value for value in reversed(list(values)) if value is not None), None), 4)
+    return round_or_none(next((value for value in reversed(list(values)) if value is not None), None), 4)
 
 
 def rounds(store: Store, run: str, after: int) -> View:

@@ -18,7 +18,7 @@ from fleetdistill_server.store.run_figures import RoundFigures, round_figures
 from fleetdistill_server.store.states import ACTIVE, QUEUED, WAITING, RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
-from fleetdistill_server.texts import counted, rounded, to_json, when
+from fleetdistill_server.texts import counted, round_or_none, to_json, when
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
 from fleetdistill_server.views.suspects import suspects_by_round
 
@@ -117,11 +117,11 @@ def round_rows(store: Store, run: Run, figures: Sequence[RoundFigures]) -> list[
             "guards": one.guards,
             "kept": one.kept,
             "replaced": one.replaced,
-            "seconds": rounded(one.round.seconds, 2),
-            "train_loss": rounded(one.train_loss, 4),
-            "test_accuracy": rounded(one.test_accuracy, 4),
-            **{name: rounded(value, run.figures[name].digits) for name, value in one.method.items()},
-            "global_accuracy": rounded(one.global_accuracy, 4),
+            "seconds": round_or_none(one.round.seconds, 2),
+            "train_loss": round_or_none(one.train_loss, 4),
+            "test_accuracy": round_or_none(one.test_accuracy, 4),
+            **{name: round_or_none(value, run.figures[name].digits) for name, value in one.method.items()},
+            "global_accuracy": round_or_none(one.global_accuracy, 4),
             "suspects": ", ".join(suspects.get(one.round.number, ())),
             "bytes_up": one.bytes_up,
             "bytes_down": one.bytes_down,
@@ -242,7 +242,7 @@ def _answers(store: Store, run: str) -> dict[str, list[TableRow]]:
     for answer, newest in answers.items():
         for figure in newest:
             row = rows.setdefault(figure.device, {"device": figure.device, **dict.fromkeys(answers)})
-            row[answer] = rounded(figure.mean, 4)
+            row[answer] = round_or_none(figure.mean, 4)
     return {"test_accuracy_of_answers": [rows[device] for device in sorted(rows)]}
 
 
@@ -301,7 +301,7 @@ def _device_row(device: Device, reported: _Reported, revoked: set[str], *, serve
         "model": profile.model_name,
         "parameters": profile.parameters,
         "samples": profile.samples,
-        "test_accuracy": None if accuracy is None else rounded(accuracy.mean, 4),
+        "test_accuracy": None if accuracy is None else round_or_none(accuracy.mean, 4),
         "leave_one_out": round(expectation.rates["general"], 4) if expectation is not None else None,
         "kept": None if replacements is None else replacements.kept,
         "replaced": None if replacements is None else replacements.replaced,

@@ -13,7 +13,7 @@ from fleetdistill_server.store.run_figures import RoundFigures
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.states import AT_REST, RoundStatus
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.texts import rounded
+from fleetdistill_server.texts import round_or_none
 from fleetdistill_server.views.runs import TableRow
 
 LOOK_SECONDS = 0.5
@@ -56,11 +56,11 @@ def _round_row(figures: RoundFigures) -> TableRow:
         "answers": figures.answers.accepted,
         "used": figures.answers.used,
         "reported": figures.answers.reported,
-        "test_accuracy": rounded(figures.test_accuracy, 4),
+        "test_accuracy": round_or_none(figures.test_accuracy, 4),
         "guards": figures.guards,
         "bytes_up": figures.bytes_up,
         "bytes_down": figures.bytes_down,
-        "seconds": rounded(shown.seconds, 2),
+        "seconds": round_or_none(shown.seconds, 2),
     }
 
 

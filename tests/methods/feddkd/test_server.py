@@ -36,7 +36,7 @@ from fleetdistill.knowledge import ModelParameters
 from fleetdistill.training.losses import distillation_loss, soft_targets
 from fleetdistill.training.parameters import load_parameters
 from fleetdistill_server.methods.averaging import WeightedMean
-from fleetdistill_server.methods.feddkd import Gradients, limited
+from fleetdistill_server.methods.feddkd import Gradients, limit
 from fleetdistill_server.testing import FakeCohort
 
 
@@ -278,12 +278,12 @@ def test_a_loss_that_becomes_infinite_is_a_rise() -> None:
 def test_the_limit_shortens_and_never_turns_a_gradient(values: list[float], longest: float) -> None:
     whole = {"a": np.array(values[:1], np.float32), "b": np.array(values[1:], np.float32)}
     norm = math.sqrt(sum(value**2 for value in values))
-    short = limited(whole, longest)
+    short = limit(whole, longest)
     joined = np.concatenate([short["a"], short["b"]]).astype(np.float64)
     assert np.linalg.norm(joined) <= max(min(norm, longest) * (1 + 1e-5), 1e-30)
     if norm > 1e-20:
         np.testing.assert_allclose(joined, np.array(values) * min(1, longest / norm), rtol=1e-5, atol=1e-6)
-    assert limited(whole, None) is whole
+    assert limit(whole, None) is whole
 
 
 def test_the_limit_on_the_norm_bounds_the_step() -> None:

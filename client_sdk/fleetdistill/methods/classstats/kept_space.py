@@ -10,13 +10,13 @@ import numpy as np
 from fleetdistill.knowledge import ClassSpace
 
 
-def copied(space: ClassSpace) -> ClassSpace:
+def copy(space: ClassSpace) -> ClassSpace:
     """Returns a copy in memory; the arrays of a received space are mapped from a file that is deleted later."""
     arrays = {name: np.array(value) for name, value in vars(space).items() if name != "labels"}
     return ClassSpace(labels=list(space.labels), **arrays)
 
 
-def packed(space: ClassSpace) -> dict[str, Any]:
+def pack(space: ClassSpace) -> dict[str, Any]:
     """Returns a space in the form that `fleetdistill.state.state_file` stores."""
     import torch
 
@@ -24,6 +24,6 @@ def packed(space: ClassSpace) -> dict[str, Any]:
     return {"labels": list(space.labels), **arrays}
 
 
-def unpacked(state: Mapping[str, Any]) -> ClassSpace:
-    """Returns the space in a value of `packed`."""
+def unpack(state: Mapping[str, Any]) -> ClassSpace:
+    """Returns the space in a value of `pack`."""
     return ClassSpace(**{name: value if name == "labels" else value.numpy() for name, value in state.items()})

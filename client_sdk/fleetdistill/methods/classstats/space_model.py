@@ -18,7 +18,7 @@ from fleetdistill.knowledge import Array, ClassSpace
 from fleetdistill.methods.classstats.class_space import BELOW_ALL
 from fleetdistill.methods.classstats.kept_features import FixedFeatures, projection_tensor
 from fleetdistill.models import PREDICTORS, check_predictor
-from fleetdistill.models.shapes import checked_classes
+from fleetdistill.models.shapes import check_classes
 
 MakePredictor = Callable[[int, int], nn.Module]
 """(q, C) -> a module from coordinates `[batch, q]` to logits `[batch, C]`."""
@@ -37,11 +37,11 @@ def make_predictor(wanted: str | MakePredictor, inputs: int, classes: int) -> nn
     """
     check_predictor(wanted)
     if callable(wanted):
-        made = wanted(inputs, checked_classes(classes))
+        made = wanted(inputs, check_classes(classes))
     else:
         widths = (inputs, *PREDICTORS[wanted])
         hidden = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
-        made = nn.Sequential(*hidden, nn.Linear(widths[-1], checked_classes(classes)))
+        made = nn.Sequential(*hidden, nn.Linear(widths[-1], check_classes(classes)))
     with torch.no_grad():
         shape = tuple(made.eval()(torch.zeros(2, inputs)).shape)
     if shape != (2, classes):
@@ -131,8 +131,8 @@ class SpaceModel(nn.Module):
             prior: Class shares of a personal variant, `[C]`; None for uniform ones.
         """
         where = self.above.directions.device
-        self.above.directions = _padded(space.directions, self.above.directions.shape).to(where)
-        self.above.origin = _padded(space.origin, self.above.origin.shape).to(where)
+        self.above.directions = _pad(space.directions, self.above.directions.shape).to(where)
+        self.above.origin = _pad(space.origin, self.above.origin.shape).to(where)
         self.above.temperature = torch.tensor(float(temperature), device=where)
         log_prior = np.zeros(len(self.above.log_prior)) if prior is None else np.log(prior)
         self.above.log_prior = torch.tensor(log_prior, dtype=torch.float32, device=where)
@@ -167,7 +167,7 @@ def _fill(closed: ClosedForm, space: ClassSpace) -> None:
     closed.centres, closed.present = centres.to(closed.centres.device), present.to(closed.present.device)
 
 
-def _padded(array: Array, shape: Any) -> Tensor:
+def _pad(array: Array, shape: Any) -> Tensor:
     found = torch.zeros(*shape)
     found[..., : array.shape[-1]] = torch.tensor(array, dtype=torch.float32)
     return found

@@ -78,7 +78,7 @@ def train_predictor(
     drawn, drawn_labels = draw_in_space(space, math.ceil(every_step / len(space.labels)), draw_seed)
     order = _in_order(len(drawn_labels), derive_seed(seed, "drawn"))
     optimizer = make_local_optimizer(config, predictor.parameters())
-    own, others = _widened(coordinates_nq, classes - 1), _widened(drawn, classes - 1)
+    own, others = _widen(coordinates_nq, classes - 1), _widen(drawn, classes - 1)
     labels, other_labels = torch.from_numpy(labels_n), torch.from_numpy(drawn_labels)
 
     def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
@@ -106,7 +106,7 @@ def _in_order(count: int, seed: int) -> Iterator[int]:
         yield from torch.randperm(count, generator=generator).tolist()
 
 
-def _widened(rows_nq: Array, width: int) -> Tensor:
+def _widen(rows_nq: Array, width: int) -> Tensor:
     wide = torch.zeros(len(rows_nq), width)
     wide[:, : rows_nq.shape[1]] = torch.tensor(rows_nq, dtype=torch.float32)
     return wide
@@ -147,7 +147,7 @@ def teach_network(
 
     def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
         _set_rate(optimizer, config.own_network_rate * _FALLS_TO ** (epoch / max(passes - 1, 1)))
-        moved = _moved(own[rows_b.cpu()], generator)
+        moved = _move(own[rows_b.cpu()], generator)
         images = moved if order is None else torch.cat([moved, drawn[[next(order) for _ in range(len(rows_b))]]])
         with torch.no_grad():
             soft = soft_targets(general(images), _TAUGHT_AT).to(where)
@@ -187,13 +187,13 @@ def draw_images(
     classes = len(space.labels)
     rows, _ = draw_in_space(space, -(-count // classes), derive_seed(seed, "images"))
     chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count]
-    wanted = _widened(rows, general.above.origin.shape[0])[chosen]
+    wanted = _widen(rows, general.above.origin.shape[0])[chosen]
     begin = torch.randint(len(images_nchw), (count,), generator=torch.Generator().manual_seed(derive_seed(seed, "own")))
     batches = zip(images_nchw[begin].split(_DRAWN_AT_ONCE), wanted.split(_DRAWN_AT_ONCE), strict=True)
-    return torch.cat([_inverted(general, images, rows_v) for images, rows_v in batches])
+    return torch.cat([_invert(general, images, rows_v) for images, rows_v in batches])
 
 
-def _inverted(general: SpaceModel, images: Tensor, wanted_v: Tensor) -> Tensor:
+def _invert(general: SpaceModel, images: Tensor, wanted_v: Tensor) -> Tensor:
     found = images.clone().requires_grad_()
     optimizer = torch.optim.Adam([found], lr=_DRAWING_RATE)
     for number in range(_DRAWING_STEPS):
@@ -207,7 +207,7 @@ def _inverted(general: SpaceModel, images: Tensor, wanted_v: Tensor) -> Tensor:
     return found.detach()
 
 
-def _moved(images_bchw: Tensor, generator: torch.Generator) -> Tensor:
+def _move(images_bchw: Tensor, generator: torch.Generator) -> Tensor:
     """Returns the images shifted by up to a fourteenth of their width, with repeated edges and Gaussian noise."""
     reach = max(images_bchw.shape[-1] // 14, 1)
     padded = functional.pad(images_bchw, (reach,) * 4, mode="replicate")

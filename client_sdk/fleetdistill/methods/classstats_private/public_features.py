@@ -23,7 +23,7 @@ from fleetdistill.methods.classstats.config import SCATTERING
 from fleetdistill.methods.classstats.projection import projection_for
 from fleetdistill.methods.classstats_private.config import MAX_OUTPUTS, MAX_WHITENED
 from fleetdistill.models.scattering import SMALLEST_SIDE, scattering
-from fleetdistill.models.shapes import checked_image
+from fleetdistill.models.shapes import check_image
 from fleetdistill.training.model import output_shape
 
 CONSTANTS = Path(__file__).with_name("whitening.npz")
@@ -67,7 +67,7 @@ class WhitenedScattering(nn.Module):
             ConfigurationError: The inputs are not grey or colour images, or `dimensions` is too large.
         """
         super().__init__()
-        channels, height, width = checked_image(input_shape, smallest=SMALLEST_SIDE)
+        channels, height, width = check_image(input_shape, smallest=SMALLEST_SIDE)
         if channels not in (1, 3) or dimensions > MAX_WHITENED:
             raise ConfigurationError(
                 f"private scattering needs images of 1 or 3 channels and dimensions of at most {MAX_WHITENED}, got "

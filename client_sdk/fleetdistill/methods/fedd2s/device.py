@@ -39,7 +39,7 @@ Term = Callable[["Tensor"], "Tensor"]
 """Positions of a mini-batch's rows [b] -> one term of the loss, a scalar."""
 
 
-def scheduled(config: FedD2SConfig, distil: Term | None, label: Term) -> Callable[[int, Tensor], Iterator[Tensor]]:
+def schedule(config: FedD2SConfig, distil: Term | None, label: Term) -> Callable[[int, Tensor], Iterator[Tensor]]:
     """Returns the losses of one phase for `train_steps`: J and then Q for each mini-batch, or their sum.
 
     Args:
@@ -147,7 +147,7 @@ class FedD2SDevice(DeviceMethod):
         """Trains on the server's soft labels and on the labels (Algorithm 1, after the server's phase)."""
         layer = self._layer(ask)  # message 4: l
         distil, unknown = self.distillation(ask, layer)  # J of eq. (12)
-        losses = scheduled(self.config, distil, self._label_loss)  # with Q of eq. (13)
+        losses = schedule(self.config, distil, self._label_loss)  # with Q of eq. (13)
         self.train_local(losses, self._optimizer, ask.seed, epochs=phase_epochs(self.config))
         self.participations += 1
         return Answer(parts={}, samples=len(self.local.data), notes={"unknown_ids": unknown})

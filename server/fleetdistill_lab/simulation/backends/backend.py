@@ -12,7 +12,7 @@ from typing import Protocol
 
 from fleetdistill.compute.base import Computed
 from fleetdistill.errors import FleetDistillError
-from fleetdistill.link.downloads import checked
+from fleetdistill.link.downloads import check_payload
 from fleetdistill.training.onnx_file import OnnxReport
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import knowledge_pb2
@@ -39,7 +39,7 @@ class PackedPayload:
     def unpacked(self) -> Payload:
         """Returns the payload, after a check of its digest."""
         header = knowledge_pb2.PayloadHeader.FromString(self.header)
-        return checked(header, self.data, header.sha256)
+        return check_payload(header, self.data, header.sha256)
 
 
 @dataclass(frozen=True)

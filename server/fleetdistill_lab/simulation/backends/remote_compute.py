@@ -40,7 +40,7 @@ class RemoteCompute(Compute):
         if self._description is None:
             found = self._work.started(self._spec.name)
             if found is None or found.description is None:
-                found = _checked(self._work.result(Task(self._spec, prepare_only=True)))
+                found = _check(self._work.result(Task(self._spec, prepare_only=True)))
             self._description = found.description
         assert self._description is not None  # or an error
         return self._description
@@ -78,7 +78,7 @@ class RemoteCompute(Compute):
         if self._first is None:
             found = self._work.started(self._spec.name)
             if found is None or found.first is None:
-                found = _checked(self._work.result(Task(self._spec)))
+                found = _check(self._work.result(Task(self._spec)))
             self._first = found.first
         assert self._first is not None  # the task has no state
         return self._first
@@ -88,9 +88,7 @@ class RemoteCompute(Compute):
         self.has_state = True
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
-        found = _checked(
-            self._work.result(self._work.answer_task(self._spec, self._state, self._delivered, ask, allow))
-        )
+        found = _check(self._work.result(self._work.answer_task(self._spec, self._state, self._delivered, ask, allow)))
         assert found.computed is not None  # or an error
         self._computed, self._state = found.computed, found.computed.state
         return found.computed
@@ -113,14 +111,14 @@ class RemoteCompute(Compute):
         return made
 
     def export(self, path: Path, number: int) -> OnnxReport:
-        found = _checked(self._work.result(Task(self._spec, self._state, self._delivered, export_round=number))).export
+        found = _check(self._work.result(Task(self._spec, self._state, self._delivered, export_round=number))).export
         assert found is not None  # or an error
         for name, data in found.files.items():
             (path.parent / name).write_bytes(data)
         return found.report
 
 
-def _checked(result: Result) -> Result:
+def _check(result: Result) -> Result:
     if result.error is not None:
         raise result.error
     return result

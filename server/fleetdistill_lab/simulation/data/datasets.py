@@ -132,8 +132,8 @@ def load_dataset(
     clients = arrays.get("train_clients")
     return Dataset(
         name,
-        *(_sized(arrays["train_images"][rows], image_size), _label_tensor(arrays["train_labels"][rows])),
-        *(_sized(arrays["test_images"], image_size), _label_tensor(arrays["test_labels"])),
+        *(_resize(arrays["train_images"][rows], image_size), _label_tensor(arrays["train_labels"][rows])),
+        *(_resize(arrays["test_images"], image_size), _label_tensor(arrays["test_labels"])),
         DATASETS[name],
         None if clients is None else _label_tensor(clients[rows]),
     )
@@ -261,7 +261,7 @@ def _image_tensor(images: npt.NDArray[Any]) -> Tensor:
     return scaled[:, None] if scaled.ndim == 3 else scaled.permute(0, 3, 1, 2).contiguous()
 
 
-def _sized(images: npt.NDArray[Any], size: int | None) -> Tensor:
+def _resize(images: npt.NDArray[Any], size: int | None) -> Tensor:
     whole = _image_tensor(images)
     if size is None:
         return whole

@@ -88,7 +88,7 @@ def deal_classes(
         rows = rng.permutation(pool)
         shares_k = rng.dirichlet(np.full(devices, alpha))
         if balance:
-            shares_k = _balanced(shares_k, loads_k, even_share, alpha, rng)
+            shares_k = _balance(shares_k, loads_k, even_share, alpha, rng)
         sizes_k = cut_sizes(shares_k, len(pool))
         loads_k += sizes_k
         for mine, piece in zip(pieces, np.split(rows, np.cumsum(sizes_k)[:-1]), strict=True):
@@ -96,7 +96,7 @@ def deal_classes(
     return [np.concatenate(mine) for mine in pieces]
 
 
-def _balanced(shares_k: Floats, loads_k: Ints, even_share: float, alpha: float, rng: np.random.Generator) -> Floats:
+def _balance(shares_k: Floats, loads_k: Ints, even_share: float, alpha: float, rng: np.random.Generator) -> Floats:
     masked_k = mask_full_devices(shares_k, loads_k, even_share)
     if masked_k.any():
         return masked_k

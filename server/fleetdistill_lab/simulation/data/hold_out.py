@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill_lab.simulation.data.dealing import largest_remainder
-from fleetdistill_lab.simulation.data.split import Ints, checked_labels
+from fleetdistill_lab.simulation.data.split import Ints, check_labels
 
 
 def proxy_rows(labels: npt.ArrayLike, per_class: int) -> tuple[Ints, Ints]:
@@ -24,7 +24,7 @@ def proxy_rows(labels: npt.ArrayLike, per_class: int) -> tuple[Ints, Ints]:
         ConfigurationError: `per_class` is negative.
         DataError: The labels are not valid, or a class would have no rows left.
     """
-    y = checked_labels(labels)
+    y = check_labels(labels)
     if per_class < 0:
         raise ConfigurationError(f"proxy_per_class is {per_class}, must be at least 0")
     pools = [np.flatnonzero(y == label) for label in np.unique(y)]

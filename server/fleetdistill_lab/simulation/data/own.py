@@ -102,7 +102,7 @@ def digest_of(data: Dataset) -> str:
     return digest.hexdigest()
 
 
-def limited(data: Dataset, train_limit: int | None, image_size: int | None, seed: int) -> Dataset:
+def limit_rows(data: Dataset, train_limit: int | None, image_size: int | None, seed: int) -> Dataset:
     """Limits the training images and reduces the image size, as `load_dataset` does.
 
     Raises:

@@ -27,8 +27,8 @@ from fleetdistill_lab.simulation.data.split import (
     Partition,
     check_alpha,
     check_classes_per_device,
+    check_clients,
     check_no_empty_device,
-    checked_for,
     no_split,
     sorted_rows,
 )
@@ -36,7 +36,7 @@ from fleetdistill_lab.simulation.data.split import (
 
 def iid(labels: npt.ArrayLike, devices: int, seed: int) -> Partition:
     """Shuffles all rows and splits them evenly; sizes differ by at most one."""
-    y = checked_for(labels, devices)
+    y = check_clients(labels, devices)
     parts = np.array_split(np.random.default_rng(seed).permutation(len(y)), devices)
     return Partition("iid", sorted_rows(parts), {"devices": devices, "seed": seed})
 
@@ -72,7 +72,7 @@ def dirichlet_by_class(
     References:
         Wang et al., Federated Learning with Matched Averaging; the code of FedML, MOON, NIID-Bench and FedICT.
     """
-    y = checked_for(labels, devices)
+    y = check_clients(labels, devices)
     check_alpha(alpha)
     if max_tries < 1 or min_size < 0:
         raise ConfigurationError(f"max_tries is {max_tries} and min_size is {min_size}, must be at least 1 and 0")
@@ -120,7 +120,7 @@ def dirichlet_per_device(
         Acar et al., Federated Learning Based on Dynamic Regularization, and its code. The authors' code redraws a
         class until one is left, which may not terminate; this function always does.
     """
-    y = checked_for(labels, devices)
+    y = check_clients(labels, devices)
     check_alpha(alpha)
     if not (math.isfinite(unbalanced) and unbalanced >= 0):
         raise ConfigurationError(f"unbalanced is {unbalanced}, must be a finite number >= 0")
@@ -164,7 +164,7 @@ def classes_window(
         ConfigurationError: An argument is out of range.
         DataError: The labels are not valid, or a device would get no rows.
     """
-    y = checked_for(labels, devices)
+    y = check_clients(labels, devices)
     if stride < 1:
         raise ConfigurationError(f"stride is {stride}, must be at least 1")
     present = np.unique(y)
@@ -193,7 +193,7 @@ def classes_random(
         ConfigurationError: An argument is out of range.
         DataError: The labels are not valid, or a device would get no rows.
     """
-    y = checked_for(labels, devices)
+    y = check_clients(labels, devices)
     present = np.unique(y)
     check_classes_per_device(classes_per_device, len(present))
     rng = np.random.default_rng([seed, devices, classes_per_device])
@@ -224,7 +224,7 @@ def class_shards(labels: npt.ArrayLike, devices: int, classes_per_device: int, s
     References:
         McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data; FedRep, FedNTD.
     """
-    y = checked_for(labels, devices)
+    y = check_clients(labels, devices)
     present = np.unique(y)
     if classes_per_device < 1:
         raise ConfigurationError(f"classes_per_device is {classes_per_device}, must be at least 1")
@@ -260,7 +260,7 @@ def by_client(labels: npt.ArrayLike, devices: int, clients: npt.ArrayLike | None
         ConfigurationError: There are fewer clients than devices.
         DataError: The labels are not valid, or the data set has no clients.
     """
-    y = checked_for(labels, devices)
+    y = check_clients(labels, devices)
     if clients is None or len(own := np.asarray(clients)) != len(y):
         raise DataError("by_client needs a data set with train_clients; use femnist-digits or your own data")
     present = np.unique(own)

@@ -40,7 +40,7 @@ class Partition:
         Raises:
             DataError: A label is outside [0, classes).
         """
-        y = checked_labels(labels)
+        y = check_labels(labels)
         if y.max(initial=0) >= classes:
             raise DataError(f"label {y.max()} at row {y.argmax()} is outside [0, {classes})")
         return np.stack([np.bincount(y[rows], minlength=classes) for rows in self.indices]).astype(np.int64)
@@ -73,14 +73,14 @@ def sorted_rows(parts: list[npt.NDArray[np.intp]]) -> tuple[Ints, ...]:
     return tuple(np.sort(rows).astype(np.int64) for rows in parts)
 
 
-def checked_for(labels: npt.ArrayLike, devices: int) -> Ints:
+def check_clients(labels: npt.ArrayLike, devices: int) -> Ints:
     """Returns the labels as int64, after checking them and the number of devices.
 
     Raises:
         ConfigurationError: `devices` is below 1.
         DataError: The labels are not valid, or there are fewer rows than devices.
     """
-    y = checked_labels(labels)
+    y = check_labels(labels)
     if devices < 1:
         raise ConfigurationError(f"devices is {devices}, must be at least 1")
     if devices > len(y):
@@ -88,7 +88,7 @@ def checked_for(labels: npt.ArrayLike, devices: int) -> Ints:
     return y
 
 
-def checked_labels(labels: npt.ArrayLike) -> Ints:
+def check_labels(labels: npt.ArrayLike) -> Ints:
     """Returns the labels as int64 `[rows]`.
 
     Raises:

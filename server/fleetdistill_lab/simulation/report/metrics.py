@@ -76,7 +76,7 @@ def accuracy(counts_cc: Cells | Margins) -> float:
 def f1_by_class(counts_cc: Cells | Margins) -> Floats:
     """Returns F1 = 2 TP / (2 TP + FP + FN) of each class `[..., C]`; 0 for classes where this is 0 / 0."""
     found = Margins.of(counts_cc)
-    return _divided(2 * found.hits, found.predicted + found.rows, 0.0)
+    return _divide(2 * found.hits, found.predicted + found.rows, 0.0)
 
 
 def f1_weighted(counts_cc: Cells | Margins) -> float:
@@ -90,18 +90,18 @@ def f1_macro(counts_cc: Cells | Margins) -> float:
 
 
 def _accuracies(of: Margins) -> Floats:
-    return _divided(of.hits.sum(-1), of.rows.sum(-1), np.nan)
+    return _divide(of.hits.sum(-1), of.rows.sum(-1), np.nan)
 
 
 def _weighted_f1(of: Margins) -> Floats:
-    return _divided((of.rows * f1_by_class(of)).sum(-1), of.rows.sum(-1), np.nan)
+    return _divide((of.rows * f1_by_class(of)).sum(-1), of.rows.sum(-1), np.nan)
 
 
 def _macro_f1(of: Margins) -> Floats:
-    return _divided(f1_by_class(of).sum(-1), ((of.predicted + of.rows) > 0).sum(-1), np.nan)
+    return _divide(f1_by_class(of).sum(-1), ((of.predicted + of.rows) > 0).sum(-1), np.nan)
 
 
-def _divided(numbers: Cells, by: Cells, otherwise: float) -> Floats:
+def _divide(numbers: Cells, by: Cells, otherwise: float) -> Floats:
     """Returns the quotients, or `otherwise` where the divisor is 0."""
     filled = np.full(np.shape(numbers), otherwise)
     return np.asarray(np.divide(numbers, by, out=filled, where=np.asarray(by) > 0), np.float64)
@@ -203,7 +203,7 @@ def fleet_scores(
     Raises:
         ConfigurationError: `average` is unknown.
     """
-    own = _joined([Margins.of(one).part(number) for number, one in enumerate(counts_kjcc)])
+    own = _join([Margins.of(one).part(number) for number, one in enumerate(counts_kjcc)])
     generic, specific = c_gen(counts_kjcc, score), c_spec(own, score, average)
     nothing = np.zeros_like(own.hits)
     server = Margins(nothing, nothing, nothing) if server_jcc is None else Margins.of(server_jcc)
@@ -217,7 +217,7 @@ def fleet_scores(
     )
 
 
-def _joined(parts: Sequence[Margins]) -> Margins:
+def _join(parts: Sequence[Margins]) -> Margins:
     hits, predicted, rows = zip(*((one.hits, one.predicted, one.rows) for one in parts), strict=True)
     return Margins(np.stack(hits), np.stack(predicted), np.stack(rows))
 

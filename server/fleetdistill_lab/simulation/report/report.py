@@ -145,7 +145,7 @@ def _protection(store: Store, run: str, figures: Sequence[RoundFigures]) -> dict
 
 
 def _comparison(done: Outcome, shares: Ints, cost: Cost) -> dict[str, Any]:
-    compared = _compared(done, shares, cost)
+    compared = _compare(done, shares, cost)
     return {
         "comparison": [*_alone_row(done.controls.alone, shares), *(one.row() for one in compared)],
         "curves": [one.curve() for one in compared],
@@ -160,7 +160,7 @@ def write_report(report: FleetReport, out: Path) -> None:
         counts_jc=[one.samples_by_class for one in report.devices],
         class_names=report.class_names,
         device_names=[f"{one.name} ({one.model})" for one in report.devices],
-        partition=_described(report),
+        partition=_describe(report),
         curves=report.curves,
         by_device=_by_device(report),
         alone=report.mean_accuracy_alone,
@@ -214,12 +214,12 @@ def _by_device(report: FleetReport) -> DeviceCurves:
     )
 
 
-def _described(report: FleetReport) -> str:
+def _describe(report: FleetReport) -> str:
     given = report.partition_parameters
     return ", ".join([report.partition, *(f"{name} {given[name]}" for name in ("alpha", "seed") if name in given)])
 
 
-def _compared(done: Outcome, samples_jc: Ints, cost: Cost) -> list[Candidate]:
+def _compare(done: Outcome, samples_jc: Ints, cost: Cost) -> list[Candidate]:
     """Returns the models of the method and, unless the method is FedAvg, of the FedAvg control."""
     own = candidates(done.wanted.method, done.history, samples_jc, cost)
     fedavg = done.controls.fedavg

@@ -42,11 +42,11 @@ def load_arrays(file: str | Path) -> tuple[np.ndarray, np.ndarray]:
     """
     with open(file, "rb") as opened, zipfile.ZipFile(opened) as archive:
         mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        inputs, labels = (_mapped(mapped, archive.getinfo(f"{name}.npy")) for name in ("inputs", "labels"))
+        inputs, labels = (_map_file(mapped, archive.getinfo(f"{name}.npy")) for name in ("inputs", "labels"))
     return inputs, labels
 
 
-def _mapped(mapped: mmap.mmap, member: zipfile.ZipInfo) -> np.ndarray:
+def _map_file(mapped: mmap.mmap, member: zipfile.ZipInfo) -> np.ndarray:
     at = member.header_offset
     mapped.seek(at + _LOCAL_HEADER + sum(int.from_bytes(mapped[at + n : at + n + 2], "little") for n in (26, 28)))
     npy.read_magic(mapped)

@@ -168,8 +168,8 @@ def make_compute(spec: DeviceSpec, contract: contract_pb2.Contract, shared: Shar
 
 
 def _hostile(spec: DeviceSpec, contract: contract_pb2.Contract, computes: Mapping[str, Any]) -> TorchCompute:
-    from fleetdistill_lab.simulation.spec.hostile import HostileCompute, flipped
+    from fleetdistill_lab.simulation.spec.hostile import HostileCompute, flip
 
     inputs, labels = computes["data"].data
-    flipped_data = replace(computes["data"], data=(inputs, flipped(spec.attack, labels, spec.classes)))
+    flipped_data = replace(computes["data"], data=(inputs, flip(spec.attack, labels, spec.classes)))
     return HostileCompute(contract, spec.attack, **{**computes, "data": flipped_data})

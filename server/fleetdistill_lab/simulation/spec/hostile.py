@@ -35,14 +35,14 @@ Change = Callable[[str, Array, Array | None, np.random.Generator], Array]
 """Maps (array name, honest array, array received under this name or None, random generator) to the array to send."""
 
 
-def _reversed(name: str, honest: Array, start: Array | None, random: np.random.Generator) -> Array:
+def _reverse(name: str, honest: Array, start: Array | None, random: np.random.Generator) -> Array:
     """Multiplies the device's update by -5."""
     before = np.zeros_like(honest) if start is None else start
     changed: Array = before - 5 * (honest - before)
     return changed
 
 
-def _scaled(name: str, honest: Array, start: Array | None, random: np.random.Generator) -> Array:
+def _scale(name: str, honest: Array, start: Array | None, random: np.random.Generator) -> Array:
     return 1000 * honest
 
 
@@ -51,7 +51,7 @@ def _random(name: str, honest: Array, start: Array | None, random: np.random.Gen
     return noise
 
 
-_CHANGES: Mapping[str, Change] = {"reversed": _reversed, "scaled": _scaled, "random": _random}
+_CHANGES: Mapping[str, Change] = {"reversed": _reverse, "scaled": _scale, "random": _random}
 _FLIPS = ("flips", "declares")
 
 ATTACKS: Mapping[str, str] = {
@@ -64,7 +64,7 @@ ATTACKS: Mapping[str, str] = {
 """Maps each attack to its description."""
 
 
-def flipped(attack: str, labels: Array, classes: int) -> Array:
+def flip(attack: str, labels: Array, classes: int) -> Array:
     """Returns the labels that a device with this attack trains on."""
     return classes - 1 - labels if attack in _FLIPS else labels
 
@@ -99,7 +99,7 @@ class HostileCompute(TorchCompute):
             samples = self._declared
             sent = {name: _counted(part, samples) for name, part in sent.items()}
         if (change := _CHANGES.get(self._attack)) is not None:
-            sent = _changed(sent, parts, change, np.random.default_rng(ask.seed))
+            sent = _change(sent, parts, change, np.random.default_rng(ask.seed))
         return replace(honest, answer=replace(honest.answer, parts=sent, samples=samples))
 
 
@@ -109,11 +109,11 @@ def _counted(part: Kind, samples: int) -> Kind:
     return replace(part, counts=np.full_like(part.counts, samples // len(part.labels)))
 
 
-def _changed(sent: Parts, start: Parts, change: Change, random: np.random.Generator) -> dict[str, Kind]:
-    return {name: _changed_part(part, start.get(name), change, random) for name, part in sent.items()}
+def _change(sent: Parts, start: Parts, change: Change, random: np.random.Generator) -> dict[str, Kind]:
+    return {name: _change_part(part, start.get(name), change, random) for name, part in sent.items()}
 
 
-def _changed_part(part: Any, start: Any, change: Change, random: np.random.Generator) -> Any:
+def _change_part(part: Any, start: Any, change: Change, random: np.random.Generator) -> Any:
     """Changes all values of a part; permutes each row's probabilities instead, which keeps them well-formed."""
     match part:
         case Metrics():
@@ -122,7 +122,7 @@ def _changed_part(part: Any, start: Any, change: Change, random: np.random.Gener
             return replace(part, values=random.permutation(part.values, axis=1))
         case Generator() | Discriminator():
             before = getattr(start, "parameters", None)
-            return replace(part, parameters=_changed_part(part.parameters, before, change, random))
+            return replace(part, parameters=_change_part(part.parameters, before, change, random))
         case ModelParameters():
             fields: tuple[str, ...] = ("parameters", "buffers")
         case DistillationGradient():

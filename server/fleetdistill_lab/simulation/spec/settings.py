@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fleetdistill.models import path_of
 from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
-from fleetdistill_server.config.run_config import checked_settings
+from fleetdistill_server.config.run_config import check_settings
 
 if TYPE_CHECKING:  # torch: the command line shows its options without it
     import numpy.typing as npt
@@ -153,7 +153,7 @@ class Simulation:
         Raises:
             ConfigurationError: The method or a setting is unknown, or a setting is out of range.
         """
-        return checked_settings(self.method, self.settings)
+        return check_settings(self.method, self.settings)
 
     @property
     def devices_to_begin(self) -> int:

@@ -68,7 +68,7 @@ class FleetBehaviour:
     @property
     def share(self) -> float:
         """Share of the day that each device is available, without churn and late joins, in (0, 1]."""
-        name, value = _parsed("availability", self.availability, ("always", "diurnal"), USUAL_SHARE)
+        name, value = _parse("availability", self.availability, ("always", "diurnal"), USUAL_SHARE)
         if not 0 < value <= 1:
             raise ConfigurationError(f"[fleet] availability is {self.availability!r}, its share must be in (0, 1]")
         return 1.0 if name == "always" else value
@@ -76,7 +76,7 @@ class FleetBehaviour:
     @property
     def sigma(self) -> float:
         """Standard deviation of the logarithm of the devices' times; 0 if all take the same time."""
-        name, value = _parsed("compute", self.compute, ("constant", "lognormal"), None)
+        name, value = _parse("compute", self.compute, ("constant", "lognormal"), None)
         if not 0 < value <= _MAX_SIGMA:
             raise ConfigurationError(f"[fleet] compute is {self.compute!r}, its sigma must be in (0, {_MAX_SIGMA}]")
         return 0.0 if name == "constant" else value
@@ -100,7 +100,7 @@ def _check_range(name: str, value: object, least: float, most: float) -> None:
         raise ConfigurationError(f"[fleet] {name} is {value!r}, must be a number from {least:g} to {most:g}")
 
 
-def _parsed(setting: str, given: object, names: Sequence[str], usual: float | None) -> tuple[str, float]:
+def _parse(setting: str, given: object, names: Sequence[str], usual: float | None) -> tuple[str, float]:
     """Splits `name:number`; the first name takes no number, the second one may have a usual number."""
     fixed, scaled = names
     name, colon, text = str(given).partition(":")

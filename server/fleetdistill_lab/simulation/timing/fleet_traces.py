@@ -88,7 +88,7 @@ class FleetTraces:
     def _intervals(self, device: str, generator: random.Random) -> Iterator[Interval]:
         traces = self.behaviour.traces
         if traces:
-            return _repeated(traces[self._numbers[device] % len(traces)], self.behaviour.repeat_seconds)
+            return _repeat(traces[self._numbers[device] % len(traces)], self.behaviour.repeat_seconds)
         share = self.behaviour.share
         if share == 1:
             return iter([(0.0, math.inf, 1.0)])
@@ -109,7 +109,7 @@ def _daily(centre: float, share: float, generator: random.Random) -> Iterator[In
         day += 1
 
 
-def _repeated(intervals: Sequence[Interval], period: float) -> Iterator[Interval]:
+def _repeat(intervals: Sequence[Interval], period: float) -> Iterator[Interval]:
     """Yields the intervals of a trace, again after each period if there is one."""
     begin = 0.0
     while True:

@@ -39,7 +39,7 @@ def note_left_out(left_out: LeftOutReasons, notes: Notes, devices: Collection[st
     """Adds an event for everything that a merge leaves out; called in each round with the round's devices.
 
     Args:
-        left_out: Reasons from `merged_moments`.
+        left_out: Reasons from `merge_moments`.
         notes: Receives the events.
         devices: Devices to report; None for all.
     """
@@ -48,7 +48,7 @@ def note_left_out(left_out: LeftOutReasons, notes: Notes, devices: Collection[st
             notes.event("summary-left-out", text, device)
 
 
-def merged_moments(parts: Mapping[str, SharedStatistics], rules: Rules, notes: Notes) -> Merged:
+def merge_moments(parts: Mapping[str, SharedStatistics], rules: Rules, notes: Notes) -> Merged:
     """Merges statistics with one shared covariance, exactly: N, M and S of docs/reference/methods/classstats.md.
 
     Args:
@@ -61,7 +61,7 @@ def merged_moments(parts: Mapping[str, SharedStatistics], rules: Rules, notes: N
         statistics that are left out.
     """
     fleet = {device: _statistics_of(part) for device, part in sorted(parts.items()) if part.labels}
-    kept, left_out = _screened(fleet, rules, notes)
+    kept, left_out = _screen(fleet, rules, notes)
     counted = {device: list(one.labels) for device, one in kept.items()}
     moments = (_moments_of(from_wire(parts[device]), one) for device, one in kept.items())
     return merge(moments) if kept else None, counted, left_out
@@ -70,7 +70,7 @@ def merged_moments(parts: Mapping[str, SharedStatistics], rules: Rules, notes: N
 # --- screening
 
 
-def _screened(fleet: Fleet, rules: Rules, notes: Notes) -> tuple[Fleet, LeftOutReasons]:
+def _screen(fleet: Fleet, rules: Rules, notes: Notes) -> tuple[Fleet, LeftOutReasons]:
     off = rules.robust == "off"
     cap = rules.count_cap or (0.0 if off else MAX_ROWS)
     bounded = capped(fleet, cap) if cap else fleet

@@ -83,12 +83,12 @@ def capped(fleet: Mapping[str, DeviceStatistics], cap: float) -> Fleet:
     totals = {device: int(one.counts.sum()) for device, one in fleet.items()}
     most = cap * median(totals.values())
     return {
-        device: one if totals[device] <= most else replace(one, counts=_scaled(one.counts, most / totals[device]))
+        device: one if totals[device] <= most else replace(one, counts=_scale(one.counts, most / totals[device]))
         for device, one in fleet.items()
     }
 
 
-def _scaled(counts: Array, share: float) -> Array:
+def _scale(counts: Array, share: float) -> Array:
     return np.maximum(np.rint(counts * share), 1).astype(np.int64)
 
 

@@ -32,7 +32,7 @@ from fleetdistill.methods.classstats.config import SCATTERING
 from fleetdistill.methods.classstats.exchange import SpacePlan, check_images
 from fleetdistill.methods.classstats.fixed_extractor import fixed_features, usual_extractor
 from fleetdistill.methods.classstats.kept_features import projected
-from fleetdistill.methods.classstats.kept_space import packed, unpacked
+from fleetdistill.methods.classstats.kept_space import pack, unpack
 from fleetdistill.methods.classstats.shared_statistics import Moments, max_directions
 from fleetdistill.methods.classstats.space_model import SpaceModel
 from fleetdistill.seeds import derive_seed
@@ -46,7 +46,7 @@ from fleetdistill_server.methods.classstats.merge import (
     LeftOutReasons,
     Merged,
     Rules,
-    merged_moments,
+    merge_moments,
     note_left_out,
     note_no_class,
 )
@@ -294,8 +294,8 @@ class ClassStatsServer(ServerMethod):
         notes.report("shrinkage", float(sent.shrinkage))
 
     def merged(self, parts: Mapping[str, Any], rules: Rules, notes: Notes) -> Merged:
-        """Returns the merge of the devices' statistics; see `merged_moments`."""
-        return merged_moments(parts, rules, notes)
+        """Returns the merge of the devices' statistics; see `merge_moments`."""
+        return merge_moments(parts, rules, notes)
 
     def space_of(self, moments: Moments, notes: Notes) -> ClassSpace:
         """Returns the class space of a merge. Raises KnowledgeError if there is none."""
@@ -314,8 +314,8 @@ class ClassStatsServer(ServerMethod):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "parts": {device: [_packed_part(part), version] for device, (part, version) in self._parts.items()},
-            "space": None if self._space is None else packed(self._space),
+            "parts": {device: [_pack_part(part), version] for device, (part, version) in self._parts.items()},
+            "space": None if self._space is None else pack(self._space),
             "merge": self.merge_name,
             "counted": {device: list(labels) for device, labels in self._counted.items()},
             "left_out": {device: list(texts) for device, texts in self._left_out.items()},
@@ -325,9 +325,9 @@ class ClassStatsServer(ServerMethod):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._parts = {
-            device: (_unpacked_part(self.kind, part), version) for device, (part, version) in state["parts"].items()
+            device: (_unpack_part(self.kind, part), version) for device, (part, version) in state["parts"].items()
         }
-        self._space = None if state["space"] is None else unpacked(state["space"])
+        self._space = None if state["space"] is None else unpack(state["space"])
         self.merge_name = state["merge"]
         self._counted = {device: list(labels) for device, labels in state["counted"].items()}
         self._left_out = {device: list(texts) for device, texts in state["left_out"].items()}
@@ -357,15 +357,15 @@ def _add_leave_one_out(figures: dict[int, list[float]], parts: Parts, counted: S
 
 def _in_memory(part: Any) -> Any:
     """Copies a part into memory; the received arrays are mapped from a file that is deleted after the round."""
-    return _unpacked_part(type(part), _packed_part(part))
+    return _unpack_part(type(part), _pack_part(part))
 
 
-def _packed_part(part: Any) -> dict[str, Any]:
+def _pack_part(part: Any) -> dict[str, Any]:
     values = {name: value for name, value in vars(part).items() if value is not None}
     return {
         name: torch.from_numpy(np.array(one)) if isinstance(one, np.ndarray) else one for name, one in values.items()
     }
 
 
-def _unpacked_part(kind: type[Kind], state: Mapping[str, Any]) -> Any:
+def _unpack_part(kind: type[Kind], state: Mapping[str, Any]) -> Any:
     return kind(**{name: one.numpy() if isinstance(one, torch.Tensor) else one for name, one in state.items()})

@@ -24,7 +24,7 @@ _NOISE_SHARE = 0.25
 """Largest expected squared noise of a compared mean, as a share of the smallest squared distance of two centres."""
 
 
-def screened(
+def screen_releases(
     releases: Releases, weights: Mapping[str, float], rules: Rules, notes: Notes
 ) -> tuple[Releases, LeftOutReasons]:
     """Returns the releases to merge, scaled to the cap of rows and by their precision, and why others are left out.
@@ -40,8 +40,8 @@ def screened(
     """
     off = rules.robust == "off"
     cap = rules.count_cap or (0.0 if off else MAX_ROWS)
-    capped = _capped(releases, cap, notes) if cap else releases
-    bounded = {device: _scaled(*one, weights[device]) for device, one in capped.items()}
+    capped = _cap(releases, cap, notes) if cap else releases
+    bounded = {device: _scale(*one, weights[device]) for device, one in capped.items()}
     if off:
         return bounded, {}
     _, found = screen(_comparable(bounded), rules.robust, rules.trusted)
@@ -52,7 +52,7 @@ def screened(
     return {device: one for device, one in bounded.items() if device not in left_out}, left_out
 
 
-def _capped(releases: Releases, cap: float, notes: Notes) -> Releases:
+def _cap(releases: Releases, cap: float, notes: Notes) -> Releases:
     """Scales releases, and their noise with them, so that none counts more than `cap` times the median's rows."""
     totals = {device: float(sums.counts.sum()) for device, (sums, _) in releases.items()}
     most = cap * max(median(totals.values()), 1.0) if totals else 0.0
@@ -62,11 +62,11 @@ def _capped(releases: Releases, cap: float, notes: Notes) -> Releases:
         if share < 1:
             text = f"{device} sent noisy sums of {totals[device]:.0f} rows, which count as {most:.0f}: the limit is"
             notes.event("rows-capped", f"{text} {cap:g} times the median device's rows", device)
-        found[device] = _scaled(sums, noise, share)
+        found[device] = _scale(sums, noise, share)
     return found
 
 
-def _scaled(sums: RowSums, noise: NoiseScale, share: float) -> tuple[RowSums, NoiseScale]:
+def _scale(sums: RowSums, noise: NoiseScale, share: float) -> tuple[RowSums, NoiseScale]:
     scaled = {name: share * value for name, value in vars(sums).items()}
     return replace(sums, **scaled), NoiseScale(*(share * one for one in vars(noise).values()))
 

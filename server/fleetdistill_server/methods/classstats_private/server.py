@@ -34,7 +34,7 @@ from fleetdistill.wire.kind import PartSchema
 from fleetdistill_server.figures import Figure
 from fleetdistill_server.methods.classstats.merge import Merged, Rules
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
-from fleetdistill_server.methods.classstats_private.screen import Releases, screened
+from fleetdistill_server.methods.classstats_private.screen import Releases, screen_releases
 from fleetdistill_server.methods.cohort import Notes
 from fleetdistill_server.methods.traffic import Sizes
 
@@ -90,7 +90,7 @@ class ClassStatsPrivateServer(ClassStatsServer):
         rules = replace(rules, trusted={label: centre / unit for label, centre in rules.trusted.items()})
         releases = {device: self._release(part) for device, part in sorted(parts.items())}
         weights = self._precisions(parts)
-        kept, left_out = screened(releases, weights, rules, notes)
+        kept, left_out = screen_releases(releases, weights, rules, notes)
         found = (
             merge_private([one for one, _ in kept.values()], [noise for _, noise in kept.values()]) if kept else None
         )

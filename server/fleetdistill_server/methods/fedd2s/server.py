@@ -31,7 +31,7 @@ from fleetdistill.knowledge import (
     SampleKnowledge,
 )
 from fleetdistill.methods.fedd2s.config import FedD2SConfig
-from fleetdistill.methods.fedd2s.device import Term, phase_epochs, scheduled
+from fleetdistill.methods.fedd2s.device import Term, phase_epochs, schedule
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.training.losses import distillation_loss, feature_distance, soft_targets
 from fleetdistill.training.model import SplitModel, evaluating
@@ -201,7 +201,7 @@ class FedD2SServer(ServerMethod):
             epochs=phase_epochs(self.config),
             batch_size=self.config.batch_size,
             optimizer=make_local_optimizer(self.config, trained.parameters()),
-            losses=scheduled(self.config, self.distillation(trained, sent, p_bc), _labels_term(trained, sent)),
+            losses=schedule(self.config, self.distillation(trained, sent, p_bc), _labels_term(trained, sent)),
             generator=cohort.generator(f"clients to server {sent.device}"),
         )
         failure = train_or_roll_back(training, trained, rate=self._rate)

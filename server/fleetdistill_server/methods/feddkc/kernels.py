@@ -15,7 +15,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.feddkc.ranges import check_epsilon, check_kernel_name
 from fleetdistill_server.methods.feddkc.bisect import Bracket, bisect_rows
 from fleetdistill_server.methods.feddkc.kkr import check_kkr, is_flat, is_tied, kkr, rectify
-from fleetdistill_server.methods.feddkc.refined import Refined, by_block, normalised, search_codes, softmax, spread
+from fleetdistill_server.methods.feddkc.refined import Refined, by_block, normalise, search_codes, softmax, spread
 
 Kernel = Callable[[Tensor], Tensor]
 _SCAN = torch.logspace(-4, 4, 161, dtype=torch.float64)  # x = 1/t
@@ -56,7 +56,7 @@ def kkr_kernel(
         return kkr(logits, target, temperature=temperature)
     logits = check_kkr(logits, target, temperature)
     check_epsilon(epsilon)
-    family = _exponential(target) if kernel == "exp" else _sampled(kernel, target)
+    family = _exponential(target) if kernel == "exp" else _sample(kernel, target)
     return by_block(logits, lambda block_bc: _kernel_block(softmax(block_bc, temperature), target, epsilon, family))
 
 
@@ -76,7 +76,7 @@ def _kernel_block(probs_bc: Tensor, target: float, epsilon: float, family: _Fami
     ratios_rc, low_r, high_r = ratios_bc[rows], bracket.low[rows], bracket.high[rows]
     x_r = bisect_rows(ratios_rc, low_r, high_r, target, epsilon, lambda r, x: _peak(family, r, x))
     refined_bc = torch.empty_like(probs_bc)
-    refined_bc[rows] = normalised(family.weights(ratios_rc, x_r[:, None]))
+    refined_bc[rows] = normalise(family.weights(ratios_rc, x_r[:, None]))
     refined_bc[others], _ = rectify(probs_bc[others], target)
     refined_bc[flat_b] = 1 / probs_bc.shape[1]
     return Refined(refined_bc, search_codes(flat_b, solved_b), spread(1 / x_r, rows, len(probs_bc)))
@@ -102,10 +102,10 @@ def _exponential(target: float) -> _Family:
     return _Family(lambda ratios_bc, x_b1: ((ratios_bc - 1) * x_b1).exp(), bracket)
 
 
-def _sampled(kernel: str | Kernel, target: float) -> _Family:
+def _sample(kernel: str | Kernel, target: float) -> _Family:
     """Returns the family of any other kernel, whose bracket is found by a scan."""
     sigma = _named_kernel(kernel) if isinstance(kernel, str) else kernel
-    grid = _checked_grid(sigma)
+    grid = _check_grid(sigma)
 
     def weights(ratios_bc: Tensor, x_b1: Tensor) -> Tensor:
         return sigma(ratios_bc * x_b1).to(torch.float64) / sigma(x_b1).to(torch.float64)
@@ -136,7 +136,7 @@ def _first_crossing(family: _Family, ratios_bc: Tensor, grid: list[float], targe
     return Bracket(low_b, high_b)
 
 
-def _checked_grid(sigma: Kernel) -> list[float]:
+def _check_grid(sigma: Kernel) -> list[float]:
     """Checks a kernel on the scan's grid and returns the part of the grid on which it is finite."""
     grid = torch.cat([torch.zeros(1, dtype=torch.float64), _SCAN])
     value = sigma(grid)

@@ -112,10 +112,10 @@ def _float64(logits: Tensor) -> Tensor:
 def softmax(logits_bc: Tensor, temperature: float) -> Tensor:
     """Returns softmax(z / temperature) by row."""
     # Subtract the maximum before dividing: large logits would overflow with a temperature below 1.
-    return normalised(((logits_bc - logits_bc.amax(dim=1, keepdim=True)) / temperature).exp_())
+    return normalise(((logits_bc - logits_bc.amax(dim=1, keepdim=True)) / temperature).exp_())
 
 
-def normalised(weights_bc: Tensor) -> Tensor:
+def normalise(weights_bc: Tensor) -> Tensor:
     """Divides each row by its sum."""
     return weights_bc / weights_bc.sum(dim=1, keepdim=True)
 

@@ -25,7 +25,7 @@ from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, train_or_roll_back
 from fleetdistill_server.figures import Figure
-from fleetdistill_server.methods.averaging import OFF, capped
+from fleetdistill_server.methods.averaging import OFF, cap
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
 from fleetdistill_server.methods.context import MethodContext
@@ -200,7 +200,7 @@ class FedDKCServer(ServerMethod):
         Stale answers of buffered rounds also have fewer rows, at least one.
         """
         sizes = [float(len(upload.labels)) for upload in uploads]
-        most = sizes if self.config.robust == OFF else capped(sizes)
+        most = sizes if self.config.robust == OFF else cap(sizes)
         return [
             upload.part(max(1, int(rows * upload.decay)), notes.generator(f"rows {upload.device}"))
             for upload, rows in zip(uploads, most, strict=True)

@@ -15,7 +15,7 @@ from fleetdistill_server.methods.feddkc.refined import (
     Refined,
     as_logits,
     by_block,
-    normalised,
+    normalise,
     search_codes,
     spread,
 )
@@ -94,7 +94,7 @@ def _skr_block(logits_bc: Tensor, target: float, epsilon: float) -> Refined:
     offsets_rc = -gaps.unit_bc[rows]
     theta_r = bisect_rows(offsets_rc, low_b[rows], high_b[rows], target, epsilon, _entropy_bits)
     refined_bc = gaps.tied_bc / gaps.count_b[:, None]  # the limit θ → 0; uniform in a constant row
-    refined_bc[rows] = normalised((offsets_rc / theta_r[:, None]).exp_())
+    refined_bc[rows] = normalise((offsets_rc / theta_r[:, None]).exp_())
     codes_b = search_codes(gaps.count_b == logits_bc.shape[1], solved_b)
     return Refined(refined_bc, codes_b, spread(theta_r, rows, len(logits_bc)) * 2 * gaps.half_span_b)
 
