@@ -1,6 +1,6 @@
 """Interrupts work on a device: every loop of training, evaluation, upload and download calls `check_may_continue`.
 
-    with checked_by(check):
+    with check_with(check):
         ...  # `check` raises an error when the work must end
 
 Checks apply to the current context. Without one, as on the server, `check_may_continue` does nothing.
@@ -86,8 +86,8 @@ def bound_check() -> Check:
     checks = _checks.get()
 
     def check() -> None:
-        for one in checks:
-            one()
+        for check in checks:
+            check()
 
     return check
 

@@ -12,7 +12,7 @@ def printable(text: str) -> str:
     """Returns the text on one line, with escapes such as `\\x1b` for control and invisible characters."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+    return "".join(item if item.isprintable() else item.encode("unicode_escape").decode("ascii") for item in text)
 
 
 class PrintableRecords(logging.Filter):

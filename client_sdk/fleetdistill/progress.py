@@ -1,6 +1,6 @@
 """Progress of work on a device: every loop of training and evaluation calls `report_progress`.
 
-    with reported_to(show):
+    with report_to(show):
         ...  # calls show("training", 0.25) at most once per second
 
 Applies to the current context. Without a receiver, as on the server, `report_progress` does nothing.

@@ -77,8 +77,8 @@ class Replacement:
 def pin(replacement: Replacement, metrics: Iterable[Metric]) -> tuple[Replacement, list[Metric]]:
     """Returns a decision and its metrics for an app that keeps the version that it has returned to."""
     counted = [
-        replace(one, sum=0.0) if one.name in REPLACEMENT_METRICS or one.name.startswith(PICKED) else one
-        for one in metrics
+        replace(metric, sum=0.0) if metric.name in REPLACEMENT_METRICS or metric.name.startswith(PICKED) else metric
+        for metric in metrics
     ]
     return replace(replacement, replaced=False, pinned=True), counted
 

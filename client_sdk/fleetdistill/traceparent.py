@@ -38,8 +38,8 @@ def place_in(metadata: object) -> Place | None:
     Args:
         metadata: Pairs of key and value, as gRPC returns them; None for none.
     """
-    found = [value for key, value in metadata or () if key == KEY]  # type: ignore[attr-defined]
-    matched = _VERSION_00.fullmatch(found[0]) if len(found) == 1 and isinstance(found[0], str) else None
+    result = [value for key, value in metadata or () if key == KEY]  # type: ignore[attr-defined]
+    matched = _VERSION_00.fullmatch(result[0]) if len(result) == 1 and isinstance(result[0], str) else None
     if matched is None:
         return None
     place = Place(int(matched["trace"], 16), int(matched["span"], 16), bool(int(matched["flags"], 16) & SAMPLED))

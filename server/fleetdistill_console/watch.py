@@ -36,8 +36,8 @@ class JsonLines:
         self._write = write
 
     def show(self, new: list[TableRow]) -> None:
-        for one in new:
-            self._write(to_json(one))
+        for item in new:
+            self._write(to_json(item))
 
 
 class PlainLines:
@@ -47,8 +47,8 @@ class PlainLines:
         self._write = write
 
     def show(self, new: list[TableRow]) -> None:
-        for one in new:
-            self._write(sentence(one))
+        for item in new:
+            self._write(sentence(item))
 
 
 class LiveTable:
@@ -65,8 +65,8 @@ class LiveTable:
         self._events: deque[str] = deque(maxlen=_LAST_EVENTS)
 
     def show(self, new: list[TableRow]) -> None:
-        for one in new:
-            self._take(one)
+        for item in new:
+            self._take(item)
         if new:
             self._live.update(self._drawn(), refresh=True)
 
@@ -154,7 +154,7 @@ def _sentence(change: TableRow) -> str:
         gone = f", {change['out']} out" if change["out"] else ""
         return f"round {change['round']}, {change['step']}: {change['answered']} of {change['asked']} answers{gone}"
     if change["kind"] == "event":
-        about = " ".join(one for one in (change["device"], change["code"]) if one)
+        about = " ".join(item for item in (change["device"], change["code"]) if item)
         begin = f"round {change['round']}, " if change["round"] else ""
         return f"{begin}{change['event']}{f' ({about})' if about else ''}: {change['text']}"
     return _round_sentence(change)

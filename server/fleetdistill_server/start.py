@@ -63,8 +63,8 @@ def _names_state(words: Sequence[str]) -> bool:
 def _run_without_server(command: str, words: Sequence[str], package: str) -> int:
     """Runs a command where the extra `server` is not installed; returns the exit status."""
     commands = DEVICE_COMMANDS | {
-        one.name: (one.module, (import_module(one.module).__doc__ or "").partition("\n")[0])
-        for one in entry_points(group=_ENTRY_POINTS)
+        point.name: (point.module, (import_module(point.module).__doc__ or "").partition("\n")[0])
+        for point in entry_points(group=_ENTRY_POINTS)
     }
     examines_server = command == "doctor" and any(not word.startswith("-") for word in words)
     if command in commands and not examines_server:

@@ -9,7 +9,7 @@ from support.processes import python
 CODE = """
 import itertools
 from pathlib import Path
-from fleetdistill.progress import report_progress, reported_to
+from fleetdistill.progress import report_progress, report_to
 from fleetdistill_console.metrics.engine import EngineMeter
 from fleetdistill_console.metrics.files import FilesCollector, clear, keep_only_engines
 from fleetdistill_server.phases import phase
@@ -25,7 +25,7 @@ meter = EngineMeter(store, "digits")
 look("new:")
 meter.waits()
 look("waits:")
-with meter.of_round(), reported_to(lambda kind, fraction: texts.append((kind, fraction)), lambda: next(seconds)):
+with meter.of_round(), report_to(lambda kind, fraction: texts.append((kind, fraction)), lambda: next(seconds)):
     look("round:")
     meter.waits()
     look("waits for answers:")

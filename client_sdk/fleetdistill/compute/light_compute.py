@@ -138,7 +138,7 @@ class LightCompute(DeliveringCompute[LightModel]):
     def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:
         """Loads the extractor file. Raises WireError if its features are not those of the contract."""
         extractor = extractor_of(parts, self.contract.input_shape, self.contract.threads)
-        declared = {one.name: prod(one.shape) for one in self.contract.features}
+        declared = {feature.name: prod(feature.shape) for feature in self.contract.features}
         if declared.get(CUT, extractor.features) != extractor.features:
             raise WireError(
                 f"the run's extractor file has {extractor.features} features per input, but the contract declares "

@@ -76,7 +76,7 @@ def _graph_of(model: LightModel) -> Any:
     import onnx
 
     proto = onnx.load_model_from_string(model.extractor.data)
-    (opset,) = (one.version for one in proto.opset_import if one.domain in ("", "ai.onnx"))
+    (opset,) = (item.version for item in proto.opset_import if item.domain in ("", "ai.onnx"))
     if opset < _MIN_OPSET:
         raise ExportError(f"the extractor's file has opset {opset}, must be at least {_MIN_OPSET}; update the server")
     added = _Chain(proto.graph)

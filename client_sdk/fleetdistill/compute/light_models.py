@@ -18,7 +18,7 @@ from fleetdistill.knowledge import Array, ClassSpace
 from fleetdistill.methods.classstats.class_space import coordinates, logits
 from fleetdistill.methods.classstats.projection import projection
 
-_SPACE_FIELDS = tuple(one.name for one in fields(ClassSpace) if one.name != "labels")
+_SPACE_FIELDS = tuple(field.name for field in fields(ClassSpace) if field.name != "labels")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -83,28 +83,28 @@ class OnnxExtractor:
 
     def _run(self, inputs: Array) -> Array:
         try:
-            found = self._session.run(None, {_INPUT: np.ascontiguousarray(inputs, np.float32)})[0]
+            result = self._session.run(None, {_INPUT: np.ascontiguousarray(inputs, np.float32)})[0]
         except Exception as error:  # onnxruntime raises its own exception types
             shape = list(self._input_shape)
             raise WireError(
                 f"the run's extractor file does not accept inputs of shape {shape}: {first_line(error)}; {_ADVICE}"
             ) from error
-        if found.ndim < 2 or len(found) != len(inputs) or not found.size:
-            text = f"{list(found.shape)} for a batch of {len(inputs)}"
+        if result.ndim < 2 or len(result) != len(inputs) or not result.size:
+            text = f"{list(result.shape)} for a batch of {len(inputs)}"
             raise WireError(f"the run's extractor file gives {text}, expected one row for each input; {_ADVICE}")
-        return np.asarray(found)
+        return np.asarray(result)
 
 
 def extractor_of(parts: Parts, input_shape: Sequence[int], threads: int) -> OnnxExtractor:
     """Returns the extractor in a payload's parts. Raises the same errors as `OnnxExtractor`."""
-    found = parts.get(PART)
-    if not isinstance(found, NetworkFile):
-        raise WireError(f"part {PART!r} is {type(found).__name__}, expected a NetworkFile; {_ADVICE}")
-    if found.onnx.dtype != np.uint8 or found.onnx.ndim != 1:
+    result = parts.get(PART)
+    if not isinstance(result, NetworkFile):
+        raise WireError(f"part {PART!r} is {type(result).__name__}, expected a NetworkFile; {_ADVICE}")
+    if result.onnx.dtype != np.uint8 or result.onnx.ndim != 1:
         raise WireError(
-            f"part {PART!r} has {found.onnx.dtype} {list(found.onnx.shape)}, expected uint8 [bytes]; {_ADVICE}"
+            f"part {PART!r} has {result.onnx.dtype} {list(result.onnx.shape)}, expected uint8 [bytes]; {_ADVICE}"
         )
-    return OnnxExtractor(found.onnx.tobytes(), input_shape, threads)
+    return OnnxExtractor(result.onnx.tobytes(), input_shape, threads)
 
 
 def _load(data: bytes, threads: int) -> Any:

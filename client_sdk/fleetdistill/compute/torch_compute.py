@@ -185,7 +185,7 @@ class TorchCompute(DeliveringCompute[nn.Module]):
 
     def wanted_payloads(self) -> Sequence[bytes]:
         """Returns the digests of the run's initial weights and proxy set; omits those that the run does not have."""
-        return [one for one in (self.contract.initial_weights, self.contract.proxy_digest) if one]
+        return [item for item in (self.contract.initial_weights, self.contract.proxy_digest) if item]
 
     def has_payload(self, sha256: bytes) -> bool:
         """Returns whether the run's proxy set is loaded; no other payload remains in use."""

@@ -59,7 +59,7 @@ def open_rows(data: Any) -> Rows:
     utils = _torch_data()
     if utils is not None and isinstance(data, utils.TensorDataset):
         data = data.tensors
-    if isinstance(data, tuple) and len(data) == 2 and any(is_array(one) for one in data):
+    if isinstance(data, tuple) and len(data) == 2 and any(is_array(item) for item in data):
         return _of_pair(*data)
     _check_form(data)
     if utils is not None and isinstance(data, utils.DataLoader):
@@ -73,8 +73,8 @@ def _check_form(data: Any) -> None:
     """Raises DataError for inputs without labels, and for a tuple that contains neither arrays nor pairs."""
     if is_array(data) and not getattr(data.dtype, "hasobject", False):
         raise DataError(f"the data is one array of shape {list(data.shape)}; pass a tuple (inputs, labels)")
-    if isinstance(data, tuple) and not all(isinstance(one, tuple | list) and len(one) == 2 for one in data):
-        kinds = ", ".join(type(one).__name__ for one in data[:4])
+    if isinstance(data, tuple) and not all(isinstance(item, tuple | list) and len(item) == 2 for item in data):
+        kinds = ", ".join(type(item).__name__ for item in data[:4])
         raise DataError(
             f"the data is a tuple of {len(data)} items ({kinds}), expected (inputs, labels): two tensors or NumPy "
             "arrays; convert lists with numpy.asarray"

@@ -166,7 +166,7 @@ def stack(items: list[Any]) -> Pair:
 def batch_of(collate: Callable[[list[Any]], Any], items: list[Any], name: str, rows: Sequence[int]) -> Pair:
     """Returns the checked arrays of the items of some rows, float32 and int64."""
     try:
-        inputs, labels = (as_array(one) for one in collate(items))
+        inputs, labels = (as_array(item) for item in collate(items))
         _check_arrays(inputs, labels)
     except (TypeError, ValueError, RuntimeError, DataError) as error:
         if collate is stack:
@@ -190,16 +190,16 @@ def _check_items(items: list[Any], name: str, rows: Sequence[int]) -> None:
         if isinstance(item, dict | str) or not hasattr(item, "__getitem__") or len(item) != 2:
             raise DataError(f"{where} is {_kind(item)}, expected (input, label)")
         try:
-            found = as_array(item[0])
+            result = as_array(item[0])
         except ValueError as error:
             raise DataError(f"the input in {where} cannot be made an array: {error}") from error
-        if found.dtype.hasobject or not np.issubdtype(found.dtype, np.number):
+        if result.dtype.hasobject or not np.issubdtype(result.dtype, np.number):
             raise DataError(f"the input in {where} is {_kind(item[0])}, expected a tensor or an array of floats")
         if not _is_integer(item[1]):
             raise DataError(f"the label in {where} is {_kind(item[1])}, expected an integer")
-        shape = found.shape if shape is None else shape
-        if found.shape != shape:
-            text = f"has shape {list(found.shape)}, expected {list(shape)} as in row {rows[0]}"
+        shape = result.shape if shape is None else shape
+        if result.shape != shape:
+            text = f"has shape {list(result.shape)}, expected {list(shape)} as in row {rows[0]}"
             raise DataError(f"the input in {where} {text}; all inputs need one shape")
 
 
@@ -256,8 +256,8 @@ def _check_arrays(inputs: Array, labels: Array) -> None:
         raise DataError("the inputs are a single number, expected [samples, ...]")
     if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1:
         remedy = "labels.argmax(axis=1) makes them of one-hot rows" if labels.ndim == 2 else "number the classes from 0"
-        found = f"the labels are {labels.dtype} of shape {list(labels.shape)}, expected integers [samples]"
-        raise DataError(f"{found}; {remedy}")
+        result = f"the labels are {labels.dtype} of shape {list(labels.shape)}, expected integers [samples]"
+        raise DataError(f"{result}; {remedy}")
     if len(inputs) != len(labels):
         raise DataError(f"{len(inputs)} inputs but {len(labels)} labels; every sample needs exactly one label")
 

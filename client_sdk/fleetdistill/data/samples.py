@@ -77,7 +77,11 @@ class Samples:
 def _advice(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
     """Returns what to do about inputs of another shape; a reshape in place of a transposition would mix the pixels."""
     if len(shape) == len(expected) > 1 and sorted(shape) == sorted(expected):
-        axes = next(one for one in permutations(range(len(shape))) if tuple(shape[at] for at in one) == expected)
+        axes = next(
+            permutation
+            for permutation in permutations(range(len(shape)))
+            if tuple(shape[at] for at in permutation) == expected
+        )
         order = ", ".join(str(at + 1) for at in axes)
         return f"; reorder the axes with inputs.transpose(0, {order}), or permute of a tensor, and do not reshape"
     return "; reshape the inputs" if math.prod(shape) == math.prod(expected) else "; pass inputs of that shape"
@@ -232,13 +236,13 @@ def _digests(inputs: Array, labels: Array, ids: list[bytes] | None) -> Array:
         data = np.ascontiguousarray(inputs).reshape(-1).view(np.uint8).data
         ends = labels.astype("<i8")
         contents = (data[at * width : (at + 1) * width] for at in range(len(labels)))
-        found = [
+        result = [
             hashlib.blake2b(one, digest_size=DIGEST_BYTES, key=end.tobytes()).digest()
             for one, end in zip(contents, ends, strict=True)
         ]
     else:
-        found = [hashlib.blake2b(one, digest_size=DIGEST_BYTES).digest() for one in ids]
-    return np.frombuffer(b"".join(found), np.uint8).reshape(-1, DIGEST_BYTES)
+        result = [hashlib.blake2b(item, digest_size=DIGEST_BYTES).digest() for item in ids]
+    return np.frombuffer(b"".join(result), np.uint8).reshape(-1, DIGEST_BYTES)
 
 
 def _check_ids(rows: Rows, digests: list[Array]) -> None:

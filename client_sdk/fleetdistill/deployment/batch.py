@@ -12,7 +12,7 @@ from fleetdistill.errors import DataError
 
 def shape_message(found: Sequence[int], input_shape: Sequence[int | None]) -> str:
     """Returns the message for inputs that do not have the shape `[samples, *input_shape]`."""
-    expected = ", ".join(["samples", *("any" if one is None else str(one) for one in input_shape)])
+    expected = ", ".join(["samples", *("any" if item is None else str(item) for item in input_shape)])
     return f"the inputs have shape {list(found)}, expected [{expected}]"
 
 
@@ -27,9 +27,9 @@ def check_batch(inputs: Any, input_shape: Sequence[int | None] | None) -> None:
         DataError: The inputs are not floats, have another shape than `[samples, *input_shape]`, or are not finite.
     """
     if not hasattr(inputs, "dtype") or "float" not in str(inputs.dtype):
-        found = getattr(inputs, "dtype", type(inputs).__name__)
+        result = getattr(inputs, "dtype", type(inputs).__name__)
         remedy = "scale images like the training data" if hasattr(inputs, "dtype") else "convert with numpy.asarray"
-        raise DataError(f"the inputs are {found}, expected an array of floats; {remedy}")
+        raise DataError(f"the inputs are {result}, expected an array of floats; {remedy}")
     sizes = tuple(inputs.shape[1:])
     input_shape = [None] * max(len(sizes), 1) if input_shape is None else input_shape
     fits = len(sizes) == len(input_shape) and all(
@@ -40,7 +40,7 @@ def check_batch(inputs: Any, input_shape: Sequence[int | None] | None) -> None:
         raise DataError(f"{shape_message(inputs.shape, input_shape)}{remedy}")
     finite = inputs.isfinite() if hasattr(inputs, "isfinite") else np.isfinite(inputs)
     if not bool(finite.all()):
-        row = [bool(one.all()) for one in finite].index(False)
+        row = [bool(item.all()) for item in finite].index(False)
         raise DataError(f"the inputs contain NaN or infinite values, first in row {row}")
 
 

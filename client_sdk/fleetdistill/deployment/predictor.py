@@ -62,11 +62,11 @@ class DeployedModel:
             self._session = foreign_session(data, threads, standard=False)
         except ModelError as error:
             raise ModelError(f"the file {error}") from error
-        found: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
-        self.version, self.round = _number(found, "version"), _number(found, "round")
-        self.variant, self.run = found.get("answer", ""), found.get("run", "")
-        self.class_names: Sequence[str] = tuple(found.get("class_names", "").split(","))
-        self.quantized = found.get("quantized", "")
+        result: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
+        self.version, self.round = _number(result, "version"), _number(result, "round")
+        self.variant, self.run = result.get("answer", ""), result.get("run", "")
+        self.class_names: Sequence[str] = tuple(result.get("class_names", "").split(","))
+        self.quantized = result.get("quantized", "")
         (given,), (output,) = self._session.get_inputs(), self._session.get_outputs()
         if output.name != "logits" or len(given.shape) < 1:
             raise ModelError(f"the file has the output {output.name[:40]!r}, expected 'logits'")

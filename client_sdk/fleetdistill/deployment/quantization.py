@@ -129,12 +129,12 @@ class _Samples:
 
 
 def _check(source: Path, target: Path, data: CheckData) -> QuantizationCheck:
-    expected, found = (_logits(one, data.samples) for one in (source, target))
-    difference = float(np.abs(found - expected).max())
+    expected, result = (_logits(item, data.samples) for item in (source, target))
+    difference = float(np.abs(result - expected).max())
     if data.validation is not None:
-        full, quantized = (_accuracy(one, data.validation()) for one in (source, target))
+        full, quantized = (_accuracy(item, data.validation()) for item in (source, target))
         return QuantizationCheck("accuracy", full, quantized, difference)
-    same = expected.argmax(axis=1) == found.argmax(axis=1)
+    same = expected.argmax(axis=1) == result.argmax(axis=1)
     return QuantizationCheck("agreement", 1.0, float(same.mean()), difference)
 
 

@@ -127,7 +127,7 @@ class Versions:
 
     def _next(self, number: int) -> Version:
         in_use = self.in_use()
-        last = max([0 if in_use is None else in_use.last, *(int(one.name) for one in self._folders())]) + 1
+        last = max([0 if in_use is None else in_use.last, *(int(folder.name) for folder in self._folders())]) + 1
         return Version(last, number, last=last)
 
     def record(self, version: Version) -> None:
@@ -151,18 +151,20 @@ class Versions:
     def earlier(self) -> list[Version]:
         """Returns the kept versions before the one in use, the newest first."""
         in_use = self.in_use()
-        kept = [one for one in self._kept() if in_use is not None and one.number < in_use.number and not one.held]
+        kept = [item for item in self._kept() if in_use is not None and item.number < in_use.number and not item.held]
         return sorted(kept, key=lambda one: -one.number)
 
     def previous(self) -> Version | None:
         """Returns the newest kept version before the delivered one, also while that is not recorded yet, or None."""
         delivered = self.due() or self.in_use()
-        kept = [one for one in self._kept() if delivered is not None and one.number < delivered.number and not one.held]
+        kept = [
+            item for item in self._kept() if delivered is not None and item.number < delivered.number and not item.held
+        ]
         return max(kept, key=lambda one: one.number, default=None)
 
     def _kept(self) -> list[Version]:
-        found = [version_of(self._load(folder)) for folder in self._folders()]
-        return [one for one in found if one is not None]
+        result = [version_of(self._load(folder)) for folder in self._folders()]
+        return [item for item in result if item is not None]
 
     def model_of(self, version: Version) -> bytes:
         """Returns `delivered.safetensors` of a kept version. Raises StateError if it is damaged."""
@@ -192,7 +194,7 @@ class Versions:
 
     def _prune(self) -> None:
         requested = self.requested()
-        kept = {one.number for one in self.earlier()[: self._keep - 1]}
+        kept = {item.number for item in self.earlier()[: self._keep - 1]}
         if (held := self.held()) is not None:
             kept.add(held.number)
         for folder in self._folders():
@@ -209,7 +211,7 @@ class Versions:
         if not self._files.has_directory:
             return []
         folder = self._directory / _FOLDER
-        return [one for one in folder.iterdir() if one.name.isdigit()] if folder.is_dir() else []
+        return [item for item in folder.iterdir() if item.name.isdigit()] if folder.is_dir() else []
 
     def _folder(self, number: int) -> Path:
         return self._directory / _FOLDER / str(number)
@@ -252,7 +254,7 @@ class Versions:
         """Returns the newest delivery that was stored while a version was pinned, until `end_holding`; None without."""
         in_use = self.in_use()
         first = 0 if in_use is None else in_use.number
-        held = (one for one in self._kept() if one.held and one.number >= first)
+        held = (item for item in self._kept() if item.held and item.number >= first)
         return max(held, key=lambda one: one.number, default=None)
 
     def use_held(self, version: Version) -> None:
@@ -315,9 +317,9 @@ def version_of(data: bytes | None) -> Version | None:
     if data is None:
         return None
     with contextlib.suppress(TypeError, KeyError, StateError):
-        found = json_object(Path(), data)
-        known = {one.name for one in fields(Version)}
-        values = {name: value for name, value in found.items() if name in known}
+        result = json_object(Path(), data)
+        known = {field.name for field in fields(Version)}
+        values = {name: value for name, value in result.items() if name in known}
         return Version(**{**values, "files": tuple(values["files"])})
     return None
 

@@ -79,7 +79,7 @@ def check_columns(allow: Sequence[str]) -> None:
     """Raises ConfigurationError unless `allow` is a list of names in `COLUMNS`."""
     if isinstance(allow, str) or not isinstance(allow, Collection):
         raise ConfigurationError(f'allow is {shown(allow)}, expected a list of columns, such as ["class_statistics"]')
-    unknown = sorted({str(one) for one in allow if one not in COLUMNS})
+    unknown = sorted({str(item) for item in allow if item not in COLUMNS})
     if unknown:
         raise ConfigurationError(f"allow has unknown columns {', '.join(unknown)}; must be in {', '.join(COLUMNS)}")
 

@@ -84,19 +84,19 @@ def _add_directory(parser: argparse.ArgumentParser) -> None:
 def _inspect(given: argparse.Namespace) -> Iterator[str]:
     from fleetdistill.device.inspection import inspect
 
-    found = inspect(given.state_dir)
+    result = inspect(given.state_dir)
     if given.json:
-        yield json.dumps({**asdict(found), "totals": asdict(found.ledger.totals)}, indent=1)
+        yield json.dumps({**asdict(result), "totals": asdict(result.ledger.totals)}, indent=1)
         return
-    for name, value in _lines(found):
+    for name, value in _lines(result):
         yield f"{name:<14} {printable(str(value))}"
-    entries = list(found.ledger.entries)[-given.entries :] if given.entries > 0 else []
-    for one in entries:
-        columns = ", ".join(sorted({column for part in one.columns.values() for column in part}))
-        about = f"round {one.round}, {one.step}" if one.round else f"{one.samples} samples"
-        receipt = one.receipt or one.code or one.text
+    entries = list(result.ledger.entries)[-given.entries :] if given.entries > 0 else []
+    for entry in entries:
+        columns = ", ".join(sorted({column for part in entry.columns.values() for column in part}))
+        about = f"round {entry.round}, {entry.step}" if entry.round else f"{entry.samples} samples"
+        receipt = entry.receipt or entry.code or entry.text
         yield printable(
-            f"{_when(one.time)}  {one.kind:<8} {about}: {one.bytes} bytes {columns} {one.outcome} {receipt}"
+            f"{_when(entry.time)}  {entry.kind:<8} {about}: {entry.bytes} bytes {columns} {entry.outcome} {receipt}"
         )
 
 
@@ -141,23 +141,23 @@ def _forget(given: argparse.Namespace) -> Iterator[str]:
     from fleetdistill.device.inspection import inspect
     from fleetdistill.state.directory import erase_directory
 
-    found = inspect(given.state_dir)
-    _confirm(given, found.device)
-    unknown = not found.run and not found.damage and not found.ledger.totals.messages
+    result = inspect(given.state_dir)
+    _confirm(given, result.device)
+    unknown = not result.run and not result.damage and not result.ledger.totals.messages
     recorded = False if given.local or unknown else _request(given)
     erase_directory(given.state_dir)
-    kept = ", but its privacy ledger: releases stay spent" if found.releases else ""
+    kept = ", but its privacy ledger: releases stay spent" if result.releases else ""
     yield f"{given.state_dir}: the device is erased{kept}"
     if unknown:
         yield "the device has never checked in: no server has its data"
     elif recorded:
         yield (
-            f"the server has recorded the request to delete the data of {found.device}: before the next round, or at "
+            f"the server has recorded the request to delete the data of {result.device}: before the next round, or at "
             "once if the run is over. Nothing deletes them while only a front runs (serve --only front); then its "
-            f"operator can run: {_operator_command(found.run, found.device)}"
+            f"operator can run: {_operator_command(result.run, result.device)}"
         )
     else:
-        command = _operator_command(found.run, found.device or "DEVICE")
+        command = _operator_command(result.run, result.device or "DEVICE")
         yield f"the server was not asked; its operator can run: {command}"
 
 

@@ -309,11 +309,11 @@ class Deployer:
         if version.number not in self._measured:
             compute = self._ready_compute()
             try:
-                found = compute.accuracy_of(self.versions.model_of(version))
+                result = compute.accuracy_of(self.versions.model_of(version))
             except (ModelError, StateError) as error:
                 logger.warning("version %d of the model cannot be measured: %s", version.number, error)
-                found = None
-            self._measured[version.number] = -1.0 if found is None else found
+                result = None
+            self._measured[version.number] = -1.0 if result is None else result
         return self._measured[version.number]
 
     def _roll_back(self) -> None:

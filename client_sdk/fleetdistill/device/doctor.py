@@ -64,13 +64,13 @@ class Finding:
 
 def findings(name: str, check: Callable[[], Iterable[tuple[str, str]]]) -> list[Finding]:
     """Runs a check that yields levels and texts; an error of fleetdistill becomes a finding."""
-    found = []
+    result = []
     try:
         for level, text in check():
-            found.append(Finding(name, level, text))
+            result.append(Finding(name, level, text))
     except FleetDistillError as error:
-        found.append(Finding(name, ERROR, str(error)))
-    return found
+        result.append(Finding(name, ERROR, str(error)))
+    return result
 
 
 def examine(state_dir: Path, server: str | None = None, clock: Clock = time.time) -> list[Finding]:
@@ -81,18 +81,18 @@ def examine(state_dir: Path, server: str | None = None, clock: Clock = time.time
         server: `"host:port"` of the server; None for the one that the app used last.
         clock: Clock of this machine, Unix seconds.
     """
-    found = findings("versions", lambda: [(OK, versions(("grpcio", "numpy", "torch", "onnxruntime", "cryptography")))])
-    found += findings("state directory", lambda: _state(state_dir))
-    if any(one.level == ERROR and one.check == "state directory" for one in found) and server is None:
-        return found
-    found += findings("owner", lambda: _owner(state_dir))
-    found += findings("disk", lambda: _disk(state_dir))
-    found += findings("certificate", lambda: _certificate(state_dir, clock()))
+    result = findings("versions", lambda: [(OK, versions(("grpcio", "numpy", "torch", "onnxruntime", "cryptography")))])
+    result += findings("state directory", lambda: _state(state_dir))
+    if any(item.level == ERROR and item.check == "state directory" for item in result) and server is None:
+        return result
+    result += findings("owner", lambda: _owner(state_dir))
+    result += findings("disk", lambda: _disk(state_dir))
+    result += findings("certificate", lambda: _certificate(state_dir, clock()))
     address = server or _last_server(state_dir)
     if not address:
         unknown = "not checked, because its address is unknown; give --server HOST:PORT"
-        return [*found, Finding("server", WARNING, unknown)]
-    return [*found, *findings("server", lambda: _server(state_dir, address, clock()))]
+        return [*result, Finding("server", WARNING, unknown)]
+    return [*result, *findings("server", lambda: _server(state_dir, address, clock()))]
 
 
 def versions(packages: Sequence[str]) -> str:
@@ -109,19 +109,19 @@ def _version(package: str) -> str:
 
 def _state(directory: Path) -> Iterator[tuple[str, str]]:
     try:
-        found = inspect(directory)
+        result = inspect(directory)
     except StateError:
         check_can_be_state(directory)  # says more about a directory with foreign files
         raise
     _check_format(directory)
-    for damage in found.damage:
+    for damage in result.damage:
         yield ERROR, damage
-    for name in found.set_aside:
+    for name in result.set_aside:
         yield WARNING, f"{directory / name} was damaged and put aside; it can be deleted once you have looked at it"
-    if found.erasing:
+    if result.erasing:
         yield WARNING, f"an erasure of {directory} has begun; the next start of the device completes it"
-    if not found.damage:
-        yield OK, _describe(directory, found)
+    if not result.damage:
+        yield OK, _describe(directory, result)
 
 
 def _check_format(directory: Path) -> None:
@@ -225,11 +225,11 @@ def _server(directory: Path, server: str, now: float) -> Iterator[tuple[str, str
     if not host or not port.isdecimal():
         raise ConfigurationError(f"--server is {server!r}, expected host:port, such as 127.0.0.1:50051")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        result = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
         yield ERROR, f"the name {host!r} cannot be resolved: {in_words(error)}; check the name and this machine's DNS"
         return
-    yield OK, f"{host} is {found[0][4][0]}"
+    yield OK, f"{host} is {result[0][4][0]}"
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS).close()
     except OSError as error:
@@ -314,8 +314,8 @@ def main(arguments: Sequence[str]) -> int:
 def show(found: Sequence[Finding], *, as_json: bool) -> int:
     """Prints findings; returns the exit status, 1 if there is an error."""
     if as_json:
-        print(json.dumps([asdict(one) for one in found], indent=1))
+        print(json.dumps([asdict(item) for item in found], indent=1))
     else:
-        print("\n".join(one.line() for one in found))
+        print("\n".join(item.line() for item in found))
     sys.stdout.flush()
-    return int(any(one.level == ERROR for one in found))
+    return int(any(item.level == ERROR for item in found))

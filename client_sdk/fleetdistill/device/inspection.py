@@ -83,13 +83,13 @@ def inspect(state_dir: str | Path) -> Inspection:
         StateError: The directory does not exist, or contains no device.
     """
     directory = Path(state_dir)
-    found = Inspection(str(directory), erasing=(directory / ERASING).exists(), enrolled=is_enrolled(directory))
-    found.files = _sizes(directory)
-    if not found.files.keys() & {"device.json", LEDGER, "state.safetensors", ERASING}:
+    result = Inspection(str(directory), erasing=(directory / ERASING).exists(), enrolled=is_enrolled(directory))
+    result.files = _sizes(directory)
+    if not result.files.keys() & {"device.json", LEDGER, "state.safetensors", ERASING}:
         raise StateError(f"{directory} is not the state directory of a device; it has no device.json")
-    found.set_aside = [name for name in found.files if ".damaged-" in name]
-    _Reader(Files(directory), found).read()
-    return found
+    result.set_aside = [name for name in result.files if ".damaged-" in name]
+    _Reader(Files(directory), result).read()
+    return result
 
 
 class _Reader:
@@ -143,7 +143,7 @@ class _Reader:
 
     def _ledger(self) -> None:
         ledger = self._found.ledger = read_ledger(self._files.load(LEDGER) or b"")
-        self._found.rounds = len({one.round for one in ledger.entries if one.receipt})
+        self._found.rounds = len({entry.round for entry in ledger.entries if entry.receipt})
         if ledger.damaged:
             raise damaged_error(self._files.directory / LEDGER, f"{ledger.damaged} unreadable lines")
 
@@ -162,18 +162,18 @@ class _Reader:
             return {}
         version = version_of(record)
         names = version.files if version is not None else (name for name in self._found.files if name == "model.onnx")
-        found = {name: _damage_of_onnx(self._files.load(name)) for name in names}
-        found[IN_USE] = "" if version is not None else NO_VERSION
-        return {name: reason for name, reason in found.items() if reason}
+        result = {name: _damage_of_onnx(self._files.load(name)) for name in names}
+        result[IN_USE] = "" if version is not None else NO_VERSION
+        return {name: reason for name, reason in result.items() if reason}
 
     def _damaged_notes(self) -> dict[str, str]:
-        found = {}
+        result = {}
         for name in (USAGE, PACE):
             try:
                 json_object(Path(name), self._files.load(name) or b"{}")
             except DamagedStateError as error:
-                found[name] = error.reason
-        return found
+                result[name] = error.reason
+        return result
 
 
 def _damage_of_onnx(data: bytes | None) -> str:
@@ -188,11 +188,11 @@ def _damage_of_onnx(data: bytes | None) -> str:
 
 def _sizes(directory: Path) -> dict[str, int]:
     """Returns the size of each file; one that the running device deletes in the meantime is left out."""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for path in sorted(directory.rglob("*")) if directory.is_dir() else ():
         try:
             if path.is_file():
-                found[path.relative_to(directory).as_posix()] = path.stat().st_size
+                result[path.relative_to(directory).as_posix()] = path.stat().st_size
         except OSError:
             continue
-    return found
+    return result

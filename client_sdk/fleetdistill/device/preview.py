@@ -112,8 +112,8 @@ class Preview:
         for part in self.parts:
             lines.append(f"{part.name} ({part.kind}): {', '.join(part.columns) or 'no column'}")
             lines += [
-                f"  {one.name}  {one.dtype} {list(one.shape)}  {one.bytes} bytes  {one.histogram}"
-                for one in part.tensors
+                f"  {tensor.name}  {tensor.dtype} {list(tensor.shape)}  {tensor.bytes} bytes  {tensor.histogram}"
+                for tensor in part.tensors
             ]
             lines += [f"  {line}" for name, value in part.values.items() for line in _lines(name, value)]
         return "\n".join(lines)
@@ -149,8 +149,8 @@ def _part(part: knowledge_pb2.Part, parts: Parts, tensors: Mapping[str, PreviewT
 
 def _lines(name: str, value: Any) -> list[str]:
     """Returns a field as text: a line for each of several records."""
-    if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
-        return [line for one in value for line in _lines(name, one)]
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return [line for item in value for line in _lines(name, item)]
     if isinstance(value, dict):
         value = ", ".join(
             f"{key} {one:.6g}" if isinstance(one, float) else f"{key} {one}" for key, one in value.items()
@@ -160,14 +160,14 @@ def _lines(name: str, value: Any) -> list[str]:
 
 def _fields(message: Message) -> dict[str, Any]:
     """Returns the set fields of a message and all its numbers; enumerations as names, bytes as hexadecimal."""
-    found = {}
+    result = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         is_set = message.HasField(field.name) if field.has_presence else bool(value)
         is_number = not field.has_presence and isinstance(value, int | float) and not isinstance(value, bool)
         if is_set or (is_number and field.enum_type is None):
-            found[field.name] = _plain(value, field)
-    return found
+            result[field.name] = _plain(value, field)
+    return result
 
 
 def _plain(value: Any, field: Any) -> Any:
@@ -176,7 +176,7 @@ def _plain(value: Any, field: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(one, field.message_type.fields_by_name["value"]) for key, one in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_plain(one, field) for one in value]
+        return [_plain(item, field) for item in value]
     if field.enum_type is not None:
         return field.enum_type.values_by_number[value].name if value in field.enum_type.values_by_number else value
     return value.hex() if isinstance(value, bytes) else value
@@ -185,12 +185,12 @@ def _plain(value: Any, field: Any) -> Any:
 def _without_tensors(value: Any) -> Any:
     """Returns a message as a dict without its tensors; None for a tensor, or for what contains only tensors."""
     if isinstance(value, list):
-        return [found for one in value if (found := _without_tensors(one)) is not None] or None
+        return [result for item in value if (result := _without_tensors(item)) is not None] or None
     if not isinstance(value, dict):
         return value
     if "element_type" in value or "tensor" in value:
         return None
-    return {name: found for name, one in value.items() if (found := _without_tensors(one)) is not None} or None
+    return {name: result for name, one in value.items() if (result := _without_tensors(one)) is not None} or None
 
 
 def _tensor(slot: Slot, payload: Payload) -> PreviewTensor:

@@ -37,8 +37,8 @@ def guarantee_of(contract: contract_pb2.Contract) -> Guarantee | None:
     """Returns the guarantee of a run; None if the run is not private. Raises ConfigurationError as for any contract."""
     from fleetdistill.methods import config_of_contract  # loads methods, which an idle device does not need
 
-    found: Guarantee | None = config_of_contract(contract).guarantee
-    return found
+    result: Guarantee | None = config_of_contract(contract).guarantee
+    return result
 
 
 def check_is_private(contract: contract_pb2.Contract) -> None:

@@ -26,8 +26,8 @@ def psutil_module() -> ModuleType | None:
         import psutil
     except ImportError:
         return None
-    found: ModuleType = psutil
-    return found
+    result: ModuleType = psutil
+    return result
 
 
 def system_probe(name: str, directory: Path) -> Probe | None:
@@ -74,7 +74,7 @@ def _temperature(psutil: Any) -> Probe | None:
 
     def hottest() -> float | None:
         low, high = _PLAUSIBLE_CELSIUS
-        values = [one.current for group in psutil.sensors_temperatures().values() for one in group]
+        values = [item.current for group in psutil.sensors_temperatures().values() for item in group]
         return max((value for value in values if value is not None and low < value < high), default=None)
 
     return hottest

@@ -35,8 +35,8 @@ class Weights:
         """Returns the size of the parameters and buffers in a message."""
         parameters = {f"parameters/{name}": _typed_shape(one) for name, one in sent.parameters.items()}
         buffers = {f"buffers/{name}": _typed_shape(one) for name, one in sent.buffers.items()}
-        numbers = sum(one.size for one in sent.parameters.values())
-        return cls(numbers, sum(one.nbytes for one in sent.buffers.values()), {**parameters, **buffers})
+        numbers = sum(parameter.size for parameter in sent.parameters.values())
+        return cls(numbers, sum(buffer.nbytes for buffer in sent.buffers.values()), {**parameters, **buffers})
 
     def numbers(self) -> dict[str, int]:
         """Returns the size as a dict for JSON."""
@@ -67,7 +67,7 @@ def _of_shapes(kind: type[Kind], shapes: Mapping[str, TypedShape]) -> PartSchema
 
 def _declared_tensors(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, TensorSchema]:
     """Returns the tensors that the contract declares for a part. Raises RefusedError if one is missing."""
-    declared = {one.name: one for one in declared_of(part, contract).tensors}
+    declared = {tensor.name: tensor for tensor in declared_of(part, contract).tensors}
     sent = {slot.path.removeprefix(f"{part.name}/") for slot in slots(knowledge_pb2.Parts(parts=[part]))}
     if missing := sorted(declared.keys() - sent):
         text = f"part {part.name!r} lacks {', '.join(missing[:_MAX_NAMED])}"

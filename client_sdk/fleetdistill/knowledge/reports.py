@@ -123,7 +123,7 @@ class Metrics(Kind):
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
         """Checks that metrics are in their ranges, unique and of known classes; returns no tensors."""
         metrics = part.metrics.metrics
-        if len(metrics) > MAX_METRICS or len({(one.name, one.split) for one in metrics}) != len(metrics):
+        if len(metrics) > MAX_METRICS or len({(metric.name, metric.split) for metric in metrics}) != len(metrics):
             text = f"part {part.name!r} has {len(metrics)} metrics, must be at most {MAX_METRICS} with distinct names"
             raise RefusedError(Code.BAD_VALUE, text)
         for metric in metrics:

@@ -167,8 +167,8 @@ class ProxyKnowledge(Kind):
         if part.proxy_knowledge.proxy_digest != contract.proxy_digest:
             text = f"part {part.name!r} has the digest of another proxy set; expected the contract's"
             raise RefusedError(Code.CONTRACT_MISMATCH, text)
-        widths = {one.name: tuple(one.shape) for one in contract.features}
-        columns = {one for one in contract.requirements.columns if one != "features" or EMBEDDING in widths}
+        widths = {feature.name: tuple(feature.shape) for feature in contract.features}
+        columns = {column for column in contract.requirements.columns if column != "features" or EMBEDDING in widths}
         tensors = cls.tensors(contract.proxy_samples, len(contract.classes), widths.get(EMBEDDING, ()), columns)
         sent = {field.name for field, _ in part.proxy_knowledge.ListFields()}
         missing = [name for name in tensors if name not in sent]
@@ -255,5 +255,5 @@ def rows_by_id(known_ids: Array, wanted_ids: Array) -> tuple[Array, Array]:
     order = np.argsort(known_ids, kind="stable")
     at = np.searchsorted(known_ids, wanted_ids, sorter=order)
     candidates = order[np.minimum(at, len(order) - 1)] if len(order) else np.zeros(len(wanted_ids), np.int64)
-    found = known_ids[candidates] == wanted_ids if len(order) else np.zeros(len(wanted_ids), bool)
-    return candidates[found], np.flatnonzero(found)
+    result = known_ids[candidates] == wanted_ids if len(order) else np.zeros(len(wanted_ids), bool)
+    return candidates[result], np.flatnonzero(result)

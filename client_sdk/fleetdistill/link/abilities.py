@@ -36,7 +36,7 @@ class Abilities:
         self._check_classes()
         sizes = self.input_shape
         valid = isinstance(sizes, Sequence) and not isinstance(sizes, str) and 1 <= len(sizes) <= MAX_AXES
-        if not valid or not all(_is_count(one) for one in sizes):
+        if not valid or not all(_is_count(size) for size in sizes):
             text = f"1 to {MAX_AXES} whole numbers of at least 1, such as (1, 28, 28)"
             raise ConfigurationError(f"Abilities(input_shape=...) is {sizes!r}, must be {text}")
         if not isinstance(self.model, str) or len(self.model) > _MAX_CHARACTERS:
@@ -45,13 +45,13 @@ class Abilities:
             )
 
     def _check_classes(self) -> None:
-        found = self.classes
+        result = self.classes
         count = len(self.names) or self.classes
-        named = isinstance(found, Sequence) and not isinstance(found, str)
-        valid = all(isinstance(one, str) and 1 <= len(one) <= _MAX_CHARACTERS for one in self.names)
-        if not (named or _is_count(found)) or not valid or not _is_count(count) or int(str(count)) > MAX_CLASSES:
+        named = isinstance(result, Sequence) and not isinstance(result, str)
+        valid = all(isinstance(name, str) and 1 <= len(name) <= _MAX_CHARACTERS for name in self.names)
+        if not (named or _is_count(result)) or not valid or not _is_count(count) or int(str(count)) > MAX_CLASSES:
             text = f"a number of classes from 1 to {MAX_CLASSES:,}, or their names"
-            raise ConfigurationError(f"Abilities(classes=...) is {found!r:.200}, must be {text}")
+            raise ConfigurationError(f"Abilities(classes=...) is {result!r:.200}, must be {text}")
 
     @property
     def names(self) -> Sequence[str]:
@@ -60,10 +60,10 @@ class Abilities:
 
     def message(self) -> service_pb2.Abilities:
         """Returns the abilities as a message."""
-        found = service_pb2.Abilities(input_shape=list(self.input_shape), model=self.model)
-        found.classes = len(self.names) if self.names else int(str(self.classes))
-        found.class_names.extend(self.names)
-        return found
+        result = service_pb2.Abilities(input_shape=list(self.input_shape), model=self.model)
+        result.classes = len(self.names) if self.names else int(str(self.classes))
+        result.class_names.extend(self.names)
+        return result
 
 
 def check_fits(contract: contract_pb2.Contract, abilities: service_pb2.Abilities) -> None:
@@ -78,17 +78,17 @@ def check_fits(contract: contract_pb2.Contract, abilities: service_pb2.Abilities
 
 def differences(contract: contract_pb2.Contract, abilities: service_pb2.Abilities) -> list[str]:
     """Returns how a run's classes and input shape differ from a device's, one sentence each."""
-    found = []
+    result = []
     if abilities.classes != len(contract.classes):
-        found.append(f"the device has {abilities.classes} classes, the run {len(contract.classes)}")
+        result.append(f"the device has {abilities.classes} classes, the run {len(contract.classes)}")
     elif abilities.class_names and list(abilities.class_names) != list(contract.classes):
         pairs = zip(abilities.class_names, contract.classes, strict=True)
         at, (device, run) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
-        found.append(f"class {at} is {device[:64]!r} on the device, {run[:64]!r} in the run")
+        result.append(f"class {at} is {device[:64]!r} on the device, {run[:64]!r} in the run")
     if list(abilities.input_shape) != list(contract.input_shape):
         has, wants = list(abilities.input_shape), list(contract.input_shape)
-        found.append(f"the device has input shape {has}, the run {wants}")
-    return found
+        result.append(f"the device has input shape {has}, the run {wants}")
+    return result
 
 
 def _is_count(value: object) -> bool:

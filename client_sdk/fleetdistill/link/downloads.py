@@ -264,9 +264,9 @@ def _other_payload(header: knowledge_pb2.PayloadHeader, sha256: bytes) -> str:
 
 def _mismatch(check: Check) -> str:
     title = check.algorithm.label
-    found = check.found().hex()[:16]
+    result = check.found().hex()[:16]
     expected = check.expected.hex()[:16]
-    return f"a download has {title} {found}..., expected {expected}..."
+    return f"a download has {title} {result}..., expected {expected}..."
 
 
 def _payload(header: knowledge_pb2.PayloadHeader, data: bytes | memoryview, sha256: bytes) -> Payload:

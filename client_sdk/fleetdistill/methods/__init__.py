@@ -86,8 +86,8 @@ def is_registered(method: str) -> bool:
 
 def config_class(method: str) -> type[Any]:
     """Returns the configuration class of a method. Raises ConfigurationError if the method is unknown."""
-    found: type[LocalTraining] = _half(method, 0)
-    return found
+    result: type[LocalTraining] = _half(method, 0)
+    return result
 
 
 def example_config(method: str, **settings: Any) -> Any:
@@ -101,8 +101,8 @@ def example_config(method: str, **settings: Any) -> Any:
         ConfigurationError: The method is unknown, or a value is out of its range.
         TypeError: A setting is unknown.
     """
-    found = config_class(method)
-    return found.from_settings({**found.examples, **settings})
+    result = config_class(method)
+    return result.from_settings({**result.examples, **settings})
 
 
 def device_class(method: str) -> type[DeviceMethod]:
@@ -136,9 +136,9 @@ def config_of_contract(contract: contract_pb2.Contract) -> Any:
     Raises:
         ConfigurationError: The SDK does not support the method or a setting, or a value is out of its range.
     """
-    found = config_from_plan(contract.method, Plan.read(contract.config))
-    found.for_classes(len(contract.classes))
-    return found
+    result = config_from_plan(contract.method, Plan.read(contract.config))
+    result.for_classes(len(contract.classes))
+    return result
 
 
 def _half(method: str, half: int) -> Any:

@@ -59,10 +59,10 @@ class Ask:
 
     def part(self, name: str, kind: type[PartKind]) -> PartKind:
         """Returns a part of the payload. Raises WireError if it is missing or of another kind."""
-        found = self.parts.get(name)
-        if not isinstance(found, kind):
-            raise WireError(f"step {self.step!r}: part {name!r} is {type(found).__name__}, expected {kind.__name__}")
-        return found
+        result = self.parts.get(name)
+        if not isinstance(result, kind):
+            raise WireError(f"step {self.step!r}: part {name!r} is {type(result).__name__}, expected {kind.__name__}")
+        return result
 
     def setting(self, name: str, kind: type[Setting]) -> Setting:
         """Returns a value of the part `plan`. Raises WireError if it is missing or of another type."""
@@ -242,8 +242,8 @@ class DeviceMethod:
 @functools.cache
 def _handlers(method: type[DeviceMethod]) -> Mapping[str, str]:
     """Returns the name of the handler for each step; of several for one step, the first in alphabetical order."""
-    found = ((name, getattr(method, name)) for name in reversed(dir(method)))
-    return {one.answers_step: name for name, one in found if hasattr(one, "answers_step")}
+    result = ((name, getattr(method, name)) for name in reversed(dir(method)))
+    return {one.answers_step: name for name, one in result if hasattr(one, "answers_step")}
 
 
 _BEYOND = 3.4e38
@@ -263,7 +263,7 @@ def check_types(config: Any) -> None:
     for name, known in _types_of(config.__class__).items():
         value = getattr(config, name)
         if type(value) not in known:
-            expected = " or ".join(_TYPE_NAMES[one] for one in known if one in _TYPE_NAMES)
+            expected = " or ".join(_TYPE_NAMES[item] for item in known if item in _TYPE_NAMES)
             raise ConfigurationError(f"{name} is {value!r}, expected {expected}")
 
 
@@ -277,9 +277,9 @@ def _types_of(config: Any) -> Mapping[str, tuple[type, ...]]:
         hints = get_type_hints(config)
     except NameError:  # an app's configuration may use types that exist only for type checkers
         return {}
-    found = {one.name: get_args(hints[one.name]) or (hints[one.name],) for one in fields(config)}
+    result = {field.name: get_args(hints[field.name]) or (hints[field.name],) for field in fields(config)}
     simple = {*_TYPE_NAMES, type(None)}
-    return {name: (*kinds, int) if float in kinds else kinds for name, kinds in found.items() if simple >= set(kinds)}
+    return {name: (*kinds, int) if float in kinds else kinds for name, kinds in result.items() if simple >= set(kinds)}
 
 
 def check_choice(name: str, value: object, known: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ def note_registration(half: type) -> None:
 
 def installed_methods() -> list[str]:
     """Returns the sorted names of the methods that installed packages declare, without importing any of them."""
-    return sorted({one.name for one in entry_points(group=GROUP)})
+    return sorted({point.name for point in entry_points(group=GROUP)})
 
 
 def load_installed(method: str, is_registered: Callable[[str], bool]) -> None:
@@ -52,11 +52,11 @@ def load_installed(method: str, is_registered: Callable[[str], bool]) -> None:
         ConfigurationError: Several packages declare the method, or its package cannot be imported or does not register
             it.
     """
-    found = {one.value: one for one in entry_points(group=GROUP, name=method)}
-    if len(found) > 1:
-        packages = ", ".join(sorted(_package(one) for one in found.values()))
+    result = {point.value: point for point in entry_points(group=GROUP, name=method)}
+    if len(result) > 1:
+        packages = ", ".join(sorted(_package(item) for item in result.values()))
         raise ConfigurationError(f"several packages declare method {method!r} ({packages}); uninstall all but one")
-    for declared in found.values():
+    for declared in result.values():
         _load(declared)
         if not is_registered(method):
             raise ConfigurationError(
@@ -97,7 +97,10 @@ def import_modules(modules: Iterable[str], setting: str) -> None:
     for name in names:
         _import(name, setting)
     for name in names:
-        own = (sys.modules.get(one) is sys.modules[name] or one.startswith(f"{name}.") for one in registrations)
+        own = (
+            sys.modules.get(registration) is sys.modules[name] or registration.startswith(f"{name}.")
+            for registration in registrations
+        )
         if name not in imported and not any(own):
             raise ConfigurationError(
                 f"{setting}: module {name!r} registers no method; call fleetdistill.methods.register and "

@@ -139,15 +139,15 @@ class Scattering(nn.Module):
         """Returns the log-scaled maps: the low-pass map, then each scale's first- and second-order maps."""
         if self._in_colour:
             x = functional.conv2d(x, self.get_buffer("colours"))
-        found = [self._averaged(x, 0)]
+        result = [self._averaged(x, 0)]
         for first in range(self.scales):
             grid = min(first, self._last)  # grid of this scale's moduli
             moduli = self._moduli(x, first, 0, grid)
-            found.append(self._averaged(moduli, grid))
+            result.append(self._averaged(moduli, grid))
             for second in range(first + 1, self.scales):
                 coarser = min(second, self._last)
-                found.append(self._averaged(self._moduli(moduli, second, grid, coarser), coarser))
-        numbers = torch.cat(found, dim=1)
+                result.append(self._averaged(self._moduli(moduli, second, grid, coarser), coarser))
+        numbers = torch.cat(result, dim=1)
         return numbers.sign() * torch.log(1 + numbers.abs() / _EPSILON)
 
     def _moduli(self, x: Tensor, scale: int, grid: int, kept_on: int) -> Tensor:
@@ -165,5 +165,5 @@ def _each_channel(x: Tensor, kernels: Tensor, step: int) -> Tensor:
     half = kernels.shape[-1] // 2
     padded = functional.pad(x, (half, half, half, half), mode="replicate")
     single = padded.flatten(0, 1).unsqueeze(1)
-    found = functional.conv2d(single, kernels, stride=step)
-    return found.reshape(-1, x.shape[1] * kernels.shape[0], *found.shape[2:])
+    result = functional.conv2d(single, kernels, stride=step)
+    return result.reshape(-1, x.shape[1] * kernels.shape[0], *result.shape[2:])

@@ -33,15 +33,15 @@ def json_object(path: Path, data: bytes) -> dict[str, Any]:
         StateError: The file does not contain an object, or does not match its checksum, if it has one.
     """
     try:
-        found = json.loads(data)
+        result = json.loads(data)
     except ValueError as error:
         raise damaged_error(path, error) from error
-    if not isinstance(found, dict):
-        raise damaged_error(path, f"expected an object, found {type(found).__name__}")
-    known = found.pop(_CHECKSUM, None)
-    if known is not None and known != _checksum(found):
+    if not isinstance(result, dict):
+        raise damaged_error(path, f"expected an object, found {type(result).__name__}")
+    known = result.pop(_CHECKSUM, None)
+    if known is not None and known != _checksum(result):
         raise damaged_error(path, "it does not match its checksum")
-    return found
+    return result
 
 
 def damaged_error(path: Path, reason: object) -> StateError:
@@ -52,11 +52,11 @@ def damaged_error(path: Path, reason: object) -> StateError:
 
 def check_format(path: Path, saved: dict[str, Any]) -> None:
     """Raises StateError for a file of a newer SDK or an invalid format."""
-    found = saved.get("format", FORMAT)
-    if not isinstance(found, int):
-        raise damaged_error(path, f"its format is {found!r}")
-    if found > FORMAT:
-        raise newer_error(path, f"it has format {found}, SDK {saved.get('sdk', 'unknown')}")
+    result = saved.get("format", FORMAT)
+    if not isinstance(result, int):
+        raise damaged_error(path, f"its format is {result!r}")
+    if result > FORMAT:
+        raise newer_error(path, f"it has format {result}, SDK {saved.get('sdk', 'unknown')}")
 
 
 def newer_error(path: Path, what: str) -> StateError:

@@ -215,8 +215,8 @@ class Outbox:
     @property
     def tries(self) -> int:
         """Number of tries to send the answer in the outbox."""
-        found = self._files.load("outbox/tries.txt") or b""
-        return int(found) if found.isdigit() else 0
+        result = self._files.load("outbox/tries.txt") or b""
+        return int(result) if result.isdigit() else 0
 
     @contextlib.contextmanager
     def answer(self) -> Iterator[Payload]:
@@ -315,11 +315,11 @@ class Outbox:
         data, path = self._files.load(name), self.directory / name
         if data is None:
             return None
-        found = json_object(path, data)
-        known = {one.name for one in fields(Outcome)} - {"pending"}
+        result = json_object(path, data)
+        known = {field.name for field in fields(Outcome)} - {"pending"}
         try:
-            pending = _pending(path, found["pending"])
-            return Outcome(pending, **{key: value for key, value in found.items() if key in known})
+            pending = _pending(path, result["pending"])
+            return Outcome(pending, **{key: value for key, value in result.items() if key in known})
         except (KeyError, TypeError, ValueError) as error:
             raise damaged_error(path, error) from error
 
@@ -338,18 +338,18 @@ class _FileSource:
 
 
 def _pending(path: Path, saved: dict[str, Any]) -> Pending:
-    found = dict(saved)
-    check_format(path, found)
-    known = {one.name for one in fields(Pending)}
-    if missing := sorted({one.name for one in fields(Pending) if _is_required(one)} - found.keys()):
+    result = dict(saved)
+    check_format(path, result)
+    known = {field.name for field in fields(Pending)}
+    if missing := sorted({field.name for field in fields(Pending) if _is_required(field)} - result.keys()):
         raise damaged_error(path, f"missing {', '.join(missing)}")
-    if unknown := sorted(found.keys() - known - {"format", _DIGESTS}):
+    if unknown := sorted(result.keys() - known - {"format", _DIGESTS}):
         raise newer_error(path, f"it has {', '.join(unknown)}")
     try:
-        replacement = found.pop("replacement", None)
-        found.pop("format", None)
-        found.pop(_DIGESTS, None)
-        pending = Pending(**found, replacement=Replacement(**replacement) if replacement else None)
+        replacement = result.pop("replacement", None)
+        result.pop("format", None)
+        result.pop(_DIGESTS, None)
+        pending = Pending(**result, replacement=Replacement(**replacement) if replacement else None)
         bytes.fromhex(pending.payload)
         return pending
     except (TypeError, ValueError) as error:

@@ -94,8 +94,8 @@ def _plain(directory: Path, path: Path) -> str:
 
 def _listed_onnx(directory: Path) -> set[str]:
     """Returns the names of the ONNX files of the version in use; a custom method names its own variants."""
-    found: set[str] = set()
+    result: set[str] = set()
     for path in (directory / _IN_USE, directory / "versions" / _IN_USE):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            found |= {str(name) for name in json.loads(path.read_bytes())["files"]}
-    return {name for name in found if name.endswith(".onnx") and "/" not in name}
+            result |= {str(name) for name in json.loads(path.read_bytes())["files"]}
+    return {name for name in result if name.endswith(".onnx") and "/" not in name}

@@ -89,7 +89,7 @@ class PrivacyLedger:
 
     def spent(self, delta: float) -> float:
         """Returns the epsilon of all releases together; infinity above 100."""
-        return _epsilon([(one.mu, one.exact) for one in self.releases], delta)
+        return _epsilon([(release.mu, release.exact) for release in self.releases], delta)
 
     def record(
         self, *, run: str, round: int, mu: float, exact: bool, rows: str, most: PrivacyBudget, time: float
@@ -110,7 +110,7 @@ class PrivacyLedger:
         Raises:
             PrivacyBudgetError: The release would exceed `most`. Nothing is recorded.
         """
-        noise = [*((one.mu, one.exact) for one in self.releases), (mu, exact)]
+        noise = [*((release.mu, release.exact) for release in self.releases), (mu, exact)]
         epsilon = _epsilon(noise, most.delta)
         if epsilon > most.epsilon * (1 + _TOLERANCE):
             raise PrivacyBudgetError(spent=self.spent(most.delta), wanted=epsilon)
@@ -121,7 +121,7 @@ class PrivacyLedger:
         return release
 
     def _save(self, releases: list[Release]) -> None:
-        entries = [asdict(one) for one in releases]
+        entries = [asdict(release) for release in releases]
         self._files.save(PRIVACY_LEDGER, sealed_json({"format": 1, "releases": entries}, indent=1), mode=0o600)
 
     def _load(self) -> list[Release]:
@@ -136,7 +136,7 @@ class PrivacyLedger:
         try:
             entries = json_object(path, data)["releases"]
             releases = [Release(**entry) for entry in entries]
-            if not all(math.isfinite(one.mu) and one.mu > 0 for one in releases):
+            if not all(math.isfinite(release.mu) and release.mu > 0 for release in releases):
                 raise ValueError("a release has a mu that is not a positive number")
         except StateError:
             raise

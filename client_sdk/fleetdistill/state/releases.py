@@ -15,7 +15,7 @@ from fleetdistill.state.files import Files
 from fleetdistill.state.format import damaged_error
 from fleetdistill.state.privacy_ledger import RELEASED
 
-_FIELDS = tuple(one.name for one in fields(ClassSums))
+_FIELDS = tuple(field.name for field in fields(ClassSums))
 
 
 class Releases:
@@ -54,7 +54,7 @@ class Releases:
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
                 if str(arrays["name"]) != name:
                     return None
-                found = {field: arrays[field] for field in _FIELDS}
+                result = {field: arrays[field] for field in _FIELDS}
         except (ValueError, KeyError, OSError, EOFError, BadZipFile) as error:
             raise damaged_error(self._files.directory / RELEASED, error) from error
-        return ClassSums(**{**found, "mu": float(found["mu"]), "discrete": bool(found["discrete"])})
+        return ClassSums(**{**result, "mu": float(result["mu"]), "discrete": bool(result["discrete"])})

@@ -119,10 +119,10 @@ class Ledger:
     @property
     def totals(self) -> SentTotals:
         """Totals of all messages, those of earlier months included."""
-        found = SentTotals()
-        for one in (*self.months, *(entry.totals for entry in self.entries)):
-            found = found.plus(one)
-        return found
+        result = SentTotals()
+        for item in (*self.months, *(entry.totals for entry in self.entries)):
+            result = result.plus(item)
+        return result
 
 
 def compact(ledger: Ledger, entries: int, months: int) -> Ledger:
@@ -133,7 +133,7 @@ def compact(ledger: Ledger, entries: int, months: int) -> Ledger:
         entries: Number of entries to keep.
         months: Number of monthly totals to keep; the totals of older months are added to the oldest one kept.
     """
-    by_month = {one.month: one for one in ledger.months}
+    by_month = {month.month: month for month in ledger.months}
     first = max(len(ledger.entries) - entries, 0)
     for entry in ledger.entries[:first]:
         one = entry.totals

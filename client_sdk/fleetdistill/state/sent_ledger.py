@@ -57,7 +57,9 @@ class SentLedger:
         """Records the receipt or the refusal of an answer; does nothing if it is recorded, or nothing was sent."""
         with self._lock:
             entries = self._ledger().entries
-            if not any(one.kind == ANSWER and (one.run, one.name) == (run, name) and _open(one) for one in entries):
+            if not any(
+                entry.kind == ANSWER and (entry.run, entry.name) == (run, name) and _open(entry) for entry in entries
+            ):
                 return
             self._write({"kind": _OUTCOME, "run": run, "name": list(name), "receipt": receipt, "code": code})
             failpoints.hit("device.ledger.after-outcome")
@@ -65,7 +67,7 @@ class SentLedger:
     def begin_check_in(self, entry: Sent) -> None:
         """Records a check-in durably before it is sent; a repeated attempt without a reply is not recorded again."""
         with self._lock:
-            last = next((one for one in reversed(self._ledger().entries) if one.kind == CHECK_IN), None)
+            last = next((entry for entry in reversed(self._ledger().entries) if entry.kind == CHECK_IN), None)
             if last is None or last.replied or replace(entry, time=last.time) != last:
                 self._append(entry)
 
@@ -103,11 +105,11 @@ class SentLedger:
         """Returns the ledger; a damaged file is first put aside and replaced by its readable lines."""
         if self._loaded is None:
             data = self._files.load(LEDGER) or b""
-            found = read_ledger(data)
-            if found.damaged or (data and not data.endswith(b"\n")):
-                self._files.set_aside(LEDGER, f"{found.damaged} unreadable lines", "the others are kept", copy=True)
-                self._files.save(LEDGER, _content(found), mode=0o600)
-            self._loaded = replace(found, damaged=0)
+            result = read_ledger(data)
+            if result.damaged or (data and not data.endswith(b"\n")):
+                self._files.set_aside(LEDGER, f"{result.damaged} unreadable lines", "the others are kept", copy=True)
+                self._files.save(LEDGER, _content(result), mode=0o600)
+            self._loaded = replace(result, damaged=0)
         return self._loaded
 
 
@@ -158,8 +160,8 @@ class _Reader:
 
     def take(self, line: bytes) -> None:
         """Adds a line."""
-        found = _unseal(line)
-        if found is None or not self._add(found):
+        result = _unseal(line)
+        if result is None or not self._add(result):
             self.damaged += 1
 
     def _add(self, found: dict[str, Any]) -> bool:
@@ -203,7 +205,7 @@ def _line(entry: Sent) -> dict[str, Any]:
 
 def _content(ledger: Ledger) -> bytes:
     """Returns the content of a file with a ledger's months and entries."""
-    months: Iterable[dict[str, Any]] = ({"kind": _MONTH, "totals": asdict(one)} for one in ledger.months)
+    months: Iterable[dict[str, Any]] = ({"kind": _MONTH, "totals": asdict(month)} for month in ledger.months)
     return b"".join(_seal(line) for line in (*months, *map(_line, ledger.entries)))
 
 
@@ -216,8 +218,8 @@ def _seal(line: Mapping[str, Any]) -> bytes:
 def _unseal(line: bytes) -> dict[str, Any] | None:
     """Returns the members of a line; None if it is incomplete or does not match its checksum."""
     try:
-        found = json.loads(line)
-        crc = found.pop("crc")
+        result = json.loads(line)
+        crc = result.pop("crc")
     except (ValueError, AttributeError, KeyError, TypeError):
         return None
-    return found if google_crc32c.value(json.dumps(found).encode()) == crc else None
+    return result if google_crc32c.value(json.dumps(result).encode()) == crc else None

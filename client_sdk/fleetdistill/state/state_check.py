@@ -23,10 +23,10 @@ def damaged_states(files: Files) -> dict[str, str]:
 
     A file whose format is unrecognisable counts as damaged if the other one has checksums.
     """
-    found = {name: data for name in STATES if (data := files.load(name)) is not None}
-    if not any(map(_has_checksum, found.values())):
+    result = {name: data for name in STATES if (data := files.load(name)) is not None}
+    if not any(map(_has_checksum, result.values())):
         return {}
-    return {name: reason for name, data in found.items() if (reason := damage_of(data))}
+    return {name: reason for name, data in result.items() if (reason := damage_of(data))}
 
 
 def _has_checksum(data: bytes) -> bool:
@@ -63,8 +63,8 @@ def with_crc(data: bytes) -> bytes:
 
 def matches_crc(data: bytes, outline: Any) -> bool:
     """Returns whether a document matches the CRC-32C in its outline."""
-    found = outline.get("crc32c") if isinstance(outline, dict) else None
-    return found is not None and with_crc(data.replace(_crc_member(found), _crc_member(NO_CRC), 1)) == data
+    result = outline.get("crc32c") if isinstance(outline, dict) else None
+    return result is not None and with_crc(data.replace(_crc_member(result), _crc_member(NO_CRC), 1)) == data
 
 
 def _crc_member(value: str) -> bytes:

@@ -38,7 +38,7 @@ def pack_state(state: Any) -> bytes:
 
 def _document(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
     """Returns contiguous tensors as a safetensors document; both ways give the same bytes."""
-    if all(one.dtype in _IN_NUMPY for one in tensors.values()):
+    if all(tensor.dtype in _IN_NUMPY for tensor in tensors.values()):
         return bytes(
             save_arrays({name: one.numpy(force=True) for name, one in tensors.items()}, metadata)
         )  # a quarter of the time

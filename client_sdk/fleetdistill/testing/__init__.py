@@ -49,9 +49,9 @@ class EventLog(list[Event]):
 
     def of(self, kind: str) -> Event:
         """Returns the only event of a kind. Raises ValueError if there is not exactly one."""
-        found = [event for event in self if event.kind == kind]
-        if len(found) != 1:
+        result = [event for event in self if event.kind == kind]
+        if len(result) != 1:
             raise ValueError(
-                f"the log has {len(found)} events of kind {kind!r}, expected 1; its kinds are {self.kinds()}"
+                f"the log has {len(result)} events of kind {kind!r}, expected 1; its kinds are {self.kinds()}"
             )
-        return found[0]
+        return result[0]

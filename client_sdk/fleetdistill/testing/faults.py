@@ -218,10 +218,10 @@ def _truncate(chunks: Iterator[AnyChunk], count: int, error: Exception) -> Itera
 
 def _enlarge(header: service_pb2.UploadHeader) -> service_pb2.UploadHeader:
     """Returns a header with a further tensor of 1 TiB."""
-    found = service_pb2.UploadHeader()
-    found.CopyFrom(header)
-    tensor = found.payload.parts.parts.add(name="oversized").network_file.onnx
+    result = service_pb2.UploadHeader()
+    result.CopyFrom(header)
+    tensor = result.payload.parts.parts.add(name="oversized").network_file.onnx
     tensor.element_type, tensor.encoding = tensor_pb2.ELEMENT_TYPE_UINT8, tensor_pb2.ENCODING_RAW
     tensor.shape.append(_OVERSIZED_BYTES)
-    found.payload.data_bytes += _OVERSIZED_BYTES
-    return found
+    result.payload.data_bytes += _OVERSIZED_BYTES
+    return result

@@ -72,16 +72,16 @@ def metrics_of(place: str, counts: Counts, allow: Sequence[str]) -> list[Metric]
     """Returns the metrics that are sent for a variant's counts; by class only if the app allows `counts`."""
     split, _, name = place.partition("/")
     of = f"{name}/" if name else ""
-    found = [
+    result = [
         Metric(name=f"{of}accuracy", split=split, sum=counts.correct, count=counts.count, by_class=_by_class(counts)),
         Metric(name=f"{of}loss", split=split, sum=counts.loss_sum, count=counts.count),
     ]
-    return allowed(found, allow)
+    return allowed(result, allow)
 
 
 def allowed(figures: Sequence[Metric], allow: Sequence[str]) -> list[Metric]:
     """Removes counts by class unless the app allows `counts`: they reveal the number of samples per class."""
-    return [one if "counts" in allow else replace(one, by_class=[]) for one in figures]
+    return [figure if "counts" in allow else replace(figure, by_class=[]) for figure in figures]
 
 
 def _by_class(counts: Counts) -> list[ClassCount]:

@@ -54,8 +54,10 @@ def foreign_session(data: bytes, threads: int = 1, *, standard: bool = True) -> 
     except Exception as error:  # onnxruntime raises its own exception types
         raise ModelError(f"cannot be loaded into onnxruntime: {first_line(error)}") from error
     inputs, outputs = session.get_inputs(), session.get_outputs()
-    if [one.name for one in inputs] != ["input"] or [one.type for one in (*inputs, *outputs)] != ["tensor(float)"] * 2:
-        ends = ", ".join(f"{one.name[:40]!r} of type {one.type}" for one in (*inputs[:3], *outputs[:3]))
+    if [input_.name for input_ in inputs] != ["input"] or [item.type for item in (*inputs, *outputs)] != [
+        "tensor(float)"
+    ] * 2:
+        ends = ", ".join(f"{item.name[:40]!r} of type {item.type}" for item in (*inputs[:3], *outputs[:3]))
         raise ModelError(
             f"has {len(inputs)} inputs and {len(outputs)} outputs ({ends}), expected 'input' and one output, both "
             "float32 tensors"

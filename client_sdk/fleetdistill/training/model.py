@@ -346,7 +346,8 @@ def place_of_inputs(module: nn.Module) -> tuple[torch.device, torch.dtype]:
     """
     tensors = chain(module.parameters(), module.buffers())
     first = next(
-        (one for one in tensors if one.dtype.is_floating_point), torch.empty(0, device="cpu", dtype=torch.float32)
+        (tensor for tensor in tensors if tensor.dtype.is_floating_point),
+        torch.empty(0, device="cpu", dtype=torch.float32),
     )
     return first.device, first.dtype
 

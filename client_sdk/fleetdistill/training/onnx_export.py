@@ -150,14 +150,16 @@ def _enlarge(samples: Tensor) -> list[Tensor]:
 
 def _free(samples: Tensor, dynamic_size: bool) -> dict[int, str]:
     """Returns the names of an input's free dimensions, by position."""
-    return {0: "batch", **({one: f"size_{one - 1}" for one in range(2, samples.ndim)} if dynamic_size else {})}
+    return {0: "batch", **({item: f"size_{item - 1}" for item in range(2, samples.ndim)} if dynamic_size else {})}
 
 
 def _check_logits(logits: Any, batch: Tensor) -> None:
     if isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == len(batch):
         return
-    found = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-    raise ExportError(f"the model returns {found} for a batch of {len(batch)}, expected logits [{len(batch)}, classes]")
+    result = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+    raise ExportError(
+        f"the model returns {result} for a batch of {len(batch)}, expected logits [{len(batch)}, classes]"
+    )
 
 
 def _cpu_copy(model: nn.Module) -> nn.Module:
@@ -195,4 +197,4 @@ def _trace(
 
 
 def _arrays(tensors: Sequence[Tensor]) -> list[Array]:
-    return [one.numpy() for one in tensors]
+    return [tensor.numpy() for tensor in tensors]

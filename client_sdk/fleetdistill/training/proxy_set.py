@@ -43,7 +43,7 @@ def proxy_data(proxy: ProxySet, input_shape: Sequence[int], classes: int) -> Ten
 
 def proxy_of(parts: Mapping[str, Kind]) -> ProxySet:
     """Returns the proxy set of a payload's parts. Raises WireError if there is none."""
-    found = parts.get(PART)
-    if not isinstance(found, ProxySet):
-        raise WireError(f"part {PART!r} is {type(found).__name__}, expected a ProxySet")
-    return found
+    result = parts.get(PART)
+    if not isinstance(result, ProxySet):
+        raise WireError(f"part {PART!r} is {type(result).__name__}, expected a ProxySet")
+    return result

@@ -71,7 +71,7 @@ def _global_generators(seed: int) -> Iterator[None]:
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():
         generators += torch.cuda.default_generators
-    states = [one.get_state() for one in generators]
+    states = [generator.get_state() for generator in generators]
     for one in generators:
         one.manual_seed(seed)
     try:
@@ -131,8 +131,8 @@ def _with_generator(func: Any) -> Any:
     if func not in _variants:
         wanted = [argument.name for argument in func._schema.arguments]
         packet = func.overloadpacket
-        found = [func, *(getattr(packet, name) for name in packet.overloads())]
-        _variants[func] = next((one for one in found if _accepts(one, wanted)), None)
+        result = [func, *(getattr(packet, name) for name in packet.overloads())]
+        _variants[func] = next((item for item in result if _accepts(item, wanted)), None)
     return _variants[func]
 
 
@@ -145,6 +145,6 @@ def _accepts(func: Any, wanted: list[str]) -> bool:
 
 def _device_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
     """Returns the device of an operation's first tensor, or of the tensor that it creates."""
-    tensor = next((one for one in args if isinstance(one, torch.Tensor)), None)
+    tensor = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
     device = torch.device(kwargs.get("device") or "cpu") if tensor is None else tensor.device
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device

@@ -28,7 +28,7 @@ class Stateful(Protocol):
 
 def snapshot(*changed: Stateful) -> Callable[[], None]:
     """Copies the current states; returns a function that restores them."""
-    before = [copy.deepcopy(one.state_dict()) for one in changed]
+    before = [copy.deepcopy(item.state_dict()) for item in changed]
 
     def restore() -> None:
         for one, state in zip(changed, before, strict=True):
@@ -51,9 +51,9 @@ def train_or_roll_back(train: Callable[[], object], *changed: Stateful, rate: Ra
     restore = snapshot(*changed)
     try:
         train()
-        for one in changed:
-            if isinstance(one, nn.Module):
-                check_weights(one, rate)
+        for item in changed:
+            if isinstance(item, nn.Module):
+                check_weights(item, rate)
     except (KnowledgeError, DataError) as error:
         restore()
         return str(error)

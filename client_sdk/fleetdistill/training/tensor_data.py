@@ -70,12 +70,12 @@ class LazyInputs:
 
 def _transform(inputs: Tensor, transform: Callable[[Any], Any]) -> Tensor:
     try:
-        changed = torch.stack([torch.as_tensor(transform(one)) for one in inputs])
+        changed = torch.stack([torch.as_tensor(transform(input_)) for input_ in inputs])
     except Exception as error:  # the app's code can raise any exception
         raise CannotAnswer(f"the transform of Augmented fails with {type(error).__name__}: {error}") from error
     if changed.shape != inputs.shape or changed.dtype != torch.float32:
-        found = f"{changed.dtype} {list(changed.shape[1:])}"
-        raise CannotAnswer(f"the transform of Augmented returns {found}, expected float32 {list(inputs.shape[1:])}")
+        result = f"{changed.dtype} {list(changed.shape[1:])}"
+        raise CannotAnswer(f"the transform of Augmented returns {result}, expected float32 {list(inputs.shape[1:])}")
     return changed
 
 

@@ -111,8 +111,8 @@ def _trace_nodes(module: nn.Module) -> tuple[list[fx.Node], dict[fx.Node, str]]:
     """Returns the nodes from the input to the logits, and their names; `training` arguments follow the mode."""
     (graph, names), (other, _) = (_trace(module, training) for training in (True, False))
     nodes, others = list(graph.nodes), list(other.nodes)
-    if [(one.op, str(one.target)) for one in nodes] != [(one.op, str(one.target)) for one in others]:
-        constant = any("_tensor_constant" in str(one.target) for one in nodes)  # torch.fx's name for a new tensor
+    if [(node.op, str(node.target)) for node in nodes] != [(other.op, str(other.target)) for other in others]:
+        constant = any("_tensor_constant" in str(node.target) for node in nodes)  # torch.fx's name for a new tensor
         what = "creates a tensor in forward, such as with torch.randn or torch.ones" if constant else _OTHER_LAYERS
         raise ModelError(_advice(module, what))
     with graph.inserting_after(nodes[0]):
@@ -122,14 +122,14 @@ def _trace_nodes(module: nn.Module) -> tuple[list[fx.Node], dict[fx.Node, str]]:
         node.args = _following(node.args, twin.args, flag)
         node.kwargs = _following(node.kwargs, twin.kwargs, flag)
     _check_ends(module, graph)
-    return [one for one in graph.nodes if one is not flag][:-1], names
+    return [node for node in graph.nodes if node is not flag][:-1], names
 
 
 def _trace(module: nn.Module, training: bool) -> tuple[fx.Graph, dict[fx.Node, str]]:
     tracer = _Tracer()
     before = [(part, part.training) for part in module.modules()]
     _, *others = inspect.signature(module.forward).parameters.values()
-    optional = {one.name: one.default for one in others if one.default is not one.empty}
+    optional = {other.name: other.default for other in others if other.default is not other.empty}
     try:
         module.train(training)
         return tracer.trace(module, optional or None), tracer.names
@@ -155,7 +155,7 @@ def _following(value: _T, other: Any, flag: fx.Node) -> _T:
 def _check_ends(module: nn.Module, graph: fx.Graph) -> None:
     """Removes optional inputs, which have their defaults. Raises ModelError unless one tensor is left and returned."""
     *_, output = graph.nodes
-    unused = set([one for one in graph.nodes if one.op == "placeholder"][1:])
+    unused = set([node for node in graph.nodes if node.op == "placeholder"][1:])
     for node in graph.nodes:  # torch.fx asserts that an optional input has its default
         if unused & set(node.all_input_nodes):
             unused.add(node)
@@ -164,7 +164,7 @@ def _check_ends(module: nn.Module, graph: fx.Graph) -> None:
     if not isinstance(output.args[0], fx.Node):
         kind = type(output.args[0]).__name__
         raise ModelError(_advice(module, f"returns a {kind}, expected logits [batch, classes]"))
-    for node in reversed([one for one in graph.nodes if one in unused]):
+    for node in reversed([node for node in graph.nodes if node in unused]):
         graph.erase_node(node)
 
 
@@ -175,13 +175,13 @@ def _advice(module: nn.Module, what: str) -> str:
 def _valid_places(nodes: Sequence[fx.Node]) -> list[int]:
     """Returns the positions after which only that node's value is used: no connection skips over them."""
     position = {node: at for at, node in enumerate(nodes)}
-    found = []
+    result = []
     furthest = 0
     for at, node in enumerate(nodes[:-1]):
         if at and furthest <= at and node.op not in ("placeholder", "get_attr"):
-            found.append(at)
+            result.append(at)
         furthest = max([furthest, *(position.get(user, len(nodes)) for user in node.users)])
-    return found
+    return result
 
 
 def _place_of(module: nn.Module, cut: Cut, nodes: Sequence[fx.Node], names: Mapping[fx.Node, str]) -> int:

@@ -45,12 +45,12 @@ class ArraySource:
 
     def read(self, start: int, size: int) -> bytes:
         """Returns `size` bytes from offset `start`, also across arrays."""
-        found = [
+        result = [
             self.views[number][max(start - slot.start, 0) : max(start + size - slot.start, 0)]
             for number, slot in enumerate(self._slots)
             if slot.start < start + size and start < slot.stop
         ]
-        return b"".join(found)
+        return b"".join(result)
 
     def view(self, start: int, size: int) -> memoryview | bytes:
         """Returns the same bytes as `read`, read-only and without a copy if they are in one array."""
@@ -120,8 +120,8 @@ def encode(
         _Encoder(arrays, wire_type, type(kind)).fill(target, kind, name)
     all_slots = slots(message)
     source = ArraySource(all_slots, arrays)
-    found = digest(message, source.views, algorithm)
-    digests = (found, b"") if algorithm is Algorithm.SHA256 else (b"", found)
+    result = digest(message, source.views, algorithm)
+    digests = (result, b"") if algorithm is Algorithm.SHA256 else (b"", result)
     return Payload(message, all_slots, source, *digests)
 
 
@@ -231,10 +231,10 @@ class _Decoder:
                 raise WireError(f"part {path.partition('/')[0]!r} has no tensor {path!r}, which its kind requires")
             return None
         if kind == "NamedTensor":
-            return {one.name: array_of(self._by_path[f"{path}/{one.name}"], self._source) for one in value}
+            return {item.name: array_of(self._by_path[f"{path}/{item.name}"], self._source) for item in value}
         if field.is_repeated:
             (listed,) = get_args(_types_of(cls)[field.name])
-            return [self.read(listed, one, path) for one in value]
+            return [self.read(listed, item, path) for item in value]
         return self.read(_types_of(cls)[field.name], value, path)
 
 

@@ -84,7 +84,7 @@ def unpack(
     if compression == RAW:
         return data
     if compression not in offered():
-        expected = ", ".join(knowledge_pb2.Compression.Name(one) for one in (RAW, *offered()))
+        expected = ", ".join(knowledge_pb2.Compression.Name(item) for item in (RAW, *offered()))
         raise WireError(f"a chunk has unsupported compression {compression}, expected one of {expected}")
     import zstandard
 
@@ -93,9 +93,9 @@ def unpack(
         if not 1 <= size <= limit:
             stated = f"states a size of {size} bytes" if size >= 0 else "does not state its size"
             raise WireError(f"a chunk's zstd frame {stated}, must be 1 to {limit}")
-        found: bytes = zstandard.ZstdDecompressor().decompress(data, max_output_size=limit, allow_extra_data=False)
+        result: bytes = zstandard.ZstdDecompressor().decompress(data, max_output_size=limit, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise WireError(f"a chunk's zstd frame is damaged: {error}") from error
-    if len(found) != size:
-        raise WireError(f"a chunk's zstd frame contains {len(found)} bytes, but its header declares {size}")
-    return found
+    if len(result) != size:
+        raise WireError(f"a chunk's zstd frame contains {len(result)} bytes, but its header declares {size}")
+    return result

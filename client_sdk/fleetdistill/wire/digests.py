@@ -56,8 +56,8 @@ def hasher(parts: knowledge_pb2.Parts, algorithm: Algorithm = Algorithm.SHA256) 
         return hashlib.sha256(serialized)
     import blake3
 
-    found: Hasher = blake3.blake3(serialized)
-    return found
+    result: Hasher = blake3.blake3(serialized)
+    return result
 
 
 def digest(

@@ -27,7 +27,7 @@ def fields_of(kind: type[Message]) -> tuple[Field, ...]:
     """Returns the fields of a message type, ordered by field number."""
     described: list[Any] = sorted(kind.DESCRIPTOR.fields, key=lambda one: one.number)
     return tuple(
-        Field(one.name, one.message_type.name if one.message_type else None, one.is_repeated) for one in described
+        Field(item.name, item.message_type.name if item.message_type else None, item.is_repeated) for item in described
     )
 
 
@@ -41,5 +41,5 @@ def _describes_tensors(descriptor: Any, seen: frozenset[str]) -> bool:
     if descriptor.name in ("Tensor", "NamedTensor"):
         return True
     known = seen | {descriptor.full_name}
-    inner = [one.message_type for one in descriptor.fields if one.message_type]
-    return any(_describes_tensors(one, known) for one in inner if one.full_name not in known)
+    inner = [field.message_type for field in descriptor.fields if field.message_type]
+    return any(_describes_tensors(item, known) for item in inner if item.full_name not in known)

@@ -38,9 +38,9 @@ def unframe(message: bytes, kind: type[Message]) -> Chunk | Message:
     Raises:
         google.protobuf.message.DecodeError: The bytes are not a message of this kind.
     """
-    found = _chunk_in(message)
-    if found is not None:
-        return found
+    result = _chunk_in(message)
+    if result is not None:
+        return result
     parsed = kind.FromString(message)  # the header, or a chunk in a form that only other serializers write
     return _as_chunk(parsed.chunk, parsed.chunk.data) if parsed.HasField("chunk") else parsed
 
@@ -64,7 +64,7 @@ def _as_chunk(fields: knowledge_pb2.TensorChunk, data: bytes | memoryview) -> Ch
 
 def _data_in(message: bytes, at: int) -> tuple[int, int, int] | None:
     """Returns the positions of the tag, the first byte and the end of `TensorChunk.data`, if it occurs once."""
-    found = None
+    result = None
     while at < len(message):
         tag, kind = at, message[at] & 7
         if message[tag] > 0x7F:  # a field number above 15, which `TensorChunk` does not have
@@ -72,10 +72,10 @@ def _data_in(message: bytes, at: int) -> tuple[int, int, int] | None:
         at += 1
         if kind == _DELIMITED:
             size, at = _length_at(message, at)
-            if size is None or (message[tag] == _DATA[0] and found is not None):
+            if size is None or (message[tag] == _DATA[0] and result is not None):
                 return None
             if message[tag] == _DATA[0]:
-                found = tag, at, at + size
+                result = tag, at, at + size
             at += size
         elif kind in _FIXED_BYTES:
             at += _FIXED_BYTES[kind]
@@ -83,7 +83,7 @@ def _data_in(message: bytes, at: int) -> tuple[int, int, int] | None:
             at = _after_varint(message, at)
         else:
             return None
-    return found if at == len(message) else None
+    return result if at == len(message) else None
 
 
 def _length_at(message: bytes, at: int) -> tuple[int | None, int]:
@@ -107,9 +107,9 @@ def _after_varint(message: bytes, at: int) -> int:
 
 def _varint(number: int) -> bytes:
     """Returns a number as a protobuf varint."""
-    found = bytearray()
+    result = bytearray()
     while number > 0x7F:
-        found.append(number & 0x7F | 0x80)
+        result.append(number & 0x7F | 0x80)
         number >>= 7
-    found.append(number)
-    return bytes(found)
+    result.append(number)
+    return bytes(result)

@@ -27,7 +27,7 @@ KINDS: dict[str, type[Kind]] = {}
 
 def allow_line(columns: Collection[str]) -> str:
     """Returns the remedy in errors: the argument of `Device` that allows these columns, without unknown names."""
-    names = ", ".join(f'"{one}"' for one in COLUMNS if one in columns)
+    names = ", ".join(f'"{item}"' for item in COLUMNS if item in columns)
     return f"to allow it, set Device(allow=[{names}])"
 
 
@@ -128,12 +128,12 @@ def kind_of(part: knowledge_pb2.Part) -> type[Kind]:
 
 def declared_of(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> contract_pb2.PartShapes:
     """Returns the contract's declaration for a part; an empty message if there is none."""
-    return next((one for one in contract.uploads if one.part == part.name), contract_pb2.PartShapes())
+    return next((upload for upload in contract.uploads if upload.part == part.name), contract_pb2.PartShapes())
 
 
 def declared_shapes(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> Shapes:
     """Returns the shapes that the contract declares for a part's tensors, by name."""
-    return {one.name: tuple(one.shape) for one in declared_of(part, contract).tensors}
+    return {tensor.name: tuple(tensor.shape) for tensor in declared_of(part, contract).tensors}
 
 
 @contextlib.contextmanager
@@ -186,7 +186,7 @@ class PartSchema:
 
     def nbytes(self, knowledge_type: np.dtype | type | str) -> int:
         """Returns the part's tensor bytes in a run of a knowledge type."""
-        return sum(one.nbytes for one in self.on_the_wire(knowledge_type).values())
+        return sum(item.nbytes for item in self.on_the_wire(knowledge_type).values())
 
 
 def on_the_wire(kind: type[Kind], tensors: Tensors, knowledge_type: np.dtype | type | str) -> dict[str, TensorSchema]:

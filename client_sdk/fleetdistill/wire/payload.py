@@ -111,15 +111,15 @@ def slots(parts: knowledge_pb2.Parts) -> tuple[Slot, ...]:
         WireError: A tensor has an unknown type or encoding, an invalid shape, invalid `channels`, or inline data; a
             name is empty, too long or repeated; or there are more than `MAX_PARTS` parts or `MAX_TENSORS` tensors.
     """
-    found: list[Slot] = []
+    result: list[Slot] = []
     if len(parts.parts) > MAX_PARTS:
         raise WireError(f"the payload has {len(parts.parts)} parts, must be at most {MAX_PARTS}")
     for kind, path, tensor in _tensors(parts):
-        found += _slots_of(kind, path, tensor, found[-1].stop if found else 0)
-        if len(found) > MAX_TENSORS:
+        result += _slots_of(kind, path, tensor, result[-1].stop if result else 0)
+        if len(result) > MAX_TENSORS:
             raise WireError(f"the payload has more than {MAX_TENSORS} tensors")
-    _check_unique([slot.path for slot in found])
-    return tuple(found)
+    _check_unique([slot.path for slot in result])
+    return tuple(result)
 
 
 def _slots_of(kind: str, path: str, tensor: tensor_pb2.Tensor, start: int) -> list[Slot]:
@@ -134,11 +134,11 @@ def _slots_of(kind: str, path: str, tensor: tensor_pb2.Tensor, start: int) -> li
 
 def _channel_slot(of: Slot, name: str, tensor: tensor_pb2.Tensor, start: int) -> Slot:
     path = f"{of.path}/{name}"
-    found = Slot(path, _dtype(path, tensor), _shape(path, tensor), start, of.kind)
-    if (found.dtype, found.shape, tensor.encoding) != (_FLOAT32, of.shape[1:2], tensor_pb2.ENCODING_RAW):
-        text = f"tensor {path!r} is {found.dtype.name} {list(found.shape)}"
+    result = Slot(path, _dtype(path, tensor), _shape(path, tensor), start, of.kind)
+    if (result.dtype, result.shape, tensor.encoding) != (_FLOAT32, of.shape[1:2], tensor_pb2.ENCODING_RAW):
+        text = f"tensor {path!r} is {result.dtype.name} {list(result.shape)}"
         raise WireError(f"{text}, must be raw float32 {list(of.shape[1:2])}: one number per channel")
-    return found
+    return result
 
 
 def data_bytes(parts: knowledge_pb2.Parts) -> int:
@@ -200,7 +200,7 @@ def array_of(slot: Slot, source: DataSource) -> np.ndarray:
     elements = np.require(elements_of(slot, source).reshape(slot.shape), requirements="A")
     if slot.channels is None:
         return elements
-    step, minimum = (array_of(one, source) for one in slot.channels)
+    step, minimum = (array_of(channel, source) for channel in slot.channels)
     return dequantize(elements, step, minimum)
 
 

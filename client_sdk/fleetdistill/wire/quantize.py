@@ -49,7 +49,7 @@ def quantize(numbers: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray
 def dequantize(elements: NDArray[Any], step: NDArray[Any], minimum: NDArray[Any]) -> NDArray[Any]:
     """Decodes the result of `quantize` to read-only float32 in the shape of `elements`."""
     shape = (1, -1, *[1] * (elements.ndim - 2))
-    found: NDArray[Any] = elements * step.reshape(shape)
-    found += minimum.reshape(shape)
-    found.flags.writeable = False
-    return found
+    result: NDArray[Any] = elements * step.reshape(shape)
+    result += minimum.reshape(shape)
+    result.flags.writeable = False
+    return result

@@ -35,8 +35,8 @@ KIND, FEATURES = Floats.KIND, Floats.FEATURES
 
 def float_type(knowledge_type: np.dtype | type | str) -> np.dtype:
     """Returns the element type of knowledge other than quantized feature columns: float16 in a run of uint8."""
-    found = np.dtype(knowledge_type)
-    return FLOAT16 if found == UINT8 else found
+    result = np.dtype(knowledge_type)
+    return FLOAT16 if result == UINT8 else result
 
 
 def is_quantized(knowledge_type: np.dtype | type | str, shape: Sequence[int]) -> bool:

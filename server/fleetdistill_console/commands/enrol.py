@@ -130,7 +130,7 @@ def _write_tokens(tokens: list[str], out: Path | None) -> None:
         typer.echo("\n".join(tokens))
         return
     try:
-        write_private(out, "".join(f"{one}\n" for one in tokens).encode())
+        write_private(out, "".join(f"{token}\n" for token in tokens).encode())
     except OSError as error:
         raise ConfigurationError(f"cannot write the tokens to {out}: {in_words(error)}; create new tokens") from error
     typer.echo(f"{out}: {counted(len(tokens), 'token')}, one per device")

@@ -189,7 +189,7 @@ def method_row(
         "models": "same" if needs.same_architecture else "different",
         "same_extractor": needs.same_extractor,
         "proxy_set": needs.proxy_set,
-        "exchanges": sum(one.times for one in counted),
+        "exchanges": sum(item.times for item in counted),
         "exchanges_formula": exchange_formula(exchanges),
         "bytes_up": cost[UP],
         "bytes_down": cost[DOWN],
@@ -199,7 +199,7 @@ def method_row(
 
 def _leaves(exchanges: Sequence[Exchange]) -> str:
     about = ", ".join(column for column in columns_of(exchanges) if column in _ABOUT_SAMPLES)
-    parts = [part for one in exchanges if one.times for part in one.up.values() if part.sent]
+    parts = [part for exchange in exchanges if exchange.times for part in exchange.up.values() if part.sent]
     return ", ".join(dict.fromkeys(part.kind.description.format(columns=about) for part in parts))
 
 

@@ -49,14 +49,14 @@ def operators(
     The privacy audit of a run is `fleetdistill audit`.
     """
     with open_source(store, server, identity) as source:
-        found = source.operators(before=before, call=call, text=text, most=most)
+        result = source.operators(before=before, call=call, text=text, most=most)
     if as_json:
-        typer.echo(View(found.lists).json())
+        typer.echo(View(result.lists).json())
         return
     console = open_console()
-    console.print(table(found.lists["operators"], console.width))
-    if found.facts["more"]:
-        typer.echo(f"there are older calls: --before {found.lists['operators'][-1]['id']}")
+    console.print(table(result.lists["operators"], console.width))
+    if result.facts["more"]:
+        typer.echo(f"there are older calls: --before {result.lists['operators'][-1]['id']}")
 
 
 def table(calls: Sequence[TableRow], width: int) -> Table | Text:
@@ -70,7 +70,7 @@ def table(calls: Sequence[TableRow], width: int) -> Table | Text:
         made.add_column(heading, width=min(longest, widths[width >= _WIDE]), overflow="fold")
     made.add_column("result", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(one) for one in row))
+        made.add_row(*(Text(item) for item in row))
     return made
 
 

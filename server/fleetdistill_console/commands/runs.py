@@ -99,16 +99,16 @@ def runs_prune(
         older_than_seconds=None if older_than is None else parse_duration("--older-than", older_than),
         served=serving(store) is not None,
     )
-    found = work(dry_run=True) if dry_run or not yes else Pruned()
+    result = work(dry_run=True) if dry_run or not yes else Pruned()
     if not dry_run:
-        if found != Pruned():
-            typer.confirm(f"Delete {pruned(found)} of run {run!r}?", abort=True)
+        if result != Pruned():
+            typer.confirm(f"Delete {pruned(result)} of run {run!r}?", abort=True)
         wanted = {"run": run, "keep_rounds": keep_rounds, "older_than": older_than}
-        found = local_log(opened).around(
+        result = local_log(opened).around(
             local_call("PruneRun", wanted), work, lambda done: Outcome(text=f"freed {pruned(done)}")
         )
-    typer.echo(f"would free {pruned(found)}" if dry_run else f"freed {pruned(found)}")
-    if later := left_for_later(found.later):
+    typer.echo(f"would free {pruned(result)}" if dry_run else f"freed {pruned(result)}")
+    if later := left_for_later(result.later):
         typer.echo(later)
 
 
@@ -149,7 +149,7 @@ def runs_delete(
     run had.
     """
     with open_source(store, server, identity) as source:
-        row = next((one for one in source.runs().lists["runs"] if one["run"] == run), None)
+        row = next((item for item in source.runs().lists["runs"] if item["run"] == run), None)
         if row is not None and not yes:
             what = f"It is {row['status']} and has {counted(row['completed_rounds'], 'completed round')}."
             typer.confirm(f"{what} Delete run {run!r} with its model, receipts and figures?", abort=True)

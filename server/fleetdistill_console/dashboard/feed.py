@@ -93,8 +93,8 @@ class Feed:
     def refresh(self) -> None:
         """Has everything read at once, such as after an action."""
         with self._changed:
-            for one in self._watched.values():
-                one.due_at = 0.0
+            for item in self._watched.values():
+                item.due_at = 0.0
             self._changed.notify()
 
     def _work(self) -> None:

@@ -62,9 +62,9 @@ def training_classes(devices: Sequence[TableRow]) -> list[TableRow]:
     """Returns the devices of a report as in the view `classes`."""
     return [
         {
-            "device": one["name"],
+            "device": device["name"],
             "split": "train",
-            "counts": {str(label): count for label, count in enumerate(one["samples_by_class"]) if count},
+            "counts": {str(label): count for label, count in enumerate(device["samples_by_class"]) if count},
         }
-        for one in devices
+        for device in devices
     ]

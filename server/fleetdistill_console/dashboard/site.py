@@ -115,4 +115,4 @@ def register(board: Board) -> None:
 
     @ui.page("/compare")
     def compare_page(runs: str = "") -> None:
-        compare.show(board, [one for one in runs.split(",") if one])
+        compare.show(board, [item for item in runs.split(",") if item])

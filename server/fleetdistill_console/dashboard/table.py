@@ -122,7 +122,7 @@ class LiveTable:
         first: Sequence[str] = (),
     ) -> None:
         self._rows: dict[str, Mapping[str, Any]] = {}
-        usual = [one["field"] for one in columns]
+        usual = [column["field"] for column in columns]
         narrow = [*first, *(name for name in usual if name not in first)]
         self._loading = True
         options = {

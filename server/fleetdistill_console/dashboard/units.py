@@ -50,4 +50,4 @@ def setting(value: Any) -> str:
 
 def natural(text: str) -> list[tuple[int, str]]:
     """Returns a key that sorts texts as people do: d2 before d10, and without regard to case."""
-    return [(int(one), "") if one.isdecimal() else (-1, one) for one in re.split(r"([0-9]+)", text.casefold())]
+    return [(int(item), "") if item.isdecimal() else (-1, item) for item in re.split(r"([0-9]+)", text.casefold())]

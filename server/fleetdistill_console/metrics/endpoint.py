@@ -85,8 +85,8 @@ class _Server(ThreadingMixIn, WSGIServer):
     request_queue_size = 128  # with Python's 5, a caller in a burst waits for seconds
 
     def __init__(self, host: str, port: int) -> None:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family = found[0][0]
+        result = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = result[0][0]
         self._lock = threading.Lock()
         self._open: list[Any] = []  # oldest first
         super().__init__((host, port), _Handler)
@@ -95,15 +95,15 @@ class _Server(ThreadingMixIn, WSGIServer):
         with self._lock:
             self._open.append(request)
             surplus = self._open[:-_MAX_CONNECTIONS]
-            for one in surplus:
+            for surplu in surplus:
                 with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)  # its thread then closes it
+                    surplu.shutdown(socket.SHUT_RDWR)  # its thread then closes it
             self._open = self._open[-_MAX_CONNECTIONS:]
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
-            self._open = [one for one in self._open if one is not request]
+            self._open = [item for item in self._open if item is not request]
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -76,12 +76,14 @@ class MachineCollector:
 
     def _add_processes(self, samples: Samples) -> None:
         processes = self._processes()
-        keep_only_engines(self._store, [one.run for one in processes if one.name == ENGINE and one.pid is not None])
-        for one in processes:
-            samples.add(catalogue.UP, int(one.pid is not None), one.name, one.run)
-            samples.add(catalogue.RESTARTS, one.restarts, one.name, one.run)
-            if one.pid is not None:
-                _add_use(samples, one, one.pid)
+        keep_only_engines(
+            self._store, [process.run for process in processes if process.name == ENGINE and process.pid is not None]
+        )
+        for process in processes:
+            samples.add(catalogue.UP, int(process.pid is not None), process.name, process.run)
+            samples.add(catalogue.RESTARTS, process.restarts, process.name, process.run)
+            if process.pid is not None:
+                _add_use(samples, process, process.pid)
 
 
 def _add_use(samples: Samples, one: ProcessState, pid: int) -> None:

@@ -70,7 +70,7 @@ class RunsCollector:
     def _look(self) -> list[Metric]:
         samples = Samples()
         try:
-            found, counts, states = self._figures()
+            result, counts, states = self._figures()
         except FleetDistillError as error:
             self._away.fail(error)
             return Samples().add(catalogue.STORE_UP, 0).metrics()
@@ -78,8 +78,8 @@ class RunsCollector:
         samples.add(catalogue.STORE_UP, 1)
         for state in sorted({*STATES, *counts}):
             samples.add(catalogue.RUNS, counts.get(state, 0), state)
-        for one in found:
-            _add(samples, one, states.get(one.name, one.status))
+        for item in result:
+            _add(samples, item, states.get(item.name, item.status))
         return samples.metrics()
 
     def _figures(self) -> tuple[list[RunFigures], dict[str, int], dict[str, str]]:

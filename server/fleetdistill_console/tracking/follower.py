@@ -153,14 +153,14 @@ class Follower:
 
     def _copy_results(self, store: Store, run: Run, tracked: TrackedRun) -> None:
         """Copies what a simulation's report adds, its controls as runs below its own."""
-        completed = [one.step for one in points_since(store, run.name, 0) if one.values["round/completed"]]
-        found = results_in(Path(self._followed.results), completed)
-        if found is None:
+        completed = [item.step for item in points_since(store, run.name, 0) if item.values["round/completed"]]
+        result = results_in(Path(self._followed.results), completed)
+        if result is None:
             return
-        write_missing(tracked, found.points)
-        for name, points in found.controls.items():
-            self._copy_control(self._description(run), name, points, found)
-        _keep_new(tracked, "files", found)
+        write_missing(tracked, result.points)
+        for name, points in result.controls.items():
+            self._copy_control(self._description(run), name, points, result)
+        _keep_new(tracked, "files", result)
 
     def _copy_control(self, of: Description, name: str, points: list[Points], found: Results) -> None:
         described = Description(

@@ -52,33 +52,33 @@ class MlflowTracker:
     def open(self, run: Description) -> MlflowRun:
         """Returns a run of the experiment, created if necessary."""
         experiment = self._experiment_id()
-        found = self._find(experiment, run.id)
-        if found is None:
+        result = self._find(experiment, run.id)
+        if result is None:
             tags = {_ID: run.id}
             parent = self._find(experiment, run.parent) if run.parent else None
             if parent is not None:
                 tags["mlflow.parentRunId"] = parent.info.run_id
-            found = self._client.create_run(experiment, int(run.began * 1000), tags, run.title)
-        opened = MlflowRun(self._client, found)
+            result = self._client.create_run(experiment, int(run.began * 1000), tags, run.title)
+        opened = MlflowRun(self._client, result)
         opened.set_settings(run.settings)
         return opened
 
     def _find(self, experiment: str, run: str) -> Any:
-        found = self._client.search_runs([experiment], f"tags.`{_ID}` = '{run}'", max_results=1)
-        return found[0] if found else None
+        result = self._client.search_runs([experiment], f"tags.`{_ID}` = '{run}'", max_results=1)
+        return result[0] if result else None
 
     def _experiment_id(self) -> str:
         from mlflow.exceptions import MlflowException
 
-        found = self._client.get_experiment_by_name(self._experiment)
-        if found is None:
+        result = self._client.get_experiment_by_name(self._experiment)
+        if result is None:
             try:
                 return str(self._client.create_experiment(self._experiment))
             except MlflowException:  # another process has just created it
-                found = self._client.get_experiment_by_name(self._experiment)
-                if found is None:
+                result = self._client.get_experiment_by_name(self._experiment)
+                if result is None:
                     raise
-        return str(found.experiment_id)
+        return str(result.experiment_id)
 
 
 class MlflowRun:
@@ -92,7 +92,7 @@ class MlflowRun:
         self._tags: dict[str, str] = dict(found.data.tags)
         self._known = defaultdict[str, set[int]](set)
         for name in found.data.metrics:
-            self._known[name] = {one.step for one in client.get_metric_history(self._id, name)}
+            self._known[name] = {item.step for item in client.get_metric_history(self._id, name)}
 
     def known(self) -> Mapping[str, AbstractSet[int]]:
         """Returns the steps that the server has of each figure."""
@@ -115,12 +115,14 @@ class MlflowRun:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(name, value, int(one.at * 1000), one.step) for one in points for name, value in one.values.items()
+            Metric(name, value, int(point.at * 1000), point.step)
+            for point in points
+            for name, value in point.values.items()
         ]
         for some in _batches(metrics, _MAX_METRICS):
             self._client.log_batch(self._id, metrics=some)
-            for one in some:
-                self._known[one.key].add(one.step)
+            for item in some:
+                self._known[item.key].add(item.step)
 
     def note(self, name: str) -> str | None:
         """Returns a tag of the run."""

@@ -110,13 +110,15 @@ def main(words: Sequence[str]) -> int:
     options = dict(zip(words[::2], words[1::2], strict=True))
     configure("tracking", options.get("--log-format", "text"), options.get("--log-level", "INFO"))
     handed = json.loads(os.environ.pop(_VARIABLE))
-    targets = [Target(**one) for one in handed["tracking"].pop("targets")]
+    targets = [Target(**item) for item in handed["tracking"].pop("targets")]
     _hide([secret for target in targets for secret in target.secrets])
     followers = [
-        Follower(Followed(**handed["followed"]), str(one), partial(_connect, one, handed["tracking"]["experiment"]))
-        for one in targets
+        Follower(
+            Followed(**handed["followed"]), str(target), partial(_connect, target, handed["tracking"]["experiment"])
+        )
+        for target in targets
     ]
-    threads = [threading.Thread(target=one.follow, args=(stopped,), daemon=True) for one in followers]
+    threads = [threading.Thread(target=follower.follow, args=(stopped,), daemon=True) for follower in followers]
     for thread in threads:
         thread.start()
     sys.stdin.buffer.read()

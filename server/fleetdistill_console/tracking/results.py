@@ -48,14 +48,14 @@ def results_in(out: Path, rounds: Sequence[int]) -> Results | None:
         return None
     report = json.loads(file.read_text())
     at = file.stat().st_mtime
-    own = [one for one in report["curves"] if not _is_control(one, report)]
-    controls = {one["name"]: _points([(one, "")], None, at) for one in report["curves"] if _is_control(one, report)}
+    own = [item for item in report["curves"] if not _is_control(item, report)]
+    controls = {item["name"]: _points([(item, "")], None, at) for item in report["curves"] if _is_control(item, report)}
     alone = report["alone_accuracy_by_round"]
     if alone:
         means = [mean_of(rates) for rates in zip(*alone.values(), strict=True)]
         controls[ALONE] = _points([({"accuracy": means, "bytes": []}, "")], None, at)
     first = own[0]["name"] if own else ""
-    named = [(one, "" if one is own[0] else "_" + one["name"].removeprefix(first).strip()) for one in own]
+    named = [(item, "" if item is own[0] else "_" + item["name"].removeprefix(first).strip()) for item in own]
     finished = bool(report["finished"])
     return Results(finished, _points(named, rounds, at), controls, _files(out) if finished else {})
 
@@ -67,14 +67,14 @@ def _is_control(curve: dict[str, Any], report: dict[str, Any]) -> bool:
 def _points(curves: Sequence[tuple[dict[str, Any], str]], rounds: Sequence[int] | None, at: float) -> list[Points]:
     """Returns the figures of each round; rounds without numbers are counted from 1."""
     count = max((len(one["accuracy"]) for one, _ in curves), default=0)
-    found: list[dict[str, float]] = [{} for _ in range(count)]
+    result: list[dict[str, float]] = [{} for _ in range(count)]
     for curve, suffix in curves:
         for values, name in ((curve["accuracy"], ACCURACY), (curve["bytes"], BYTES)):
             for index, value in enumerate(values[:count]):
                 if value is not None and (name == ACCURACY or not suffix):
-                    found[index][name + suffix.replace(" ", "_")] = value
+                    result[index][name + suffix.replace(" ", "_")] = value
     numbers = range(1, count + 1) if rounds is None else rounds
-    return [Points(number, at, values) for number, values in zip(numbers, found, strict=False) if values]
+    return [Points(number, at, values) for number, values in zip(numbers, result, strict=False) if values]
 
 
 def _files(out: Path) -> dict[str, Path]:

@@ -21,13 +21,13 @@ _MAX_CHARACTERS = 40
 
 def settings_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Returns nested settings by names with dots, such as `run.method`; leaves out what is not set."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
-            found |= settings_of(value, f"{prefix}{name}.")
+            result |= settings_of(value, f"{prefix}{name}.")
         elif value not in (None, ""):
-            found[prefix + name] = value if isinstance(value, str) else json.dumps(value)
-    return found
+            result[prefix + name] = value if isinstance(value, str) else json.dumps(value)
+    return result
 
 
 def points_since(store: Store, run: str, after: int) -> list[Points]:
@@ -64,9 +64,9 @@ def _values(figures: RoundFigures) -> dict[str, float]:
 
 def _device_figures(reported: Mapping[tuple[str, str], Reported]) -> Iterator[tuple[str, float]]:
     """Yields means over devices: `loss/train`, `accuracy/test`, and `accuracy/test_personal` of a variant."""
-    for (name, split), found in reported.items():
+    for (name, split), result in reported.items():
         if name in ("loss", "accuracy") and split in _SPLITS:
-            yield f"{name}/{split}", found.mean
+            yield f"{name}/{split}", result.mean
     of_variants = [key for key in reported if key[0].endswith("/accuracy") and key[1] == "test"]
     for key in sorted(of_variants, key=lambda key: (-reported[key].devices, key))[:_MAX_VARIANTS]:
         yield f"accuracy/test_{_plain(key[0].removesuffix('/accuracy'))}", reported[key].mean

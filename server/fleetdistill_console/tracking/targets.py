@@ -35,9 +35,9 @@ class Target:
     @property
     def secrets(self) -> list[str]:
         """The parts of the URI that must not be logged, the longest first."""
-        found = urlsplit(self.where)
-        user = found.netloc.rpartition("@")[0]
-        return [f"{user}@", *([found.password] if found.password else [])] if user else []
+        result = urlsplit(self.where)
+        user = result.netloc.rpartition("@")[0]
+        return [f"{user}@", *([result.password] if result.password else [])] if user else []
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def read_targets(given: Iterable[str]) -> tuple[Target, ...]:
     Raises:
         ConfigurationError: A value is malformed, its extra is not installed, or its directory cannot be created.
     """
-    return tuple(_read(one) for one in dict.fromkeys(given))
+    return tuple(_read(fromkey) for fromkey in dict.fromkeys(given))
 
 
 def _read(given: str) -> Target:

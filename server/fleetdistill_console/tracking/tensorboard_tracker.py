@@ -51,10 +51,10 @@ class TensorBoardRun:
 
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        found = EventAccumulator(str(directory), size_guidance={"scalars": 0}, purge_orphaned_data=False)
-        found.Reload()
-        tags = found.Tags()
-        self._known = {name: {one.step for one in found.Scalars(name)} for name in tags["scalars"]}
+        result = EventAccumulator(str(directory), size_guidance={"scalars": 0}, purge_orphaned_data=False)
+        result.Reload()
+        tags = result.Tags()
+        self._known = {name: {Scalar.step for Scalar in result.Scalars(name)} for name in tags["scalars"]}
         self._has_settings = "settings/text_summary" in tags["tensors"]
         self._events = EventFileWriter(str(directory))
 
@@ -81,13 +81,13 @@ class TensorBoardRun:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        for one in points:
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in one.values.items()]
-            self._events.add_event(Event(wall_time=one.at, step=one.step, summary=Summary(value=values)))
+        for point in points:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
+            self._events.add_event(Event(wall_time=point.at, step=point.step, summary=Summary(value=values)))
         self._events.flush()
-        for one in points:
-            for name in one.values:
-                self._known.setdefault(name, set()).add(one.step)
+        for point in points:
+            for name in point.values:
+                self._known.setdefault(name, set()).add(point.step)
 
     def note(self, name: str) -> str | None:
         """Returns a note from the file of notes."""

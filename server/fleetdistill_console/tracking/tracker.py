@@ -83,7 +83,7 @@ def write_missing(run: TrackedRun, points: Sequence[Points]) -> None:
 
 
 def _missing(known: Mapping[str, AbstractSet[int]], points: Sequence[Points]) -> Iterator[Points]:
-    for one in points:
-        values = {name: value for name, value in one.values.items() if one.step not in known.get(name, ())}
+    for point in points:
+        values = {name: value for name, value in point.values.items() if point.step not in known.get(name, ())}
         if values:
-            yield Points(one.step, one.at, values)
+            yield Points(point.step, point.at, values)

@@ -49,8 +49,8 @@ def attack(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> dict[
     """
     kinds = {type(part) for message in messages for part in message.sent.values()}
     scores: dict[Part, Scores] = {}
-    for one in dict.fromkeys(_ATTACKS[kind] for kind in KINDS.values() if kind in kinds and kind in _ATTACKS):
-        scores |= one(messages, attacker, rows)
+    for fromkey in dict.fromkeys(_ATTACKS[kind] for kind in KINDS.values() if kind in kinds and kind in _ATTACKS):
+        scores |= fromkey(messages, attacker, rows)
     return scores
 
 

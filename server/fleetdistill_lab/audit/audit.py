@@ -93,7 +93,9 @@ class AuditReport:
     @property
     def worst(self) -> Linkage | None:
         """Result of the attack with the largest `linked`; None if no part can be tested for single rows."""
-        return max((one for attacks in self.parts.values() for one in attacks.values()), key=_linked, default=None)
+        return max(
+            (attack for attacks in self.parts.values() for attack in attacks.values()), key=_linked, default=None
+        )
 
     @property
     def bound(self) -> float | None:
@@ -219,13 +221,13 @@ def report(wanted: Audit, public: PublicSet, recorded: Recorded) -> AuditReport:
         torch.cat([*(rows.inputs for rows in attacked.values()), public.decoys.inputs]),
         torch.cat([*(rows.labels for rows in attacked.values()), public.decoys.labels]),
     )
-    attacker, found = Attacker(recorded.method, public.attacker), dict[Part, list[Scored]]()
+    attacker, result = Attacker(recorded.method, public.attacker), dict[Part, list[Scored]]()
     first = 0
     for device, rows in attacked.items():
         own = np.arange(first, first + len(rows))
         first += len(rows)
         for part, scores in attack(recorded.record.of(device), attacker, everything).items():
-            found.setdefault(part, []).extend(_score(scores, own, everything, len(public.decoys)))
+            result.setdefault(part, []).extend(_score(scores, own, everything, len(public.decoys)))
     return AuditReport(
         method=wanted.config.run.method,
         public_set=wanted.data.name,
@@ -234,7 +236,7 @@ def report(wanted: Audit, public: PublicSet, recorded: Recorded) -> AuditReport:
         trained_rows=sum(len(rows) for rows in recorded.rows.values()),
         attacked_rows=first,
         decoys=int(public.decoys.labels.bincount()[everything.labels[:first]].min()),
-        parts=_by_part(found, recorded.record.messages),
+        parts=_by_part(result, recorded.record.messages),
         classes=_classes(recorded),
         smallest_batch=smallest_batch(recorded.record.messages),
         mu=max_mu(recorded.record.messages),
@@ -270,4 +272,4 @@ def _classes(recorded: Recorded) -> float | None:
     if not known:
         return None
     true = [np.bincount(recorded.rows[device].labels, minlength=classes) for device in known]
-    return known_shares(np.stack([*known.values()]), np.stack([one / one.sum() for one in true]))
+    return known_shares(np.stack([*known.values()]), np.stack([item / item.sum() for item in true]))

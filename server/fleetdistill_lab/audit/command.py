@@ -68,10 +68,10 @@ def audit(
     kinds = kinds_of_images(public, other, loaded.contract)
     recorded = record_run(wanted, public)
     made = reconstruct(recorded, public, kinds) if pictures else None
-    found = report(wanted, public, recorded)
-    shown = view(found, made)
+    result = report(wanted, public, recorded)
+    shown = view(result, made)
     files = [write_json(shown, out), *([draw(made, out / "pictures.png")] if made else [])]
     show(shown, as_json, tables)
     if not as_json:
         typer.echo(", ".join(map(str, files)))
-    found.check_bound()
+    result.check_bound()

@@ -85,15 +85,15 @@ def _scale(rows_nf: Array, deviations: Array) -> Array:
 
 def _first_and_last(messages: Sequence[Message]) -> Iterator[tuple[Message, str, str, Array]]:
     """Yields message, part, column and sent rows `[m, F]`."""
-    found = [
+    result = [
         (message, name, column, sent.reshape(len(sent), -1).astype(np.float64))
         for message in messages
         for name, part in message.sent.items()
         if isinstance(part, SampleKnowledge)
         for column, sent in part.features.items()
     ]
-    for column in dict.fromkeys(one[2] for one in found):
-        of_column = [one for one in found if one[2] == column]
+    for column in dict.fromkeys(item[2] for item in result):
+        of_column = [item for item in result if item[2] == column]
         yield of_column[0]
         if len(of_column) > 1:
             yield of_column[-1]
@@ -146,7 +146,7 @@ def by_sums(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> dict
         for name, part in message.sent.items():
             known = attacker.method.known_extractor(name, message.received) if isinstance(part, ClassSums) else None
             if isinstance(part, ClassSums) and known is not None:
-                own, public = (unit_rows(features_of(known, one.inputs)) for one in (rows, attacker.public))
+                own, public = (unit_rows(features_of(known, item.inputs)) for item in (rows, attacker.public))
                 scores[name, "sums"] = _leaning(part, own, rows.labels.numpy(), public, attacker.public.labels.numpy())
     return scores
 
@@ -164,7 +164,7 @@ class _Public:
     """Moments of the attacker's rows."""
 
     def __init__(self, features_mf: Array, labels_m: Array) -> None:
-        self.means = {int(one): features_mf[labels_m == one].mean(axis=0) for one in np.unique(labels_m)}
+        self.means = {int(item): features_mf[labels_m == item].mean(axis=0) for item in np.unique(labels_m)}
         within = np.concatenate([features_mf[labels_m == label] - mean for label, mean in self.means.items()])
         covariance = within.T @ within / max(len(within) - len(self.means), 1)
         diagonal = np.diag(np.diag(covariance) + _TINY)

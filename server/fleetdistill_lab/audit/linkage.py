@@ -53,8 +53,8 @@ class Scored:
 
 def linkage(scored: Sequence[Scored]) -> Linkage:
     """Summarizes the scores of at least one row."""
-    above = np.array([float((one.decoys < one.row).mean()) for one in scored])
-    ties = np.array([float((one.decoys == one.row).mean()) for one in scored])
+    above = np.array([float((item.decoys < item.row).mean()) for item in scored])
+    ties = np.array([float((item.decoys == item.row).mean()) for item in scored])
     linked = int((above == 1).sum())
     return Linkage(
         linked=linked / len(scored),
@@ -62,7 +62,7 @@ def linkage(scored: Sequence[Scored]) -> Linkage:
         auc=float((above + ties / 2).mean()),
         tpr1=float((above >= 0.99).mean()),
         rows=len(scored),
-        decoys=min(len(one.decoys) for one in scored),
+        decoys=min(len(item.decoys) for item in scored),
     )
 
 

@@ -96,14 +96,14 @@ def steps_of(messages: Sequence[Message]) -> Iterator[Step]:
     teacher: ModelParameters | None = None
     for message in messages:
         teacher = next((after for _, _, after in _models(message)), teacher)
-        student = next((one for one in message.received.values() if isinstance(one, ModelParameters)), None)
+        student = next((item for item in message.received.values() if isinstance(item, ModelParameters)), None)
         for name, part in message.sent.items():
             if isinstance(part, DistillationGradient) and student is not None and teacher is not None:
                 yield Step(name, part, student, teacher, message.seed)
 
 
 def _agreement(attacker: Attacker, step: Step, rows: Rows) -> Scores:
-    last = next((one for one in reversed([*step.gradient.gradients.values()]) if one.ndim == 2), None)
+    last = next((item for item in reversed([*step.gradient.gradients.values()]) if item.ndim == 2), None)
     if last is None:
         return np.zeros(len(rows))
     student_nc, embedding_nf = _outputs(attacker, step.student, rows)
@@ -139,7 +139,7 @@ def by_discriminator(messages: Sequence[Message], attacker: Attacker, rows: Rows
 
 def _realness(attacker: Attacker, sent: Discriminator, message: Message, rows: Rows) -> Scores:
     classifier = attacker.method.context.device_model()
-    weights = next((one for one in message.sent.values() if isinstance(one, ModelParameters)), None)
+    weights = next((item for item in message.sent.values() if isinstance(item, ModelParameters)), None)
     if weights is not None:
         load(classifier, weights)
     first = extract(lambda x: shared_features(classifier, x), rows.inputs[:1], model=classifier)
@@ -152,8 +152,8 @@ def _realness(attacker: Attacker, sent: Discriminator, message: Message, rows: R
 
 def last_bias(weights: ModelParameters, classes: int) -> Scores | None:
     """Returns the bias of the last layer `[C]`, or None if the model has none."""
-    found = [one for one in weights.parameters.values() if one.shape == (classes,)]
-    return found[-1].astype(np.float64) if found else None
+    result = [parameter for parameter in weights.parameters.values() if parameter.shape == (classes,)]
+    return result[-1].astype(np.float64) if result else None
 
 
 def first_step(messages: Sequence[Message], classes: int) -> Scores | None:

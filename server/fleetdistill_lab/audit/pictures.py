@@ -113,15 +113,15 @@ def reconstruct(recorded: Recorded, public: PublicSet, kinds: Mapping[str, Tenso
     if len(recorded.method.context.input_shape) != 3:
         raise ConfigurationError("--pictures needs images [channels, height, width]; leave it out for other inputs")
     decoders, make = Decoders(recorded, kinds), partial(Pictures, others=_others(public))
-    found: list[Pictures] = []
+    result: list[Pictures] = []
     for kind in kinds:
         for name, column, number in _columns(recorded):
             pairs = _from_features(recorded, decoders, kind, name, column, number)
-            found += [make(name, f"{column}, round {number}, {kind}", *pairs)] if pairs else []
+            result += [make(name, f"{column}, round {number}, {kind}", *pairs)] if pairs else []
         for name in _statistics(recorded):
             pairs = _from_means(recorded, decoders, kind, name)
-            found += [make(name, f"class means, {kind}", *pairs, compared="nearest own row")] if pairs else []
-    return found + [make(*gradients) for gradients in _from_gradients(recorded, public.attacker.inputs.mean(dim=0))]
+            result += [make(name, f"class means, {kind}", *pairs, compared="nearest own row")] if pairs else []
+    return result + [make(*gradients) for gradients in _from_gradients(recorded, public.attacker.inputs.mean(dim=0))]
 
 
 def _others(public: PublicSet) -> Tensor:
@@ -164,13 +164,13 @@ def _from_features(
 
 
 def _statistics(recorded: Recorded) -> list[str]:
-    found = [
+    result = [
         name
         for message in recorded.record.messages
         for name, part in message.sent.items()
         if isinstance(part, SharedStatistics) and part.means is not None
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(result))
 
 
 def _from_means(recorded: Recorded, decoders: Decoders, kind: str, name: str) -> tuple[Tensor, Tensor] | None:
@@ -256,14 +256,14 @@ def invert(recorded: Recorded, step: Step, start: Tensor) -> Tensor:
 
 def _differences(target: list[Tensor], batch: int, classes: int) -> Tensor:
     """Returns a first guess of the rows' differences `[batch, C]`: the bias's gradient, with noise for several rows."""
-    biases = [one for one in target if one.shape == (classes,)]
+    biases = [item for item in target if item.shape == (classes,)]
     mean = functional.normalize(biases[-1], dim=0) if biases else torch.zeros(classes)
     noise = torch.randn(batch, classes, generator=_generator())
     return mean + (_SPREAD * noise if batch > 1 or not biases else 0 * noise)
 
 
 def _cosine(first: tuple[Tensor, ...], second: list[Tensor]) -> Tensor:
-    both = [torch.cat([one.flatten() for one in part]) for part in (first, second)]
+    both = [torch.cat([item.flatten() for item in part]) for part in (first, second)]
     return functional.cosine_similarity(both[0], both[1], dim=0)
 
 

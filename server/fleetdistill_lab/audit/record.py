@@ -98,7 +98,7 @@ def _in_memory(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return np.array(value)
     if isinstance(value, Kind):
-        copied = {one.name: _in_memory(getattr(value, one.name)) for one in dataclasses.fields(value)}  # type: ignore[arg-type]
+        copied = {field.name: _in_memory(getattr(value, field.name)) for field in dataclasses.fields(value)}  # type: ignore[arg-type]
         return dataclasses.replace(value, **copied)  # type: ignore[type-var]
     if isinstance(value, Mapping):
         return {name: _in_memory(one) for name, one in value.items()}

@@ -27,9 +27,9 @@ def class_shares(messages: Sequence[Message], classes: int) -> Array | None:
     """
     parts = [part for message in messages for part in message.sent.values()]
     for estimate, ordered in ((_sent, parts), (_predict, parts[::-1]), (_mean_prediction, parts)):
-        found = next((one for part in ordered if (one := estimate(part, classes)) is not None), None)
-        if found is not None:
-            return found
+        result = next((one for part in ordered if (one := estimate(part, classes)) is not None), None)
+        if result is not None:
+            return result
     step = first_step(messages, classes)
     return None if step is None else _normalize(np.maximum(step - np.sort(step)[:3].mean(), 0))
 

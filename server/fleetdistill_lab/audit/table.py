@@ -47,7 +47,7 @@ def view(report: AuditReport, pictures: Sequence[Pictures] | None = None) -> Vie
     facts["smallest_batch"] = report.smallest_batch
     worst = report.worst
     facts |= {"linked": None if worst is None else worst.linked, "bound": report.bound, "chance": report.chance}
-    made = {} if pictures is None else {"pictures": [_picture_row(one) for one in pictures]}
+    made = {} if pictures is None else {"pictures": [_picture_row(picture) for picture in pictures]}
     return View({"parts": parts, **made}, facts)
 
 

@@ -264,16 +264,16 @@ class ListeningServer(service_pb2_grpc.DeviceServiceServicer):
         with self._lock:
             self._not_after_the_end("Download")
             self._authenticate(request.identity, context, "Download")
-            act = next((one for one in self._acts if one.payload.sha256 == request.sha256), None)
+            act = next((act for act in self._acts if act.payload.sha256 == request.sha256), None)
             if not self._expect("download.known", act is not None, f"the digest {request.sha256.hex()[:16]}"):
                 self._refuse(context, Code.NOT_FOUND, "no such payload")
             assert act is not None
             act.downloads += 1
             self._check_download(act, request.first_byte)
             header = act.payload.header()
-            found = list(chunks(act.payload.source, act.payload.slots, request.first_byte))
+            result = list(chunks(act.payload.source, act.payload.slots, request.first_byte))
         yield service_pb2.DownloadResponse(header=header)
-        yield from self._damaged(act, found, context)
+        yield from self._damaged(act, result, context)
 
     def _check_download(self, act: Act, first_byte: int) -> None:
         fault = act.scene.fault
@@ -321,7 +321,7 @@ class ListeningServer(service_pb2_grpc.DeviceServiceServicer):
 
     def _named(self, name: service_pb2.UploadName, context: Any) -> Act:
         """Returns the round that an upload names, and checks the name."""
-        act = next((one for one in self._acts if one.number == name.round), None)
+        act = next((act for act in self._acts if act.number == name.round), None)
         ok = act is not None and name.step_number == 1 and name.payload == act.payload.sha256
         if not self._expect("upload.name", ok, f"round {name.round}, step {name.step_number}, or another payload"):
             self._refuse(context, Code.NOT_ASKED, "the device has no such ask")

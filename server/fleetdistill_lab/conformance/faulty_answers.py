@@ -119,9 +119,9 @@ def _too_large(player: Player, model: ModelParameters, contract: contract_pb2.Co
 
 
 def _unknown_compression(payload: Payload) -> knowledge_pb2.TensorChunk:
-    found = chunks_of(payload)[0]
-    found.compression = 99  # type: ignore[assignment]
-    return found
+    result = chunks_of(payload)[0]
+    result.compression = 99  # type: ignore[assignment]
+    return result
 
 
 FAULTY_ANSWERS: Mapping[str, tuple[Sends, Code]] = MappingProxyType(

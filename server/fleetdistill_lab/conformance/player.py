@@ -102,7 +102,7 @@ class Player:
         """Returns the header of a payload, and the chunks from a byte on."""
         request = service_pb2.DownloadRequest(identity=self.identity, sha256=sha256, first_byte=first_byte)
         first, *rest = self.stub.Download(request, timeout=CALL_SECONDS)
-        return first.header, [one.chunk for one in rest]
+        return first.header, [item.chunk for item in rest]
 
     def call(self, method: str, request: Any) -> Any:
         """Makes a unary call."""
@@ -111,17 +111,17 @@ class Player:
 
 def messages(chunks: Iterable[AnyChunk]) -> list[service_pb2.UploadRequest]:
     """Returns chunks as messages of an upload."""
-    return [service_pb2.UploadRequest.FromString(frame(one)) for one in chunks]
+    return [service_pb2.UploadRequest.FromString(frame(chunk)) for chunk in chunks]
 
 
 def chunks_of(payload: Payload, first_byte: int = 0, size: int = CHUNK_BYTES) -> list[knowledge_pb2.TensorChunk]:
     """Returns a payload's data from a byte on as chunks of at most `size` bytes."""
-    found: list[knowledge_pb2.TensorChunk] = []
+    result: list[knowledge_pb2.TensorChunk] = []
     for number, slot in enumerate(payload.slots):
         for start in range(max(slot.start, first_byte), slot.stop, size):
             data = payload.source.read(start, min(size, slot.stop - start))
-            found.append(chunk(number, start - slot.start, data))
-    return found
+            result.append(chunk(number, start - slot.start, data))
+    return result
 
 
 def chunk(tensor: int, offset: int, data: bytes) -> knowledge_pb2.TensorChunk:
@@ -132,8 +132,8 @@ def chunk(tensor: int, offset: int, data: bytes) -> knowledge_pb2.TensorChunk:
 def answer_from(header: knowledge_pb2.PayloadHeader, data: bytes) -> ModelParameters | None:
     """Returns the model in an ask's payload; None if it has no part `parameters`."""
     payload = Payload(header.parts, slots(header.parts), BytesSource(data), header.sha256)
-    found = decode(payload).get("parameters")
-    return found if isinstance(found, ModelParameters) else None
+    result = decode(payload).get("parameters")
+    return result if isinstance(result, ModelParameters) else None
 
 
 def payload_of(model: ModelParameters) -> Payload:
@@ -147,6 +147,6 @@ def refusal_of(make: Callable[[], object]) -> tuple[RefusedError | None, str]:
         make()
     except grpc.RpcError as error:
         info = error_info(error)
-        found = RefusedError(info.reason, error.details(), dict(info.metadata)) if info is not None else None
-        return found, error.code().name
+        result = RefusedError(info.reason, error.details(), dict(info.metadata)) if info is not None else None
+        return result, error.code().name
     return None, "OK"

@@ -39,14 +39,14 @@ class ReceivedAnswer:
         if self.header is not None:
             return self._expect("upload.same", header == self.header, "another header for the same attempt")
         try:
-            found = slots(header.parts)
+            result = slots(header.parts)
         except WireError as error:
             return self._expect("header", False, str(error))
-        size = found[-1].stop if found else 0
+        size = result[-1].stop if result else 0
         ok = header.data_bytes == size and len(header.sha256) == 32
         text = f"data_bytes {header.data_bytes}, but {size} bytes of tensors; a digest of {len(header.sha256)} bytes"
         self._expect("header", ok, text)
-        self._check_parts(header.parts, found)
+        self._check_parts(header.parts, result)
         self.header = header
         return ok
 
@@ -65,11 +65,11 @@ class ReceivedAnswer:
     def take_chunks(self, messages: Iterable[service_pb2.UploadRequest], most: int) -> bool:
         """Takes chunks until `most` bytes are received or the stream ends; returns whether all were correct."""
         assert self.header is not None
-        found = slots(self.header.parts)
+        result = slots(self.header.parts)
         for message in messages:
             if not self._expect("upload.header", message.HasField("chunk"), "a second header"):
                 return False
-            if not self._take(message.chunk, found):
+            if not self._take(message.chunk, result):
                 return False
             if len(self.data) > most:
                 self.data = self.data[:most]
@@ -91,9 +91,9 @@ class ReceivedAnswer:
     def check(self) -> None:
         """Checks the whole answer: its digest and its numbers."""
         assert self.header is not None
-        found = digest(self.header.parts, iter([self.data]))
-        text = f"{self.header.sha256.hex()[:16]}, parts and data have {found.hex()[:16]}"
-        self._expect("digest", found == self.header.sha256, text)
+        result = digest(self.header.parts, iter([self.data]))
+        text = f"{self.header.sha256.hex()[:16]}, parts and data have {result.hex()[:16]}"
+        self._expect("digest", result == self.header.sha256, text)
         for slot in slots(self.header.parts):
             values = np.frombuffer(self.data[slot.start : slot.stop], slot.dtype)
             self._expect(

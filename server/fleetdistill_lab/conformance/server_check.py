@@ -126,14 +126,14 @@ class _ServerCheck:
         return Player(self._stub, f"{name}-{self._tag}", run=self._contract.run, **given)
 
     def _check_contract(self) -> None:
-        found = self._when_ready()
-        self._contract = found.contract
+        result = self._when_ready()
+        self._contract = result.contract
         if self._contract.method != "fedavg" or not self._contract.uploads:
             raise ConfigurationError(
                 f"the server has a run of {self._contract.method!r}; serve the run that "
                 "`python -m fleetdistill_lab.conformance --run-toml` prints"
             )
-        self._expect("contract", found.contract.run and not found.secret, "no contract, or a secret")
+        self._expect("contract", result.contract.run and not result.secret, "no contract, or a secret")
 
     def _when_ready(self) -> service_pb2.CheckInResponse:
         """Requests the contract until the server has prepared its run."""
@@ -193,13 +193,13 @@ class _ServerCheck:
     def _joined(self, name: str) -> Player:
         """Returns a device that has checked in; `_WELL` lets the server create its secret."""
         player = self._player(name, **({"secret": b""} if name == _WELL else {}))
-        found = player.check_in(self._profile())
+        result = player.check_in(self._profile())
         if name == _WELL:
-            self._expect("secret.new", len(found.secret) == 32, f"a secret of {len(found.secret)} bytes")
-            player.secret = found.secret
-            self._check_joined(player, found)
+            self._expect("secret.new", len(result.secret) == 32, f"a secret of {len(result.secret)} bytes")
+            player.secret = result.secret
+            self._check_joined(player, result)
         else:
-            self._expect("secret.own", not found.secret, f"a secret of {len(found.secret)} bytes")
+            self._expect("secret.own", not result.secret, f"a secret of {len(result.secret)} bytes")
         return player
 
     def _check_joined(self, player: Player, found: service_pb2.CheckInResponse) -> None:
@@ -216,8 +216,8 @@ class _ServerCheck:
     # --- asks and payloads
 
     def _ask_of(self, player: Player) -> service_pb2.Ask:
-        found = self._next(player, "ask")
-        ask = found.ask
+        result = self._next(player, "ask")
+        ask = result.ask
         ok = ask.round and ask.step_number and ask.step and ask.first_attempt and ask.deadline_seconds > 0
         self._expect("ask", ok, f"the ask {ask}")
         return ask
@@ -225,13 +225,13 @@ class _ServerCheck:
     def _next(self, player: Player, wanted: str) -> service_pb2.NextAskResponse:
         """Calls until the reply is an ask or the end; one of them is wanted."""
         while time.monotonic() < self._until:
-            found = player.next_ask(_WAIT_SECONDS)
-            kind = found.WhichOneof("next")
+            result = player.next_ask(_WAIT_SECONDS)
+            kind = result.WhichOneof("next")
             if kind != "come_back":
                 if kind != wanted:
                     raise ConfigurationError(f"{player.device} got {kind!r}, expected {wanted!r}; use a new store")
-                return found
-            time.sleep(max(found.come_back.after_seconds, 0.05))
+                return result
+            time.sleep(max(result.come_back.after_seconds, 0.05))
         raise ConfigurationError(
             f"{player.device} got no {wanted!r}; the run must have min_devices = {len(_PLAYERS)} and no other devices"
         )
@@ -254,12 +254,12 @@ class _ServerCheck:
 
     def _check_chunks(self, chunks: list[Any], payload: Payload) -> None:
         at = 0
-        for one in chunks:
-            size = len(chunk_data(one))
-            slot = payload.slots[one.tensor]
-            ok = google_crc32c.value(one.data) == one.crc32c and 1 <= size <= CHUNK_BYTES
-            ok = ok and slot.start + one.offset == at and at + size <= slot.stop
-            self._expect("download.chunks", ok, f"a chunk of {size} bytes of tensor {one.tensor} at {one.offset}")
+        for chunk in chunks:
+            size = len(chunk_data(chunk))
+            slot = payload.slots[chunk.tensor]
+            ok = google_crc32c.value(chunk.data) == chunk.crc32c and 1 <= size <= CHUNK_BYTES
+            ok = ok and slot.start + chunk.offset == at and at + size <= slot.stop
+            self._expect("download.chunks", ok, f"a chunk of {size} bytes of tensor {chunk.tensor} at {chunk.offset}")
             at += size
 
     # --- uploads
@@ -281,7 +281,7 @@ class _ServerCheck:
     def _check_resume(self, player: Player) -> None:
         payload = payload_of(self._model)
         half = chunks_of(payload, size=512)[:2]
-        sent = sum(len(one.data) for one in half)
+        sent = sum(len(item.data) for item in half)
         name = "resume.incomplete"
         self._refused(name, lambda: player.upload(payload.header(), half), Code.INCOMPLETE)
         status = player.status()
@@ -345,17 +345,17 @@ class _ServerCheck:
         player.ask = self._ask_of(player)
         if player.ask.step == "deliver":
             player.upload(encode({}).header(), [])
-        found = self._next(player, "finished")
-        self._expect("finished", found.finished)
+        result = self._next(player, "finished")
+        self._expect("finished", result.finished)
 
     def _refused(self, name: str, make: Callable[[], object], code: Code) -> dict[str, str]:
         """Expects an error with a code; returns its metadata."""
         refusal, status = refusal_of(make)
-        found = refusal.code if refusal is not None else status
-        self._expect(name, found == code, f"{found}, expected {code}")
+        result = refusal.code if refusal is not None else status
+        self._expect(name, result == code, f"{result}, expected {code}")
         if status != "OK":
             ok = refusal is not None and status_of(refusal.code) == status
-            self._expect("errors", ok, f"{found} with the status {status}")
+            self._expect("errors", ok, f"{result} with the status {status}")
         return refusal.details if refusal is not None else {}
 
 

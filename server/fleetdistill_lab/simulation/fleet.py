@@ -175,7 +175,7 @@ def _report(
 ) -> FleetReport | None:
     """Writes and returns the report of the completed rounds; returns None if there are none."""
     with open_store(fleet) as store:
-        if not any(one.status is RoundStatus.CLOSED for one in store.runs.rounds(RUN)):
+        if not any(item.status is RoundStatus.CLOSED for item in store.runs.rounds(RUN)):
             return None
         return make_report(
             Outcome(

@@ -137,7 +137,7 @@ def _check_same(wanted: Simulation) -> None:
 
 def _as_json(wanted: Simulation) -> dict[str, Any]:
     """Returns all settings except `out`, whose path may differ on a resume."""
-    values = {one.name: getattr(wanted, one.name) for one in fields(wanted) if one.name != "out"}
+    values = {field.name: getattr(wanted, field.name) for field in fields(wanted) if field.name != "out"}
     if wanted.behaviour is not None:
         values["behaviour"] = asdict(wanted.behaviour)
     if isinstance(wanted.dataset, Dataset):

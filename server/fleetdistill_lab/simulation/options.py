@@ -50,7 +50,7 @@ _OTHER_SECTIONS = ("settings", "behaviour")
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorates a command: it takes an option for each entry of OPTIONS, by the field's name."""
     described = dict(_descriptions(Simulation))
-    defaults = {one.name: one.default or None for one in dataclasses.fields(Simulation) if one.name in OPTIONS}
+    defaults = {field.name: field.default or None for field in dataclasses.fields(Simulation) if field.name in OPTIONS}
     own = inspect.signature(command, eval_str=True).parameters.values()
     made = [
         inspect.Parameter(
@@ -61,10 +61,10 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         )
         for name, (flag, kind) in OPTIONS.items()
     ]
-    parameters = [one for one in own if one.kind != inspect.Parameter.VAR_KEYWORD]
-    first = [one for one in parameters if one.kind != inspect.Parameter.KEYWORD_ONLY]
+    parameters = [item for item in own if item.kind != inspect.Parameter.VAR_KEYWORD]
+    first = [parameter for parameter in parameters if parameter.kind != inspect.Parameter.KEYWORD_ONLY]
     command.__signature__ = inspect.Signature([*first, *made, *parameters[len(first) :]])  # type: ignore[attr-defined]
-    command.__annotations__ = {one.name: one.annotation for one in (*parameters, *made)}
+    command.__annotations__ = {item.name: item.annotation for item in (*parameters, *made)}
     return command
 
 
@@ -121,7 +121,9 @@ def _check(where: str, section: str, values: Mapping[str, Any], folder: Path) ->
         return dict(values)
     if section not in _SECTIONS:
         raise ConfigurationError(f"{where}{unknown_name('section', section, (*_SECTIONS, 'method'))}")
-    types = {one.name: one.type for one in dataclasses.fields(_SECTIONS[section]) if one.name not in _OTHER_SECTIONS}
+    types = {
+        field.name: field.type for field in dataclasses.fields(_SECTIONS[section]) if field.name not in _OTHER_SECTIONS
+    }
     module = vars(sys.modules[_SECTIONS[section].__module__])
     checked: dict[str, Any] = {}
     for key, value in values.items():

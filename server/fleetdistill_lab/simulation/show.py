@@ -76,7 +76,7 @@ def show_comparison(report: FleetReport, out: Path) -> None:
     if len(report.comparison) > 1:
         console.print()
         console.print(comparison_table(report.comparison))
-    models = sum(bool(one.onnx_file) + len(one.onnx_answers) for one in report.devices)
+    models = sum(bool(device.onnx_file) + len(device.onnx_answers) for device in report.devices)
     _print_line(console, f"{out}/: report.json, fleet.png, onnx/ ({models} models)")
 
 
@@ -121,7 +121,7 @@ def expected_lines(report: FleetReport) -> list[str]:
     if report.leave_one_out is None:
         return []
     rates = ", ".join(f"{variant} model {rate:.1%}" for variant, rate in report.leave_one_out.items())
-    kept = sum(bool(one.own_statistics_kept) for one in report.devices)
+    kept = sum(bool(device.own_statistics_kept) for device in report.devices)
     own = f"; {kept} of {len(report.devices)} devices keep a personal model from their own statistics" if kept else ""
     return [f"Leave-one-out estimate of the accuracy on unseen data like each device's own: {rates}{own}"]
 
@@ -158,7 +158,7 @@ def protection_lines(report: FleetReport) -> list[str]:
     guards = f"guards fired {report.guards_fired} times" if report.guards_fired else ""
     validated = report.models_kept + report.models_replaced
     kept = f"apps kept their model {report.models_kept} of {validated} times" if validated else ""
-    text = "; ".join(one for one in (guards, kept) if one)
+    text = "; ".join(item for item in (guards, kept) if item)
     return [text] if text else []
 
 

@@ -33,13 +33,13 @@ def doctor(
     if (config is None) == (state is None):
         raise ConfigurationError("give either a run.toml or server.toml, or --state with a device's directory")
     if state is not None:
-        found = of_device.examine(state, server)
+        result = of_device.examine(state, server)
     else:
         from fleetdistill_server.cli.server_checks import examine
 
         assert config is not None
-        found = examine(config, quick=quick, insecure=insecure)
-    raise typer.Exit(of_device.show(found, as_json=as_json))
+        result = examine(config, quick=quick, insecure=insecure)
+    raise typer.Exit(of_device.show(result, as_json=as_json))
 
 
 @report_errors

@@ -187,9 +187,9 @@ def warn_without_server(directory: Path, run: str = "") -> None:
         directory: The store's directory.
         run: A run that was started; its server may serve only another one.
     """
-    found = serving(directory)
-    if found is not None:
-        warn_of_other_run(found.run, run)
+    result = serving(directory)
+    if result is not None:
+        warn_of_other_run(result.run, run)
     else:
         text = f"warning: no server is running on the store {directory}; use --store to name your server's store"
         typer.echo(f"{text}, or start one with `fleetdistill serve`", err=True)
@@ -209,7 +209,7 @@ def _folder(pki: Path, role: Role, name: str) -> Path:
 
 
 def _list_names(names: str) -> list[str]:
-    return [one.strip() for one in names.split(",") if one.strip()]
+    return [item.strip() for item in names.split(",") if item.strip()]
 
 
 def _positive(days: float) -> float:

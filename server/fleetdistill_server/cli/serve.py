@@ -169,16 +169,16 @@ def _print_check(config: Config, path: Path, insecure: bool) -> None:
     from fleetdistill_server.cli.serve_checks import problems, service_problems, service_summary, summary
 
     run = _run_of(config)
-    found = service_problems(config.server, insecure) if run is None else problems(run, insecure)
-    _print_problems(found)
+    result = service_problems(config.server, insecure) if run is None else problems(run, insecure)
+    _print_problems(result)
     lines = service_summary(config.server) if run is None else summary(run)
     typer.echo("\n".join([f"{path} can be served", *lines]))
 
 
 def _print_problems(found: Sequence[str]) -> None:
     """Prints errors; ends the command if there are any."""
-    for one in found:
-        typer.echo(f"error: {printable(one)}", err=True)
+    for item in found:
+        typer.echo(f"error: {printable(item)}", err=True)
     if found:
         raise typer.Exit(1)
 

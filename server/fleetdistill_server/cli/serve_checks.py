@@ -122,7 +122,7 @@ def problems_of_file(path: Path, error: ConfigurationError, insecure: bool) -> l
         if isinstance(device := model.get("device"), str):
             checks.append(lambda: _check_device_model(device))
         checks += _of_server(load_server_config(path).server, str(run.get("name", "")), insecure)
-    return [str(error), *(one for one in _failures(*checks) if one not in str(error))]
+    return [str(error), *(failure for failure in _failures(*checks) if failure not in str(error))]
 
 
 def service_problems(server: ServerSection, insecure: bool) -> list[str]:
@@ -146,13 +146,13 @@ def _of_server(server: ServerSection, run: str, insecure: bool) -> tuple[Callabl
 
 
 def _failures(*checks: Callable[[], object]) -> list[str]:
-    found = []
+    result = []
     for check in checks:
         try:
             check()
         except FleetDistillError as error:
-            found.append(str(error))
-    return list(dict.fromkeys(found))
+            result.append(str(error))
+    return list(dict.fromkeys(result))
 
 
 def summary(config: RunConfig) -> list[str]:
@@ -239,7 +239,7 @@ def _check_room(server: ServerSection) -> None:
     """Raises ConfigurationError if less is free on the store's disk than must stay free."""
     directory = Path(server.store).resolve()
     with disk_errors(f"reading {directory}"):
-        place = next(one for one in (directory, *directory.parents) if one.exists())
+        place = next(item for item in (directory, *directory.parents) if item.exists())
         free = shutil.disk_usage(place).free
     if free < server.keep_free_bytes:
         raise ConfigurationError(
@@ -250,7 +250,7 @@ def _check_room(server: ServerSection) -> None:
 
 def _check_method(name: str, modules: object) -> None:
     """Raises ConfigurationError for an unknown method."""
-    if isinstance(modules, list) and all(isinstance(one, str) for one in modules):
+    if isinstance(modules, list) and all(isinstance(module, str) for module in modules):
         import_modules(modules, "[run] import")
     try:
         config_class(name)

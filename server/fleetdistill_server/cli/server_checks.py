@@ -55,12 +55,12 @@ def examine(
         insecure: Whether plain text on an address other than loopback is allowed.
         clock: Clock of this machine, Unix seconds.
     """
-    found = findings("versions", lambda: [(OK, versions(_PACKAGES))])
-    found += findings("settings", lambda: _settings(path))
+    result = findings("versions", lambda: [(OK, versions(_PACKAGES))])
+    result += findings("settings", lambda: _settings(path))
     try:
         server = load_server_config(path).server
     except ConfigurationError:
-        return found  # the previous check has its message
+        return result  # the previous check has its message
     checks: dict[str, Callable[[], Found]] = {
         "extras": lambda: _extras(server),
         "processes": lambda: _processes(server, path),
@@ -71,7 +71,7 @@ def examine(
         "open files": _open_files,
         "store": lambda: store_findings(server, clock(), quick=quick),
     }
-    return [*found, *(one for name, check in checks.items() for one in findings(name, check))]
+    return [*result, *(finding for name, check in checks.items() for finding in findings(name, check))]
 
 
 def _settings(path: Path) -> Found:
@@ -92,10 +92,10 @@ def _extras(server: ServerSection) -> Found:
 
 def _processes(server: ServerSection, path: Path) -> Found:
     directory = Path(server.store)
-    found = serving(directory)
+    result = serving(directory)
     for text in _read(server, failed_runs):
         yield WARNING, text
-    if found is None:
+    if result is None:
         waiting = _read(server, lambda store: [repr(run.name) for run in store.runs.active()])
         need = f", but runs are to go on ({', '.join(waiting)}); run `fleetdistill serve {path}`" if waiting else ""
         yield WARNING if waiting else OK, f"no server uses the store {server.store}{need}"
@@ -105,7 +105,7 @@ def _processes(server: ServerSection, path: Path) -> Found:
     for text in wrong:
         yield ERROR, f"{text}; see `runs show` and the server's log"
     if not wrong:
-        yield OK, f"a server serves run {found.run!r}" if found.run else "a server serves all runs of the store"
+        yield OK, f"a server serves run {result.run!r}" if result.run else "a server serves all runs of the store"
 
 
 def _read(server: ServerSection, read: Callable[[Store], list[str]]) -> list[str]:
@@ -167,7 +167,7 @@ def _tls(server: ServerSection, insecure: bool, now: float) -> Found:
 
 def _disk(server: ServerSection) -> Found:
     directory = Path(server.store).resolve()
-    place = next(one for one in (directory, *directory.parents) if one.exists())
+    place = next(item for item in (directory, *directory.parents) if item.exists())
     try:
         free, used = shutil.disk_usage(place).free, bytes_under(directory) if directory.exists() else 0
     except OSError as error:

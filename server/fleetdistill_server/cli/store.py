@@ -33,8 +33,8 @@ def backup(
     """
     with open_source(store, server, identity) as source:
         made = source.back_up(out)
-    for one in made.lost:
-        typer.echo(f"warning: not in the backup: {one}", err=True)
+    for item in made.lost:
+        typer.echo(f"warning: not in the backup: {item}", err=True)
     if made.missing > len(made.lost):
         typer.echo(f"warning: and {counted(made.missing - len(made.lost), 'more payload')}", err=True)
     typer.echo(f"{out}: {backed_up(made.payloads, made.bytes, made.missing)}")

@@ -107,6 +107,6 @@ def _without(store: Store, sha256: bytes) -> str:
     for run in store.runs.names():
         if store.runs.existing(run).checkpoint == sha256:
             said.append(f"run {run!r} cannot go on from it: {way_back(store, run, sha256)}")
-        elif found := [one.round for one in store.runs.checkpoints(run) if one.sha256 == sha256]:
-            said.append(f"run {run!r} cannot be rolled back to round {found[-1]}")
+        elif result := [checkpoint.round for checkpoint in store.runs.checkpoints(run) if checkpoint.sha256 == sha256]:
+            said.append(f"run {run!r} cannot be rolled back to round {result[-1]}")
     return "; ".join(said)

@@ -39,7 +39,7 @@ def _check(file: str, opened: IO[bytes]) -> None:
     if not zipfile.is_zipfile(opened):
         raise DataError(f"{file!r} is not an .npz file; expected one with the arrays inputs and labels")
     with zipfile.ZipFile(opened) as packed:
-        size = max(status.st_size, sum(one.file_size for one in packed.infolist()))
+        size = max(status.st_size, sum(item.file_size for item in packed.infolist()))
     if size > MAX_BYTES:
         raise DataError(f"{file!r} has {size:,} bytes unpacked, must be at most {MAX_BYTES:,}; use fewer samples")
     opened.seek(0)

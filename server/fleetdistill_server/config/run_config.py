@@ -218,9 +218,9 @@ def check_settings(method: str, settings: Mapping[str, Any]) -> Any:
 def _check_names(method: str, known: Collection[str], settings: Set[str]) -> None:
     """Raises ConfigurationError for settings that the method lacks and other built-in methods have."""
     lacking = settings - set(known)
-    having = [one for one in METHODS if lacking <= {field.name for field in dataclasses.fields(config_class(one))}]
+    having = [item for item in METHODS if lacking <= {field.name for field in dataclasses.fields(config_class(item))}]
     if lacking and having:
-        names, methods = ", ".join(sorted(lacking)), " or ".join(f'method = "{one}"' for one in having)
+        names, methods = ", ".join(sorted(lacking)), " or ".join(f'method = "{item}"' for item in having)
         raise ConfigurationError(
             f"[method] {names}: method {method} does not support {names}; set {methods} in [run], or remove {names}"
         )

@@ -63,7 +63,7 @@ def _sentence(where: str, found: Sequence[ErrorDetails], known: Mapping[str, Seq
         return f"{where}: {_unknown(path, known)}"
     if first["type"] == "missing":
         return f"{where} is missing"
-    expected = " or ".join(dict.fromkeys(_expected(one) for one in found))
+    expected = " or ".join(dict.fromkeys(_expected(item) for item in found))
     if first["type"] == "value_error" and len(path) == 1:
         return f"{where}: {expected}"  # the error concerns the whole section, so its value does not help
     value = first["input"]

@@ -141,17 +141,17 @@ class StoreCohort:
         asks = self._store.asks.of_step(self._terms.run, self.round, self._steps)
         answered_after = partial(self._store.asks.answered_after, self._terms.run, self.round, self._steps, MAX_ROWS)
         arrivals = Arrivals(answered_after, self._accepted, prepare if self.group is None else None)
-        self._in_round -= among - {one.device for one in asks}
-        for one in asks:
-            if one.device not in among:  # asked before a crash, but its answer to an earlier step is lost now
-                self._store.asks.close(one.id, "no longer part of this step after the round was replayed")
+        self._in_round -= among - {ask.device for ask in asks}
+        for ask in asks:
+            if ask.device not in among:  # asked before a crash, but its answer to an earlier step is lost now
+                self._store.asks.close(ask.id, "no longer part of this step after the round was replayed")
                 continue
-            answer = await self._answer_to(one, enough, asked, arrivals)
+            answer = await self._answer_to(ask, enough, asked, arrivals)
             if answer is None:
-                self._in_round.discard(one.device)
+                self._in_round.discard(ask.device)
                 continue
             answered += 1
-            yield self._pass_on(one, answer, prepare)
+            yield self._pass_on(ask, answer, prepare)
         self._end_step(step, answered, self.needed(min(len(asked), enough or len(asked)), quorum))
 
     async def _ask_buffered(
@@ -170,13 +170,13 @@ class StoreCohort:
         self._waker.wake_other()
         arrivals = Arrivals(buffer.answered_after, self._accepted, prepare if self.group is None else None)
         answered = 0
-        for one in await buffer.filled(lambda: arrivals.read_one(""), self._waker):
-            answer = arrivals.take(one)
+        for item in await buffer.filled(lambda: arrivals.read_one(""), self._waker):
+            answer = arrivals.take(item)
             if answer is not None:
                 answered += 1
                 self.report(STALENESS, {answer.device: answer.staleness})
                 self.report("staleness_weight", {answer.device: answer.decay})
-                yield self._pass_on(one, answer, prepare)
+                yield self._pass_on(item, answer, prepare)
         self._end_step(step, answered, 1)
 
     def _pass_on(self, ask: Ask, answer: DeviceAnswer, prepare: Prepare | None) -> DeviceAnswer:
@@ -213,9 +213,9 @@ class StoreCohort:
 
     def model_fingerprint(self, device: str) -> str:
         """Returns the `fleetdistill.training.model.fingerprint` that a device reported for its model."""
-        found = self._store.devices.get(self._terms.run, device)
-        assert found is not None  # every device of the cohort has checked in
-        return contract_pb2.DeviceProfile.FromString(found.profile).model_fingerprint
+        result = self._store.devices.get(self._terms.run, device)
+        assert result is not None  # every device of the cohort has checked in
+        return contract_pb2.DeviceProfile.FromString(result.profile).model_fingerprint
 
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
         """Sends a payload without requesting knowledge; waits until each device has it or is out of the round."""

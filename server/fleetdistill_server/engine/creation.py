@@ -69,7 +69,7 @@ def _data_files(setup: Mapping[str, Any]) -> frozenset[str]:
 
 def _check_places(config: RunConfig, directories: Sequence[str], approved: frozenset[str]) -> None:
     """Raises ConfigurationError if a data file is outside the directories, links resolved, and not approved."""
-    allowed = [Path(one).resolve() for one in directories]
+    allowed = [Path(directory).resolve() for directory in directories]
     setup = config.setup()
     for name in ("proxy", "evaluation"):
         file = setup[name]["data"]
@@ -87,7 +87,7 @@ def _is_in(file: str, directories: Sequence[Path]) -> bool:
         path = Path(file).resolve()
     except (OSError, RuntimeError, ValueError):  # links in a circle, or a null character
         return False
-    return any(path.is_relative_to(one) for one in directories)
+    return any(path.is_relative_to(directory) for directory in directories)
 
 
 def main() -> int:

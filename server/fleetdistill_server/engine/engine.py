@@ -202,11 +202,11 @@ class Engine:
 
     def prepare(self) -> None:
         """Publishes the contract of a new run, or restores the state of an earlier start."""
-        found = self._stored()
+        result = self._stored()
         begun = ""
-        if not found.checkpoint and self._config.run.start_from:
+        if not result.checkpoint and self._config.run.start_from:
             begun = load_starting_model(self._store, self._config, self.method)
-        if not found.contract:
+        if not result.contract:
             contract, initial, extractor = make_contract(self._config, self.method)
             with self._store.transaction():  # prevents sweeps, which would delete blobs that no row refers to yet
                 for payload in (initial, extractor, self.method.context.proxy_payload):
@@ -218,7 +218,7 @@ class Engine:
                 if begun:
                     self._store.history.add_event(self._name, "started-from", begun)
             failpoints.hit("engine.contract.after-commit")
-        elif found.status is RunStatus.STOPPED:
+        elif result.status is RunStatus.STOPPED:
             with self._store.transaction():
                 self._store.runs.assert_owner(self._name, self.token)
                 self._store.runs.set_status(self._name, RunStatus.RUNNING, "started again")

@@ -68,7 +68,7 @@ def _inputs(store: Store, contract_bytes: bytes):  # type: ignore[no-untyped-def
 
 
 def _uploaded_features(store: Store, run: str):  # type: ignore[no-untyped-def]  # a numpy array of any float type
-    kept = (one for one in reversed(store.asks.uploads(run)) if store.blobs.has(one.sha256))
+    kept = (upload for upload in reversed(store.asks.uploads(run)) if store.blobs.has(upload.sha256))
     for upload in kept:
         for part in decode(store.blobs.open(upload.sha256)).values():
             if isinstance(part, SampleKnowledge) and part.features:

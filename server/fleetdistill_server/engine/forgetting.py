@@ -150,11 +150,11 @@ def ask_to_forget(store: Store, run: str, device: str, *, served: bool) -> bool:
         raise ConfigurationError(f"run {run!r} has no device {device!r}; list its devices with `fleetdistill devices`")
     if device not in store.devices.to_forget(run):
         return True
-    found = store.runs.existing(run)  # read after the request: an engine does not end a run while requests are pending
-    if (served and found.status in ACTIVE) or not found.checkpoint:
+    result = store.runs.existing(run)  # read after the request: an engine does not end a run while requests are pending
+    if (served and result.status in ACTIVE) or not result.checkpoint:
         return False
-    end_open_round(store, found)
-    done = forget_requested(store, run, _method_of(found), wait_seconds=WAIT_SECONDS)
+    end_open_round(store, result)
+    done = forget_requested(store, run, _method_of(result), wait_seconds=WAIT_SECONDS)
     return done or device not in store.devices.to_forget(run)  # another process may have forgotten it meanwhile
 
 

@@ -113,10 +113,10 @@ class Group:
 
     def receive(self) -> Any:
         """Waits for a message of the engine."""
-        found = [None]
+        result = [None]
         with connect():
-            distributed.broadcast_object_list(found, src=0, group=self._messages, device=torch.device("cpu"))
-        return found[0]
+            distributed.broadcast_object_list(result, src=0, group=self._messages, device=torch.device("cpu"))
+        return result[0]
 
     def leave(self) -> None:
         """Ends the connections."""
@@ -185,9 +185,9 @@ class FollowingCohort:
 
     def model_fingerprint(self, device: str) -> str:
         """Returns the fingerprint that a device reported for its model."""
-        found = self._store.devices.get(self._run.name, device)
-        assert found is not None  # every device of the cohort has checked in
-        return contract_pb2.DeviceProfile.FromString(found.profile).model_fingerprint
+        result = self._store.devices.get(self._run.name, device)
+        assert result is not None  # every device of the cohort has checked in
+        return contract_pb2.DeviceProfile.FromString(result.profile).model_fingerprint
 
     def generator(self, name: str) -> torch.Generator:
         """Returns the same generator as the engine's."""

@@ -128,8 +128,8 @@ async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group 
 
 def _is_taken(store: Store, run: str, token: str | None) -> bool:
     """Returns whether the run was cancelled, paused, stopped or deleted, so that its engine has not failed."""
-    found = store.runs.get(run)
-    return found is None or found.status is RunStatus.CANCELLED or (token is not None and found.engine != token)
+    result = store.runs.get(run)
+    return result is None or result.status is RunStatus.CANCELLED or (token is not None and result.engine != token)
 
 
 def _note_failure(store: Store, run: str, why: str) -> None:

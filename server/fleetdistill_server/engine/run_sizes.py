@@ -52,22 +52,22 @@ def measure_run(config: RunConfig) -> RunSizes:
     half = build_method(config)
     own = half.sizes()
     default = Sizes()
-    names = [one.name for one in fields(Sizes) if one.name not in ("samples", "cuts")]
+    names = [field.name for field in fields(Sizes) if field.name not in ("samples", "cuts")]
     measured = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(default, name)}
     return RunSizes(config.run.method, config.method_config(), _fleet_sizes(half.context), measured)
 
 
 def _fleet_sizes(context: MethodContext) -> Sizes:
-    found: dict[str, Any] = {"classes": context.classes}
+    result: dict[str, Any] = {"classes": context.classes}
     if context.proxy is not None:
-        found["proxy_samples"] = len(context.proxy)
+        result["proxy_samples"] = len(context.proxy)
     if context.models.extractor:
         shape = output_shape(context.extractor(), context.input_shape)
-        found |= {"features": prod(shape), "channels": shape[0]}
+        result |= {"features": prod(shape), "channels": shape[0]}
     if context.models.device:
         model = context.device_model()
-        found |= {"model": Weights.of(model_parameters(model)), **_embedding_size(model, context.input_shape)}
-    return Sizes(**found)
+        result |= {"model": Weights.of(model_parameters(model)), **_embedding_size(model, context.input_shape)}
+    return Sizes(**result)
 
 
 def _embedding_size(model: nn.Module, input_shape: tuple[int, ...]) -> dict[str, int]:

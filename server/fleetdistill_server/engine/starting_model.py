@@ -98,7 +98,7 @@ def _copy_networks(method: ServerMethod, other: ServerMethod, mine: str, theirs:
         try:
             wanted[name].load_state_dict(there[name].state_dict())
         except RuntimeError as error:
-            ours, its = (_shapes(one[name].state_dict()) for one in (wanted, there))
+            ours, its = (_shapes(item[name].state_dict()) for item in (wanted, there))
             key = next(key for key in sorted(ours.keys() | its.keys()) if ours.get(key) != its.get(key))
             text = f"the shape of {key} in the {name} is {its.get(key)} in that run and {ours.get(key)} in this run"
             raise ConfigurationError(f"{text}; set the same [model] in both runs") from error

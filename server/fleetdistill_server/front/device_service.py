@@ -95,20 +95,20 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
         return status
 
     async def NextAsk(self, request: service_pb2.NextAskRequest, context: Any) -> service_pb2.NextAskResponse:
-        found, who = await self._call(context, lambda: self._next_ask(request.identity))
-        if found is None:
+        result, who = await self._call(context, lambda: self._next_ask(request.identity))
+        if result is None:
             async with self._open_call(context, who):
                 woken = await self._wait_for_work(who, request.wait_seconds)
             if woken:
-                found = await self._call(context, lambda: self._api.next_ask(request.identity))
-        if found is None:
+                result = await self._call(context, lambda: self._api.next_ask(request.identity))
+        if result is None:
             # With the wait before it, less than the lease.
             spread = min(len(self._waiting) / WAKES_PER_SECOND, self._api.sessions.lease_seconds / 4)
             come_back = service_pb2.ComeBack(after_seconds=0.0, before_seconds=spread)
-            found = service_pb2.NextAskResponse(come_back=come_back)
-        elif self._spans.on and found.HasField("ask"):
-            await self._set_place(context, request.identity, found.ask)
-        return found
+            result = service_pb2.NextAskResponse(come_back=come_back)
+        elif self._spans.on and result.HasField("ask"):
+            await self._set_place(context, request.identity, result.ask)
+        return result
 
     async def _set_place(
         self, context: Any, identity: service_pb2.Identity, ask: service_pb2.Ask | service_pb2.UploadName

@@ -109,8 +109,8 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     ) -> AsyncIterator[operations_pb2.ReadResponse]:
         holder = holder_in(context)
         caller = {} if holder is None else {"role": str(holder.role), "name": holder.name}
-        found = await in_pool(self._pool, context, partial(self._read, request, VIEWS))
-        parts = parts_of(View(found.lists, {**found.facts, **caller}) if request.view == "about" else found)
+        result = await in_pool(self._pool, context, partial(self._read, request, VIEWS))
+        parts = parts_of(View(result.lists, {**result.facts, **caller}) if request.view == "about" else result)
         while (part := await in_pool(self._pool, context, partial(next, parts, None))) is not None:
             yield part
 
@@ -333,12 +333,12 @@ def pages(messages: Iterable[T], max_bytes: int, most: int = MAX_ROWS) -> Iterat
     """Yields the messages in lists of at most `most` messages and `max_bytes` bytes; a larger message is alone."""
     page: list[T] = []
     size = 0
-    for one in messages:
-        more = one.ByteSize() + _FRAME_BYTES
+    for message in messages:
+        more = message.ByteSize() + _FRAME_BYTES
         if page and (size + more > max_bytes or len(page) == most):
             yield page
             page, size = [], 0
-        page.append(one)
+        page.append(message)
         size += more
     if page:
         yield page

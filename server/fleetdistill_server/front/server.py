@@ -57,7 +57,7 @@ POOL_THREADS = 16
 UPLOAD_THREADS = 16
 
 _FILES = (service_pb2, enrolment_pb2, operations_pb2)
-SERVICES = tuple(one.full_name for file in _FILES for one in file.DESCRIPTOR.services_by_name.values())
+SERVICES = tuple(item.full_name for file in _FILES for item in file.DESCRIPTOR.services_by_name.values())
 """Names of fleetdistill's services for health and reflection; the first is also served in plain text."""
 
 ENGINE, DATABASE, DISK = "fleetdistill.engine", "fleetdistill.database", "fleetdistill.disk"
@@ -276,12 +276,12 @@ class _Health:
             return {"": False, DATABASE: False, ENGINE: False}
         looking, self._looking = self._looking, None
         try:
-            found = looking.result()
+            result = looking.result()
         except StoreError as error:
             self._away.fail(error)
             return {"": False, DATABASE: False, ENGINE: False}
         self._away.work()
-        return {"": True, DATABASE: True, **found}
+        return {"": True, DATABASE: True, **result}
 
     def _look(self) -> dict[str, bool]:
         self.engines = "; ".join(self._engines.problems())
@@ -295,9 +295,9 @@ async def _update_health(status: _HealthService, directory: Path, api: DeviceApi
     looked = _Health(directory, api)
 
     async def update() -> None:
-        found = await looked.look()
-        status.engines = looked.engines if found[DATABASE] else ""
-        for name, works in found.items():
+        result = await looked.look()
+        status.engines = looked.engines if result[DATABASE] else ""
+        for name, works in result.items():
             await status.set(name, state.SERVING if works else state.NOT_SERVING)
 
     while True:
@@ -306,8 +306,8 @@ async def _update_health(status: _HealthService, directory: Path, api: DeviceApi
 
 
 def _only_run(directory: Path) -> str | None:
-    found = serving(directory)
-    return found.run or None if found is not None else None
+    result = serving(directory)
+    return result.run or None if result is not None else None
 
 
 async def _sweep_forever(directory: Path, pool: ThreadPoolExecutor) -> None:

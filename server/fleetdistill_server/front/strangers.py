@@ -71,20 +71,20 @@ class Strangers:
 
         A caller whose handshake is under way is therefore kept before those that say nothing.
         """
-        found = {peer: number for number, port, peer in _connections() if port in self._ports}
-        self._count_after = max(self._quarter, len(found) // 16)
-        self._known = {peer for peer in list(self._known) if peer in found}
-        self._closed &= found.keys()
-        unknown = found.keys() - self._known - self._closed
+        result = {peer: number for number, port, peer in _connections() if port in self._ports}
+        self._count_after = max(self._quarter, len(result) // 16)
+        self._known = {peer for peer in list(self._known) if peer in result}
+        self._closed &= result.keys()
+        unknown = result.keys() - self._known - self._closed
         counts: Counter[str] = Counter()
         ranked = []
-        for peer in sorted(unknown, key=lambda peer: _silent_ms(found[peer])):
+        for peer in sorted(unknown, key=lambda peer: _silent_ms(result[peer])):
             ranked.append((counts[peer[0]], peer))
             counts[peer[0]] += 1
         ranked.sort(key=lambda one: one[0])
         kept = {peer for rank, peer in ranked[: self._most] if rank < self._max_per_address}
         for peer in unknown - kept:
-            _shut_down(found[peer], peer)
+            _shut_down(result[peer], peer)
             self._closed.add(peer)
 
 

@@ -72,8 +72,8 @@ def add_services(
     store = Path(config.store)
     certificates = EnrolmentApi(tls.directory, tls.certificate_days)
     service = EnrolmentService(certificates, api.store, api.commit, pool, api.limiter)
-    for one in (server, enrolment):  # one port enrols, the other renews certificates; see `security/roles.py`
-        enrolment_pb2_grpc.add_EnrolmentServiceServicer_to_server(service, one)
+    for item in (server, enrolment):  # one port enrols, the other renews certificates; see `security/roles.py`
+        enrolment_pb2_grpc.add_EnrolmentServiceServicer_to_server(service, item)
     assert ports.enrol is not None
     try:
         save_enrol_port(store, ports.enrol)

@@ -43,19 +43,19 @@ def check_profile(
     _check_shapes(contract, profile)
     needs = contract.requirements
     if needs.same_extractor and profile.extractor_fingerprint != contract.extractor_fingerprint:
-        found = f"another one in {profile.model_name!r} ({profile.extractor_fingerprint[:12]})"
+        result = f"another one in {profile.model_name!r} ({profile.extractor_fingerprint[:12]})"
         wanted = _named((models or {}).get("extractor", ""), contract.extractor_fingerprint)
         advice = "build the app's model on the extractor that run.toml names as [model] extractor"
-        _mismatch("extractor", found, wanted, contract, advice)
+        _mismatch("extractor", result, wanted, contract, advice)
     if needs.same_architecture and profile.model_fingerprint != contract.model_fingerprint:
-        found = _named(profile.model_name, profile.model_fingerprint)
+        result = _named(profile.model_name, profile.model_fingerprint)
         wanted = _named((models or {}).get("device", ""), contract.model_fingerprint)
         advice = "pass the model that run.toml names as [model] device to Device(model=...)"
-        _mismatch("model", found, wanted, contract, advice)
+        _mismatch("model", result, wanted, contract, advice)
     if needs.proxy_set and profile.proxy_digest != contract.proxy_digest:
-        found, wanted = profile.proxy_digest.hex()[:12], contract.proxy_digest.hex()[:12]
+        result, wanted = profile.proxy_digest.hex()[:12], contract.proxy_digest.hex()[:12]
         advice = "update the device's SDK, which downloads the run's proxy set automatically"
-        _mismatch("proxy set", found, wanted, contract, advice)
+        _mismatch("proxy set", result, wanted, contract, advice)
     _check_columns(contract, profile)
 
 
@@ -75,7 +75,7 @@ def _check_lengths(profile: contract_pb2.DeviceProfile) -> None:
         if longest > most or len(texts) > MAX_COLUMNS:
             text = f"the profile's {field} has {len(texts)} entries of up to {longest} characters"
             raise RefusedError(Code.TOO_LARGE, f"{text}, but at most {MAX_COLUMNS} of {most} are allowed")
-    axes = max(len(profile.input_shape), *(len(one.shape) for one in profile.features), 0)
+    axes = max(len(profile.input_shape), *(len(feature.shape) for feature in profile.features), 0)
     types = max(len(profile.knowledge_types), len(profile.compressions))
     if axes > MAX_AXES or types > MAX_COLUMNS:
         text = f"the profile has a shape with {axes} axes and a list of {types} types"
@@ -88,7 +88,7 @@ def _check_shapes(contract: contract_pb2.Contract, profile: contract_pb2.DeviceP
     if list(profile.input_shape) != list(contract.input_shape):
         _mismatch("input shape", list(profile.input_shape), list(contract.input_shape), contract)
     given = {column.name: list(column.shape) for column in profile.features}
-    methods_advice = {one.column: one.text for one in contract.requirements.advice}
+    methods_advice = {item.column: item.text for item in contract.requirements.advice}
     for column in contract.features:
         has = given.get(column.name, "no such cut")
         if has != list(column.shape):
@@ -96,7 +96,7 @@ def _check_shapes(contract: contract_pb2.Contract, profile: contract_pb2.DeviceP
             advice = methods_advice.get(column.name, usual)
             _mismatch(f"feature shape at cut {column.name!r}", has, list(column.shape), contract, advice)
     if contract.knowledge_type not in profile.knowledge_types:
-        names = ", ".join(DTYPES[one].name for one in profile.knowledge_types if one in DTYPES)
+        names = ", ".join(DTYPES[type_name].name for type_name in profile.knowledge_types if type_name in DTYPES)
         advice = "update the device's SDK, or choose another knowledge_type for the run"
         _mismatch("element type", names, DTYPES[contract.knowledge_type].name, contract, advice)
     if profile.samples < 1:

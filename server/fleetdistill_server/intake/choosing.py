@@ -49,14 +49,14 @@ def fitting_run(
 
 
 def _differences(contract: contract_pb2.Contract, run: Run, abilities: service_pb2.Abilities) -> list[str]:
-    found = differences(contract, abilities)
+    result = differences(contract, abilities)
     needs = contract.requirements
     if abilities.model and (needs.same_architecture or needs.same_extractor):
         models = run.config.get("model", {})
         wanted = [models[name] for name in ("device", "extractor") if models.get(name)]
         if wanted and abilities.model not in wanted:
-            found.append(f"the device has model {abilities.model[:64]!r}, the run {' or '.join(map(repr, wanted))}")
-    return found
+            result.append(f"the device has model {abilities.model[:64]!r}, the run {' or '.join(map(repr, wanted))}")
+    return result
 
 
 def _list_names(names: list[str]) -> str:

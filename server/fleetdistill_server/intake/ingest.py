@@ -197,8 +197,8 @@ class Ingest:
             raise self._refuse(Code.BAD_TENSOR, f"{slot.path} is {slot.dtype.name}, expected {expected}", slot)
         if rule.quantized != (slot.channels is not None):
             forms = ("raw", "quantised per channel")
-            found, expected = forms if rule.quantized else forms[::-1]
-            raise self._refuse(Code.BAD_TENSOR, f"{slot.path} is {found}, expected {expected}", slot)
+            result, expected = forms if rule.quantized else forms[::-1]
+            raise self._refuse(Code.BAD_TENSOR, f"{slot.path} is {result}, expected {expected}", slot)
         if rule.shape is not None and not _fits(slot.shape, rule.shape):
             text = f"{slot.path} has shape {list(slot.shape)}, expected {_shape_text(rule.shape)}"
             raise self._refuse(Code.BAD_TENSOR, text, slot)
@@ -289,11 +289,11 @@ class Ingest:
 
     def _check_unique(self, slot: Slot, source: DataSource) -> None:
         def read() -> Iterator[np.ndarray]:
-            return (np.frombuffer(one, slot.dtype) for one in wire.pieces(source, slot.start, slot.stop))
+            return (np.frombuffer(piece, slot.dtype) for piece in wire.pieces(source, slot.start, slot.stop))
 
-        found = first_repeat(read, math.prod(slot.shape))
-        if found is not None:
-            value, row = found
+        result = first_repeat(read, math.prod(slot.shape))
+        if result is not None:
+            value, row = result
             text = f"duplicate {self._rules[slot.path].what} {value} at row {row} of {slot.path}"
             raise self._refuse(Code.BAD_VALUE, text, slot, row=str(row))
 

@@ -114,12 +114,12 @@ class Sessions:
         known = self._contracts.get(run)
         if known is not None and self._clock() - known[1] < _CONTRACT_SECONDS:
             return known[0]
-        found = self._store.runs.get(run)
-        if found is None:
+        result = self._store.runs.get(run)
+        if result is None:
             raise unknown_run(run)
-        if not found.contract:
+        if not result.contract:
             raise RefusedError(Code.NOT_READY, f"run {run!r} is being prepared")
-        contract = contract_pb2.Contract.FromString(found.contract)
+        contract = contract_pb2.Contract.FromString(result.contract)
         self._contracts[run] = (contract, self._clock())
         return contract
 

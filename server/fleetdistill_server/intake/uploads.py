@@ -190,10 +190,10 @@ class Uploads:
 
     def discard_other_attempts(self, ask: Ask, key: str) -> None:
         """Deletes the staged bytes of all other attempts to answer an ask."""
-        for one in self._store.blobs.staging():
-            if one.key.startswith(_staging_key(ask, "")) and one.key != key:
-                received = self._store.blobs.staged(one.key)
-                self._store.blobs.discard(one.key)
+        for item in self._store.blobs.staging():
+            if item.key.startswith(_staging_key(ask, "")) and item.key != key:
+                received = self._store.blobs.staged(item.key)
+                self._store.blobs.discard(item.key)
                 self.count_refused(ask, received)
 
     def reserve(self, run: str, ask: Ask, key: str, size: int) -> Callable[[int], None]:
@@ -226,7 +226,7 @@ class Uploads:
         with self._lock:
             self._checked.pop(key, None)
             self._checked[key] = checked
-            while sum(one.header.ByteSize() for one in self._checked.values()) > _CHECKED_BYTES:
+            while sum(item.header.ByteSize() for item in self._checked.values()) > _CHECKED_BYTES:
                 del self._checked[next(iter(self._checked))]
 
     def take_checked(self, key: str) -> Ingest | None:
@@ -582,9 +582,9 @@ def _receipt_of(name: service_pb2.UploadName, upload: Upload) -> service_pb2.Rec
 
 def _metrics(part: knowledge_pb2.Part) -> Metrics:
     parts = knowledge_pb2.Parts(parts=[part])
-    found = decode(Payload(parts, (), _NoData(), b""))[part.name]
-    assert isinstance(found, Metrics)
-    return found
+    result = decode(Payload(parts, (), _NoData(), b""))[part.name]
+    assert isinstance(result, Metrics)
+    return result
 
 
 class _NoData:

@@ -27,7 +27,7 @@ def worst(form: str) -> Mapping[str, Any] | None:
     Raises:
         KeyError: The form was not measured.
     """
-    attacks = [one for one in figures()["forms"][form]["attacks"] if one["attack"] is not None]
+    attacks = [item for item in figures()["forms"][form]["attacks"] if item["attack"] is not None]
     return max(attacks, key=lambda one: (one["linked"], one["auc"]), default=None)
 
 
@@ -38,5 +38,5 @@ def linked(method: str) -> float | str:
     """
     if method not in figures()["forms"]:
         return NOT_MEASURED
-    found = worst(method)
-    return "none" if found is None else float(found["linked"])
+    result = worst(method)
+    return "none" if result is None else float(result["linked"])

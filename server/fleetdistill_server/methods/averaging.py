@@ -87,7 +87,7 @@ class WeightedMean:
         """
         if not self._updates:
             raise ValueError("no model was added; call `add` before `result`")
-        weights = [one.weight for one in self._updates]
+        weights = [update.weight for update in self._updates]
         weights = cap(weights) if self._robust else weights
         _note_dominant_weight({one.device: weight for one, weight in zip(self._updates, weights, strict=True)}, notes)
         last = self._updates[-1].model
@@ -101,30 +101,30 @@ class WeightedMean:
         )
 
     def _plain(self, name: str, weights: Sequence[float]) -> Array:
-        arrays = [one.array(name) for one in self._updates]
+        arrays = [update.array(name) for update in self._updates]
         if arrays[0].dtype.kind != "f":
             largest: Array = np.maximum.reduce(arrays)
             return largest
         return _weighted(zip(arrays, weights, strict=True), arrays[0].dtype)
 
     def _clipped(self, names: Sequence[str], weights: Sequence[float], notes: Notes) -> dict[str, Array]:
-        arrays = {name: [one.array(name) for one in self._updates] for name in names}
+        arrays = {name: [update.array(name) for update in self._updates] for name in names}
         floats = [name for name in names if arrays[name][0].dtype.kind == "f"]
         spreads = {name: _Spread.of(arrays[name]) for name in floats}
         left_out = self._outliers(spreads, notes)
-        found = {name: _median_integers(arrays[name]) for name in names if name not in spreads}
+        result = {name: _median_integers(arrays[name]) for name in names if name not in spreads}
         for name, spread in spreads.items():
-            found[name] = spread.mean(arrays[name], weights, without=left_out)
-        return found
+            result[name] = spread.mean(arrays[name], weights, without=left_out)
+        return result
 
     def _outliers(self, spreads: Mapping[str, _Spread], notes: Notes) -> set[int]:
         """Returns the indices of devices that are left out of more than half of the tensors, with an event for each."""
-        found = set()
+        result = set()
         for number, one in enumerate(self._updates):
             far = [name for name, spread in spreads.items() if spread.is_outlier(number)]
             if len(far) * 2 <= len(spreads):
                 continue
-            found.add(number)
+            result.add(number)
             worst = max(far, key=lambda name: spreads[name].distances[number])
             text = (
                 f"{one.device} is left out of the mean: {len(far)} of its {len(spreads)} tensors are farther from the"
@@ -132,8 +132,8 @@ class WeightedMean:
             text += f" devices' median than {_LEFT_OUT_FROM:g} times the median distance"
             text += f" ({worst}: {spreads[worst].distances[number]:.3g}, median {spreads[worst].usual:.3g})"
             notes.event("update-left-out", text, one.device)
-        self.left_out = [self._updates[number].device for number in sorted(found)]
-        return found
+        self.left_out = [self._updates[number].device for number in sorted(result)]
+        return result
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _blocks(arrays: Sequence[Array]) -> Iterator[tuple[slice, Array]]:
     size = max(BLOCK_NUMBERS // len(flat), 1)
     for first in range(0, flat[0].size, size):
         rows = slice(first, first + size)
-        yield rows, np.stack([one[rows] for one in flat]).astype(np.float64)
+        yield rows, np.stack([item[rows] for item in flat]).astype(np.float64)
 
 
 def _weighted(arrays: Iterator[tuple[Array, float]], dtype: np.dtype) -> Array:
@@ -201,8 +201,8 @@ def _weighted(arrays: Iterator[tuple[Array, float]], dtype: np.dtype) -> Array:
 
 def _median_integers(arrays: Sequence[Array]) -> Array:
     """Returns the median of integers; of an even number of devices the lower middle value."""
-    found: Array = np.sort(np.stack(arrays), axis=0)[(len(arrays) - 1) // 2]
-    return found
+    result: Array = np.sort(np.stack(arrays), axis=0)[(len(arrays) - 1) // 2]
+    return result
 
 
 def _note_dominant_weight(weights: Mapping[str, float], notes: Notes) -> None:

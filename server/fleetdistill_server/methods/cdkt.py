@@ -145,8 +145,8 @@ class CDKTServer(ServerMethod):
         return lambda device: nothing if device in self.held_back else knowledge
 
     def _reason_not_sent(self, outputs: ProxyKnowledge) -> str | None:
-        values = [torch.from_numpy(one) for one in (outputs.logits, outputs.embeddings) if one is not None]
-        reasons = [reason_not_sent(one, self.context.knowledge_type) for one in values]
+        values = [torch.from_numpy(item) for item in (outputs.logits, outputs.embeddings) if item is not None]
+        reasons = [reason_not_sent(value, self.context.knowledge_type) for value in values]
         return next(filter(None, reasons), None)
 
     def knowledge(self) -> ProxyKnowledge:
@@ -259,7 +259,7 @@ def _received(answer: DeviceAnswer) -> tuple[Tensor | None, Tensor | None]:
     """Returns L_n and H_n of message 2 in float64; ingest has checked digest, shapes and values."""
     sent = answer.part("knowledge", ProxyKnowledge)
     columns = (sent.logits, sent.embeddings)
-    logits, embeddings = (None if one is None else torch.from_numpy(one.astype(np.float64)) for one in columns)
+    logits, embeddings = (None if column is None else torch.from_numpy(column.astype(np.float64)) for column in columns)
     return logits, embeddings
 
 

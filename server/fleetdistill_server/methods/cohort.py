@@ -59,9 +59,9 @@ class DeviceAnswer:
         """Returns the named part; the front has checked its presence and kind."""
         if name not in self._decoded:
             self._decoded |= decode(self._payload, name)
-        found = self._decoded[name]
-        assert isinstance(found, kind)
-        return found
+        result = self._decoded[name]
+        assert isinstance(result, kind)
+        return result
 
 
 Prepare = Callable[[DeviceAnswer], Any]

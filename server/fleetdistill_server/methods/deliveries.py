@@ -56,7 +56,7 @@ class Deliveries:
                 hold it afterwards. None for a step that delivers nothing.
             quorum: Share of the asked devices that must answer; by default the run's.
         """
-        due = [one for one in to if self.is_askable(one) and (unless_held is None or self.lacks(one, unless_held))]
+        due = [item for item in to if self.is_askable(item) and (unless_held is None or self.lacks(item, unless_held))]
         if not due:
             return
         answered = []

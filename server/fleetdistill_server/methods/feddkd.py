@@ -60,7 +60,7 @@ class Gradients:
         0 if no device has both losses.
         """
         both = before.finite.keys() & self.losses.keys()
-        earlier, now = (sum(one.losses[device] for device in both) for one in (before, self))
+        earlier, now = (sum(item.losses[device] for device in both) for item in (before, self))
         if earlier > 0:
             return now / earlier
         return math.inf if now > 0 else 0.0
@@ -254,7 +254,7 @@ def limit(gradients: Mapping[str, Array], max_norm: float | None) -> Mapping[str
     """Scales all gradients by one factor to a Euclidean norm of at most `max_norm`; None for no limit."""
     if max_norm is None:
         return gradients
-    norm = math.sqrt(sum(float((one.astype("f8") ** 2).sum()) for one in gradients.values()))
+    norm = math.sqrt(sum(float((gradient.astype("f8") ** 2).sum()) for gradient in gradients.values()))
     return gradients if norm <= max_norm else {name: one * (max_norm / norm) for name, one in gradients.items()}
 
 

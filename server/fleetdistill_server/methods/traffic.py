@@ -105,8 +105,8 @@ class Sizes:
 
     def numbers(self) -> dict[str, Any]:
         """Returns all sizes except `cuts` as plain data."""
-        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "cuts"}
-        return {name: value.numbers() if isinstance(value, Weights) else value for name, value in found.items()}
+        result = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "cuts"}
+        return {name: value.numbers() if isinstance(value, Weights) else value for name, value in result.items()}
 
     def __post_init__(self) -> None:
         for name, value in self.numbers().items():
@@ -148,73 +148,73 @@ class Exchange:
 def round_bytes(exchanges: Sequence[Exchange], knowledge_type: KnowledgeType) -> dict[str, int]:
     """Returns tensor bytes per device and round by direction, `up` and `down`."""
     return {
-        direction: sum(one.times * one.nbytes(direction, knowledge_type) for one in exchanges)
+        direction: sum(exchange.times * exchange.nbytes(direction, knowledge_type) for exchange in exchanges)
         for direction in (UP, DOWN)
     }
 
 
 def answer_kinds(exchanges: Sequence[Exchange]) -> dict[str, dict[str, str]]:
     """Returns for each step the parts of its answer, as part name to kind."""
-    found: dict[str, dict[str, str]] = {one.step: {} for one in exchanges}
-    for one in exchanges:
-        found[one.step] |= {name: part.kind.wire_name for name, part in one.up.items() if part.sent}
-    return found
+    result: dict[str, dict[str, str]] = {exchange.step: {} for exchange in exchanges}
+    for exchange in exchanges:
+        result[exchange.step] |= {name: part.kind.wire_name for name, part in exchange.up.items() if part.sent}
+    return result
 
 
 def columns_of(exchanges: Sequence[Exchange]) -> list[str]:
     """Returns the kinds of data that leave a device, as names in `fleetdistill.COLUMNS`."""
-    found = {column for _, part in _answered(exchanges) for column in part.columns}
-    return [column for column in COLUMNS if column in found]
+    result = {column for _, part in _answered(exchanges) for column in part.columns}
+    return [column for column in COLUMNS if column in result]
 
 
 def features_of(exchanges: Sequence[Exchange]) -> Shapes:
     """Returns the feature columns that parts contain or are computed from: shape of one sample by cut."""
-    parts = [part for one in exchanges for message in (one.up, one.down) for part in message.values()]
+    parts = [part for exchange in exchanges for message in (exchange.up, exchange.down) for part in message.values()]
     return {name: shape for part in parts for name, shape in part.features.items()}
 
 
 def declared_parts(exchanges: Sequence[Exchange]) -> dict[str, PartSchema]:
     """Returns the parts of answers whose shapes the contract declares, by name; the model is first."""
-    found = {name: part for one in exchanges for name, part in one.up.items() if part.declared}
-    return dict(sorted(found.items(), key=lambda one: one[0] != MODEL))
+    result = {name: part for exchange in exchanges for name, part in exchange.up.items() if part.declared}
+    return dict(sorted(result.items(), key=lambda one: one[0] != MODEL))
 
 
 def _answered(exchanges: Sequence[Exchange]) -> Iterator[tuple[str, PartSchema]]:
     """Yields name and schema of all answer parts that are sent."""
-    asked = (one for one in exchanges if one.times)
-    return ((name, part) for one in asked for name, part in one.up.items() if part.sent)
+    asked = (exchange for exchange in exchanges if exchange.times)
+    return ((name, part) for item in asked for name, part in item.up.items() if part.sent)
 
 
 def in_round(exchanges: Sequence[Exchange], completed: int) -> list[Exchange]:
     """Returns the exchanges of the round after `completed` rounds."""
-    return [one for one in exchanges if one.is_in(completed)]
+    return [exchange for exchange in exchanges if exchange.is_in(completed)]
 
 
 def mean_round_bytes(exchanges: Sequence[Exchange], knowledge_type: KnowledgeType, rounds: int) -> dict[str, int]:
     """Returns tensor bytes per device and round by direction: the mean over `rounds` rounds, rounded down."""
     each = [round_bytes(in_round(exchanges, completed), knowledge_type) for completed in range(rounds)]
-    return {direction: sum(one[direction] for one in each) // rounds for direction in (UP, DOWN)}
+    return {direction: sum(item[direction] for item in each) // rounds for direction in (UP, DOWN)}
 
 
 def is_over_early(exchanges: Sequence[Exchange]) -> bool:
     """Returns whether every exchange ends, so that a longer run sends no more bytes."""
-    return all(one.end is not None for one in exchanges)
+    return all(exchange.end is not None for exchange in exchanges)
 
 
 def all_exchanges(exchanges: Sequence[Exchange]) -> list[Exchange]:
     """Returns all exchanges of a run whose exchanges end, each as often as it is asked."""
-    return [one for one in exchanges for _ in range(one.end or 0)]
+    return [exchange for exchange in exchanges for _ in range(exchange.end or 0)]
 
 
 def exchange_formula(exchanges: Sequence[Exchange]) -> str:
     """Returns the exchanges per round as text, such as `1 + dkd_steps`, or `2 in all` for a whole run."""
     if is_over_early(exchanges):
-        return f"{sum(one.times for one in all_exchanges(exchanges))} in all"
+        return f"{sum(exchange.times for exchange in all_exchanges(exchanges))} in all"
     usual = usual_exchanges(exchanges)
-    always = sum(one.times for one in usual if not one.setting)
-    return " + ".join([str(always), *(one.setting for one in usual if one.setting)])
+    always = sum(item.times for item in usual if not item.setting)
+    return " + ".join([str(always), *(item.setting for item in usual if item.setting)])
 
 
 def usual_exchanges(exchanges: Sequence[Exchange]) -> list[Exchange]:
     """Returns the exchanges that are in every round."""
-    return [one for one in exchanges if one.end is None]
+    return [exchange for exchange in exchanges if exchange.end is None]

@@ -72,9 +72,9 @@ class OperatorClient(Source):
         """Yields the changes in a run until it ends, like `watch.follow`."""
         with errors_of(self._server):
             for answer in self._stub.WatchRun(operations_pb2.WatchRunRequest(run=name)):
-                found = [(one.WhichOneof("change"), one) for one in answer.changes]
+                result = [(change.WhichOneof("change"), change) for change in answer.changes]
                 # A newer server may send kinds of changes that this version does not support.
-                yield [{"kind": kind, **_row(getattr(one, kind))} for kind, one in found if kind]
+                yield [{"kind": kind, **_row(getattr(one, kind))} for kind, one in result if kind]
 
     def revoke(self, device: str, reason: str) -> bool:
         """Revokes a device; returns False if it was already revoked."""
@@ -138,7 +138,7 @@ class OperatorClient(Source):
             requests = [
                 operations_pb2.CreateTokensRequest(devices=group, expires_seconds=seconds, run=run) for group in groups
             ]
-            return [token for one in requests for token in self._tokens(one)]
+            return [token for request in requests for token in self._tokens(request)]
         made: list[str] = []
         while not made or len(made) < count:
             wanted = min(count - len(made), _TOKENS_AT_ONCE) if count <= MAX_TOKENS else count  # the server refuses it
@@ -238,6 +238,6 @@ def _row(message: Any) -> TableRow:
     """Converts a message to a row; absent fields become None."""
     fields = message.DESCRIPTOR.fields
     return {
-        one.name: None if one.has_presence and not message.HasField(one.name) else getattr(message, one.name)
-        for one in fields
+        field.name: None if field.has_presence and not message.HasField(field.name) else getattr(message, field.name)
+        for field in fields
     }

@@ -125,12 +125,12 @@ def _wants_certificate(server: str, ca: Path) -> bool:
 
 def _authorities(path: Path) -> bytes:
     try:
-        found = path.read_bytes()
+        result = path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"--ca {path} cannot be read: {in_words(error)}") from error
-    if not _CERTIFICATE.search(found):
+    if not _CERTIFICATE.search(result):
         raise ConfigurationError(f"--ca {path} contains no certificate; name the ca.pem of the server's PKI")
-    return found
+    return result
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -63,16 +63,16 @@ def receive_backup(parts: Iterable[operations_pb2.FilePart], out: Path) -> Backe
     """
     check_empty(out)
     with _receiving(parts, out) as (folder, report):
-        lost = [printable(str(one)) for one in list(report.get("lost", []))]
+        lost = [printable(str(item)) for item in list(report.get("lost", []))]
         missing = max(int(report.get("lost_in_all", 0)), len(lost))
-        found = BackedUp(int(report.get("payloads", 0)), int(report.get("bytes", 0)), lost, missing)
+        result = BackedUp(int(report.get("payloads", 0)), int(report.get("bytes", 0)), lost, missing)
         check_backup(folder / "backup")
         with disk_errors(f"writing {out}"):
             if out.exists():
                 out.rmdir()
             (folder / "backup").replace(out)
             sync_directory(out.parent)
-    return found
+    return result
 
 
 @contextmanager
@@ -118,12 +118,12 @@ def _receive_all(parts: Iterable[operations_pb2.FilePart], folder: Path, most: f
 def json_row(text: str) -> TableRow:
     """Parses a JSON object of a server. Raises LinkError if the text is none, or is nested too deeply."""
     try:
-        found = json.loads(text, parse_constant=_refuse_constant)
+        result = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise LinkError(f"the server sent text that is not valid JSON: {in_words(error)}") from error
-    if not isinstance(found, dict):
-        raise LinkError(f"the server sent {type(found).__name__} in JSON, expected an object")
-    return found
+    if not isinstance(result, dict):
+        raise LinkError(f"the server sent {type(result).__name__} in JSON, expected an object")
+    return result
 
 
 def _refuse_constant(name: str) -> None:

@@ -46,10 +46,10 @@ def open_store(directory: Path) -> Store:
 def _identity(directory: Path) -> tuple[int, int] | None:
     """Returns what tells the database's file from another of the same name; None if there is none."""
     try:
-        found = (directory / SQLITE).stat()
+        result = (directory / SQLITE).stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return result.st_dev, result.st_ino
 
 
 class LocalStore(Source):
@@ -75,17 +75,19 @@ class LocalStore(Source):
     @property
     def _store(self) -> Store:
         """The store, opened again if another one has been restored into its directory."""
-        found = _identity(self._directory)
-        if found != self._file:  # another thread may still use the old one, so it is not closed here
+        result = _identity(self._directory)
+        if result != self._file:  # another thread may still use the old one, so it is not closed here
             self._opened = open_store(self._directory)
-            self._file = found
+            self._file = result
         return self._opened
 
     def read(self, query: Query) -> View:
         """Reads one view."""
-        found = read(self._store, self._directory, query)
+        result = read(self._store, self._directory, query)
         return (
-            View(found.lists, {**found.facts, "role": LOCAL, "name": local_user()}) if query.view == "about" else found
+            View(result.lists, {**result.facts, "role": LOCAL, "name": local_user()})
+            if query.view == "about"
+            else result
         )
 
     def follow(self, run: str) -> Iterator[list[TableRow]]:

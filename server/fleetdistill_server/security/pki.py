@@ -56,7 +56,7 @@ class Authority:
             self.bundle = (directory / AUTHORITIES).read_bytes()
             self._key = _private_key((directory / CA_KEY).read_bytes())
             self._certificates = x509.load_pem_x509_certificates(self.bundle)
-        own = [one for one in self._certificates if one.public_key() == self._key.public_key()]
+        own = [certificate for certificate in self._certificates if certificate.public_key() == self._key.public_key()]
         if not own:
             raise ConfigurationError(f"{directory}: {CA_KEY} is not the key of a certificate in {AUTHORITIES}")
         self._own = own[0]
@@ -129,7 +129,7 @@ class Authority:
             names = present.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         return [
             *names.get_values_for_type(x509.DNSName),
-            *(str(one) for one in names.get_values_for_type(x509.IPAddress)),
+            *(str(item) for item in names.get_values_for_type(x509.IPAddress)),
         ]
 
     def _link(self) -> bytes:

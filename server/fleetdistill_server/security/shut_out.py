@@ -34,7 +34,7 @@ class ShutOut:
     @property
     def names(self) -> list[str]:
         """Everyone who is shut out."""
-        return [*self.people, *(f"device {one}" for one in self.devices)]
+        return [*self.people, *(f"device {device}" for device in self.devices)]
 
     def lines(self) -> Iterator[str]:
         """Yields sentences for the operator."""
@@ -74,7 +74,7 @@ def shut_out(pki: Path, store: Store | None) -> ShutOut:
 def is_last_operator(pki: Path, store: Store, name: str) -> bool:
     """Returns whether an operator is the only one in the PKI's directory with a valid certificate."""
     known = {holder.name for holder, _ in _identities(pki) if holder.role is Role.OPERATOR}
-    valid = {one for one in known if not store.credentials.is_revoked(f"{Role.OPERATOR}:{one}", "")}
+    valid = {item for item in known if not store.credentials.is_revoked(f"{Role.OPERATOR}:{item}", "")}
     return valid == {name}
 
 

@@ -38,18 +38,20 @@ class EngineHealth:
         Raises:
             StoreError: The store could not be read.
         """
-        found = serving(self._directory)
-        names = self._store.runs.names() if found is None else self._have_turns(found)
+        result = serving(self._directory)
+        names = self._store.runs.names() if result is None else self._have_turns(result)
         self._beats = {
             run: self._beats.get(run) or HeartbeatMonitor(engine_directory(self._directory, run)) for run in names
         }
         bad = {run: beats for run, beats in self._beats.items() if beats.silent_seconds() >= _limit(beats)}
-        if found is None and any(run not in bad and beats.seen for run, beats in self._beats.items()):
+        if result is None and any(run not in bad and beats.seen for run, beats in self._beats.items()):
             return []  # someone started it by hand
         here = any(beats.begun for beats in self._beats.values())
-        if found is None or (self._beats and not here and self._store.database.is_remote):
+        if result is None or (self._beats and not here and self._store.database.is_remote):
             return [] if self._store.database.is_listening("engine") else [_NONE]
-        listed = [text for one in read_processes(self._directory) if one.name == ENGINE for text in one.problems()]
+        listed = [
+            text for process in read_processes(self._directory) if process.name == ENGINE for text in process.problems()
+        ]
         return list(dict.fromkeys([*listed, *(_problem(run, beats.hangs) for run, beats in bad.items())]))
 
     def _have_turns(self, found: Serving) -> list[str]:

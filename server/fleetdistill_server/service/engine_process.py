@@ -116,8 +116,8 @@ class EngineProcess:
 
     def state(self) -> ProcessState:
         """Returns what metrics say of the process."""
-        found = self.child.state(ENGINE, self.run)
-        return replace(found, waits=self._pause, hangs=self._beats.hangs if found.pid is not None else "")
+        result = self.child.state(ENGINE, self.run)
+        return replace(result, waits=self._pause, hangs=self._beats.hangs if result.pid is not None else "")
 
     def stop(self, at_once: bool) -> None:
         """Ends the process and waits for it."""

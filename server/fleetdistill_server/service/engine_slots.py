@@ -35,7 +35,7 @@ def make_slots(ends: Sequence[Ends]) -> list[Slot]:
     """Returns one place for each of the ends; the engines share the GPUs equally if there are several of each."""
     gpus = visible_gpus()
     if len(ends) == 1 or len(gpus) < 2:
-        return [Slot(one) for one in ends]
+        return [Slot(end) for end in ends]
     return [Slot(one, gpus[number % len(gpus)]) for number, one in enumerate(ends)]
 
 
@@ -48,6 +48,6 @@ def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
     """Returns the NVIDIA GPUs that a process may use, without loading CUDA: their numbers or names."""
     chosen = os.environ.get(_VISIBLE)
     if chosen is not None:
-        return [one.strip() for one in chosen.split(",") if one.strip() not in ("", "-1")]
-    found = sorted(int(one.name[6:]) for one in devices.glob("nvidia*") if _GPU_DEVICE.fullmatch(one.name))
-    return [str(number) for number in range(len(found))]
+        return [item.strip() for item in chosen.split(",") if item.strip() not in ("", "-1")]
+    result = sorted(int(item.name[6:]) for item in devices.glob("nvidia*") if _GPU_DEVICE.fullmatch(item.name))
+    return [str(number) for number in range(len(result))]

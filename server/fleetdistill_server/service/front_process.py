@@ -75,8 +75,8 @@ class FrontProcess:
 
     def state(self) -> ProcessState:
         """Returns what metrics say of the process."""
-        found = self._child.state(FRONT)
-        return replace(found, hangs=self._beats.hangs if found.pid is not None else "")
+        result = self._child.state(FRONT)
+        return replace(result, hangs=self._beats.hangs if result.pid is not None else "")
 
     def stop(self, at_once: bool) -> None:
         """Ends the process."""

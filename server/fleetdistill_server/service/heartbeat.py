@@ -87,11 +87,11 @@ class HeartbeatMonitor:
         A gap between two calls counts as at most one heartbeat interval, because the caller may have been suspended.
         """
         now = self._clock()
-        found = _time_of(self._path)
+        result = _time_of(self._path)
         self._silent += min(now - self._looked, BEAT_SECONDS)
         self._looked = now
-        if found is not None and found != self._last:
-            self._last = found
+        if result is not None and result != self._last:
+            self._last = result
             self._silent = 0.0
             self.seen = True
         return self._silent

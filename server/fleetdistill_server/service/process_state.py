@@ -49,14 +49,14 @@ class ProcessState:
 
     def problems(self) -> list[str]:
         """Returns what is wrong with the process, in sentences."""
-        found = []
+        result = []
         if self.name == FRONT and self.pid is None:
-            found.append("the front does not run, so no device can call; the supervisor starts it again")
+            result.append("the front does not run, so no device can call; the supervisor starts it again")
         if self.waits:
-            found.append(f"the engine of run {self.run!r} {self.waits}")
+            result.append(f"the engine of run {self.run!r} {self.waits}")
         if self.hangs:
-            found.append(_HANGS[self.name].format(run=self.run, pid=self.pid, since=self.hangs))
-        return found
+            result.append(_HANGS[self.name].format(run=self.run, pid=self.pid, since=self.hangs))
+        return result
 
 
 class ProcessFile:
@@ -75,7 +75,7 @@ class ProcessFile:
         """Writes the processes, this one first; call it regularly. Does nothing on a full disk."""
         if processes == self._written and time.monotonic() < self._due:
             return
-        rows = [asdict(one) for one in (ProcessState(SUPERVISOR, "", os.getpid(), 0), *processes)]
+        rows = [asdict(item) for item in (ProcessState(SUPERVISOR, "", os.getpid(), 0), *processes)]
         temporary = self._path.with_suffix(".new")
         with contextlib.suppress(OSError):
             temporary.write_text(json.dumps(rows), encoding="utf-8")
@@ -88,9 +88,9 @@ def read_processes(store: Path) -> list[ProcessState]:
 
     Takes 3 s if the supervisor seems to hang. Empty before a server has started, or if it is on another machine.
     """
-    found = last_processes(store)
+    result = last_processes(store)
     hangs = silent_since(store / _FILE)
-    return [replace(one, hangs=hangs) if one.name == SUPERVISOR else one for one in found]
+    return [replace(item, hangs=hangs) if item.name == SUPERVISOR else item for item in result]
 
 
 def last_processes(store: Path) -> list[ProcessState]:

@@ -131,7 +131,7 @@ def is_prepared(store: Store, config: RunConfig) -> bool:
 
 def _replace(store: Store, run: Run, settings: Mapping[str, Any], changes: Changes) -> None:
     name = run.name
-    if run.completed_rounds or any(one.status is RoundStatus.UNDONE for one in store.runs.rounds(name)):
+    if run.completed_rounds or any(item.status is RoundStatus.UNDONE for item in store.runs.rounds(name)):
         raise RunError(conflict_message(name, {key: both for key, both in changes.items() if key not in _CHANGEABLE}))
     answers = len(store.asks.uploads(name))
     store.runs.delete(name)

@@ -96,5 +96,5 @@ def serving(store: Path) -> Serving | None:
 
 def is_served(store: Path, run: str) -> bool:
     """Returns whether a server serves a run of this store."""
-    found = serving(store)
-    return found is not None and found.includes(run)
+    result = serving(store)
+    return result is not None and result.includes(run)

@@ -41,24 +41,24 @@ NOT_SERVED = Served()
 
 def served(directory: Path, store: Store) -> Served:
     """Returns what a store's server works on."""
-    found = placed(directory, store)
-    if not found.runs:
-        return found
-    hanging = {one.run for one in last_processes(directory) if one.name == ENGINE and one.hangs}
-    return replace(found, hanging=found.runs & hanging)
+    result = placed(directory, store)
+    if not result.runs:
+        return result
+    hanging = {process.run for process in last_processes(directory) if process.name == ENGINE and process.hangs}
+    return replace(result, hanging=result.runs & hanging)
 
 
 def placed(directory: Path, store: Store) -> Served:
     """Returns which runs have engines and which are queued, without a look at the engines."""
-    found = serving(directory)
-    if found is None:
+    result = serving(directory)
+    if result is None:
         return NOT_SERVED
-    queue = queue_of(found, store)
+    queue = queue_of(result, store)
     names = list(queue)
-    later = names[found.engines :]
+    later = names[result.engines :]
     queued = tuple(run for run in later if not queue[run])
     waiting = frozenset(run for run in later if queue[run])
-    return Served(frozenset(names[: found.engines]), queued, waiting)
+    return Served(frozenset(names[: result.engines]), queued, waiting)
 
 
 def may_be_present(directory: Path, store: Store) -> bool:

@@ -140,7 +140,7 @@ def check_backup(source: Path) -> list[tuple[str, bool]]:
         StoreError: The backup is damaged; the message lists the damaged files.
     """
     manifest = _read_manifest(source)
-    wanted = [(one, True) for one in manifest["payloads"]] + [(one, False) for one in manifest["checkpoints"]]
+    wanted = [(item, True) for item in manifest["payloads"]] + [(item, False) for item in manifest["checkpoints"]]
     _check_digests(source, manifest, wanted)
     return wanted
 
@@ -165,10 +165,10 @@ def _needed_by(directory: Path) -> tuple[set[bytes], set[bytes]]:
     """Returns the payloads and checkpoints that the snapshot in a directory refers to."""
     store = Store.open(directory)
     try:
-        found = needed(store)
+        result = needed(store)
     finally:
         store.close()
-    return found.payloads, found.checkpoints
+    return result.payloads, result.checkpoints
 
 
 def _copy_all(
@@ -231,8 +231,8 @@ def _write_manifest(target: Path, payloads: set[bytes], checkpoints: set[bytes],
         "version": VERSION,
         "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "database": _file_digest(target / _DATABASE),
-        "payloads": sorted(one.hex() for one in payloads),
-        "checkpoints": sorted(one.hex() for one in checkpoints),
+        "payloads": sorted(payload.hex() for payload in payloads),
+        "checkpoints": sorted(checkpoint.hex() for checkpoint in checkpoints),
         "lost": {sha256.hex(): why for sha256, why in sorted(lost.items())},
     }
     temporary = target / f"{MANIFEST}.new"
@@ -249,15 +249,15 @@ def _read_manifest(source: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(path.read_text())
         known = {"format", "made_at", "database", "payloads", "checkpoints"} <= manifest.keys()
         names = [*manifest["payloads"], *manifest["checkpoints"]] if known else []
-        if not all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in names):
+        if not all(isinstance(name, str) and _DIGEST.fullmatch(name) for name in names):
             raise ValueError("a payload or checkpoint is not named by a SHA-256")
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         text = f"{source} is not a complete backup: its {MANIFEST} cannot be read: {in_words(error)}"
         raise ConfigurationError(text) from error
     if not known or manifest["format"] != FORMAT:
-        found = f"format {manifest.get('format')}, written by version {manifest.get('version')}"
+        result = f"format {manifest.get('format')}, written by version {manifest.get('version')}"
         raise ConfigurationError(
-            f"{path} has {found}; this version reads format {FORMAT}. Restore with the version that wrote it"
+            f"{path} has {result}; this version reads format {FORMAT}. Restore with the version that wrote it"
         )
     return manifest
 

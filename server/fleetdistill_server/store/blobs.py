@@ -184,10 +184,10 @@ def check_digests(name: bytes, digests: Digests) -> tuple[bytes, bytes]:
     Raises:
         ValueError: The payload that is stored under the name is another one.
     """
-    found: Digests = digests if digests else {Algorithm.SHA256: name}
-    if name not in found.values():
+    result: Digests = digests if digests else {Algorithm.SHA256: name}
+    if name not in result.values():
         raise ValueError("it is another payload")
-    return found.get(Algorithm.SHA256, b""), found.get(Algorithm.BLAKE3, b"")
+    return result.get(Algorithm.SHA256, b""), result.get(Algorithm.BLAKE3, b"")
 
 
 def safetensors_header(parts: knowledge_pb2.Parts, digests: Digests = NO_DIGESTS) -> bytes:

@@ -46,8 +46,8 @@ class Credentials:
         with self._db.transaction():
             unused = self._db.rows("SELECT hash FROM tokens WHERE revoked = 0 AND device IS NULL")
             meant = [row["hash"] for row in unused if row["hash"].hex().startswith(prefix)]
-            for one in meant:
-                self._db.write("UPDATE tokens SET revoked = 1 WHERE hash = ?", one)
+            for item in meant:
+                self._db.write("UPDATE tokens SET revoked = 1 WHERE hash = ?", item)
         return len(meant)
 
     def use_token(self, token_hash: bytes, certificate: Certificate) -> None:

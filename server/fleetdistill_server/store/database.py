@@ -181,8 +181,8 @@ class Database(ABC):
         Returns:
             The columns of `RETURNING`; empty without it.
         """
-        found = self._change(_insert_statement(table, tuple(row), clause), tuple(row.values()))[0]
-        return found[0] if found else {}
+        result = self._change(_insert_statement(table, tuple(row), clause), tuple(row.values()))[0]
+        return result[0] if result else {}
 
     def insert_many(self, table: str, rows: Sequence[Mapping[str, Any]], clause: str = "") -> None:
         """Inserts rows with equal columns; see `insert`."""

@@ -149,10 +149,10 @@ class DiskSpace:
         """Returns why a payload of `size` bytes staged under `key` does not fit; empty if it fits."""
         if not (self._bounds.disk_budget_bytes or self._bounds.keep_free_bytes):
             return ""
-        staged = {one.key: one.bytes for one in self._blobs.staging()}
+        staged = {item.key: item.bytes for item in self._blobs.staging()}
         missing = max(size - staged.get(key, 0), 0)
         under_way = sum(self._reserved.values())
-        begun = sum(staged.get(one.key, 0) for one in self._reserved)
+        begun = sum(staged.get(item.key, 0) for item in self._reserved)
         return self._over_budget(missing, under_way, begun) or self._below_floor(missing, under_way - begun)
 
     def _over_budget(self, missing: int, under_way: int, begun: int) -> str:

@@ -62,7 +62,7 @@ _STAGED_NAME = re.compile(r"[a-z0-9-]{1,200}\.part")
 def _described_in(header_text: bytes) -> tuple[knowledge_pb2.Parts, Digests]:
     """Returns the parts in a payload's file and the digests that are stored beside them."""
     metadata = json.loads(header_text)["__metadata__"]
-    digests = {one: bytes.fromhex(metadata[one]) for one in Algorithm if one in metadata}
+    digests = {item: bytes.fromhex(metadata[item]) for item in Algorithm if item in metadata}
     return knowledge_pb2.Parts.FromString(base64.b64decode(metadata["parts"])), digests
 
 
@@ -188,12 +188,12 @@ class FileBlobs:
 
     def held(self) -> list[Held]:
         with disk_errors("listing the payloads"):
-            folders = [one for one in self._directory.iterdir() if len(one.name) == 2 and one.is_dir()]
-            files = [one for folder in folders for one in os.scandir(folder) if HELD_NAME.fullmatch(one.name)]
+            folders = [item for item in self._directory.iterdir() if len(item.name) == 2 and item.is_dir()]
+            files = [item for folder in folders for item in os.scandir(folder) if HELD_NAME.fullmatch(item.name)]
             return [
-                Held(bytes.fromhex(one.name.removesuffix(SUFFIX)), found.st_size, _age(found))
-                for one in files
-                if (found := _stat(one)) is not None
+                Held(bytes.fromhex(file.name.removesuffix(SUFFIX)), result.st_size, _age(result))
+                for file in files
+                if (result := _stat(file)) is not None
             ]
 
     def age_seconds(self, sha256: bytes) -> float:
@@ -204,9 +204,9 @@ class FileBlobs:
     def staging(self) -> list[Staged]:
         with disk_errors("listing staged uploads"):
             return [
-                Staged(one.name.removesuffix(".part"), found.st_size, _age(found))
-                for one in os.scandir(self._staging)
-                if _STAGED_NAME.fullmatch(one.name) and (found := _stat(one)) is not None
+                Staged(item.name.removesuffix(".part"), result.st_size, _age(result))
+                for item in os.scandir(self._staging)
+                if _STAGED_NAME.fullmatch(item.name) and (result := _stat(item)) is not None
             ]
 
     def discard(self, key: str) -> None:

@@ -97,7 +97,7 @@ class CommitThread:
     def _work_once(self) -> bool:
         """Commits one group; returns False when the thread must end."""
         group = self._group()
-        jobs = [one for one in group if one is not None]
+        jobs = [item for item in group if item is not None]
         self._run(jobs)
         self._store.database.meter.grouped(len(jobs))
         while self._after_commit:

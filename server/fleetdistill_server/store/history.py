@@ -104,7 +104,7 @@ class History:
         """Stores the metrics that a device reported for a round; newer values replace older ones."""
         rows = []
         for metric in metrics.metrics:
-            by_class = {one.label: [one.sum, one.count] for one in metric.by_class}
+            by_class = {item.label: [item.sum, item.count] for item in metric.by_class}
             row = {"run": run, "round": number, "device": device, "name": metric.name, "split": metric.split}
             rows.append({**row, "sum": metric.sum, "count": metric.count, "by_class": json.dumps(by_class)})
         with self._db.transaction():

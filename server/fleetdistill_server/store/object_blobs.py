@@ -105,8 +105,8 @@ class ObjectBlobs(FileBlobs):
     def drop_quarantined(self, digests: Collection[bytes]) -> None:
         names = {sha256.hex() for sha256 in digests}
         with object_errors("listing the quarantine"):
-            found = self._objects.find(f"{self._root}/quarantine")
-        for key in found:
+            result = self._objects.find(f"{self._root}/quarantine")
+        for key in result:
             if key.rpartition("/")[2].partition("-")[0] in names:
                 self._delete(key)
 

@@ -152,7 +152,7 @@ class OperatorCalls:
             values.append(call)
         if text:
             columns = ("name", "arguments", "result", "address")
-            conditions.append("(" + " OR ".join(f"lower({one}) LIKE ? ESCAPE '!'" for one in columns) + ")")
+            conditions.append("(" + " OR ".join(f"lower({column}) LIKE ? ESCAPE '!'" for column in columns) + ")")
             values += [containing(text)] * len(columns)
         where = " AND ".join(conditions)
         rows = self._db.rows(f"SELECT * FROM operator_calls WHERE {where} ORDER BY id DESC LIMIT ?", *values, most)

@@ -82,10 +82,10 @@ class PostgresDatabase(Database):
         if not applied:
             self.write(CREATE_MIGRATIONS)
         database = cast("Any", SimpleNamespace(execute=lambda sql: self.write(translate(sql))))
-        for one in migrations.pending(sqlite_utils.Database(memory=True)):
-            if one.name not in applied:
-                one.fn(database)
-                self.insert(MIGRATIONS, {"name": one.name})
+        for item in migrations.pending(sqlite_utils.Database(memory=True)):
+            if item.name not in applied:
+                item.fn(database)
+                self.insert(MIGRATIONS, {"name": item.name})
 
     def check(self) -> None:
         """Checks that the database answers. PostgreSQL checks its own pages."""
@@ -160,7 +160,7 @@ class PostgresDatabase(Database):
         return self._open.transaction()
 
     def _execute(self, sql: str, values: tuple[Any, ...]) -> tuple[list[Row], int]:
-        text, given = number_parameters(sql), [_value(one) for one in values]
+        text, given = number_parameters(sql), [_value(value) for value in values]
         if self._open is not None:
             cursor = self._open.execute(text, given)
         else:

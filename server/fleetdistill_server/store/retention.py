@@ -89,14 +89,14 @@ class Pruned:
 
 def needed(store: Store) -> Needed:
     """Returns the digests of all payloads and checkpoints that must not be deleted."""
-    found = Needed(set(), set())
+    result = Needed(set(), set())
     for name in store.runs.names():
         run = store.runs.existing(name)
-        found.checkpoints.update(_checkpoints(store, run))
+        result.checkpoints.update(_checkpoints(store, run))
         if run.contract:
-            found.payloads.update(_contract_digests(run.contract))
-        found.payloads.update(store.runs.payloads_between(name, store.runs.first_kept_round(name), _NEVER))
-    return found
+            result.payloads.update(_contract_digests(run.contract))
+        result.payloads.update(store.runs.payloads_between(name, store.runs.first_kept_round(name), _NEVER))
+    return result
 
 
 def free_after_round(store: Store, run: str, checkpoints: Iterable[bytes] = ()) -> None:
@@ -155,14 +155,14 @@ def sweep_all(store: Store, damaged: Collection[bytes], wait_seconds: float = 0.
 def _sweep(store: Store, grace_seconds: float) -> Freed:
     kept = needed(store)
     spent = {
-        one.sha256: one.bytes
-        for one in store.blobs.held()
-        if one.age_seconds >= grace_seconds and one.sha256 not in kept
+        item.sha256: item.bytes
+        for item in store.blobs.held()
+        if item.age_seconds >= grace_seconds and item.sha256 not in kept
     }
     deleted = _delete(store, spent, grace_seconds)
     store.deletions.end()  # of a process that crashed
     staged = _discard_staged(store, grace_seconds)
-    return Freed(len(deleted), len(staged), sum(spent[one] for one in deleted) + sum(staged))
+    return Freed(len(deleted), len(staged), sum(spent[item] for item in deleted) + sum(staged))
 
 
 def sweep_directory(directory: Path) -> Freed:
@@ -204,7 +204,7 @@ def prune(
     _check_may_go(pruned, keep_rounds)
     grace = GRACE_SECONDS if served else 0.0  # a server may be about to refer to new files
     with exclusive(store):
-        held = {one.sha256: one for one in store.blobs.held()}
+        held = {item.sha256: item for item in store.blobs.held()}
         stop = _NEVER if whole else _first_kept(store, run, keep_rounds, older_than_seconds)
         kept_from = 0 if whole else pruned.kept_from
         rounds = sum(kept_from <= found.number < stop for found in store.runs.rounds(run))
@@ -212,13 +212,13 @@ def prune(
             store.runs.payloads_between(run, 0, stop) | (_run_files(store, pruned) if whole else set())
         )
         events, figures, spent = _delete_rows(store, run, stop, whole, spent, dry_run)
-        old = {one for one in spent if held[one].age_seconds >= grace}
+        old = {item for item in spent if held[item].age_seconds >= grace}
         going = old if dry_run else set(_delete(store, old, grace))
     return Pruned(rounds, events, figures, _sum(held, going), _sum(held, spent - old))
 
 
 def _sum(held: dict[bytes, Held], digests: set[bytes]) -> Freed:
-    return Freed(payloads=len(digests), bytes=sum(held[one].bytes for one in digests))
+    return Freed(payloads=len(digests), bytes=sum(held[digest].bytes for digest in digests))
 
 
 def _check_may_go(run: Run, keep_rounds: int | None) -> None:
@@ -254,7 +254,7 @@ def _delete_rows(
     with contextlib.suppress(_DryRunRollback), store.transaction():
         events, figures = store.runs.delete(run) if whole else store.runs.prune_rounds(run, stop)
         kept = needed(store)
-        left = {one for one in spent if one not in kept}
+        left = {item for item in spent if item not in kept}
         if dry_run:
             raise _DryRunRollback
         if whole:
@@ -309,15 +309,15 @@ def _discard_staged(store: Store, grace_seconds: float) -> list[int]:
     staged = store.blobs.staging()  # read first, so that uploads to asks opened later are not in the list
     open_asks = store.asks.open_ids()
     deleted = []
-    for one in staged:
-        upload = _STAGED_FOR.fullmatch(one.key)
-        stale = int(upload[1]) not in open_asks if upload else one.age_seconds >= grace_seconds
+    for item in staged:
+        upload = _STAGED_FOR.fullmatch(item.key)
+        stale = int(upload[1]) not in open_asks if upload else item.age_seconds >= grace_seconds
         if stale:
-            came = store.blobs.staged(one.key)
-            store.blobs.discard(one.key)
+            came = store.blobs.staged(item.key)
+            store.blobs.discard(item.key)
             if upload:
                 store.history.add_refused_traffic(int(upload[1]), came)
-            deleted.append(one.bytes)
+            deleted.append(item.bytes)
     return deleted
 
 

@@ -66,7 +66,11 @@ def way_back(store: Store, run: str, lost: bytes) -> str:
         run: Name of the run.
         lost: Digest of the checkpoint.
     """
-    left = [one for one in store.runs.checkpoints(run) if one.sha256 != lost and store.blobs.has(one.sha256)]
+    left = [
+        checkpoint
+        for checkpoint in store.runs.checkpoints(run)
+        if checkpoint.sha256 != lost and store.blobs.has(checkpoint.sha256)
+    ]
     if not left:
         return "no earlier checkpoint is kept, so restore a backup"
     return f"`fleetdistill runs rollback {run} --to {left[-1].round}` returns to the newest one before it"

@@ -60,8 +60,8 @@ class RoundFigures:
         return self._mean("accuracy", "test")
 
     def _mean(self, name: str, split: str) -> float | None:
-        found = self.reported.get((name, split))
-        return None if found is None else found.mean
+        result = self.reported.get((name, split))
+        return None if result is None else result.mean
 
 
 def round_figures(db: Database, run: str, first: int = 0, last: int = EVERY) -> list[RoundFigures]:
@@ -77,11 +77,11 @@ def round_figures(db: Database, run: str, first: int = 0, last: int = EVERY) -> 
     for row in summaries.mean_figures(run, first, last):
         by_name = reported.setdefault(row["round"], {})
         by_name[row["name"], row["split"]] = Reported(row["mean"], row["devices"])
-    found = []
+    result = []
     for shown, answers in rounds:
         number = shown.number
         models, link = replacements.get(number), sent.get(number, {})
-        found.append(
+        result.append(
             RoundFigures(
                 round=shown,
                 answers=answers,
@@ -95,7 +95,7 @@ def round_figures(db: Database, run: str, first: int = 0, last: int = EVERY) -> 
                 method={name: figure.value(shown.figures.get(name)) for name, figure in declared.items()},
             )
         )
-    return found
+    return result
 
 
 @dataclass(frozen=True)

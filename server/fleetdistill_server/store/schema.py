@@ -257,5 +257,5 @@ def m001_tables(db: Database) -> None:
         db.execute(statement)
 
 
-NAMES = [one.name for one in migrations.pending(Database(memory=True))]
+NAMES = [item.name for item in migrations.pending(Database(memory=True))]
 """Names of all migrations, in order."""

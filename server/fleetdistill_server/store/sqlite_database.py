@@ -79,15 +79,15 @@ class SqliteDatabase(Database):
         name, number = self.synchronous
         self.tables.execute(f"PRAGMA synchronous={name}")
         self.tables.execute("PRAGMA fullfsync=ON")  # required on macOS to flush the drive's cache
-        found = (self.value("PRAGMA journal_mode"), self.value("PRAGMA synchronous"))
-        if found != (journal_mode, number):
+        result = (self.value("PRAGMA journal_mode"), self.value("PRAGMA synchronous"))
+        if result != (journal_mode, number):
             raise StoreError(
-                f"the database opened with (journal_mode, synchronous) = {found}, "
+                f"the database opened with (journal_mode, synchronous) = {result}, "
                 f"expected ({journal_mode!r}, {number}); put the store on a local file system"
             )
 
     def applied_migrations(self) -> list[str]:
-        return [one.name for one in migrations.applied(self.tables)]
+        return [item.name for item in migrations.applied(self.tables)]
 
     def migrate(self) -> None:
         migrations.apply(self.tables)
@@ -95,9 +95,9 @@ class SqliteDatabase(Database):
     def check(self) -> None:
         """Reads the whole database. Raises StoreError if it is damaged."""
         with self._lock, database_errors():
-            found = [next(iter(row.values())) for row in self.tables.query("PRAGMA quick_check(1)")]
-        if found != ["ok"]:
-            raise StoreError(f"the database store.sqlite is damaged ({found[0]}). {RECOVERY}")
+            result = [next(iter(row.values())) for row in self.tables.query("PRAGMA quick_check(1)")]
+        if result != ["ok"]:
+            raise StoreError(f"the database store.sqlite is damaged ({result[0]}). {RECOVERY}")
 
     def close(self) -> None:
         with self._lock:

@@ -8,8 +8,8 @@ from fleetdistill_server.store.records import Round
 
 def created_at(database: Database, run: str) -> float | None:
     """Returns when a run was created, in seconds since 1970, or None for an unknown run."""
-    found = database.value("SELECT created_at FROM runs WHERE name = ?", run)
-    return None if found is None else float(found)
+    result = database.value("SELECT created_at FROM runs WHERE name = ?", run)
+    return None if result is None else float(result)
 
 
 def ended_round(database: Database, run: str, number: int) -> Round | None:

@@ -34,18 +34,18 @@ class Counted:
 
 def tensor_bytes(slots: Sequence[Slot], stop: int | None = None) -> Counter[str]:
     """Returns the uncompressed tensor bytes of a payload by kind; with `stop`, only of the bytes before it."""
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for slot in slots:
-        found[slot.kind] += slot.nbytes if stop is None else min(max(stop - slot.start, 0), slot.nbytes)
-    return found
+        result[slot.kind] += slot.nbytes if stop is None else min(max(stop - slot.start, 0), slot.nbytes)
+    return result
 
 
 def counted(payload: Payload, compression: knowledge_pb2.Compression.ValueType) -> Counted:
     """Returns the byte counts of a payload that is handed over in one process, as if it were sent in chunks."""
-    found = Counted(tensor_bytes(payload.slots))
+    result = Counted(tensor_bytes(payload.slots))
     for chunk in wire.chunks(payload.source, payload.slots, 0, compression):
-        found.sent[payload.slots[chunk.tensor].kind] += len(chunk.data)
-    return found
+        result.sent[payload.slots[chunk.tensor].kind] += len(chunk.data)
+    return result
 
 
 class Sending(Iterator[Chunk]):

@@ -48,5 +48,5 @@ def first_needed_round(asks: Asks, run: Run, first: int) -> int:
     """Returns the first round with an unsettled ask of a run, or `first` if that is earlier."""
     if not run.config.get("run", {}).get("buffer_answers"):
         return first
-    found = asks.first_unsettled(run.name, first - MAX_STALENESS, first)
-    return first if found is None else min(first, found)
+    result = asks.first_unsettled(run.name, first - MAX_STALENESS, first)
+    return first if result is None else min(first, result)

@@ -240,7 +240,7 @@ class FakeCohort:
 
     def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
         """Records an event; with `once`, only the first of each kind and device."""
-        known = {(one.kind, one.device) for one in self.events}
+        known = {(event.kind, event.device) for event in self.events}
         if not once or (kind, device) not in known:
             self.events.append(Event(kind, device, text))
 
@@ -263,17 +263,17 @@ class FakeCohort:
 
     def sent(self, device: str, step: str | None = None) -> list[Parts]:
         """Returns the parts sent to a device, one entry per ask, for one step or for all."""
-        return [one.parts for one in self.asked if one.device == device and step in (None, one.step)]
+        return [item.parts for item in self.asked if item.device == device and step in (None, item.step)]
 
     def answers(self, device: str, step: str | None = None) -> list[Parts]:
         """Returns the parts of a device's answers, for one step or for all."""
-        found = [one.answer for one in self.asked if one.device == device and step in (None, one.step)]
-        return [answer.parts for answer in found if answer is not None]
+        result = [item.answer for item in self.asked if item.device == device and step in (None, item.step)]
+        return [answer.parts for answer in result if answer is not None]
 
     @property
     def kinds(self) -> list[str]:
         """Kinds of the events, in the order in which they were recorded."""
-        return [one.kind for one in self.events]
+        return [event.kind for event in self.events]
 
 
 def play(server: ServerMethod, members: Mapping[str, Member], rounds: int = 1, **terms: Any) -> list[FakeCohort]:

@@ -37,7 +37,7 @@ class Before:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._buffers = list(model.buffers())
-        self._saved = [torch.empty_like(one) for one in self._buffers]
+        self._saved = [torch.empty_like(buffer) for buffer in self._buffers]
         self._device = device
 
     def begin(self) -> None:

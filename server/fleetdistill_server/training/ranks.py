@@ -121,18 +121,18 @@ class JoinedRanks(Ranks):
 
     def summed(self, loss: Tensor, gradients: Sequence[Tensor]) -> Tensor:
         values = [loss.reshape(1), *gradients]
-        together = torch.cat([one.flatten() for one in values])
+        together = torch.cat([value.flatten() for value in values])
         with connect():
             distributed.all_reduce(together)
-        for one, total in zip(values, together.split([one.numel() for one in values]), strict=True):
+        for one, total in zip(values, together.split([value.numel() for value in values]), strict=True):
             one.copy_(total.view_as(one))
         return loss
 
     def from_first(self, value: Any) -> Any:
-        found = [value]
+        result = [value]
         with connect():
-            distributed.broadcast_object_list(found, src=0, device=torch.device("cpu"))
-        return found[0]
+            distributed.broadcast_object_list(result, src=0, device=torch.device("cpu"))
+        return result[0]
 
     @contextmanager
     def training(self, model: nn.Module, seed: int) -> Iterator[None]:

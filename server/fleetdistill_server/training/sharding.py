@@ -73,7 +73,7 @@ class ShardedWeights(Weights):
         for own, other in zip(layer.modules(), sharded.modules(), strict=True):
             for name, buffer in own.named_buffers(recurse=False):
                 setattr(other, name, buffer)
-        scalars = {one for one in sharded.parameters() if not one.ndim}  # cannot be divided
+        scalars = {parameter for parameter in sharded.parameters() if not parameter.ndim}  # cannot be divided
         divided = fully_shard(sharded, mesh=self._mesh, reshard_after_forward=True, ignored_params=scalars)
         divided.set_gradient_divide_factor(1.0)  # gradients are summed, as without shards
         divided.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
@@ -93,7 +93,7 @@ class ShardedWeights(Weights):
     def _move_optimizer(self, parameters: dict[nn.Parameter, nn.Parameter]) -> None:
         """Makes the optimiser update other parameters, with the states of the present ones."""
         for group in self._optimizer.param_groups:
-            group["params"] = [parameters[one] for one in group["params"]]
+            group["params"] = [parameters[item] for item in group["params"]]
         states = self._optimizer.state
         for one, other in parameters.items():
             if one in states:
@@ -109,7 +109,7 @@ class ShardedWeights(Weights):
     # --- states
 
     def gradients(self) -> list[Tensor]:
-        return [one for one in super().gradients() if not isinstance(one, DTensor)]
+        return [gradient for gradient in super().gradients() if not isinstance(gradient, DTensor)]
 
     def agreed(self, decision: bool) -> bool:
         """Returns the decision of the first process, because `state` gathers the weights in all."""
@@ -131,9 +131,9 @@ class ShardedWeights(Weights):
 
 def layers(model: nn.Module) -> list[nn.Module]:
     """Returns the parts of a model that are sharded one by one; they contain each parameter once."""
-    found = list(_layers(model))
-    sizes = sum(len(list(layer.parameters())) for layer in found)
-    return found if sizes == len(list(model.parameters())) else [model]  # layers that share a parameter
+    result = list(_layers(model))
+    sizes = sum(len(list(layer.parameters())) for layer in result)
+    return result if sizes == len(list(model.parameters())) else [model]  # layers that share a parameter
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:

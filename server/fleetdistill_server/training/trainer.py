@@ -137,8 +137,8 @@ class Trainer:
         while True:
             try:
                 with self.hardware.autocast():
-                    found = extract(model_fn, inputs, batch_size, model=model)
-                return found.float() if self.hardware.dtype is not torch.float32 else found
+                    result = extract(model_fn, inputs, batch_size, model=model)
+                return result.float() if self.hardware.dtype is not torch.float32 else result
             except torch.OutOfMemoryError as error:
                 if batch_size == 1:
                     raise self._memory.exhausted(error) from error

@@ -57,8 +57,8 @@ def expected(store: Store, run: str, only: str | None = None) -> dict[str, Expec
         if figure.device not in forgotten
     }
     newest = {device: number for device, name, number in reported if name == LEAVE_ONE_OUT}
-    found = {device: _of_device(reported, device, number) for device, number in sorted(newest.items())}
-    return {device: one for device, one in found.items() if one is not None}
+    result = {device: _of_device(reported, device, number) for device, number in sorted(newest.items())}
+    return {device: one for device, one in result.items() if one is not None}
 
 
 def _of_device(reported: Mapping[tuple[str, str, int], ReportedFigure], device: str, number: int) -> Expected | None:
@@ -75,10 +75,10 @@ def _of_device(reported: Mapping[tuple[str, str, int], ReportedFigure], device: 
 def of_the_fleet(devices: Iterable[Expected]) -> dict[str, float] | None:
     """Returns the share of correct predictions over all devices' samples, by variant; None without devices."""
     reported = list(devices)
-    rows = sum(one.rows for one in reported)
+    rows = sum(item.rows for item in reported)
     if not rows:
         return None
     return {
-        "general": sum(one.general for one in reported) / rows,
-        "personal": sum(one.personal for one in reported) / rows,
+        "general": sum(item.general for item in reported) / rows,
+        "personal": sum(item.personal for item in reported) / rows,
     }

@@ -51,8 +51,8 @@ def device(store: Store, run: str, name: str, *, served: bool = True) -> View:
     Raises:
         ConfigurationError: The run does not exist, or the device is not one of its devices.
     """
-    found = participants(store, run, name, served=served).lists["devices"]
-    if not found:
+    result = participants(store, run, name, served=served).lists["devices"]
+    if not result:
         raise ConfigurationError(f"run {run!r} has no device {name[:64]!r}; `fleetdistill devices` lists them")
     asks = store.summaries.asks_of_device(run, name, MAX_ASKS)
     answered = {ask.round for ask, _ in asks if ask.status is AskStatus.ANSWERED}
@@ -66,7 +66,7 @@ def device(store: Store, run: str, name: str, *, served: bool = True) -> View:
             "events": [event_row(event) for event in events],
             "certificates": [_certificate_row(certificate) for certificate in certificates],
         },
-        found[0],
+        result[0],
     )
 
 

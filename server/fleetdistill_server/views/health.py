@@ -23,21 +23,21 @@ def problems(store: Store, directory: Path) -> list[str]:
     Raises:
         StoreError: The store could not be read, for example because its database is away.
     """
-    found = problems_of_processes(store, directory)
+    result = problems_of_processes(store, directory)
     if serving(directory) is None:
-        return found
+        return result
     try:
         server = load_server_config(directory / SERVED_FILE).server
     except ConfigurationError:  # of a server by hand
-        return found
-    return [*found, *_of_the_disk(server, directory)]
+        return result
+    return [*result, *_of_the_disk(server, directory)]
 
 
 def problems_of_processes(store: Store, directory: Path) -> list[str]:
     """Returns the sentences on processes, as `problems`."""
     if serving(directory) is None:
         return []
-    return [text for one in read_processes(directory) for text in one.problems()]
+    return [text for process in read_processes(directory) for text in process.problems()]
 
 
 def failed_runs(store: Store) -> list[str]:

@@ -41,7 +41,7 @@ def overview(store: Store, served: Served = NOT_SERVED, *, present: bool = True)
 
 def _glance(store: Store, run: Run, present: bool) -> TableRow:
     newest = round_figures(store.database, run.name, max(store.summaries.last_round(run.name) - 4 * RECENT, 0))
-    lasting = [one.round.seconds or 0.0 for one in newest if one.round.status is RoundStatus.CLOSED][-RECENT:]
+    lasting = [item.round.seconds or 0.0 for item in newest if item.round.status is RoundStatus.CLOSED][-RECENT:]
     mean = sum(lasting) / len(lasting) if lasting else None
     left = None if mean is None or run.max_rounds is None else mean * max(run.max_rounds - run.completed_rounds, 0)
     sent = next(iter(store.summaries.bytes(run.name, ("run",), 0, EVERY)), {})
@@ -50,9 +50,9 @@ def _glance(store: Store, run: Run, present: bool) -> TableRow:
         "present": len(store.devices.present(run.name)) if present else 0,
         "round_seconds": round_or_none(mean, 2),
         "seconds_left": round_or_none(left, 1),
-        "test_accuracy": _last(one.test_accuracy for one in newest),
-        "method_accuracies": {run.figures[name].label: _last(one.method[name] for one in newest) for name in rates},
-        "global_accuracy": _last(one.global_accuracy for one in newest),
+        "test_accuracy": _last(item.test_accuracy for item in newest),
+        "method_accuracies": {run.figures[name].label: _last(item.method[name] for item in newest) for name in rates},
+        "global_accuracy": _last(item.global_accuracy for item in newest),
         "bytes_up": sent.get("up_sent", 0),
         "bytes_down": sent.get("down_sent", 0),
     }
@@ -67,7 +67,7 @@ def rounds(store: Store, run: str, after: int) -> View:
     shown = store.runs.existing(run)
     figures = round_figures(store.database, run, after + 1)
     rows = round_rows(store, shown, figures)
-    times = [{"started_at": one.round.started_at, "ended_at": one.round.ended_at} for one in figures]
+    times = [{"started_at": figure.round.started_at, "ended_at": figure.round.ended_at} for figure in figures]
     return View({"rounds": [{**row, **at} for row, at in zip(rows, times, strict=True)]})
 
 
@@ -80,10 +80,10 @@ def traffic(store: Store, run: str, after: int) -> View:
 def events(store: Store, run: str, *, before: int | None, kind: str, device: str, text: str, most: int) -> View:
     """Returns a page of events, newest first, and the numbers of all events of the run by kind."""
     store.runs.existing(run)
-    found = store.summaries.events(run, before=before, kind=kind, device=device, text=text, most=most + 1)
-    rows = [{"id": event.id, **event_row(event)} for event in found[:most]]
+    result = store.summaries.events(run, before=before, kind=kind, device=device, text=text, most=most + 1)
+    rows = [{"id": event.id, **event_row(event)} for event in result[:most]]
     kinds = store.summaries.event_kinds(run)
-    return View({"events": rows}, {"more": len(found) > most, "kinds": kinds})
+    return View({"events": rows}, {"more": len(result) > most, "kinds": kinds})
 
 
 def settings(store: Store, run: str) -> View:

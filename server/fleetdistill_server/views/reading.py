@@ -75,8 +75,8 @@ def _about(store: Store, directory: Path, query: Query) -> View:
         "tls": bool(section.get("pki")),
         "enrol_port": load_enrol_port(directory),
     }
-    found = serving(directory)
-    return View({}, {"version": VERSION, **facts, "served_run": None if found is None else found.run})
+    result = serving(directory)
+    return View({}, {"version": VERSION, **facts, "served_run": None if result is None else result.run})
 
 
 def _events(store: Store, directory: Path, query: Query) -> View:
@@ -85,10 +85,10 @@ def _events(store: Store, directory: Path, query: Query) -> View:
 
 
 def _operators(store: Store, directory: Path, query: Query) -> View:
-    found = store.operator_calls.newest(before=query.before, call=query.kind, text=query.text, most=query.most + 1)
+    result = store.operator_calls.newest(before=query.before, call=query.kind, text=query.text, most=query.most + 1)
     names = ("id", "role", "name", "call", "arguments", "address", "result")
-    rows = [{**{name: getattr(call, name) for name in names}, "at": when(call.at)} for call in found[: query.most]]
-    return View({"operators": rows}, {"more": len(found) > query.most})
+    rows = [{**{name: getattr(call, name) for name in names}, "at": when(call.at)} for call in result[: query.most]]
+    return View({"operators": rows}, {"more": len(result) > query.most})
 
 
 ViewReader = Callable[[Store, Path, Query], View]

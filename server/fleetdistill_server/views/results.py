@@ -47,8 +47,8 @@ def left_for_later(later: Freed) -> str:
 
 def backed_up(payloads: int, size: int, missing: int) -> str:
     """Returns the content of a backup in words, with the number of payloads that the store has lost."""
-    found = f"{counted(payloads, 'payload')} and the database, {readable_bytes(size)}"
-    return f"{found}{_WITH}{counted(missing, 'payload')} missing" if missing else found
+    result = f"{counted(payloads, 'payload')} and the database, {readable_bytes(size)}"
+    return f"{result}{_WITH}{counted(missing, 'payload')} missing" if missing else result
 
 
 def missing_in(result: str) -> str:

@@ -63,7 +63,7 @@ class View:
 def runs(store: Store, served: Served = NOT_SERVED) -> View:
     """Returns a view of all runs; `served` is what a server currently works on."""
     devices = store.devices.counts()
-    return View({"runs": [run_row(one, devices.get(one.name, 0), served) for one in store.runs.all()]})
+    return View({"runs": [run_row(item, devices.get(item.name, 0), served) for item in store.runs.all()]})
 
 
 def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
@@ -93,8 +93,8 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
         "events_in_all": store.history.count_events(name),
         "checkpoints_after_rounds": [checkpoint.round for checkpoint in store.runs.checkpoints(name)],
         "guards_fired": sum(store.summaries.guards(name, 0, EVERY).values()),
-        "models_replaced": sum(one.replaced or 0 for one in figures),
-        "models_kept": sum(one.kept or 0 for one in figures),
+        "models_replaced": sum(figure.replaced or 0 for figure in figures),
+        "models_kept": sum(figure.kept or 0 for figure in figures),
         **_expected_of_the_fleet(expectations),
     }
     facts = {**run_row(shown, store.devices.count(name), served), **_end(store, shown), **totals, **_privacy(shown)}
@@ -109,24 +109,26 @@ def round_rows(store: Store, run: Run, figures: Sequence[RoundFigures]) -> list[
     suspects = suspects_by_round(store, run.name)
     return [
         {
-            "round": one.round.number,
-            "status": f"{one.round.status}: {one.round.reason}" if one.round.reason else str(one.round.status),
-            "cohort": len(one.round.cohort),
-            "used": one.answers.used,
-            "reported": one.answers.reported,
-            "guards": one.guards,
-            "kept": one.kept,
-            "replaced": one.replaced,
-            "seconds": round_or_none(one.round.seconds, 2),
-            "train_loss": round_or_none(one.train_loss, 4),
-            "test_accuracy": round_or_none(one.test_accuracy, 4),
-            **{name: round_or_none(value, run.figures[name].digits) for name, value in one.method.items()},
-            "global_accuracy": round_or_none(one.global_accuracy, 4),
-            "suspects": ", ".join(suspects.get(one.round.number, ())),
-            "bytes_up": one.bytes_up,
-            "bytes_down": one.bytes_down,
+            "round": figure.round.number,
+            "status": f"{figure.round.status}: {figure.round.reason}"
+            if figure.round.reason
+            else str(figure.round.status),
+            "cohort": len(figure.round.cohort),
+            "used": figure.answers.used,
+            "reported": figure.answers.reported,
+            "guards": figure.guards,
+            "kept": figure.kept,
+            "replaced": figure.replaced,
+            "seconds": round_or_none(figure.round.seconds, 2),
+            "train_loss": round_or_none(figure.train_loss, 4),
+            "test_accuracy": round_or_none(figure.test_accuracy, 4),
+            **{name: round_or_none(value, run.figures[name].digits) for name, value in figure.method.items()},
+            "global_accuracy": round_or_none(figure.global_accuracy, 4),
+            "suspects": ", ".join(suspects.get(figure.round.number, ())),
+            "bytes_up": figure.bytes_up,
+            "bytes_down": figure.bytes_down,
         }
-        for one in figures
+        for figure in figures
     ]
 
 

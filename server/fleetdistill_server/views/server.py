@@ -50,12 +50,12 @@ def server(store: Store, directory: Path) -> View:
     Raises:
         StoreError: The store could not be read.
     """
-    found = serving(directory)
+    result = serving(directory)
     section = _section(directory)
     works = served(directory, store)
     certificates = [*_own_certificates(section, store), *_device_certificates(store)]
     lists = {
-        "processes": _processes(directory) if found is not None else [],
+        "processes": _processes(directory) if result is not None else [],
         "queue": _queue(store, works),
         "certificates": certificates,
         "backups": _backups(store),
@@ -65,9 +65,9 @@ def server(store: Store, directory: Path) -> View:
         "problems": problems(store, directory),
         "failed_runs": failed_runs(store),
         "warnings": [_warning(row) for row in certificates if row["state"] in _DUE and not row["device"]],
-        "serves": found is not None,
+        "serves": result is not None,
         "version": VERSION,
-        "engines_at_once": 0 if found is None else found.engines,
+        "engines_at_once": 0 if result is None else result.engines,
     }
     return View(lists, {**facts, **_place(store, directory), **_disk(directory, section)})
 
@@ -81,17 +81,25 @@ def _section(directory: Path) -> ServerSection:
 
 def _processes(directory: Path) -> list[TableRow]:
     rows = []
-    for one in read_processes(directory):
+    for process in read_processes(directory):
         state = (
             "works"
-            if one.pid is not None and not one.waits
+            if process.pid is not None and not process.waits
             else "starts again"
-            if one.name == FRONT or one.waits
+            if process.name == FRONT or process.waits
             else "ends"
         )
-        if one.hangs:
+        if process.hangs:
             state = "hangs"
-        rows.append({"process": one.name, "run": one.run, "state": state, "pid": one.pid, "restarts": one.restarts})
+        rows.append(
+            {
+                "process": process.name,
+                "run": process.run,
+                "state": state,
+                "pid": process.pid,
+                "restarts": process.restarts,
+            }
+        )
     return rows
 
 
@@ -144,9 +152,14 @@ def _device_certificates(store: Store) -> list[TableRow]:
     """Returns the certificates of devices that should have renewed them, and are not revoked."""
     revoked = {revocation.subject for revocation in store.credentials.revocations()}
     rows = [
-        _certificate(one.device, one.device, one.expires_at, _SOON_SHARE * (one.expires_at - one.issued_at))
-        for one in store.credentials.newest_certificates()
-        if f"{Role.DEVICE}:{one.device}" not in revoked
+        _certificate(
+            certificate.device,
+            certificate.device,
+            certificate.expires_at,
+            _SOON_SHARE * (certificate.expires_at - certificate.issued_at),
+        )
+        for certificate in store.credentials.newest_certificates()
+        if f"{Role.DEVICE}:{certificate.device}" not in revoked
     ]
     return [row for row in rows if row["state"] in _DUE][:_MOST]
 

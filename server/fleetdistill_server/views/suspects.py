@@ -19,11 +19,11 @@ _ROUNDS = 3
 
 def named(store: Store, run: str) -> dict[str, list[str]]:
     """Returns the devices reported as outliers or as having too much weight, each with the kinds of the events."""
-    found = defaultdict[str, list[str]](list)
+    result = defaultdict[str, list[str]](list)
     for kind in (*LEFT_OUT, LARGE_DEVICE, MOST_OF_THE_WEIGHT):
         for device in sorted({event.device for event in store.history.events(run, kind)}):
-            found[device].append(kind)
-    return dict(found)
+            result[device].append(kind)
+    return dict(result)
 
 
 def suspects_by_round(store: Store, run: str) -> Mapping[int, Sequence[str]]:
@@ -40,11 +40,11 @@ def suspects_by_round(store: Store, run: str) -> Mapping[int, Sequence[str]]:
         for upload in store.asks.uploads(run):
             if upload.status is UploadStatus.USED:
                 took_part[upload.device].add(upload.round)
-    found = defaultdict[int, list[str]](list)
+    result = defaultdict[int, list[str]](list)
     for device in sorted(left_out):
         for number in _suspect_in(sorted(took_part[device]), left_out[device]):
-            found[number].append(device)
-    return found
+            result[number].append(device)
+    return result
 
 
 def _suspect_in(took_part: Sequence[int], left_out: set[int]) -> Iterator[int]:

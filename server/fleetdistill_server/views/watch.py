@@ -30,14 +30,14 @@ def changes(store: Store, run: str, seen: dict[str, TableRow]) -> list[TableRow]
     Raises:
         ConfigurationError: The run does not exist.
     """
-    found = store.runs.progress(run, int(seen.get("last event", {}).get("id", 0)))
-    if found is None:
+    result = store.runs.progress(run, int(seen.get("last event", {}).get("id", 0)))
+    if result is None:
         raise ConfigurationError(no_such_run(run, store.runs.names()))
-    for event in found.events:
+    for event in result.events:
         seen["last event"] = {"id": event["id"]}
-    rounds = [("round", _round_row(figures)) for figures in found.rounds]
-    rows = [*(("step", row) for row in found.steps), *rounds, ("run", found.run)]
-    changes = [{"kind": "event", "event": row["kind"], **_without(row, "id", "kind")} for row in found.events]
+    rounds = [("round", _round_row(figures)) for figures in result.rounds]
+    rows = [*(("step", row) for row in result.steps), *rounds, ("run", result.run)]
+    changes = [{"kind": "event", "event": row["kind"], **_without(row, "id", "kind")} for row in result.events]
     for kind, row in rows:
         name = f"{kind} {row.get('round', '')} {row.get('step_number', '')}"
         if seen.get(name) != row:
@@ -77,7 +77,7 @@ def _sort_key(change: TableRow) -> tuple[bool, int, int]:
 
 def is_over(new: list[TableRow]) -> bool:
     """Returns whether the run has ended according to these changes."""
-    return any(one["kind"] == "run" and one["status"] in AT_REST for one in new)
+    return any(item["kind"] == "run" and item["status"] in AT_REST for item in new)
 
 
 def _pause() -> None:

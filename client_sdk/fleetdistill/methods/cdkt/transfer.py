@@ -42,7 +42,7 @@ class Knowledge:
 
     def to(self, device: torch.device) -> Knowledge:
         """Returns a copy in float32 on a device."""
-        moved = (None if one is None else one.float().to(device) for one in (self.outcomes_pc, self.embeddings_pf))
+        moved = (None if item is None else item.float().to(device) for item in (self.outcomes_pc, self.embeddings_pf))
         return Knowledge(*moved)
 
 

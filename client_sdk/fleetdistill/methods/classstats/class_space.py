@@ -110,8 +110,8 @@ def logits(space: ClassSpace, coordinates_nq: Array, classes: int) -> Array:
         `[n, C]` float64; a class that is not in the space has the smallest logit.
     """
     centres = space.centres.astype(np.float64)
-    found = coordinates_nq @ centres.T - np.square(centres).sum(axis=1) / 2
-    return _in_all_classes(found, space.labels, classes)
+    result = coordinates_nq @ centres.T - np.square(centres).sum(axis=1) / 2
+    return _in_all_classes(result, space.labels, classes)
 
 
 def leave_one_out(
@@ -155,8 +155,8 @@ def leave_one_out(
     rows = np.flatnonzero(own >= 0)
     squares[rows, own[rows]] = (whole * factor**2)[rows]
     leaning[rows, own[rows]] = (whole * factor)[rows]
-    found = -(squares + weight[:, None] * np.square(leaning)) / 2
-    return _in_all_classes(found, space.labels, classes)
+    result = -(squares + weight[:, None] * np.square(leaning)) / 2
+    return _in_all_classes(result, space.labels, classes)
 
 
 def class_prior(labels_n: Array, classes: int) -> Array:

@@ -109,12 +109,12 @@ def _better(fleets: PersonalVariant, local: PersonalVariant | None) -> PersonalV
 
 
 def _figures(fleets: PersonalVariant, local: PersonalVariant | None, labels_n: Array) -> list[Metric]:
-    found = [_metric(PERSONAL_LEAVE_ONE_OUT, fleets.hits, labels_n)]
+    result = [_metric(PERSONAL_LEAVE_ONE_OUT, fleets.hits, labels_n)]
     if local is not None:
         own_kept = float(_better(fleets, local) is local)
-        found.append(_metric(OWN_LEAVE_ONE_OUT, local.hits, labels_n))
-        found.append(Metric(name=OWN_KEPT, split=SPLIT, sum=own_kept, count=1))
-    return found
+        result.append(_metric(OWN_LEAVE_ONE_OUT, local.hits, labels_n))
+        result.append(Metric(name=OWN_KEPT, split=SPLIT, sum=own_kept, count=1))
+    return result
 
 
 def local_variant(own: Moments, rows_nd: Array, labels_n: Array, classes: int) -> PersonalVariant | None:

@@ -70,15 +70,15 @@ def check_space(space: ClassSpace, dimensions: int, classes: int) -> None:
     Raises:
         WireError: A shape, class or number does not fit the run, or a number is not finite.
     """
-    shapes = [np.shape(one) for one in (space.directions, space.origin, space.centres, space.counts)]
+    shapes = [np.shape(item) for item in (space.directions, space.origin, space.centres, space.counts)]
     known, directions = len(space.labels), shapes[1][0] if len(shapes[1]) == 1 else -1
     wanted = [(dimensions, directions), (directions,), (known, directions), (known,)]
     if shapes != wanted or not 1 <= directions < classes:
         raise _faulty_space(f"shapes {shapes}, expected {wanted} with 1 to {classes - 1} directions")
-    if not known >= 2 or len(set(space.labels)) != known or not all(0 <= one < classes for one in space.labels):
+    if not known >= 2 or len(set(space.labels)) != known or not all(0 <= label < classes for label in space.labels):
         raise _faulty_space(f"classes {space.labels[:20]}, expected two or more in [0, {classes})")
     numbers = (space.directions, space.origin, space.centres, space.shrinkage, space.outside)
-    if not all(np.isfinite(one).all() for one in numbers) or space.shrinkage.shape or space.df.shape:
+    if not all(np.isfinite(number).all() for number in numbers) or space.shrinkage.shape or space.df.shape:
         raise _faulty_space("numbers that are not finite, or a shrinkage or df that is not one number")
     if not (0 <= float(space.shrinkage) < 1 and float(space.outside) >= 0 and int(space.df) >= 1):
         text = f"shrinkage {float(space.shrinkage):g}, outside {float(space.outside):g}, df {int(space.df)}"
@@ -155,8 +155,8 @@ class DeviceStatistics:
         """
         plan = SpacePlan.of(ask)
         self._take_space(ask, plan)  # line space, made by the server
-        found = self._make_variants(plan)  # lines general and personal
-        return Answer(parts={}, samples=len(self.labels), notes={"own_statistics_kept": int(found.own_kept)})
+        result = self._make_variants(plan)  # lines general and personal
+        return Answer(parts={}, samples=len(self.labels), notes={"own_statistics_kept": int(result.own_kept)})
 
     def _take_space(self, ask: Ask, plan: SpacePlan) -> None:
         if "space" in ask.parts:

@@ -51,14 +51,14 @@ class FixedFeatures:
         """Returns the projected features of inputs `[n, ...]`, a read-only `[n, D]` float32 array."""
         name = self._name(inputs)
         with _lock:
-            found = _kept.get(name)
-            if found is not None:
+            result = _kept.get(name)
+            if result is not None:
                 _kept.move_to_end(name)
-                return found
+                return result
         made = self._make(inputs)
         with _lock:
             _kept[name] = made
-            while sum(one.nbytes for one in _kept.values()) > MAX_BYTES and len(_kept) > 1:
+            while sum(item.nbytes for item in _kept.values()) > MAX_BYTES and len(_kept) > 1:
                 _kept.popitem(last=False)
         return made
 

@@ -58,9 +58,9 @@ def moments_of(rows_nd: Array, labels_n: Array, min_samples: int = 1) -> Moments
     if not np.isfinite(rows_nd).all():
         row = int(np.argwhere(~np.isfinite(rows_nd))[0][0])
         raise KnowledgeError(f"row {row} of the features is not finite; check the data and the extractor")
-    found, counts = np.unique(labels_n, return_counts=True)
+    result, counts = np.unique(labels_n, return_counts=True)
     enough = counts >= min_samples
-    labels = tuple(int(one) for one in found[enough])
+    labels = tuple(int(item) for item in result[enough])
     size = rows_nd.shape[1]
     means, scatter = np.zeros((len(labels), size)), np.zeros((size, size))
     for number, label in enumerate(labels):
@@ -131,7 +131,7 @@ def from_wire(sent: SharedStatistics) -> Moments:
         covariance += rows.T @ rows
     order = np.argsort(sent.labels)
     return Moments(
-        labels=tuple(sent.labels[one] for one in order),
+        labels=tuple(sent.labels[item] for item in order),
         counts=sent.counts[order].astype(np.int64),
         means=sent.means[order].astype(np.float64),
         covariance=covariance,
@@ -150,7 +150,7 @@ def merge(parts: Iterable[Moments]) -> Moments:
     counts: dict[int, int] = {}
     means: dict[int, Array] = {}
     scatter, df = np.zeros((0, 0)), 0
-    for part in (one for one in parts if one.labels):
+    for part in (part for part in parts if part.labels):
         scatter = scatter if scatter.size else np.zeros((part.dimensions, part.dimensions))
         scatter += part.df * part.covariance
         df += part.df
@@ -165,8 +165,8 @@ def merge(parts: Iterable[Moments]) -> Moments:
     labels = tuple(sorted(counts))
     return Moments(
         labels=labels,
-        counts=np.array([counts[one] for one in labels], dtype=np.int64),
-        means=np.stack([means[one] for one in labels]),
+        counts=np.array([counts[label] for label in labels], dtype=np.int64),
+        means=np.stack([means[label] for label in labels]),
         covariance=scatter / max(df, 1),
         df=df,
     )
@@ -199,8 +199,8 @@ def _with_signs(rows_rd: Array) -> Array:
 
 def _half(numbers: Array, name: str) -> Array:
     with np.errstate(over="ignore"):
-        found = numbers.astype(np.float16)
-    if not np.isfinite(found).all():
+        result = numbers.astype(np.float16)
+    if not np.isfinite(result).all():
         largest = float(np.abs(numbers).max())
         raise KnowledgeError(f"{name} reach {largest:g}, but float16 holds at most 65504; scale the features down")
-    return np.asarray(found)
+    return np.asarray(result)

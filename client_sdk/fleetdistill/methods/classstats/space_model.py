@@ -168,6 +168,6 @@ def _fill(closed: ClosedForm, space: ClassSpace) -> None:
 
 
 def _pad(array: Array, shape: Any) -> Tensor:
-    found = torch.zeros(*shape)
-    found[..., : array.shape[-1]] = torch.tensor(array, dtype=torch.float32)
-    return found
+    result = torch.zeros(*shape)
+    result[..., : array.shape[-1]] = torch.tensor(array, dtype=torch.float32)
+    return result

@@ -194,17 +194,17 @@ def draw_images(
 
 
 def _invert(general: SpaceModel, images: Tensor, wanted_v: Tensor) -> Tensor:
-    found = images.clone().requires_grad_()
-    optimizer = torch.optim.Adam([found], lr=_DRAWING_RATE)
+    result = images.clone().requires_grad_()
+    optimizer = torch.optim.Adam([result], lr=_DRAWING_RATE)
     for number in range(_DRAWING_STEPS):
         check_may_continue()
         report_progress("training", number / _DRAWING_STEPS)
         optimizer.zero_grad()
-        (general.coordinates(found) - wanted_v).square().sum(dim=1).mean().backward()
+        (general.coordinates(result) - wanted_v).square().sum(dim=1).mean().backward()
         optimizer.step()
         with torch.no_grad():
-            found.clamp_(0, 1)
-    return found.detach()
+            result.clamp_(0, 1)
+    return result.detach()
 
 
 def _move(images_bchw: Tensor, generator: torch.Generator) -> Tensor:

@@ -79,8 +79,8 @@ def precisions(mus: Sequence[float]) -> Array:
 
 def too_few_rows(rows: float, devices: int, mu: float, epsilon: float) -> str | None:
     """Returns why a fleet's rows are too few for the noise, or None if they suffice."""
-    found = strength(rows, [mu] * devices)
-    if found >= TOO_LITTLE:
+    result = strength(rows, [mu] * devices)
+    if result >= TOO_LITTLE:
         return None
     return (
         f"{rows:,.0f} rows on each of {devices} devices are too few for the noise at epsilon {epsilon:g}; use at least "

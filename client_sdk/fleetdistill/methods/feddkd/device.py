@@ -231,10 +231,10 @@ def distillation_gradient(
     parameters = {name: one.to(where).requires_grad_() for name, one in tensors_of(student.parameters).items()}
     logits_bc = _student_logits(model, student, inputs_b, parameters, training=training)
     loss = soft_cross_entropy(logits_bc, teacher_probs_bc, temperature)
-    found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
-    if not all(bool(one.isfinite().all()) for one in (loss.detach(), *found)):
+    result = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+    if not all(bool(item.isfinite().all()) for item in (loss.detach(), *result)):
         return {name: torch.zeros_like(one.detach()) for name, one in parameters.items()}, math.inf
-    return dict(zip(parameters, found, strict=True)), float(loss.detach())
+    return dict(zip(parameters, result, strict=True)), float(loss.detach())
 
 
 def _student_logits(

@@ -232,10 +232,10 @@ def differing(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    found = []
+    result = []
     for name, value in values.items():
         if isinstance(value, dict):
-            found += _flat(value, f"{prefix}{name}.")
+            result += _flat(value, f"{prefix}{name}.")
         else:
-            found.append((f"{prefix}{name}", setting(value)))
-    return found
+            result.append((f"{prefix}{name}", setting(value)))
+    return result

@@ -143,12 +143,12 @@ def certificate(facts: TableRow, now: float | None = None) -> str:
 
 def series(figures: Sequence[TableRow], name: str, factor: float) -> dict[str, list[Point]]:
     """Returns the reported figures with a name, or of a further variant of it, by variant and split."""
-    found: defaultdict[str, list[Point]] = defaultdict(list)
+    result: defaultdict[str, list[Point]] = defaultdict(list)
     for row in figures:
         variant, _, last = row["name"].rpartition("/")
         if last == name and row["mean"] is not None:
-            found[f"{variant} {row['split']}".strip()].append((row["round"], round(factor * row["mean"], 4)))
-    return dict(found)
+            result[f"{variant} {row['split']}".strip()].append((row["round"], round(factor * row["mean"], 4)))
+    return dict(result)
 
 
 def ask_cells(row: TableRow) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def show(board: Board, run: str, tab: str = "") -> None:
             notice.show(snapshot)
             if snapshot.value is None:
                 return
-            row = next((one for one in snapshot.value.lists["runs"] if one["run"] == run), None)
+            row = next((item for item in snapshot.value.lists["runs"] if item["run"] == run), None)
             content.set_visibility(row is not None)
             if row is None:
                 notice.fail(f"There is no run {run!r}: it was deleted, or never existed.")
@@ -122,8 +122,8 @@ def time_left(row: TableRow) -> str:
 def last_accuracy(row: TableRow) -> str:
     """Returns the newest accuracy and whose it is: the fleet's, else one that the method measured, else the global."""
     known = {"fleet": row["test_accuracy"], **row["method_accuracies"], "global model": row["global_accuracy"]}
-    found = ((name.lower(), rate) for name, rate in known.items() if rate is not None)
-    name, rate = next(found, ("", None))
+    result = ((name.lower(), rate) for name, rate in known.items() if rate is not None)
+    name, rate = next(result, ("", None))
     return f"{percent(rate)} ({name})" if name else UNKNOWN
 
 
@@ -146,8 +146,8 @@ class Tabs:
 
     def update(self) -> None:
         """Shows what has changed in the chosen tab."""
-        for one in self._panels:
-            one.update()
+        for panel in self._panels:
+            panel.update()
 
     def _follow(self, tab: str) -> None:
         self._in_address = self._tabs.value = _named(tab)

@@ -42,7 +42,7 @@ class ClassesPanel:
             return
         self._shown = view
         devices = sorted(view.lists["devices"], key=lambda row: natural(row["device"]))
-        names = [str(one) for one in view.facts["classes"]]
+        names = [str(item) for item in view.facts["classes"]]
         rows = spread(devices, MAX_DEVICES)
         self._note.text = note(rows, len(devices))
         self._chart.set_visibility(bool(rows))
@@ -82,11 +82,11 @@ def bubbles(rows: Sequence[TableRow], names: Sequence[str]) -> list[tuple[int, i
 
 
 def _bubbles(rows: Sequence[TableRow], names: Sequence[str]) -> dict[str, Any]:
-    found = bubbles(rows, names)
-    largest = max((count for *_, count in found), default=1)
+    result = bubbles(rows, names)
+    largest = max((count for *_, count in result), default=1)
     return {
         "type": "scatter",
-        "data": [list(one) for one in found],
+        "data": [list(item) for item in result],
         ":symbolSize": f"value => {_LARGEST} * Math.sqrt(value[2] / {largest})",
         "itemStyle": {"color": "var(--fd-1)", "opacity": 0.75},
         "emphasis": {"disabled": True},

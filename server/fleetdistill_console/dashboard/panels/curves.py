@@ -73,9 +73,9 @@ def axis(name: str, rows: Sequence[TableRow]) -> tuple[str, str, list[float]]:
         name: One of `AXES`.
         rows: Rounds that have ended, in order.
     """
-    found = positions(name, rows)
-    x_name, unit, one = scale(name, max(found, default=0))
-    return x_name, unit, [position / one for position in found]
+    result = positions(name, rows)
+    x_name, unit, one = scale(name, max(result, default=0))
+    return x_name, unit, [position / one for position in result]
 
 
 def positions(name: str, rows: Sequence[TableRow]) -> list[float]:

@@ -153,11 +153,11 @@ def phases(ask: TableRow, now: float) -> dict[str, tuple[float, float]]:
 def bars(asks: Sequence[TableRow], start: float, now: float) -> list[dict[str, Any]]:
     """Returns stacked bars in seconds: an invisible one up to the ask, then one for each state."""
     spans = [phases(ask, now) for ask in asks]
-    offsets = [min((begin for begin, _ in one.values()), default=now) - start for one in spans]
-    series = [_bar("", "transparent", [round(max(one, 0), 2) for one in offsets])]
+    offsets = [min((begin for begin, _ in span.values()), default=now) - start for span in spans]
+    series = [_bar("", "transparent", [round(max(offset, 0), 2) for offset in offsets])]
     for state in _DRAWN:
         colour, name = STATES[state]
-        lengths = [round(one[state][1] - one[state][0], 2) if state in one else 0 for one in spans]
+        lengths = [round(span[state][1] - span[state][0], 2) if state in span else 0 for span in spans]
         series.append(_bar(name, colour, lengths))
     series[-1]["label"] = {"show": True, "position": "right", "color": "var(--fd-text)", ":formatter": _ENDS}
     series[-1]["data"] = [

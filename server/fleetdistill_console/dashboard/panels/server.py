@@ -50,8 +50,8 @@ def sentence(facts: TableRow, problem: str) -> tuple[str, str]:
         facts: Facts of the view `server`.
         problem: What is wrong besides, such as that the server does not answer; may be empty.
     """
-    found = facts["problems"] or ([problem] if problem else [])
-    wrong = list(dict.fromkeys([*found, *facts.get("failed_runs", ())]))
+    result = facts["problems"] or ([problem] if problem else [])
+    wrong = list(dict.fromkeys([*result, *facts.get("failed_runs", ())]))
     if wrong:
         return "bad", f"Something is wrong: {'; '.join(wrong)}."
     if not facts["serves"]:

@@ -54,7 +54,7 @@ def by_kind(rows: Sequence[TableRow]) -> list[dict[str, Any]]:
     for row in rows:
         for name in _COUNTS:
             sums[row["kind"]][name] += row[name]
-    sent = sum(one["up_sent"] + one["down_sent"] for one in sums.values())
+    sent = sum(item["up_sent"] + item["down_sent"] for item in sums.values())
     return [
         {"id": kind, "kind": kind, **one, "share": (one["up_sent"] + one["down_sent"]) / sent if sent else None}
         for kind, one in sums.items()

@@ -38,10 +38,10 @@ class RemoteCompute(Compute):
 
     def _described(self) -> Description:
         if self._description is None:
-            found = self._work.started(self._spec.name)
-            if found is None or found.description is None:
-                found = _check(self._work.result(Task(self._spec, prepare_only=True)))
-            self._description = found.description
+            result = self._work.started(self._spec.name)
+            if result is None or result.description is None:
+                result = _check(self._work.result(Task(self._spec, prepare_only=True)))
+            self._description = result.description
         assert self._description is not None  # or an error
         return self._description
 
@@ -76,10 +76,10 @@ class RemoteCompute(Compute):
 
     def _first_state(self) -> tuple[bytes, bytes]:
         if self._first is None:
-            found = self._work.started(self._spec.name)
-            if found is None or found.first is None:
-                found = _check(self._work.result(Task(self._spec)))
-            self._first = found.first
+            result = self._work.started(self._spec.name)
+            if result is None or result.first is None:
+                result = _check(self._work.result(Task(self._spec)))
+            self._first = result.first
         assert self._first is not None  # the task has no state
         return self._first
 
@@ -88,10 +88,10 @@ class RemoteCompute(Compute):
         self.has_state = True
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
-        found = _check(self._work.result(self._work.answer_task(self._spec, self._state, self._delivered, ask, allow)))
-        assert found.computed is not None  # or an error
-        self._computed, self._state = found.computed, found.computed.state
-        return found.computed
+        result = _check(self._work.result(self._work.answer_task(self._spec, self._state, self._delivered, ask, allow)))
+        assert result.computed is not None  # or an error
+        self._computed, self._state = result.computed, result.computed.state
+        return result.computed
 
     def deliver(self, replacement: Replacement) -> None:
         assert self._computed is not None  # called for its answer
@@ -111,11 +111,11 @@ class RemoteCompute(Compute):
         return made
 
     def export(self, path: Path, number: int) -> OnnxReport:
-        found = _check(self._work.result(Task(self._spec, self._state, self._delivered, export_round=number))).export
-        assert found is not None  # or an error
-        for name, data in found.files.items():
+        result = _check(self._work.result(Task(self._spec, self._state, self._delivered, export_round=number))).export
+        assert result is not None  # or an error
+        for name, data in result.files.items():
             (path.parent / name).write_bytes(data)
-        return found.report
+        return result.report
 
 
 def _check(result: Result) -> Result:

@@ -62,9 +62,9 @@ class RemoteWork:
 
     def _next_task(self, spec: DeviceSpec, contents: Mapping[str, bytes]) -> Task | None:
         state, delivered = contents.get("state.safetensors"), contents.get("delivered.safetensors")
-        found = self._store.asks.next_open(self._run, spec.name)
-        if found is not None:
-            ask = service_pb2.Ask(**{name: getattr(found, name) for name in (*_FIELDS, "payload")})
+        result = self._store.asks.next_open(self._run, spec.name)
+        if result is not None:
+            ask = service_pb2.Ask(**{name: getattr(result, name) for name in (*_FIELDS, "payload")})
             task = self.answer_task(spec, state, delivered, ask, self._allow())
             return None if self._computed.get(spec.name) == task.ask else task
         if self._store.runs.status(self._run) in OVER:
@@ -128,7 +128,7 @@ _FIELDS = ("round", "step_number", "step", "seed")
 
 
 def _result(future: Future[Result]) -> Result:
-    found = future.result()
-    if found.fault:
-        raise RunError(f"{found.fault}; the traceback is in the worker's output")
-    return found
+    result = future.result()
+    if result.fault:
+        raise RunError(f"{result.fault}; the traceback is in the worker's output")
+    return result

@@ -65,8 +65,8 @@ def _work(tasks: IO[bytes], results: IO[bytes]) -> NoReturn:
 def run_task(runner: Any, task: Task) -> Result:
     """Returns a task's result; prints the traceback of an exception that ends the simulation."""
     try:
-        found: Result = runner.run(task)
-        return found
+        result: Result = runner.run(task)
+        return result
     except Exception as error:  # of the app's model
         traceback.print_exc()
         return Result(fault=f"{task.spec.name}: {type(error).__name__}: {error}")

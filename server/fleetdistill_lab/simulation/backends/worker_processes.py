@@ -121,8 +121,8 @@ class _Process:
         repeats = task.payload == self._sent
         send(self._tasks, (replace(task, payload=None) if repeats else task, repeats))
         self._sent = task.payload
-        found: Result = receive(self._results)
-        return found
+        result: Result = receive(self._results)
+        return result
 
     def kill(self) -> None:
         """Kills the process, so that `run` ends."""

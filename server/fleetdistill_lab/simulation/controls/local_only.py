@@ -156,9 +156,9 @@ def train_fleet_local_only(
         if file.exists():
             after_rounds(rounds)
             return _load_counts(file)
-        found = train_local_only(spec, config, initial, active(spec.name), lambda: after_rounds(1))
-        _save_counts(file, found)
-        return found
+        result = train_local_only(spec, config, initial, active(spec.name), lambda: after_rounds(1))
+        _save_counts(file, result)
+        return result
 
     return {spec.name: counts_of(spec) for spec in specs}
 
@@ -168,10 +168,10 @@ def _save_counts(file: Path, counts: Sequence[Counts]) -> None:
     new = file.with_suffix(".new.npz")
     np.savez(
         new,
-        correct=[one.correct for one in counts],
-        count=[one.count for one in counts],
-        loss_sum=[one.loss_sum for one in counts],
-        confusion=np.stack([one.confusion for one in counts]),
+        correct=[count.correct for count in counts],
+        count=[count.count for count in counts],
+        loss_sum=[count.loss_sum for count in counts],
+        confusion=np.stack([count.confusion for count in counts]),
     )
     os.replace(new, file)
 

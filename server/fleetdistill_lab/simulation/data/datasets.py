@@ -152,10 +152,10 @@ def stratified_rows(labels: npt.NDArray[Any], count: int, seed: int) -> npt.NDAr
 
 def _known_name(name: str) -> str:
     plain = {known.replace("-", ""): known for known in DATASETS}
-    found = plain.get(name.lower().replace("-", "").replace("_", ""))
-    if found is None:
+    result = plain.get(name.lower().replace("-", "").replace("_", ""))
+    if result is None:
         raise DataError(unknown_name("data set", name, DATASETS))
-    return found
+    return result
 
 
 def _digits() -> _Arrays:

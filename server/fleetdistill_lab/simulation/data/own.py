@@ -183,13 +183,15 @@ def _check_part(part: str, inputs: npt.NDArray[Any], labels: npt.NDArray[Any]) -
 
 
 def _classes(names: npt.NDArray[Any] | None, count: int) -> tuple[str, ...]:
-    found = tuple(str(label) for label in range(count)) if names is None else tuple(str(name) for name in names.ravel())
-    if len(found) < max(count, 2) or len(set(found)) != len(found):
+    result = (
+        tuple(str(label) for label in range(count)) if names is None else tuple(str(name) for name in names.ravel())
+    )
+    if len(result) < max(count, 2) or len(set(result)) != len(result):
         raise DataError(
-            f"classes has {len(found)} names, {len(set(found))} of them unique, and the largest label is {count - 1}; "
-            "give a unique name for each label, and at least 2"
+            f"classes has {len(result)} names, {len(set(result))} of them unique, and the largest label is "
+            f"{count - 1}; give a unique name for each label, and at least 2"
         )
-    return found
+    return result
 
 
 def _clients(clients: npt.NDArray[Any] | None, rows: int) -> Tensor | None:

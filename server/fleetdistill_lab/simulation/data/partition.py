@@ -289,7 +289,7 @@ def partition_parameters(kind: str) -> tuple[str, ...]:
         ConfigurationError: `kind` is unknown.
     """
     needed = inspect.signature(_known(kind)).parameters.values()
-    names = (one.name for one in needed if one.default is inspect.Parameter.empty)
+    names = (item.name for item in needed if item.default is inspect.Parameter.empty)
     return tuple(name for name in names if name not in ("labels", "devices", "seed"))
 
 

@@ -41,7 +41,7 @@ def main() -> int:
     log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.setLevel(logging.WARNING)
     logging.getLogger("fleetdistill").addHandler(log)
-    specs = [DeviceSpec(**one) for one in json.loads(given.specs.read_text())]
+    specs = [DeviceSpec(**load) for load in json.loads(given.specs.read_text())]
     try:
         import_modules(dict.fromkeys(name for spec in specs for name in spec.modules), "modules")
     except FleetDistillError as error:
@@ -108,16 +108,16 @@ def run_processes(groups: Sequence[Sequence[DeviceSpec]], server: str, parent: i
         for group in groups:
             running.append(DeviceProcess(group, server))
         while running and not stopping and os.getppid() == parent:
-            wait([one.process.sentinel for one in running], _LOOK_SECONDS)
-            for one in [one for one in running if not one.process.is_alive()]:
-                if one.process.exitcode == 0:
-                    running.remove(one)
-                elif not one.start_again():
+            wait([item.process.sentinel for item in running], _LOOK_SECONDS)
+            for item in [item for item in running if not item.process.is_alive()]:
+                if item.process.exitcode == 0:
+                    running.remove(item)
+                elif not item.start_again():
                     return 1
         return 1 if running else 0
     finally:
-        for one in running:
-            one.kill()
+        for item in running:
+            item.kill()
 
 
 def _run_group(specs: Sequence[DeviceSpec], server: str, host: int) -> None:

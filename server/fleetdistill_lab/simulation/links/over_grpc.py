@@ -120,6 +120,6 @@ def _watch_until_over(
 
 
 def _check_not_stopped(store: Store, run: str, log: Path) -> None:
-    found = store.runs.get(run)
-    if found is not None and found.status is RunStatus.STOPPED:
-        raise RunError(f"{found.reason}; the devices' log is {log}" if log.exists() else found.reason)
+    result = store.runs.get(run)
+    if result is not None and result.status is RunStatus.STOPPED:
+        raise RunError(f"{result.reason}; the devices' log is {log}" if log.exists() else result.reason)

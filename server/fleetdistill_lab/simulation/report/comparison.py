@@ -49,12 +49,12 @@ class Cost:
     @property
     def bytes_so_far(self) -> list[float]:
         """Bytes in both directions from the start of the run to the end of each round."""
-        return list(itertools.accumulate(one["up"] + one["down"] for one in self.bytes_by_round))
+        return list(itertools.accumulate(item["up"] + item["down"] for item in self.bytes_by_round))
 
     @property
     def bytes(self) -> float:
         """Bytes in both directions in the whole run."""
-        return sum(one["up"] + one["down"] for one in self.bytes_by_round)
+        return sum(item["up"] + item["down"] for item in self.bytes_by_round)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Candidate:
 
     def row(self) -> ComparisonRow:
         """Returns the row of the comparison table."""
-        last = [one[-1] for one in self.counts_kr] * (len(self.samples_jc) if self.is_global else 1)
+        last = [item[-1] for item in self.counts_kr] * (len(self.samples_jc) if self.is_global else 1)
         scored = [(one, own) for one, own in zip(last, self.samples_jc, strict=True) if one is not None]
         own_parts = [in_class_mix(counts, own[None])[0] for counts, own in scored]
         return ComparisonRow(
@@ -127,8 +127,8 @@ class Candidate:
 
     def curve(self) -> Curve:
         """Returns the curve of the comparison plot."""
-        scored = [[None if one is None else accuracy(one) for one in counts] for counts in self.counts_kr]
-        by_round = [[one for one in rates if one is not None] for rates in zip(*scored, strict=True)]
+        scored = [[None if count is None else accuracy(count) for count in counts] for counts in self.counts_kr]
+        by_round = [[rate for rate in rates if rate is not None] for rates in zip(*scored, strict=True)]
         at_end = [] if self.is_global else by_round[-1]
         return Curve(self.name, self.cost.bytes_so_far, [_mean(rates) for rates in by_round], at_end)
 
@@ -143,15 +143,15 @@ def candidates(method: str, history: FleetHistory, samples_jc: Ints, cost: Cost)
     }
     for variant, of in history.further.items():
         variants[f"{name} {variant}"] = [of.get(device, missing) for device in history.devices]
-    found = [Candidate(named, counts_kr, samples_jc, cost) for named, counts_kr in variants.items()]
+    result = [Candidate(named, counts_kr, samples_jc, cost) for named, counts_kr in variants.items()]
     if _has_separate_global_model(history):
-        found.append(Candidate(f"{name} global", [history.server], samples_jc, cost, is_global=True))
-    return found
+        result.append(Candidate(f"{name} global", [history.server], samples_jc, cost, is_global=True))
+    return result
 
 
 def _has_separate_global_model(history: FleetHistory) -> bool:
     last = history.server[-1]
-    return last is not None and not all(np.array_equal(one, last) for one in history.last())
+    return last is not None and not all(np.array_equal(item, last) for item in history.last())
 
 
 def local_only(counts_kr: Sequence[Sequence[Ints]], samples_jc: Ints) -> Candidate:
@@ -161,19 +161,19 @@ def local_only(counts_kr: Sequence[Sequence[Ints]], samples_jc: Ints) -> Candida
 
 def cost_of(store: Store, run: str, devices: int) -> Cost:
     """Computes the communication cost of a run with this number of devices."""
-    completed = [one.number for one in store.runs.rounds(run) if one.status is RoundStatus.CLOSED]
+    completed = [item.number for item in store.runs.rounds(run) if item.status is RoundStatus.CLOSED]
     answered = {upload.ask for upload in store.asks.uploads(run) if upload.data_bytes}
     return Cost(bytes_by_round(store.history.traffic(run), completed, devices), len(answered) / devices)
 
 
 def bytes_by_round(traffic: Sequence[Traffic], completed: Sequence[int], devices: int) -> list[dict[str, float]]:
     """Computes `FleetReport.bytes_by_round`; `completed` has the numbers of the completed rounds, ascending."""
-    found = [{"up": 0, "down": 0} for _ in completed]
+    result = [{"up": 0, "down": 0} for _ in completed]
     for sent in traffic:
         until = bisect_left(completed, sent.round)  # bytes of a short round count for the next completed one
         if until < len(completed):
-            found[until][sent.direction] += sent.uncompressed_bytes
-    return [{direction: total / devices for direction, total in one.items()} for one in found]
+            result[until][sent.direction] += sent.uncompressed_bytes
+    return [{direction: total / devices for direction, total in item.items()} for item in result]
 
 
 def total_bytes(traffic: Sequence[Traffic], direction: str) -> int:
@@ -192,9 +192,9 @@ def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
     table.add_column("", no_wrap=True)
     for name in ("all classes", "own classes", "bytes", "exchanges"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in rows:
-        cost = (readable_bytes(round(one.bytes)), f"{one.exchanges:.3g}") if one.exchanges else ("0", "0")
-        table.add_row(one.name, _percent(one.accuracy), _percent(one.own_accuracy), *cost)
+    for row in rows:
+        cost = (readable_bytes(round(row.bytes)), f"{row.exchanges:.3g}") if row.exchanges else ("0", "0")
+        table.add_row(row.name, _percent(row.accuracy), _percent(row.own_accuracy), *cost)
     return table
 
 

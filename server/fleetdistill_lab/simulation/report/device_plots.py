@@ -81,7 +81,7 @@ def plot_rounds(ax: Axes, curves: DeviceCurves) -> None:
     Raises:
         DataError: There are no devices or no rounds, or the curves differ in length.
     """
-    lengths = {len(one) for one in (*curves.devices.values(), *curves.controls.values())}
+    lengths = {len(item) for item in (*curves.devices.values(), *curves.controls.values())}
     if len(lengths) != 1 or not curves.devices or lengths == {0}:
         text = f"cannot plot rounds: {len(curves.devices)} devices have curves of lengths {sorted(lengths)}"
         raise DataError(f"{text}, expected at least one device, and curves of one length above 0")

@@ -62,16 +62,18 @@ def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHi
         specs: The run's devices.
     """
     trained = _receipts(store, run)
-    closed = [one for one in store.runs.rounds(run) if one.status is RoundStatus.CLOSED]
-    numbers = [one.number for one in closed]
+    closed = [item for item in store.runs.rounds(run) if item.status is RoundStatus.CLOSED]
+    numbers = [item.number for item in closed]
     scores = read_scores(specs[0].scores_file)
     noted = {spec.name: _with_receipt(scores[""][spec.name], trained[spec.name]) for spec in specs}
-    figures = [one.figures for one in closed]
-    server = [np.array(one["global_confusion"], np.int64) if "global_confusion" in one else None for one in figures]
+    figures = [item.figures for item in closed]
+    server = [
+        np.array(figure["global_confusion"], np.int64) if "global_confusion" in figure else None for figure in figures
+    ]
     products = _products(scores.get(PRODUCT, {}), noted, numbers)
     after_training = {name: after_rounds(of, numbers) for name, of in noted.items()}
     return FleetHistory(
-        devices=products if products and all(one is None for one in server) else after_training,
+        devices=products if products and all(item is None for item in server) else after_training,
         took_part={name: [number in of for number in numbers] for name, of in noted.items()},
         further={
             name: _further(of, trained, numbers) for name, of in sorted(scores.items()) if name not in ("", PRODUCT)
@@ -95,11 +97,11 @@ def _products(
 def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
     """Returns for each device the rounds in which the server has its answer to a step with metrics."""
     steps = _metrics_steps(store.runs.existing(run).config)
-    found = defaultdict[str, set[int]](set)
+    result = defaultdict[str, set[int]](set)
     for upload in store.asks.uploads(run):
         if upload.step in steps:
-            found[upload.device].add(upload.round)
-    return found
+            result[upload.device].add(upload.round)
+    return result
 
 
 def _metrics_steps(config: Mapping[str, Any]) -> Sequence[str]:
@@ -112,13 +114,13 @@ def _further(
     scores: Mapping[str, Mapping[int, Ints]], trained: Mapping[str, AbstractSet[int]], rounds: Sequence[int]
 ) -> dict[str, list[Ints | None]]:
     """Returns the devices' scores of a further variant in rounds that have a receipt."""
-    found: dict[str, list[Ints | None]] = {}
+    result: dict[str, list[Ints | None]] = {}
     for device, of in scores.items():
         noted = _with_receipt(of, trained[device])
         if noted:
             before = sum(number < min(noted) for number in rounds)
-            found[device] = [*[None] * before, *after_rounds(noted, rounds[before:])]
-    return found
+            result[device] = [*[None] * before, *after_rounds(noted, rounds[before:])]
+    return result
 
 
 def _with_receipt(noted: Mapping[int, Ints], rounds: AbstractSet[int]) -> dict[int, Ints]:

@@ -75,8 +75,8 @@ def accuracy(counts_cc: Cells | Margins) -> float:
 
 def f1_by_class(counts_cc: Cells | Margins) -> Floats:
     """Returns F1 = 2 TP / (2 TP + FP + FN) of each class `[..., C]`; 0 for classes where this is 0 / 0."""
-    found = Margins.of(counts_cc)
-    return _divide(2 * found.hits, found.predicted + found.rows, 0.0)
+    result = Margins.of(counts_cc)
+    return _divide(2 * result.hits, result.predicted + result.rows, 0.0)
 
 
 def f1_weighted(counts_cc: Cells | Margins) -> float:
@@ -117,8 +117,8 @@ _BY_PART: Mapping[Score, Callable[[Margins], Floats]] = {
 
 def mean_over_parts(counts_jcc: Cells | Margins, score: Score = accuracy) -> float:
     """Returns the unweighted mean of a score over test sets `[J, C, C]`; empty test sets are left out."""
-    found = Margins.of(counts_jcc)
-    scores = _BY_PART[score](found)[found.rows.sum(-1) > 0]
+    result = Margins.of(counts_jcc)
+    scores = _BY_PART[score](result)[result.rows.sum(-1) > 0]
     return float(np.mean(scores)) if len(scores) else float("nan")
 
 
@@ -150,12 +150,12 @@ def c_gen(counts_kjcc: Iterable[Cells | Margins], score: Score = accuracy) -> fl
         counts_kjcc: For each device model, its matrices `[J, C, C]` on all test sets. The same sets are empty for all.
         score: The score.
     """
-    models = (Margins.of(one) for one in counts_kjcc)
+    models = (Margins.of(item) for item in counts_kjcc)
     if score is accuracy:
-        scores = [accuracy(one.total()) for one in models]
+        scores = [accuracy(model.total()) for model in models]
     else:
-        scores = [mean_over_parts(one, score) for one in models]
-    known = [one for one in scores if not np.isnan(one)]
+        scores = [mean_over_parts(model, score) for model in models]
+    known = [score for score in scores if not np.isnan(score)]
     return float(np.mean(known)) if known else float("nan")
 
 
@@ -218,7 +218,7 @@ def fleet_scores(
 
 
 def _join(parts: Sequence[Margins]) -> Margins:
-    hits, predicted, rows = zip(*((one.hits, one.predicted, one.rows) for one in parts), strict=True)
+    hits, predicted, rows = zip(*((part.hits, part.predicted, part.rows) for part in parts), strict=True)
     return Margins(np.stack(hits), np.stack(predicted), np.stack(rows))
 
 

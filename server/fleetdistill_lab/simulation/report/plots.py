@@ -196,12 +196,12 @@ def _name_axes(
 def _looks(curves: Sequence[Curve]) -> list[tuple[str, int]]:
     """Returns each curve's colour, which its method determines, and its number among the method's curves."""
     seen = Counter[str]()
-    found = []
-    for one in curves:
-        colour = next((colour for name, colour in _COLOURS.items() if one.name.startswith(name)), FLEET)
-        found.append((colour, seen[colour]))
+    result = []
+    for curve in curves:
+        colour = next((colour for name, colour in _COLOURS.items() if curve.name.startswith(name)), FLEET)
+        result.append((colour, seen[colour]))
         seen[colour] += 1
-    return found
+    return result
 
 
 def _draw_curve(ax: Axes, curve: Curve, colour: str, number: int) -> None:
@@ -237,12 +237,12 @@ def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None) ->
     ax.set_title("Accuracy on all classes by traffic", loc="left", fontsize=11)
     ax.set_xlabel("kB sent and received per device since the start")
     ax.set_xscale("log")
-    reached = [kilobytes / 1e3 for one in curves for kilobytes in one.bytes]
+    reached = [kilobytes / 1e3 for curve in curves for kilobytes in curve.bytes]
     ax.set_xlim(min(reached) / 1.6, max(reached) * 1.6)
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.3g}" if x < 1000 else f"{x:,.0f}"))
-    rates = [rate for one in curves for rate in (*one.accuracy, *one.devices, alone) if rate is not None]
+    rates = [rate for curve in curves for rate in (*curve.accuracy, *curve.devices, alone) if rate is not None]
     ax.set_ylim(max(0.0, np.floor(10 * min(rates, default=0.0)) / 10), 1.01)
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     ax.grid(color="#e6e6e6", linewidth=0.8)

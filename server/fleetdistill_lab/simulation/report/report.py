@@ -73,7 +73,9 @@ def make_report(done: Outcome) -> FleetReport:
         devices=devices,
         privacy=_privacy(done.config.method_config().guarantee, devices),
         **_accuracies_by_round(done.history, done.controls.alone),
-        global_accuracy_by_round=[one.global_accuracy for one in figures if one.round.status is RoundStatus.CLOSED],
+        global_accuracy_by_round=[
+            figure.global_accuracy for figure in figures if figure.round.status is RoundStatus.CLOSED
+        ],
         leave_one_out=of_the_fleet(estimates.values()),
         **_comparison(done, shares, cost),
         simulated_time=simulated_times(done),
@@ -104,19 +106,19 @@ def _settings(done: Outcome) -> dict[str, Any]:
 def _privacy(guarantee: Guarantee | None, devices: Sequence[DeviceReport]) -> dict[str, Any] | None:
     if guarantee is None:
         return None
-    found = strength(statistics.mean(one.samples for one in devices), [guarantee.mu] * len(devices))
-    return {**asdict(guarantee), "sentence": guarantee.sentence, "expected_strength": round(found, 1)}
+    result = strength(statistics.mean(device.samples for device in devices), [guarantee.mu] * len(devices))
+    return {**asdict(guarantee), "sentence": guarantee.sentence, "expected_strength": round(result, 1)}
 
 
 def _mean_accuracies(
     devices: Sequence[DeviceReport], scores: Mapping[str, FleetFigures], alone: Mapping[str, Sequence[Counts]]
 ) -> dict[str, Any]:
     return {
-        "mean_accuracy_alone": statistics.mean(one[-1].accuracy for one in alone.values()) if alone else None,
-        "mean_accuracy_fleet": statistics.mean(one.accuracy_fleet for one in devices),
-        "mean_accuracy_trained": statistics.mean(one.accuracy_trained for one in devices),
+        "mean_accuracy_alone": statistics.mean(item[-1].accuracy for item in alone.values()) if alone else None,
+        "mean_accuracy_fleet": statistics.mean(device.accuracy_fleet for device in devices),
+        "mean_accuracy_trained": statistics.mean(device.accuracy_trained for device in devices),
         "mean_own_accuracy_alone": _c_spec(scores, "alone"),
-        "mean_own_accuracy_fleet": _mean_where_known([one.own_accuracy_fleet for one in devices]),
+        "mean_own_accuracy_fleet": _mean_where_known([device.own_accuracy_fleet for device in devices]),
         "mean_own_accuracy_trained": _c_spec(scores, "fleet"),
         "mean_own_accuracy_fedavg_device": _c_spec(scores, "fedavg"),
     }
@@ -124,13 +126,13 @@ def _mean_accuracies(
 
 def _accuracies_by_round(history: FleetHistory, alone: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
     def of(counts: Mapping[str, Sequence[Ints | None]]) -> dict[str, list[float | None]]:
-        return {device: [accuracy_or_none(one) for one in by_round] for device, by_round in counts.items()}
+        return {device: [accuracy_or_none(item) for item in by_round] for device, by_round in counts.items()}
 
     return {
         "accuracy_by_round": of(history.devices),
         "delivered_accuracy_by_round": of(history.products),
         "further_accuracy_by_round": {variant: of(counts) for variant, counts in history.further.items()},
-        "alone_accuracy_by_round": {device: [one.accuracy for one in counts] for device, counts in alone.items()},
+        "alone_accuracy_by_round": {device: [count.accuracy for count in counts] for device, counts in alone.items()},
     }
 
 
@@ -139,16 +141,16 @@ def _protection(store: Store, run: str, figures: Sequence[RoundFigures]) -> dict
     return {
         "named": named(store, run),
         "guards_fired": sum(store.summaries.guards(run, 0, EVERY).values()),
-        "models_kept": sum(one.kept or 0 for one in figures),
-        "models_replaced": sum(one.replaced or 0 for one in figures),
+        "models_kept": sum(figure.kept or 0 for figure in figures),
+        "models_replaced": sum(figure.replaced or 0 for figure in figures),
     }
 
 
 def _comparison(done: Outcome, shares: Ints, cost: Cost) -> dict[str, Any]:
     compared = _compare(done, shares, cost)
     return {
-        "comparison": [*_alone_row(done.controls.alone, shares), *(one.row() for one in compared)],
-        "curves": [one.curve() for one in compared],
+        "comparison": [*_alone_row(done.controls.alone, shares), *(item.row() for item in compared)],
+        "curves": [item.curve() for item in compared],
     }
 
 
@@ -157,9 +159,9 @@ def write_report(report: FleetReport, out: Path) -> None:
     (out / "report.json").write_text(json.dumps(asdict(report), indent=1))
     save_report_figure(
         out / "fleet.png",
-        counts_jc=[one.samples_by_class for one in report.devices],
+        counts_jc=[device.samples_by_class for device in report.devices],
         class_names=report.class_names,
-        device_names=[f"{one.name} ({one.model})" for one in report.devices],
+        device_names=[f"{device.name} ({device.model})" for device in report.devices],
         partition=_describe(report),
         curves=report.curves,
         by_device=_by_device(report),
@@ -192,7 +194,7 @@ def privacy_lines(report: FleetReport) -> list[str]:
 def _by_device(report: FleetReport) -> DeviceCurves:
     rounds = report.completed_rounds
     alone = list(report.alone_accuracy_by_round.values())
-    fedavg = next((one.accuracy for one in report.curves if one.name == "FedAvg global"), [])
+    fedavg = next((curve.accuracy for curve in report.curves if curve.name == "FedAvg global"), [])
     controls = {
         "alone, mean": [statistics.mean(rates) for rates in zip(*alone, strict=True)],
         "FedAvg global": fedavg,
@@ -205,9 +207,13 @@ def _by_device(report: FleetReport) -> DeviceCurves:
             for name, rates in controls.items()
             if len(rates) >= rounds and any(rate is not None for rate in rates)
         },
-        alone={one.name: one.accuracy_alone for one in report.devices if one.accuracy_alone is not None},
+        alone={device.name: device.accuracy_alone for device in report.devices if device.accuracy_alone is not None},
         further={
-            variant: {one.name: one.further[variant]["accuracy"] for one in report.devices if variant in one.further}
+            variant: {
+                device.name: device.further[variant]["accuracy"]
+                for device in report.devices
+                if variant in device.further
+            }
             for variant in report.further
         },
         moment="at the end" if report.finished else f"after round {rounds}",
@@ -239,10 +245,10 @@ def _mean_where_known(rates: Sequence[float]) -> float | None:
 
 
 def _mean_further(devices: Sequence[DeviceReport]) -> dict[str, dict[str, float]]:
-    names = dict.fromkeys(variant for one in devices for variant in one.further)
+    names = dict.fromkeys(variant for device in devices for variant in device.further)
     return {
         variant: {
-            figure: statistics.mean(one.further[variant][figure] for one in devices if variant in one.further)
+            figure: statistics.mean(device.further[variant][figure] for device in devices if variant in device.further)
             for figure in ("accuracy", "own_accuracy")
         }
         for variant in names
@@ -271,13 +277,13 @@ def _scores(history: FleetHistory, samples_jc: Ints, controls: Controls) -> dict
     def last(one: FleetHistory) -> FleetFigures:
         return fleet_figures(one.last(), samples_jc, one.server[-1])
 
-    found = {"fleet": last(history)}
+    result = {"fleet": last(history)}
     if controls.alone:
         alone_kcc = [controls.alone[name][-1].confusion for name in history.devices]
-        found["alone"] = fleet_figures(alone_kcc, samples_jc, None)
+        result["alone"] = fleet_figures(alone_kcc, samples_jc, None)
     if controls.fedavg is not None:
-        found["fedavg"] = last(controls.fedavg.history)
-    return found
+        result["fedavg"] = last(controls.fedavg.history)
+    return result
 
 
 def _upload_counts(store: Store, run: str) -> dict[str, Any]:

@@ -116,13 +116,13 @@ def margins_in_mix(counts_cc: Ints, samples_jc: Ints) -> Margins:
 
 
 def _figures(counts_kjcc: Sequence[Margins], server_jcc: Margins | None, score: Score) -> Figures:
-    found = fleet_scores(counts_kjcc, server_jcc, score)
+    result = fleet_scores(counts_kjcc, server_jcc, score)
     figures = {
-        "global": found.global_,
-        "c_gen": found.c_gen,
-        "c_spec": found.c_spec,
-        "c_spec_samples": found.c_spec_samples,
-        "c_per": found.c_per,
+        "global": result.global_,
+        "c_gen": result.c_gen,
+        "c_spec": result.c_spec,
+        "c_spec_samples": result.c_spec_samples,
+        "c_per": result.c_per,
     }
     return {name: None if math.isnan(value) else value for name, value in figures.items()}
 

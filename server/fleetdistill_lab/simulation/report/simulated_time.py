@@ -93,7 +93,7 @@ def simulated_times(done: Outcome) -> SimulatedTimes | None:
     stored = done.store.runs.rounds(done.run)
     outcomes = _outcomes(done)
     traces = fleet_traces(behaviour, done.specs)
-    starts = [one.started_at - START for one in stored]
+    starts = [item.started_at - START for item in stored]
     absent = {spec.name: _absences(traces.spans(spec.name), starts) for spec in done.specs}
     rounds = [
         _round(one, outcomes[one.number], sum(flags[index] for flags in absent.values()))
@@ -110,19 +110,19 @@ def simulated_times(done: Outcome) -> SimulatedTimes | None:
         )
         for name, flags in absent.items()
     }
-    return SimulatedTimes(max((one.ended or one.started for one in rounds), default=0.0), rounds, devices)
+    return SimulatedTimes(max((item.ended or item.started for item in rounds), default=0.0), rounds, devices)
 
 
 def _outcomes(done: Outcome) -> dict[int, dict[str, str]]:
     """Returns the outcome of every device that a round asked, by round and device: the worst of its asks."""
-    found: dict[int, dict[str, str]] = defaultdict(dict)
+    result: dict[int, dict[str, str]] = defaultdict(dict)
     for ask in done.store.asks.of_run(done.run):
         outcome = "answered" if ask.status is AskStatus.ANSWERED else _OUTCOMES.get(ask.reason, "dropped")
         if ask.status is AskStatus.OPEN:
             outcome = "not_needed"
-        before = found[ask.round].get(ask.device, outcome)
-        found[ask.round][ask.device] = min(before, outcome, key=_WORST_FIRST.index)
-    return found
+        before = result[ask.round].get(ask.device, outcome)
+        result[ask.round][ask.device] = min(before, outcome, key=_WORST_FIRST.index)
+    return result
 
 
 def _round(stored: Round, outcomes: dict[str, str], absent: int) -> SimulatedRound:
@@ -151,30 +151,30 @@ def _seconds(at: float) -> float:
 def _absences(spans: Iterator[Span], times: Sequence[float]) -> list[bool]:
     """Returns for each of the ascending times whether it is outside all intervals."""
     span = next(spans, None)
-    found = []
+    result = []
     for time in times:
         while span is not None and span.end <= time:
             span = next(spans, None)
-        found.append(span is None or time < span.start)
-    return found
+        result.append(span is None or time < span.start)
+    return result
 
 
 def time_lines(times: SimulatedTimes | None) -> list[str]:
     """Returns the summary of a simulation in simulated time; none without simulated time."""
     if times is None:
         return []
-    closed = [one for one in times.rounds if one.status == RoundStatus.CLOSED and one.ended is not None]
-    durations = [one.ended - one.started for one in closed if one.ended is not None]
+    closed = [item for item in times.rounds if item.status == RoundStatus.CLOSED and item.ended is not None]
+    durations = [item.ended - item.started for item in closed if item.ended is not None]
     text = f"simulated time: {readable_seconds(times.seconds)}"
     if durations:
         text += f", {readable_seconds(statistics.median(durations))} per round (median)"
-    short = sum(one.status == RoundStatus.SHORT for one in times.rounds)
+    short = sum(item.status == RoundStatus.SHORT for item in times.rounds)
     text += f"; {short} of {len(times.rounds)} rounds fell short" if short else ""
-    counts = [f"{sum(one.answered for one in times.rounds)} answered"]
+    counts = [f"{sum(item.answered for item in times.rounds)} answered"]
     for kind in ("late", "dropped", "declined", "not_needed"):
-        if count := sum(len(getattr(one, kind)) for one in times.rounds):
+        if count := sum(len(getattr(item, kind)) for item in times.rounds):
             counts.append(f"{count} {kind.replace('_', ' ')}")
-    absent = statistics.mean(one.absent for one in times.rounds) if times.rounds else 0.0
+    absent = statistics.mean(item.absent for item in times.rounds) if times.rounds else 0.0
     return [f"{text}; devices per outcome over all rounds: {', '.join(counts)}; {absent:.1f} absent per round"]
 
 

@@ -58,11 +58,11 @@ def _mean_cells(report: FleetReport) -> dict[str, str]:
     devices = report.devices
     return {
         "device": "mean",
-        "samples": f"{sum(one.samples for one in devices):,}",
+        "samples": f"{sum(device.samples for device in devices):,}",
         "alone -> fleet": _arrow(report.mean_accuracy_alone, report.mean_accuracy_fleet),
         "own classes": _arrow(report.mean_own_accuracy_alone, report.mean_own_accuracy_fleet),
-        "up": readable_bytes(sum(one.bytes_up for one in devices) // len(devices)),
-        "down": readable_bytes(sum(one.bytes_down for one in devices) // len(devices)),
+        "up": readable_bytes(sum(device.bytes_up for device in devices) // len(devices)),
+        "down": readable_bytes(sum(device.bytes_down for device in devices) // len(devices)),
     }
 
 
@@ -103,7 +103,7 @@ def _add_further(table: Table, names: Sequence[str], further: _Further) -> None:
 
 
 def _arrow(before: float | None, after: float | None) -> str:
-    return " -> ".join(f"{one:.1%}" for one in (before, after) if one is not None)
+    return " -> ".join(f"{item:.1%}" for item in (before, after) if item is not None)
 
 
 MAX_ROWS = 60

@@ -65,26 +65,26 @@ class SimulatedCompute(TorchCompute):
         if not self.method.shares_fleet_model or SPLIT in self._scored:
             return super()._score_received(ask)
         key = self._model_name, ask.step, self._payload
-        found = self._shared.received  # another thread may replace it
-        if found[0] != key:
-            found = self._shared.received = key, super()._score_received(ask)[0]
-        return found[1], None  # without validation data the model takes part in no decision
+        result = self._shared.received  # another thread may replace it
+        if result[0] != key:
+            result = self._shared.received = key, super()._score_received(ask)[0]
+        return result[1], None  # without validation data the model takes part in no decision
 
     def _score_model(self, name: str, model: nn.Module) -> list[tuple[str, Counts]]:
         key = f"{self._model_name}/{name}", _digest(model)
         scores = self._shared.scores
         if SPLIT in self._scored:  # the device's own data, so no other device has these scores
             return super()._score_model(name, model)
-        found = scores.get(key)
-        if found is None:
-            found = scores[key] = super()._score_model(name, model)
+        result = scores.get(key)
+        if result is None:
+            result = scores[key] = super()._score_model(name, model)
             while len(scores) > _MAX_SCORES:
                 scores.popitem(last=False)
-        return found
+        return result
 
 
 def _digest(model: nn.Module) -> bytes:
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for tensor in model.state_dict().values():
-        found.update(np.ascontiguousarray(tensor.numpy(force=True)).data)
-    return found.digest()
+        result.update(np.ascontiguousarray(tensor.numpy(force=True)).data)
+    return result.digest()

@@ -135,15 +135,15 @@ def _change_part(part: Any, start: Any, change: Change, random: np.random.Genera
             fields = ("means", "variances")
         case _:
             return part
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for field in fields:
         honest, before = getattr(part, field), getattr(start, field, None)
         if isinstance(honest, Mapping):
             earlier = before or {}
-            found[field] = {k: _one(k, one, earlier.get(k), change, random) for k, one in honest.items()}
+            result[field] = {k: _one(k, one, earlier.get(k), change, random) for k, one in honest.items()}
         elif honest is not None:
-            found[field] = _one(field, honest, before, change, random)
-    return replace(part, **found)
+            result[field] = _one(field, honest, before, change, random)
+    return replace(part, **result)
 
 
 def _one(name: str, honest: Array, start: Array | None, change: Change, random: np.random.Generator) -> Array:

@@ -40,19 +40,19 @@ def append_scores(file: Path, device: str, number: int, confusion: npt.ArrayLike
 
 def read_scores(file: Path) -> Scores:
     """Returns the matrices of a score log; the last one for a repeated round."""
-    found: dict[str, dict[str, dict[int, Ints]]] = defaultdict(lambda: defaultdict(dict))
+    result: dict[str, dict[str, dict[int, Ints]]] = defaultdict(lambda: defaultdict(dict))
     if file.exists():
         with file.open() as lines:
             for row in map(json.loads, lines):
-                found[row["variant"]][row["device"]][row["round"]] = _matrix(row["classes"], row["cells"])
-    return found
+                result[row["variant"]][row["device"]][row["round"]] = _matrix(row["classes"], row["cells"])
+    return result
 
 
 def _matrix(classes: int, cells: Sequence[Sequence[int]]) -> Ints:
-    found = np.zeros((classes, classes), np.int64)
+    result = np.zeros((classes, classes), np.int64)
     for true, predicted, count in cells:
-        found[true, predicted] = count
-    return found
+        result[true, predicted] = count
+    return result
 
 
 def after_rounds(noted: Mapping[int, Ints], rounds: Sequence[int]) -> list[Ints]:

@@ -138,14 +138,14 @@ class Simulation:
         if not isinstance(self.dataset, str) or self.dataset.endswith(".npz"):
             object.__setattr__(self, "dataset", _as_dataset(self.dataset))
         object.__setattr__(self, "out", Path(self.out))
-        object.__setattr__(self, "models", tuple(path_of(one) for one in self.models))
+        object.__setattr__(self, "models", tuple(path_of(model) for model in self.models))
         object.__setattr__(self, "extractor", path_of(self.extractor))
         object.__setattr__(self, "server_model", path_of(self.server_model))
 
     @property
     def model_paths(self) -> tuple[str, ...]:
         """Device models, each as a name or `package.module:factory`."""
-        return tuple(path_of(one) for one in self.models)
+        return tuple(path_of(model) for model in self.models)
 
     def configuration(self) -> Any:
         """Returns the method's configuration, without checks that need the number of classes.

@@ -44,11 +44,11 @@ def read_traces(path: str | Path) -> Traces:
 def _by_device(file: Path, rows: Any) -> Traces:
     if not isinstance(rows, list) or not rows:
         raise DataError(f"{file} has no rows; expected columns {', '.join(_COLUMNS)} and optionally speed")
-    found: dict[str, list[Interval]] = {}
+    result: dict[str, list[Interval]] = {}
     for number, row in enumerate(rows, start=1):
         device, interval = _interval(f"{file}, row {number}", row)
-        found.setdefault(device, []).append(interval)
-    return tuple(tuple(sorted(intervals)) for intervals in found.values())
+        result.setdefault(device, []).append(interval)
+    return tuple(tuple(sorted(intervals)) for intervals in result.values())
 
 
 def _interval(where: str, row: Any) -> tuple[str, Interval]:

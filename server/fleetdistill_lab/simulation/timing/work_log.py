@@ -41,9 +41,9 @@ class WorkLog:
     def __init__(self, path: Path, until: float) -> None:
         self._path = path
         self._last: dict[str, Work] = {}
-        found = list(read_work(path))
-        kept = [work for work in found if work.start <= until]
-        if len(kept) < len(found):
+        result = list(read_work(path))
+        kept = [work for work in result if work.start <= until]
+        if len(kept) < len(result):
             path.write_text("".join(_line(work) for work in kept))
         for work in kept:
             self._last[work.device] = work

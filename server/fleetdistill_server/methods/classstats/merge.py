@@ -74,20 +74,20 @@ def _screen(fleet: Fleet, rules: Rules, notes: Notes) -> tuple[Fleet, LeftOutRea
     off = rules.robust == "off"
     cap = rules.count_cap or (0.0 if off else MAX_ROWS)
     bounded = capped(fleet, cap) if cap else fleet
-    for device in (one for one in fleet if bounded[one] is not fleet[one]):
-        rows, counted = (int(one[device].counts.sum()) for one in (fleet, bounded))
+    for device in (item for item in fleet if bounded[item] is not fleet[item]):
+        rows, counted = (int(item[device].counts.sum()) for item in (fleet, bounded))
         text = (
             f"{device} sent statistics of {rows} rows, which count as {counted}: the limit is {cap:g} times the median"
         )
         notes.event("rows-capped", f"{text} device's rows", device)
-    kept, found = (bounded, list[LeftOut]()) if off else screen(bounded, rules.robust, rules.trusted)
+    kept, result = (bounded, list[LeftOut]()) if off else screen(bounded, rules.robust, rules.trusted)
     left_out: LeftOutReasons = {}
-    for one in found:
-        what = f"class{'es' if len(one.labels) > 1 else ''} {', '.join(map(str, one.labels))}"
-        text = f"{one.device}: {one.reason}; its statistics of {what} are left out of the merge"
-        left_out.setdefault(one.device, []).append(text)
+    for item in result:
+        what = f"class{'es' if len(item.labels) > 1 else ''} {', '.join(map(str, item.labels))}"
+        text = f"{item.device}: {item.reason}; its statistics of {what} are left out of the merge"
+        left_out.setdefault(item.device, []).append(text)
     note_left_out(left_out, notes)
-    _note_single_classes([one.labels for one in kept.values()], notes)
+    _note_single_classes([item.labels for item in kept.values()], notes)
     return kept, left_out
 
 
@@ -102,7 +102,7 @@ def _statistics_of(part: SharedStatistics) -> DeviceStatistics:
         trace += float((lengths * np.square(part.steps.astype(np.float64))).sum())
     order = np.argsort(part.labels)
     return DeviceStatistics(
-        labels=tuple(part.labels[one] for one in order),
+        labels=tuple(part.labels[item] for item in order),
         counts=counts[order].astype(np.int64),
         means=means[order],
         trace=trace,

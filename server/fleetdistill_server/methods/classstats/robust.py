@@ -55,7 +55,7 @@ class DeviceStatistics:
     def without(self, labels: tuple[int, ...]) -> DeviceStatistics:
         """Returns the statistics of the other classes."""
         at = np.flatnonzero(~np.isin(self.labels, labels))
-        labels = tuple(self.labels[one] for one in at)
+        labels = tuple(self.labels[item] for item in at)
         return replace(self, labels=labels, counts=self.counts[at], means=self.means[at])
 
 
@@ -106,17 +106,17 @@ def screen(fleet: Mapping[str, DeviceStatistics], robust: str, trusted: Mapping[
     trusted = trusted or {}
     if not fleet or (len(fleet) < _FEWEST_DEVICES and not trusted):
         return dict(fleet), []
-    found: list[LeftOut] = []
+    result: list[LeftOut] = []
     kept = dict(fleet)
     for test in (_drop_long_means, _drop_wide_covariances):
         kept, left_out = test(kept)
-        found += left_out
+        result += left_out
     kept, left_out = _drop_misplaced_devices(kept, robust, len(fleet) // 2, trusted)
-    found += left_out
+    result += left_out
     if robust == "strict":
         kept, left_out = _drop_distant_classes(kept)
-        found += left_out
-    return kept, found
+        result += left_out
+    return kept, result
 
 
 def trusted_centres(rows: TensorData | None, features: Callable[[Tensor], Array]) -> dict[int, Array]:
@@ -129,11 +129,11 @@ def trusted_centres(rows: TensorData | None, features: Callable[[Tensor], Array]
     if rows is None:
         return {}
     labels = rows.labels.numpy()
-    found = {}
+    result = {}
     for label in np.unique(labels).tolist():
         of_label = rows.inputs[torch.from_numpy(labels == label)]
-        found[label] = features(of_label).astype(np.float64).mean(axis=0)
-    return found
+        result[label] = features(of_label).astype(np.float64).mean(axis=0)
+    return result
 
 
 # --- length and spread
@@ -164,7 +164,7 @@ def _drop_wide_covariances(fleet: Fleet) -> Screened:
     """Leaves out devices whose covariance is too large; it would affect all classes through the shared covariance."""
     if not fleet:
         return {}, []
-    limit = MAX_SPREAD * median(one.trace for one in fleet.values())
+    limit = MAX_SPREAD * median(item.trace for item in fleet.values())
     left_out = [
         LeftOut(
             device=device,
@@ -179,7 +179,7 @@ def _drop_wide_covariances(fleet: Fleet) -> Screened:
 
 
 def without(fleet: Fleet, left_out: list[LeftOut]) -> Fleet:
-    gone = {one.device: one.labels for one in left_out}
+    gone = {item.device: item.labels for item in left_out}
     kept = {device: one.without(gone[device]) if device in gone else one for device, one in fleet.items()}
     return {device: one for device, one in kept.items() if one.labels}
 
@@ -198,11 +198,11 @@ def _drop_misplaced_devices(fleet: Fleet, robust: str, max_left_out: int, truste
     for _ in range(max_left_out):
         centres = Centres(kept, trusted, shifted=robust == "gross")
         compared = {device: near for device, one in kept.items() if (near := centres.near(one)) is not None}
-        found = {device: near for device, near in compared.items() if near.share < least}
-        if not found:
+        result = {device: near for device, near in compared.items() if near.share < least}
+        if not result:
             break
-        worst = min(found, key=lambda device: (found[device].right - found[device].of, device))
-        right, of, share = found[worst].right, found[worst].of, found[worst].share
+        worst = min(result, key=lambda device: (result[device].right - result[device].of, device))
+        right, of, share = result[worst].right, result[worst].of, result[worst].share
         reason = f"{right} of its {of} class means are nearest to the centre of their class, a share of {share:.3g};"
         reason = f"{reason} at least {least:g} is required"
         left_out.append(LeftOut(device=worst, labels=kept.pop(worst).labels, reason=reason))
@@ -234,8 +234,8 @@ class Centres:
     def __init__(self, fleet: Mapping[str, DeviceStatistics], trusted: Mapping[int, Array], *, shifted: bool) -> None:
         self._shifted = shifted
         means = defaultdict[int, list[Array]](list)
-        for one in fleet.values():
-            for label, mean in zip(one.labels, one.means, strict=True):
+        for item in fleet.values():
+            for label, mean in zip(item.labels, item.means, strict=True):
                 means[label].append(mean)
         self._middle = {label: middle_values(means[label]) for label in means.keys() - trusted.keys()}
         of_all = {label: np.median(middle, axis=0) for label, middle in self._middle.items()}
@@ -291,17 +291,17 @@ def middle_values(means: list[Array]) -> Array:
 def _drop_distant_classes(fleet: Fleet) -> Screened:
     """Leaves out single classes of devices that are too far from the median of at least three devices."""
     far = defaultdict[str, list[tuple[int, float, float]]](list)
-    for label in sorted({label for one in fleet.values() for label in one.labels}):
+    for label in sorted({label for item in fleet.values() for label in item.labels}):
         holders = {device: one for device, one in fleet.items() if label in one.labels}
         distances = _standardised_distances(holders, label) if len(holders) >= _FEWEST_DEVICES else {}
         most = max(_MAX_DISTANCE * median(distances.values()), _MIN_DISTANCE) if distances else 0.0
         for device in (one for one, distance in distances.items() if distance > most):
             far[device].append((label, distances[device], most))
     left_out = []
-    for device, found in sorted(far.items()):
-        figures = ", ".join(f"{distance:.3g} (class {label}, limit {most:.3g})" for label, distance, most in found)
+    for device, result in sorted(far.items()):
+        figures = ", ".join(f"{distance:.3g} (class {label}, limit {most:.3g})" for label, distance, most in result)
         reason = f"its class means are too far from the median device's: {figures}"
-        left_out.append(LeftOut(device=device, labels=tuple(label for label, _, _ in found), reason=reason))
+        left_out.append(LeftOut(device=device, labels=tuple(label for label, _, _ in result), reason=reason))
     return without(fleet, left_out), left_out
 
 
@@ -310,9 +310,9 @@ def _standardised_distances(holders: Mapping[str, DeviceStatistics], label: int)
     at = {device: one.labels.index(label) for device, one in holders.items()}
     means = np.stack([one.means[at[device]].astype(np.float64) for device, one in holders.items()])
     away = np.sqrt(np.square(means - np.median(means, axis=0)).sum(axis=1))
-    spread = median(one.trace for one in holders.values())
+    spread = median(holder.trace for holder in holders.values())
     if not spread:
         return {}
     counts = np.array([one.counts[at[device]] for device, one in holders.items()])
-    found = away / np.sqrt(spread * (1 / counts + _DEVICES_DIFFER))
-    return dict(zip(holders, found.tolist(), strict=True))
+    result = away / np.sqrt(spread * (1 / counts + _DEVICES_DIFFER))
+    return dict(zip(holders, result.tolist(), strict=True))

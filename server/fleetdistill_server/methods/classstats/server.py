@@ -259,7 +259,7 @@ class ClassStatsServer(ServerMethod):
         includes the device.
         """
         self.deliveries.update_present(present)
-        return any(self._needs_round(*one) for one in present.items() if not self.deliveries.is_unresponsive(one[0]))
+        return any(self._needs_round(*item) for item in present.items() if not self.deliveries.is_unresponsive(item[0]))
 
     def _needs_round(self, device: str, version: str) -> bool:
         lacks_space = self._space is not None and self.deliveries.lacks(device, self.merge_name)
@@ -349,10 +349,10 @@ def _add_leave_one_out(figures: dict[int, list[float]], parts: Parts, counted: S
     """Adds one device's leave-one-out figures, for those of its classes that are in the merge."""
     metrics = parts.get("metrics")
     for metric in metrics.metrics if isinstance(metrics, Metrics) else []:
-        for one in metric.by_class if metric.name == LEAVE_ONE_OUT else []:
-            if one.label in counted:
-                figures[one.label][0] += one.sum
-                figures[one.label][1] += one.count
+        for item in metric.by_class if metric.name == LEAVE_ONE_OUT else []:
+            if item.label in counted:
+                figures[item.label][0] += item.sum
+                figures[item.label][1] += item.count
 
 
 def _in_memory(part: Any) -> Any:

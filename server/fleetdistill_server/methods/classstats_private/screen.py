@@ -44,10 +44,10 @@ def screen_releases(
     bounded = {device: _scale(*one, weights[device]) for device, one in capped.items()}
     if off:
         return bounded, {}
-    _, found = screen(_comparable(bounded), rules.robust, rules.trusted)
+    _, result = screen(_comparable(bounded), rules.robust, rules.trusted)
     left_out: LeftOutReasons = {}
-    for one in found:
-        left_out.setdefault(one.device, []).append(f"{one.device}: {one.reason}; its statistics are left out")
+    for item in result:
+        left_out.setdefault(item.device, []).append(f"{item.device}: {item.reason}; its statistics are left out")
     note_left_out(left_out, notes)
     return {device: one for device, one in bounded.items() if device not in left_out}, left_out
 
@@ -56,19 +56,19 @@ def _cap(releases: Releases, cap: float, notes: Notes) -> Releases:
     """Scales releases, and their noise with them, so that none counts more than `cap` times the median's rows."""
     totals = {device: float(sums.counts.sum()) for device, (sums, _) in releases.items()}
     most = cap * max(median(totals.values()), 1.0) if totals else 0.0
-    found: Releases = {}
+    result: Releases = {}
     for device, (sums, noise) in releases.items():
         share = min(1.0, most / totals[device]) if totals[device] > 0 else 1.0
         if share < 1:
             text = f"{device} sent noisy sums of {totals[device]:.0f} rows, which count as {most:.0f}: the limit is"
             notes.event("rows-capped", f"{text} {cap:g} times the median device's rows", device)
-        found[device] = _scale(sums, noise, share)
-    return found
+        result[device] = _scale(sums, noise, share)
+    return result
 
 
 def _scale(sums: RowSums, noise: NoiseScale, share: float) -> tuple[RowSums, NoiseScale]:
     scaled = {name: share * value for name, value in vars(sums).items()}
-    return replace(sums, **scaled), NoiseScale(*(share * one for one in vars(noise).values()))
+    return replace(sums, **scaled), NoiseScale(*(share * var for var in vars(noise).values()))
 
 
 def _comparable(releases: Releases) -> Mapping[str, DeviceStatistics]:
@@ -77,8 +77,8 @@ def _comparable(releases: Releases) -> Mapping[str, DeviceStatistics]:
     if merged is None or len(merged.labels) < 2:
         return {}
     max_noise = _NOISE_SHARE * _smallest_square(merged.means)
-    found = {device: _statistics_of(*one, max_noise) for device, one in releases.items()}
-    return {device: one for device, one in found.items() if one.labels}
+    result = {device: _statistics_of(*one, max_noise) for device, one in releases.items()}
+    return {device: one for device, one in result.items() if one.labels}
 
 
 def _smallest_square(means_kf: Array) -> float:

@@ -91,14 +91,14 @@ class ClassStatsPrivateServer(ClassStatsServer):
         releases = {device: self._release(part) for device, part in sorted(parts.items())}
         weights = self._precisions(parts)
         kept, left_out = screen_releases(releases, weights, rules, notes)
-        found = (
+        result = (
             merge_private([one for one, _ in kept.values()], [noise for _, noise in kept.values()]) if kept else None
         )
         self._note_strength(parts, kept, weights, notes)
-        if found is None:
+        if result is None:
             return None, {}, left_out
-        counted = {device: found.labels.tolist() for device in kept}
-        return self._moments_of(found), counted, left_out
+        counted = {device: result.labels.tolist() for device in kept}
+        return self._moments_of(result), counted, left_out
 
     def _release(self, part: ClassSums) -> Any:
         return from_wire(part), NoiseScale.of(self._mu(part))
@@ -129,11 +129,11 @@ class ClassStatsPrivateServer(ClassStatsServer):
         mus = [self._mu(parts[device]) for device in kept]
         weighted = sum(float(sums.counts.sum()) for sums, _ in kept.values())
         rows = max(weighted / sum(weights[device] for device in kept), 0.0)
-        mean_mu, found = math.sqrt(float(np.mean(np.square(mus)))), strength(rows, mus)
+        mean_mu, result = math.sqrt(float(np.mean(np.square(mus)))), strength(rows, mus)
         self._too_few_rows = too_few_rows(rows, len(kept), mean_mu, self.config.epsilon)
-        notes.report("strength", round(found, 1))
+        notes.report("strength", round(result, 1))
         if self._too_few_rows is None:
-            for warning in much_noise(found):
+            for warning in much_noise(result):
                 notes.event("much-noise", warning)
 
     def check_merge(self) -> None:

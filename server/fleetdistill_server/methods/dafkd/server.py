@@ -240,10 +240,10 @@ class DaFKDServer(ServerMethod):
     def judged_ensemble(self, answers: list[DeviceAnswer], samples: Tensor, notes: Notes) -> Teacher | None:
         """Returns the teacher of eqs. (7), (8) from models and discriminators; None if all are unusable."""
         judged = [self._judged(answer, samples, notes) for answer in answers]
-        members = [one for one in judged if one is not None]
+        members = [item for item in judged if item is not None]
         if not members:
             return None
-        realness_km, logits_kmc = (torch.stack(one) for one in zip(*members, strict=True))
+        realness_km, logits_kmc = (torch.stack(item) for item in zip(*members, strict=True))
         weights_km = importance_weights(realness_km)
         if not self.config.correlation:
             weights_km = equal_weights(*weights_km.shape)

@@ -138,7 +138,7 @@ class FedDKCServer(ServerMethod):
         known = self._distil(counted, refined, cohort)  # eq. (2)
         for upload in uploads:
             self.predict(upload, cohort, known.get(id(upload)))  # z^S = W^S(H)
-        cohort.report("refined_rows", dict(sum((Counter(one.counts()) for one in refined), Counter())))
+        cohort.report("refined_rows", dict(sum((Counter(item.counts()) for item in refined), Counter())))
 
     def _distil(self, uploads: list[Upload], refined: list[Refined], cohort: Cohort) -> Mapping[int, Tensor]:
         """Trains the predictor by eq. (2); rolls it back if a weight is not finite.
@@ -167,7 +167,7 @@ class FedDKCServer(ServerMethod):
         assert sent.logits is not None  # the contract's columns were checked at ingest
         labels = sent.logits.argmax(axis=1) if sent.labels is None else sent.labels
         ids, logits, labels = (
-            torch.from_numpy(np.array(one)) for one in (sent.sample_ids, sent.logits, labels.astype(np.int64))
+            torch.from_numpy(np.array(item)) for item in (sent.sample_ids, sent.logits, labels.astype(np.int64))
         )
         where, features = self.context.torch_device, mapped_tensor(sent.features[CUT])
         logits = logits.to(where)
@@ -183,10 +183,10 @@ class FedDKCServer(ServerMethod):
         }
         too_large: dict[str, str] = {}
         for what, size in sizes.items():
-            found = {upload.device: size(upload) for upload in uploads}
-            most = _LARGEST * median(found.values())
+            result = {upload.device: size(upload) for upload in uploads}
+            most = _LARGEST * median(result.values())
             too_large |= {
-                one: f"{what} is {found[one]:.3g}, the limit {most:.3g}" for one in found if found[one] > most
+                item: f"{what} is {result[item]:.3g}, the limit {most:.3g}" for item in result if result[item] > most
             }
         for device, why in too_large.items():
             text = f"the upload of {device} is left out: {why} ({_LARGEST:g} times the devices' median)"
@@ -241,7 +241,7 @@ class FedDKCServer(ServerMethod):
         """
         pool = Pool([upload.features for upload in uploads], self.context.trainer.hardware)
         labels = torch.cat([upload.labels for upload in uploads])
-        targets = torch.cat([one.probabilities for one in refined]).float()
+        targets = torch.cat([item.probabilities for item in refined]).float()
         self.context.trainer.train_steps(
             self.predictor,
             self.pools([len(upload.labels) for upload in uploads]),
