@@ -308,11 +308,11 @@ def in_turns(works: list[Work], repeats: int, between: Callable[[], object] = la
         repeats: Turns.
         between: Done after each turn, and not measured.
     """
-    found = []
+    result = []
     for _ in range(repeats + 1):
-        found.append([work.turn() for work in works])
+        result.append([work.turn() for work in works])
         between()
-    return [list(column) for column in zip(*found[1:], strict=True)]
+    return [list(column) for column in zip(*result[1:], strict=True)]
 
 
 def ratios_text(ours: list[float], bare: list[float]) -> str:

@@ -91,16 +91,16 @@ def simulation(fleet: Simulation, method: str) -> Simulation:
 
 def encodings(wanted: Simulation) -> list[KnowledgeType]:
     """Returns the knowledge types that differ in bytes; parameters and exact sums have the same bytes in all."""
-    found: dict[tuple[int, int], KnowledgeType] = {}
+    result: dict[tuple[int, int], KnowledgeType] = {}
     for encoding in ENCODINGS:
         row = method_row(wanted.method, Sizes(), encoding, wanted.rounds_to_complete, wanted.configuration())
-        found.setdefault((row["bytes_up"], row["bytes_down"]), encoding)
-    return list(found.values())
+        result.setdefault((row["bytes_up"], row["bytes_down"]), encoding)
+    return list(result.values())
 
 
 def accuracies(report: FleetReport) -> dict[str, list[float | None]]:
     """Returns the accuracy after each round of the device models, by variant, and of the global model."""
-    return {one.name: one.accuracy for one in report.curves}
+    return {curve.name: curve.accuracy for curve in report.curves}
 
 
 def goals(fedavg: FleetReport) -> Goals:
@@ -119,8 +119,8 @@ def first_round(accuracy: Sequence[float | None], goal: float) -> int | None:
 
 def spent(report: FleetReport, number: int, direction: str, columns: Columns) -> float:
     """Returns the bytes in one direction from the start of the run to the end of a round, mean over the devices."""
-    rows = [one for one in report.traffic if one["direction"] == direction and one["round"] <= number]
-    return float(sum(one[name] for one in rows for name in columns)) / len(report.devices)
+    rows = [item for item in report.traffic if item["direction"] == direction and item["round"] <= number]
+    return float(sum(row[name] for row in rows for name in columns)) / len(report.devices)
 
 
 def cell(reports: Sequence[FleetReport], name: str, wanted: Sequence[float]) -> str:
@@ -142,17 +142,17 @@ def cell(reports: Sequence[FleetReport], name: str, wanted: Sequence[float]) -> 
 def lines(key: Run, reports: Sequence[FleetReport], wanted: Sequence[Goals]) -> Iterator[str]:
     """Yields a table row for each of a run's models; `reports` and `wanted` have one entry for each seed."""
     for name in accuracies(reports[0]):
-        last = [accuracies(one)[name][-1] for one in reports]
-        shown = "/".join("not scored" if one is None else f"{one:.1%}".rstrip("%") for one in last)
-        cells = [cell(reports, name, [getattr(one, goal) for one in wanted]) for goal in ("devices", "global_model")]
+        last = [accuracies(report)[name][-1] for report in reports]
+        shown = "/".join("not scored" if item is None else f"{item:.1%}".rstrip("%") for item in last)
+        cells = [cell(reports, name, [getattr(item, goal) for item in wanted]) for goal in ("devices", "global_model")]
         yield f"| {key[0]} | {key[1]} | {name} | {shown} | {' | '.join(cells)} |"
 
 
 def print_table(found: Mapping[Run, Sequence[FleetReport]]) -> None:
     """Prints the table of the seeds so far."""
-    wanted = [goals(one) for one in found["fedavg", "float32"]]
+    wanted = [goals(item) for item in found["fedavg", "float32"]]
     for name in ("devices", "global_model"):
-        print(f"goal, {name}: {', '.join(f'{getattr(one, name):.1%}' for one in wanted)}")
+        print(f"goal, {name}: {', '.join(f'{getattr(item, name):.1%}' for item in wanted)}")
     print("| method | encoding | model | accuracy at the end | to FedAvg's device models | to its global model |")
     print("|---|---|---|---|---|---|")
     for key, reports in found.items():
@@ -162,14 +162,16 @@ def print_table(found: Mapping[Run, Sequence[FleetReport]]) -> None:
 def measure(fleet: Simulation, seeds: Iterable[int], chosen: Sequence[str]) -> None:
     """Runs every chosen method and encoding with each seed; prints the table after each seed."""
     wanted = {name: simulation(fleet, name) for name in chosen}
-    found: dict[Run, list[FleetReport]] = {(name, one): [] for name in chosen for one in encodings(wanted[name])}
+    result: dict[Run, list[FleetReport]] = {
+        (name, encoding): [] for name in chosen for encoding in encodings(wanted[name])
+    }
     for seed in seeds:
-        for (name, encoding), reports in found.items():
+        for (name, encoding), reports in result.items():
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "out"
                 reports.append(simulate(replace(wanted[name], seed=seed, knowledge_type=encoding, out=out)))
             print(f"seed {seed}, {name}, {encoding}: {reports[-1].seconds:.0f} s", flush=True)
-        print_table(found)
+        print_table(result)
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:

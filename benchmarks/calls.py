@@ -178,7 +178,7 @@ async def connect(port: int, names: Sequence[str]) -> list[Device]:
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS)
         devices.append(Device(name, service_pb2_grpc.DeviceServiceStub(channel), channel))
     for start in range(0, len(devices), 100):
-        await asyncio.gather(*(one.channel.channel_ready() for one in devices[start : start + 100]))
+        await asyncio.gather(*(device.channel.channel_ready() for device in devices[start : start + 100]))
     return devices
 
 
@@ -205,12 +205,12 @@ async def steady_check_ins(devices: Sequence[Device], seconds: int) -> list[Time
     """Each device checks in once a second, at a moment of its own, as a new device every time."""
 
     async def one(device: Device, begin: float) -> list[Timed]:
-        found = []
+        result = []
         for turn in range(seconds):
             await asyncio.sleep(begin + turn - time.perf_counter())
             request = make_request(f"{device.name}-{turn}")
-            found.append(await timed(device.stub.CheckIn(request, timeout=CALL_SECONDS)))
-        return found
+            result.append(await timed(device.stub.CheckIn(request, timeout=CALL_SECONDS)))
+        return result
 
     start = time.perf_counter() + 0.5
     lists = await asyncio.gather(*(one(device, start + random.random()) for device in devices))
@@ -219,7 +219,7 @@ async def steady_check_ins(devices: Sequence[Device], seconds: int) -> list[Time
 
 async def fast_check_ins(devices: Sequence[Device], seconds: int) -> list[Timed]:
     """As many check-ins as come through."""
-    found: list[Timed] = []
+    result: list[Timed] = []
     until = time.perf_counter() + seconds
     turns = itertools.count()
 
@@ -227,10 +227,12 @@ async def fast_check_ins(devices: Sequence[Device], seconds: int) -> list[Timed]
         while time.perf_counter() < until:
             turn = next(turns)
             device = devices[turn % len(devices)]
-            found.append(await timed(device.stub.CheckIn(make_request(f"{device.name}-f{turn}"), timeout=CALL_SECONDS)))
+            result.append(
+                await timed(device.stub.CheckIn(make_request(f"{device.name}-f{turn}"), timeout=CALL_SECONDS))
+            )
 
     await asyncio.gather(*(work() for _ in range(CALLERS)))
-    return found
+    return result
 
 
 async def poll_at_once(devices: Sequence[Device], seconds: int) -> list[Timed]:
@@ -239,7 +241,7 @@ async def poll_at_once(devices: Sequence[Device], seconds: int) -> list[Timed]:
     for start in range(0, len(devices), 100):
         some = devices[start : start + 100]
         answers = await asyncio.gather(
-            *(one.stub.CheckIn(make_request(one.name), timeout=CALL_SECONDS) for one in some)
+            *(item.stub.CheckIn(make_request(item.name), timeout=CALL_SECONDS) for item in some)
         )
         for one, answer in zip(some, answers, strict=True):
             identity = service_pb2.Identity(run=RUN, device=one.name, secret=answer.secret)
@@ -262,9 +264,9 @@ async def run_client(job: str, port: int, names: Sequence[str], seconds: int) ->
     devices = await connect(port, names)
     say("connected")
     await asyncio.to_thread(sys.stdin.readline)
-    found = await JOBS[job](devices, seconds)
-    say(json.dumps([asdict(one) for one in found]))
-    await asyncio.gather(*(one.channel.close() for one in devices))
+    result = await JOBS[job](devices, seconds)
+    say(json.dumps([asdict(item) for item in result]))
+    await asyncio.gather(*(device.channel.close() for device in devices))
 
 
 def say(word: str) -> None:
@@ -337,13 +339,13 @@ def check_ins(job: str, target: Server, devices: int, seconds: int) -> Pace:
     clients = Clients(job, target.port, devices, seconds)
     worked = target.processor_seconds()
     clients.go()
-    found = clients.found()
+    result = clients.found()
     worked = target.processor_seconds() - worked
-    bad = {one.status for one in found} - {"OK"}
+    bad = {item.status for item in result} - {"OK"}
     assert not bad, f"check-ins failed: {sorted(bad)}"
-    times = sorted(one.seconds for one in found)
-    span = max(one.began + one.seconds for one in found) - min(one.began for one in found)
-    return Pace(len(found) / span, statistics.median(times), times[int(0.99 * len(times))], worked / len(found))
+    times = sorted(item.seconds for item in result)
+    span = max(item.began + item.seconds for item in result) - min(item.began for item in result)
+    return Pace(len(result) / span, statistics.median(times), times[int(0.99 * len(times))], worked / len(result))
 
 
 def many_polls(target: Server, devices: int, seconds: int) -> tuple[float, float, list[str]]:
@@ -358,7 +360,7 @@ def many_polls(target: Server, devices: int, seconds: int) -> tuple[float, float
     while time.monotonic() < until:
         peak = max(peak, target.resident_bytes())
         time.sleep(0.2)
-    bad = [one.status for one in clients.found() if one.status != "OK"]
+    bad = [item.status for item in clients.found() if item.status != "OK"]
     return (connected - before) / devices, (peak - before) / devices, bad
 
 

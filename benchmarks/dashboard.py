@@ -86,7 +86,9 @@ def measure(store: Path, work: Path, repeats: int) -> None:
     began = time.perf_counter()
     with dashboard(work, "--store", str(store)) as url, sync_playwright() as started:
         print(f"the dashboard listens after {time.perf_counter() - began:.1f} s")
-        process = psutil.Process(next(one.pid for one in psutil.Process().children() if "dashboard" in one.cmdline()))
+        process = psutil.Process(
+            next(child.pid for child in psutil.Process().children() if "dashboard" in child.cmdline())
+        )
         show_memory(process, "nobody looks")
         path = chromium()
         assert path is not None, "no browser found"
@@ -140,7 +142,7 @@ def look_at_all(browser: Browser, url: str) -> None:
 
 def in_words(seconds: tuple[float, ...], digits: int = 2) -> str:
     """Returns the median and the range."""
-    median, least, most = (f"{one:.{digits}f}" for one in (statistics.median(seconds), min(seconds), max(seconds)))
+    median, least, most = (f"{item:.{digits}f}" for item in (statistics.median(seconds), min(seconds), max(seconds)))
     return f"{median} s ({least} to {most})"
 
 

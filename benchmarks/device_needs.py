@@ -82,8 +82,8 @@ def measure_imports() -> None:
     turns = starts[1:]  # the first one compiles
     base = "import grpc, numpy"
     for name in STATEMENTS:
-        figures = [statistics.median(turn[name][one] for turn in turns) for one in (0, 1)]
-        ratios = [statistics.median(turn[name][one] / turn[base][one] for turn in turns) for one in (0, 1)]
+        figures = [statistics.median(turn[name][item] for turn in turns) for item in (0, 1)]
+        ratios = [statistics.median(turn[name][item] / turn[base][item] for turn in turns) for item in (0, 1)]
         text = f"CPU {figures[0]:.3f} s, ratio {ratios[0]:.2f}; wall {figures[1]:.3f} s, ratio {ratios[1]:.2f}"
         print(f"{name:34}{text}   (medians of {PAIRS})")
 
@@ -110,18 +110,18 @@ def _cold_start(code: str, environment: Mapping[str, str]) -> tuple[float, float
 def measure_sizes() -> None:
     """Prints the sum of the files of the installed distributions by extra."""
     for name, extras in EXTRAS.items():
-        found = closure(extras)
-        of_gpu = sum(size_of(one) for one in found if one.startswith(("nvidia-", "cuda-", "triton")))
-        print(f"{name:14}{sum(map(size_of, found)) / 1e6:8.0f} MB in {len(found)} distributions", end="")
+        result = closure(extras)
+        of_gpu = sum(size_of(item) for item in result if item.startswith(("nvidia-", "cuda-", "triton")))
+        print(f"{name:14}{sum(map(size_of, result)) / 1e6:8.0f} MB in {len(result)} distributions", end="")
         print(f", {of_gpu / 1e6:.0f} MB of them of CUDA and triton" if of_gpu else "")
-        largest = sorted(found, key=lambda one: -size_of(one))[:5]
-        print(f"{'':14}largest: {', '.join(f'{one} {size_of(one) / 1e6:.0f}' for one in largest)}")
+        largest = sorted(result, key=lambda one: -size_of(one))[:5]
+        print(f"{'':14}largest: {', '.join(f'{item} {size_of(item) / 1e6:.0f}' for item in largest)}")
 
 
 def closure(extras: tuple[str, ...]) -> set[str]:
     """Returns the distributions that the SDK needs with these extras, directly and indirectly."""
     project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
-    direct = [*project["dependencies"], *(one for extra in extras for one in project["optional-dependencies"][extra])]
+    direct = [*project["dependencies"], *(item for extra in extras for item in project["optional-dependencies"][extra])]
     todo = [Requirement(text) for text in direct]
     known: dict[str, set[str]] = {}
     while todo:
@@ -139,7 +139,7 @@ def closure(extras: tuple[str, ...]) -> set[str]:
 
 def size_of(name: str) -> int:
     """Returns the bytes of a distribution's installed files, without bytecode."""
-    files = [Path(str(one.locate())) for one in importlib.metadata.files(name) or () if one.suffix != ".pyc"]
+    files = [Path(str(item.locate())) for item in importlib.metadata.files(name) or () if item.suffix != ".pyc"]
     return sum(path.stat().st_size for path in files if path.exists())
 
 
@@ -159,11 +159,11 @@ def measure_memory() -> None:
     data = data_sets()["360 digits, 8x8"]
     for kind in KINDS:
         turns = [_idle(kind, data) for _ in range(REPEATS)]
-        for one in turns[0]:
-            print(f"{f'{kind}, {one}':44}{statistics.median(turn[one] for turn in turns) / 1e6:6.0f} MB")
+        for item in turns[0]:
+            print(f"{f'{kind}, {item}':44}{statistics.median(turn[item] for turn in turns) / 1e6:6.0f} MB")
     for kind, method in (("light", "classstats"), ("torch", "classstats"), ("torch", "fedavg"), ("torch", "feddkc")):
         turns = [_training(kind, method, data) for _ in range(REPEATS)]
-        peak, cpu = (statistics.median(turn[one] for turn in turns) for one in ("peak", "cpu"))
+        peak, cpu = (statistics.median(turn[item] for turn in turns) for item in ("peak", "cpu"))
         print(f"{f'{kind}, {method}, training':44}{peak / 1e6:6.0f} MB at most, {cpu:.2f} CPU s a round")
 
 
@@ -332,7 +332,7 @@ def measure_bytes() -> None:
     print(f"{'method':12}{'up kB':>10}{'down kB':>10}{'day kB':>10}{'first round kB':>16}")
     for method in sorted(METHODS):
         rounds = _bytes_by_round(method)
-        up, down = (sum(one[direction] for one in rounds) / 1e3 for direction in ("up", "down"))
+        up, down = (sum(item[direction] for item in rounds) / 1e3 for direction in ("up", "down"))
         first = (rounds[0]["up"] + rounds[0]["down"]) / 1e3
         print(f"{method:12}{up:10.1f}{down:10.1f}{up + down:10.1f}{first:16.1f}", flush=True)
 

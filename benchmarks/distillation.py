@@ -70,9 +70,9 @@ class Data:
             sent = SampleKnowledge(sample_ids=np.arange(len(features)), features={CUT: features})
             payload = encode({"knowledge": sent}, np.dtype(np.float16))
             blobs.put(payload)
-            found = decode(blobs.open(payload.sha256))["knowledge"]
-            assert isinstance(found, SampleKnowledge)
-            self.mapped.append(mapped_tensor(found.features[CUT]))
+            result = decode(blobs.open(payload.sha256))["knowledge"]
+            assert isinstance(result, SampleKnowledge)
+            self.mapped.append(mapped_tensor(result.features[CUT]))
         self.rows = sum(len(part) for part in self.mapped)
         drawn = torch.Generator().manual_seed(0)
         self.features = torch.cat(self.mapped).float().to(device)
@@ -125,12 +125,12 @@ def timed(run: Callable[[], None], device: torch.device) -> Timed:
 def pairs(count: int, one: Callable[[], None], other: Callable[[], None], device: torch.device) -> list[list[Timed]]:
     """Times of both, in alternating order, after one call of each."""
     one(), other()  # type: ignore[func-returns-value]
-    found = []
+    result = []
     for number in range(count):
         order = [one, other] if number % 2 else [other, one]
         times = {run: timed(run, device) for run in order}
-        found.append([times[one], times[other]])
-    return found
+        result.append([times[one], times[other]])
+    return result
 
 
 def show(name: str, found: list[list[Timed]], rows: int) -> None:
@@ -138,7 +138,7 @@ def show(name: str, found: list[list[Timed]], rows: int) -> None:
         ratios = [engine[index] / plain[index] for engine, plain in found]
         middle = statistics.median(ratios)
         print(f"{name}, {what}: {middle:.3f} ({min(ratios):.3f}, {max(ratios):.3f})")
-    speeds = [rows / statistics.median(one[0] for one in column) for column in zip(*found, strict=True)]
+    speeds = [rows / statistics.median(item[0] for item in column) for column in zip(*found, strict=True)]
     print(f"{name}, samples per second: engine {speeds[0]:,.0f}, compared with {speeds[1]:,.0f}")
 
 
@@ -169,11 +169,11 @@ def main() -> None:
             bfloat16 = Hardware(device=device, channels_last=device.type == "cuda", dtype=torch.bfloat16)
             measured = {"kept on the device": plain, "streamed": streamed}
             for how, hardware in measured.items():
-                found = pairs(given.pairs, partial(run, hardware), partial(run, None), device)
-                show(f"{name}, {how}", found, data.rows)
+                result = pairs(given.pairs, partial(run, hardware), partial(run, None), device)
+                show(f"{name}, {how}", result, data.rows)
             if device.type == "cuda":
-                found = pairs(given.pairs, partial(run, bfloat16), partial(run, plain), device)
-                show(f"{name}, bfloat16 against float32", found, data.rows)
+                result = pairs(given.pairs, partial(run, bfloat16), partial(run, plain), device)
+                show(f"{name}, bfloat16 against float32", result, data.rows)
 
 
 if __name__ == "__main__":

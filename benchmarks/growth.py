@@ -222,10 +222,10 @@ def served(value: int) -> Figures:
         began = time.perf_counter()
         print("measured", file=device.stdin, flush=True)
         assert device.wait() == 0
-        found = {"s": time.perf_counter() - began}
+        result = {"s": time.perf_counter() - began}
         for who, process in processes.items():
-            found |= process.figures(who)
-    return found
+            result |= process.figures(who)
+    return result
 
 
 def be_device(server: str, folder: str, rows: int) -> None:
@@ -340,13 +340,13 @@ def exponent(values: Sequence[int], figures: Sequence[float]) -> str:
 
 def print_table(axis: str, what: str, values: Sequence[int]) -> None:
     """Measures the values and prints each row as soon as it is known."""
-    found: dict[int, Figures] = {}
+    result: dict[int, Figures] = {}
     for value in values:
-        found[value] = figures = in_own_process(axis, what, value)
-        if len(found) == 1:
+        result[value] = figures = in_own_process(axis, what, value)
+        if len(result) == 1:
             print(f"\n| {axis}, {what} | {' | '.join(figures)} |\n|{'---|' * (len(figures) + 1)}")
-        print(f"| {value:,} | {' | '.join(f'{one:,.1f}' for one in figures.values())} |", flush=True)
-    slopes = [exponent(values, [one[name] for one in found.values()]) for name in figures]
+        print(f"| {value:,} | {' | '.join(f'{figure:,.1f}' for figure in figures.values())} |", flush=True)
+    slopes = [exponent(values, [item[name] for item in result.values()]) for name in figures]
     print(f"| exponent, last | {' | '.join(slopes)} |", flush=True)
 
 
@@ -364,7 +364,7 @@ def main() -> int:
         return 0
     for name in given.axes or AXES:
         axis = AXES[name]
-        for what in [one for one in axis.measures if one in (given.only or axis.measures)]:
+        for what in [measure for measure in axis.measures if measure in (given.only or axis.measures)]:
             if given.point:
                 print(json.dumps(axis.measures[what](given.point)))
             else:

@@ -97,8 +97,8 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     """The digits of scikit-learn, [1797, 1, 8, 8] in [0, 1]."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    return (found.images[:, None] / 16).astype(np.float32), found.target
+    result = load_digits()
+    return (result.images[:, None] / 16).astype(np.float32), result.target
 
 
 @contextmanager
@@ -127,11 +127,11 @@ def served(folder: Path) -> Iterator[str]:
 
 def measured(app: App, end: Callable[[], float], times: int) -> np.ndarray:
     """Returns the seconds of several turns, `[times]`."""
-    found = []
+    result = []
     for _ in range(times):
         app.until_training()
-        found.append(end())
-    return np.array(found)
+        result.append(end())
+    return np.array(result)
 
 
 def main() -> None:

@@ -115,7 +115,9 @@ def compare() -> None:
     for name, data in data_sets().items():
         turns = [{kind: measured(kind, data) for kind in KINDS} for _ in range(REPEATS)]
         for kind in KINDS:
-            peak, cpu, wall = (statistics.median(turn[kind][one] for turn in turns) for one in ("peak", "cpu", "wall"))
+            peak, cpu, wall = (
+                statistics.median(turn[kind][item] for turn in turns) for item in ("peak", "cpu", "wall")
+            )
             print(f"{name:26}{kind:>8}{peak / 1e6:10.0f}{cpu:8.2f}{wall:8.2f}")
         ratios = {
             what: statistics.median(turn["torch"][what] / turn["light"][what] for turn in turns)

@@ -100,7 +100,7 @@ async def run_client(ports: Sequence[int], prefix: str, pairs: int) -> None:
 async def check_in(port: int, prefix: str) -> list[tuple[Device, bytes]]:
     """Devices of a front with their secrets."""
     devices = await connect(port, [f"{prefix}-{number}" for number in range(DEVICES)])
-    checked = [await one.stub.CheckIn(make_request(one.name), timeout=CALL_SECONDS) for one in devices]
+    checked = [await device.stub.CheckIn(make_request(device.name), timeout=CALL_SECONDS) for device in devices]
     return [(one, answer.secret) for one, answer in zip(devices, checked, strict=True)]
 
 
@@ -124,7 +124,7 @@ async def work(device: Device, secret: bytes, until: float) -> int:
 
 def drive(fronts: Sequence[Server], pairs: int) -> tuple[list[int], list[float]]:
     """Lets the clients call both fronts; returns the calls of each turn, and what each front computed, in seconds."""
-    ports = ",".join(str(one.port) for one in fronts)
+    ports = ",".join(str(front.port) for front in fronts)
     clients = [
         subprocess.Popen(
             [sys.executable, __file__, "--client", ports, f"client{number}", str(pairs)],
@@ -134,27 +134,27 @@ def drive(fronts: Sequence[Server], pairs: int) -> tuple[list[int], list[float]]
         )
         for number in range(CLIENTS)
     ]
-    for one in clients:
-        assert one.stdout is not None
-        assert one.stdout.readline() == "ready\n", "a client ended; what it said stands above"
-    before = [one.processor_seconds() for one in fronts]
+    for client in clients:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "ready\n", "a client ended; what it said stands above"
+    before = [front.processor_seconds() for front in fronts]
     start = time.time() + 0.5
-    for one in clients:
-        assert one.stdin is not None
-        print(start, file=one.stdin, flush=True)
-    counts = [json.loads(one.communicate()[0]) for one in clients]
+    for client in clients:
+        assert client.stdin is not None
+        print(start, file=client.stdin, flush=True)
+    counts = [json.loads(client.communicate()[0]) for client in clients]
     computed = [one.processor_seconds() - was for one, was in zip(fronts, before, strict=True)]
     return [sum(turn) for turn in zip(*counts, strict=True)], computed
 
 
 def ratios(calls: Sequence[int]) -> list[float]:
     """Calls of the second front for each call of the first, by pair of turns in which both made some."""
-    found = []
+    result = []
     for number in range(0, len(calls), 2):
         first, second = calls[number : number + 2] if number % 4 == 0 else calls[number : number + 2][::-1]
         if first:
-            found.append(second / first)
-    return found
+            result.append(second / first)
+    return result
 
 
 def compare(pairs: int) -> None:

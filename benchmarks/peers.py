@@ -51,8 +51,8 @@ class Network(nn.Module):
         )
 
     def forward(self, inputs: Tensor) -> Tensor:
-        found: Tensor = self.layers(inputs)
-        return found
+        result: Tensor = self.layers(inputs)
+        return result
 
     def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(self(inputs), labels)
@@ -115,7 +115,7 @@ class Loop:
             train(model, self.data[number])
             score(model, self.test)
             models.append(model.state_dict())
-        mean = {name: torch.stack([one[name] for one in models]).mean(0) for name in models[0]}
+        mean = {name: torch.stack([model[name] for model in models]).mean(0) for name in models[0]}
         self.model.load_state_dict(mean)
         score(self.model, self.test)
 
@@ -125,14 +125,14 @@ class Loop:
 
 def tree_seconds() -> float:
     """Returns the processor time so far of this process and all that it has started."""
-    return time.process_time() + sum(_seconds(one) for one in _below(os.getpid()))
+    return time.process_time() + sum(_seconds(item) for item in _below(os.getpid()))
 
 
 def _below(pid: int) -> Iterator[int]:
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        for one in path.read_text().split():
-            yield int(one)
-            yield from _below(int(one))
+        for item in path.read_text().split():
+            yield int(item)
+            yield from _below(int(item))
 
 
 def _seconds(pid: int) -> float:
@@ -140,7 +140,7 @@ def _seconds(pid: int) -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has ended
         return 0.0
-    return sum(int(one) for one in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+    return sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
 
 
 class Rounds:
@@ -183,10 +183,10 @@ def run_pfl(rounds: int) -> float:
 
     class Scoring(FederatedAveraging):
         def train_one_user(self, initial: Any, model: Any, user_dataset: Any, central_context: Any) -> Any:
-            found = super().train_one_user(initial, model, user_dataset, central_context)
+            result = super().train_one_user(initial, model, user_dataset, central_context)
             score(model.pytorch_model, test)
             model.pytorch_model.train()
-            return found
+            return result
 
     class AfterRound(TrainingProcessCallback):
         def after_central_iteration(self, metrics: Any, model: Any, *, central_iteration: int) -> Any:
@@ -225,7 +225,7 @@ def run_flower(rounds: int) -> float:
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    client, server, found = ClientApp(), ServerApp(), []
+    client, server, result = ClientApp(), ServerApp(), []
 
     @client.train()
     def train_client(message: Message, context: Context) -> Message:
@@ -250,11 +250,11 @@ def run_flower(rounds: int) -> float:
 
         strategy = FedAvg(fraction_train=PER_ROUND / CLIENTS, fraction_evaluate=0.0, min_available_nodes=CLIENTS)
         strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=rounds, evaluate_fn=after_round)
-        found.append(measured.ratio())
+        result.append(measured.ratio())
 
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server, client, num_supernodes=CLIENTS, backend_config=resources)
-    return found[0]
+    return result[0]
 
 
 def run_fleetdistill(rounds: int) -> float:
@@ -264,8 +264,8 @@ def run_fleetdistill(rounds: int) -> float:
     from simulation import cases, measure
 
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(cases()["20k CNN"], rounds - WARM_UP, Path(folder), None)
-    return found.figures()["ratio"]
+        result = measure(cases()["20k CNN"], rounds - WARM_UP, Path(folder), None)
+    return result.figures()["ratio"]
 
 
 FRAMEWORKS: dict[str, Callable[[int], float]] = {
@@ -291,12 +291,12 @@ def main() -> int:
         print(json.dumps(FRAMEWORKS[given.only](given.rounds)), flush=True)
         return 0
     pythons = {"fleetdistill": sys.executable, "pfl": given.pfl, "flower": given.flower}
-    found: dict[str, list[float]] = {name: [] for name, python in pythons.items() if python}
+    result: dict[str, list[float]] = {name: [] for name, python in pythons.items() if python}
     for _ in range(given.turns):
-        for name, ratios in found.items():
+        for name, ratios in result.items():
             ratios.append(_in_own_process(str(pythons[name]), name, given.rounds))
             print(f"{name}: {ratios[-1]:.2f}", flush=True)
-    for name, ratios in found.items():
+    for name, ratios in result.items():
         print(f"{name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} turns)")
     return 0
 

@@ -65,7 +65,7 @@ def compare(name: str, model: nn.Module, folder: Path, data: CheckData) -> None:
         check = quantize(full, small, how, data)
         size = full.stat().st_size / small.stat().st_size
         latencies = [latency_ratio(full, small, data.samples[:batch]) for batch in (1, 64)]
-        figures = " | ".join(f"{one:.2f}" for one in (size, *latencies))
+        figures = " | ".join(f"{item:.2f}" for item in (size, *latencies))
         accuracies = f"{check.full:.3f} | {check.quantized:.3f}"
         print(f"| {name} | {full.stat().st_size} bytes | {how} | {figures} | {accuracies} |", flush=True)
 

@@ -183,7 +183,7 @@ class Kind:
         row = {"run": RUN, "round": 1, "step": "train", "seed": 0}
         row |= {"expects": {"knowledge": "sample_knowledge"}, "deadline_at": time.time() + 36_000}
         for caller in self.callers:
-            store.asks.add([Ask(**row, device=caller.name, step_number=one + 1) for one in range(ASKS)])
+            store.asks.add([Ask(**row, device=caller.name, step_number=item + 1) for item in range(ASKS)])
 
     def turn(self, work: Callable[[Caller], object], seconds: float, most: int) -> tuple[float, float]:
         """Lets the first `most` callers work; returns calls a second, and the fronts' processor ms for a call."""
@@ -204,7 +204,7 @@ class Kind:
         return calls / took, 1000 * (self._processor_seconds() - used) / calls
 
     def _processor_seconds(self) -> float:
-        return sum(cpu_seconds(one.process.pid) for one in self._fronts)
+        return sum(cpu_seconds(front.process.pid) for front in self._fronts)
 
 
 def measure(kinds: Sequence[Kind], turns: int, seconds: float, only: str) -> None:
@@ -221,13 +221,13 @@ def measure(kinds: Sequence[Kind], turns: int, seconds: float, only: str) -> Non
     for title, (work, most) in works.items():
         if only not in ("", title):
             continue
-        found: list[list[tuple[float, float]]] = [[] for _ in kinds]
+        result: list[list[tuple[float, float]]] = [[] for _ in kinds]
         for number in range(turns + 1):  # the first does not count
-            for kind, figures in zip(kinds, found, strict=True):
+            for kind, figures in zip(kinds, result, strict=True):
                 figures.append(kind.turn(work, seconds, most))
                 del figures[: number == 0]
-        rates = [statistics.median(rate for rate, _ in one) for one in found]
-        costs = [statistics.median(cost for _, cost in one) for one in found]
+        rates = [statistics.median(rate for rate, _ in item) for item in result]
+        costs = [statistics.median(cost for _, cost in item) for item in result]
         cells = [f"{rate:.3g} ({cost:.2g} ms)" for rate, cost in zip(rates, costs, strict=True)]
         cells = [
             f"{cell}, {rate / rates[0]:.2f}" if number else cell

@@ -169,7 +169,7 @@ class FedAvgLoop(_Loop):
             self.score(model)
             models.append(model.state_dict())
             weights.append(len(self.data[name][1]))
-        self.model.load_state_dict({name: _mean([one[name] for one in models], weights) for name in models[0]})
+        self.model.load_state_dict({name: _mean([model[name] for model in models], weights) for name in models[0]})
         self.score(self.model)
 
     def state(self) -> Mapping[str, Tensor]:
@@ -200,10 +200,10 @@ class FedDKCLoop(_Loop):
     def round(self, number: int) -> None:
         """Trains the devices, distils their knowledge into the predictor, and keeps its logits."""
         known = {name: self.upload(number, name) for name in self.names}
-        features = torch.cat([one[0] for one in known.values()])
+        features = torch.cat([item[0] for item in known.values()])
         labels = torch.cat([self.data[name][1] for name in self.names])
-        refined = [skr(one[1], self.plan.target_entropy, epsilon=self.plan.epsilon) for one in known.values()]
-        targets = torch.cat([one.probabilities for one in refined]).float()
+        refined = [skr(item[1], self.plan.target_entropy, epsilon=self.plan.epsilon) for item in known.values()]
+        targets = torch.cat([item.probabilities for item in refined]).float()
         self.distil(features, labels, targets, number)
         self.predictor.eval()
         with torch.no_grad():
@@ -264,7 +264,7 @@ class Measured:
 
     def figures(self) -> dict[str, float]:
         """Returns medians in milliseconds, and their ratio."""
-        simulated, looped = (statistics.median(one[WARM_UP:]) for one in (self.simulated, self.looped))
+        simulated, looped = (statistics.median(item[WARM_UP:]) for item in (self.simulated, self.looped))
         return {
             "simulated_ms": round(1000 * simulated, 2),
             "loop_ms": round(1000 * looped, 2),
@@ -318,10 +318,10 @@ def main() -> int:
     for name in given.case or cases():
         profile = None if given.profile is None else cProfile.Profile(time.process_time)
         with tempfile.TemporaryDirectory() as folder:
-            found = measure(cases()[name], given.rounds, Path(folder), profile)
+            result = measure(cases()[name], given.rounds, Path(folder), profile)
         if profile is not None:
             profile.dump_stats(given.profile)
-        print(json.dumps({"case": name, **found.figures()}), flush=True)
+        print(json.dumps({"case": name, **result.figures()}), flush=True)
     return 0
 
 

@@ -55,7 +55,7 @@ def trained() -> tuple[nn.Module, torch.Tensor]:
 
 def sent_bytes(payload: Payload, compression: Any) -> int:
     """Bytes of all chunks as they travel."""
-    return sum(len(one.data) for one in chunks(payload.source, payload.slots, 0, compression))
+    return sum(len(chunk.data) for chunk in chunks(payload.source, payload.slots, 0, compression))
 
 
 def features_table() -> None:
@@ -70,10 +70,10 @@ def features_table() -> None:
     for name in ("float32", "float16", "uint8"):
         sent = SampleKnowledge(sample_ids=np.arange(0), features={"cut": features.numpy()})
         payload = encode({"knowledge": sent}, name)
-        (found,) = decode(payload).values()
-        assert isinstance(found, SampleKnowledge)
+        (result,) = decode(payload).values()
+        assert isinstance(result, SampleKnowledge)
         with torch.no_grad():
-            said = model.predict(torch.tensor(found.features["cut"], dtype=torch.float32)).softmax(-1)
+            said = model.predict(torch.tensor(result.features["cut"], dtype=torch.float32)).softmax(-1)
         same = float((said.argmax(-1) == exact.argmax(-1)).double().mean())
         packed, raw = sent_bytes(payload, ZSTD), payload.data_bytes
         largest = largest or raw
@@ -115,9 +115,9 @@ def speed_table() -> None:
         raw = seconds(lambda one=payload: sent_bytes(one, RAW))  # type: ignore[misc]
         packing = seconds(lambda one=payload: sent_bytes(one, ZSTD))  # type: ignore[misc]
         sent = list(chunks(payload.source, payload.slots, 0, ZSTD))
-        reading = seconds(lambda all_of=sent: [chunk_data(one) for one in all_of])  # type: ignore[misc]
+        reading = seconds(lambda all_of=sent: [chunk_data(item) for item in all_of])  # type: ignore[misc]
         mega = payload.data_bytes / 1e6
-        left = sum(len(one.data) for one in sent) / payload.data_bytes
+        left = sum(len(item.data) for item in sent) / payload.data_bytes
         read = f"{mega / reading:12,.0f}" if left < 1 else f"{'-':>12}"
         print(f"{name:26}{left:8.2f}{mega / raw:12,.0f}{mega / packing:12,.0f}{read}")
 
@@ -146,7 +146,9 @@ def parity_table() -> None:
             )
         each = len(report.devices) * ROUNDS
         columns = (("bytes_up", 10), ("sent_up", 10), ("bytes_down", 10), ("sent_down", 11))
-        spent = "".join(f"{sum(getattr(one, name) for one in report.devices) / each:{n},.0f}" for name, n in columns)
+        spent = "".join(
+            f"{sum(getattr(device, name) for device in report.devices) / each:{n},.0f}" for name, n in columns
+        )
         print(f"{name:10}{report.mean_accuracy_fleet:10.2%}{report.mean_own_accuracy_fleet or 0:13.2%}{spent}")
 
 

@@ -119,18 +119,18 @@ def messages(payload: Payload) -> Iterator[bytes]:
 def works(call: Callable[..., Any], server: Callable[[], float], payload: Payload) -> dict[str, Work]:
     """Returns the streams to measure, by name."""
     prepared = list(messages(payload))
-    found = {
+    result = {
         name: Work(lambda stage=stage: call(iter(prepared), metadata=[("stage", str(stage))]), server)  # type: ignore[misc]
         for stage, name in enumerate(STAGES)
     }
     last = [("stage", str(len(STAGES) - 1))]
-    return {**found, "+ made while sending": Work(lambda: call(messages(payload), metadata=last), server)}
+    return {**result, "+ made while sending": Work(lambda: call(messages(payload), metadata=last), server)}
 
 
 def show(name: str, turns: list[Turn], size: int) -> None:
     """Prints one line of the table."""
     columns = ([t.client for t in turns], [t.server for t in turns], [t.seconds for t in turns])
-    texts = [f"{statistics.median(one) * 1e9 / size:5.2f} ({min(one) * 1e9 / size:4.2f})" for one in columns]
+    texts = [f"{statistics.median(column) * 1e9 / size:5.2f} ({min(column) * 1e9 / size:4.2f})" for column in columns]
     print(f"{name:22}", *texts, sep="  ", flush=True)
 
 
@@ -148,13 +148,13 @@ def main() -> None:
         server.start()
         payload = make_payload(given.size * MB, Algorithm.BLAKE3)
         with grpc.insecure_channel(f"127.0.0.1:{ports.get()}") as channel:
-            found = works(channel.stream_unary(METHOD), partial(cpu_seconds, server.pid), payload)
-            found["the front"] = Work(partial(front.upload, payload), front.cpu_seconds)
-            turns = in_turns(list(found.values()), given.repeats, front.forget_uploads)
+            result = works(channel.stream_unary(METHOD), partial(cpu_seconds, server.pid), payload)
+            result["the front"] = Work(partial(front.upload, payload), front.cpu_seconds)
+            turns = in_turns(list(result.values()), given.repeats, front.forget_uploads)
         server.terminate()
         server.join()
     print(f"{'ms a MB':22}  client        server        elapsed")
-    for name, column in zip(found, turns, strict=True):
+    for name, column in zip(result, turns, strict=True):
         show(name, column, payload.data_bytes)
 
 

@@ -53,7 +53,9 @@ def write_and_fsync(path: Path, payload: Payload) -> None:
 def measure(front: Front, bare: Bare, size: int, pairs: int, algorithm: Algorithm) -> None:
     """Prints the figures of one size."""
     payload = make_payload(size, algorithm)
-    messages = [service_pb2.UploadRequest.FromString(frame(one)) for one in wire.chunks(payload.source, payload.slots)]
+    messages = [
+        service_pb2.UploadRequest.FromString(frame(chunk)) for chunk in wire.chunks(payload.source, payload.slots)
+    ]
     stream, ours, disk = in_turns(
         [
             Work(lambda: bare.stub.Upload(iter(messages)), bare.cpu_seconds),

@@ -115,10 +115,10 @@ def tree() -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := stat(int(entry.name))):
             parents[int(entry.name)] = int(fields[1])
-    found = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return sorted(found)
+    result = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in result} - result:
+        result |= more
+    return sorted(result)
 
 
 def stat(pid: int) -> list[str]:
@@ -142,7 +142,7 @@ def memory(pid: int) -> tuple[int, int]:
 def cpu_seconds(module: str = "") -> float:
     """CPU seconds so far of the tree with its ended children, or of its processes that run a module."""
     pids = [pid for pid in tree() if module in command(pid)]
-    return sum(sum(int(one) for one in fields[11:15]) for pid in pids if (fields := stat(pid))) / _TICKS
+    return sum(sum(int(field) for field in fields[11:15]) for pid in pids if (fields := stat(pid))) / _TICKS
 
 
 def command(pid: int) -> str:

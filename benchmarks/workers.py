@@ -74,7 +74,7 @@ def measure(workers: int, backend: str, epochs: int, rounds: int) -> Figures:
             ),
             after_round,
         )
-    wall, cpu = ((marks[-1][one] - marks[0][one]) / rounds for one in (0, 1))
+    wall, cpu = ((marks[-1][item] - marks[0][item]) / rounds for item in (0, 1))
     accuracy = report.curves[0].accuracy[-1]
     assert accuracy is not None  # FedAvg is scored in every round
     return {"wall": wall, "cpu": cpu, "accuracy": accuracy}
@@ -98,19 +98,19 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=3)
     given = parser.parse_args()
-    kinds = [(one, "local") for one in given.workers] + [(one, "ray") for one in given.ray]
-    found: dict[tuple[int, str], list[Figures]] = {kind: [] for kind in kinds}
+    kinds = [(worker, "local") for worker in given.workers] + [(item, "ray") for item in given.ray]
+    result: dict[tuple[int, str], list[Figures]] = {kind: [] for kind in kinds}
     for _ in range(given.turns):
-        for (workers, backend), turns in found.items():
+        for (workers, backend), turns in result.items():
             turns.append(in_own_process(workers, backend, given.epochs, given.rounds))
-    assert len({one["accuracy"] for turns in found.values() for one in turns}) == 1, "the results differ"
+    assert len({turn["accuracy"] for turns in result.values() for turn in turns}) == 1, "the results differ"
     print("| workers | processor s a round | to the first | wall s a round | to the first |\n|---|---|---|---|---|")
-    first = found[kinds[0]]
-    for (workers, backend), turns in found.items():
+    first = result[kinds[0]]
+    for (workers, backend), turns in result.items():
         cells = []
         for name in ("cpu", "wall"):
             ratios = [one[name] / other[name] for one, other in zip(turns, first, strict=True)]
-            cells.append(f"{statistics.median(one[name] for one in turns):.2f}")
+            cells.append(f"{statistics.median(turn[name] for turn in turns):.2f}")
             cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
         print(f"| {workers}{' Ray' if backend == 'ray' else ''} | {' | '.join(cells)} |", flush=True)
     return 0

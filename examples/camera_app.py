@@ -72,8 +72,8 @@ def watch(device: Device, labelled: list[tuple[np.ndarray, int]], camera: int, f
             if len(labelled) % UPDATE_AFTER == 0:
                 device.replace_data()  # the data have changed: do not wait for the next request
         elif not frame.asks and predictor.ready:
-            found = predictor.model.predict(frame.image[None]).argmax()
-            correct[mine].append(bool(found == frame.label))
+            result = predictor.model.predict(frame.image[None]).argmax()
+            correct[mine].append(bool(result == frame.label))
         if number % SHOWN_AFTER == 0 and predictor.ready:
             shares = (f"{np.mean(some):.0%}" if some else "-" for some in correct.values())
             print(f"frame {number:5}: {' of labelled classes, '.join(shares)} of other classes correct", flush=True)

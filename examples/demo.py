@@ -71,7 +71,7 @@ def same_fleet(wanted: Simulation, report: FleetReport, out: Path) -> Simulation
         method=ONE_EXCHANGE,
         settings={},
         rounds=None,
-        models=tuple(one.model for one in report.devices),
+        models=tuple(device.model for device in report.devices),
         proxy_per_class=report.proxy_per_class,
         with_alone=False,
         with_fedavg=False,

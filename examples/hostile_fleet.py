@@ -48,7 +48,7 @@ def run(hostile: int, robust: str, given: argparse.Namespace) -> tuple[str, str]
         report = simulate(wanted, if_there="overwrite")
     except RunError:
         return "the run failed: no round has a result", ""
-    accuracies = " ".join("-" if one is None else f"{one:.0%}" for one in report.global_accuracy_by_round)
+    accuracies = " ".join("-" if item is None else f"{item:.0%}" for item in report.global_accuracy_by_round)
     return accuracies, ", ".join(report.named)
 
 

@@ -38,11 +38,11 @@ with tempfile.TemporaryDirectory() as made:  # the modules that protoc generates
 def tensors_in(message):
     """Yields the tensors of a message with their sizes in bytes, in field order, depth first."""
     for field, value in message.ListFields():
-        for one in (value if field.is_repeated else [value]) if field.message_type else []:
+        for item in (value if field.is_repeated else [value]) if field.message_type else []:
             if field.message_type.name == "Tensor":
-                yield one, TYPES[one.element_type].itemsize * int(np.prod(one.shape))
+                yield item, TYPES[item.element_type].itemsize * int(np.prod(item.shape))
             else:
-                yield from tensors_in(one)
+                yield from tensors_in(item)
 
 
 class Device:
@@ -74,7 +74,9 @@ class Device:
     def check_in(self):
         request = service.CheckInRequest(identity=self.identity)
         self.contract = contract = self.call(lambda: self.stub.CheckIn(request, timeout=30)).contract
-        self.config = {one.name: getattr(one, one.WhichOneof("value") or "text") for one in contract.config.entries}
+        self.config = {
+            entry.name: getattr(entry, entry.WhichOneof("value") or "text") for entry in contract.config.entries
+        }
         profile, request.profile.samples, request.profile.classes = request.profile, len(self.y), 10
         profile.model_fingerprint = contract.model_fingerprint  # `load` checks that the model is the run's
         profile.extractor_fingerprint = contract.extractor_fingerprint
@@ -89,8 +91,8 @@ class Device:
         """Returns the parts of a payload by name, with their data."""
         request = service.DownloadRequest(identity=self.identity, sha256=sha256)
         first, *rest = self.call(lambda: list(self.stub.Download(request, timeout=600)))
-        assert all(google_crc32c.value(one.chunk.data) == one.chunk.crc32c for one in rest)
-        data, parts = b"".join(one.chunk.data for one in rest), first.header.parts
+        assert all(google_crc32c.value(item.chunk.data) == item.chunk.crc32c for item in rest)
+        data, parts = b"".join(item.chunk.data for item in rest), first.header.parts
         assert hashlib.sha256(parts.SerializeToString(deterministic=True) + data).digest() == sha256
         for tensor, size in tensors_in(parts):
             tensor.data, data = data[:size], data[size:]
@@ -145,7 +147,7 @@ class Device:
     def load(self, weights):
         module = self.model if weights.scope == "model" else self.model.stages[:1]
         named = [*weights.parameters, *weights.buffers]
-        module.load_state_dict({one.name: self.array_of(one.tensor) for one in named})
+        module.load_state_dict({item.name: self.array_of(item.tensor) for item in named})
 
     def fedavg(self, step, received, answer):
         self.load(received["parameters"])
@@ -188,12 +190,12 @@ class Device:
         if self.contract.initial_weights:
             self.load(self.download(self.contract.initial_weights)["initial"])
         request = service.NextAskRequest(identity=self.identity, wait_seconds=20)
-        while not (found := self.call(lambda: self.stub.NextAsk(request, timeout=50))).HasField("finished"):
-            if found.HasField("ask") and not self.answer.exists():
-                self.handle(found.ask)
+        while not (result := self.call(lambda: self.stub.NextAsk(request, timeout=50))).HasField("finished"):
+            if result.HasField("ask") and not self.answer.exists():
+                self.handle(result.ask)
             if self.answer.exists():
                 self.upload(service.UploadHeader.FromString(self.answer.read_bytes()))
-            time.sleep(torch.empty(()).uniform_(found.come_back.after_seconds, found.come_back.before_seconds).item())
+            time.sleep(torch.empty(()).uniform_(result.come_back.after_seconds, result.come_back.before_seconds).item())
 
 
 Device(sys.argv[1], Path(sys.argv[2]), **np.load(sys.argv[3])).run()

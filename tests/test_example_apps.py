@@ -151,5 +151,7 @@ def test_each_model_gains_from_class_statistics_and_the_table_has_losses_too(tmp
         assert program.ended(PATIENCE_SECONDS) == 0, program.said
     rows = re.findall(r"^(\w+) +(digits_\w+) .* ([+-][\d.]+) / ([+-][\d.]+) ", program.said, flags=re.M)
     models = ("digits_linear", "digits_cnn_small")
-    assert [row[:2] for row in rows] == [(method, one) for method in ("feddkc", "cdkt", "classstats") for one in models]
+    assert [row[:2] for row in rows] == [
+        (method, model) for method in ("feddkc", "cdkt", "classstats") for model in models
+    ]
     assert all(float(row[2]) > 10 for row in rows[-2:])

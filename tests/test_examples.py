@@ -43,9 +43,9 @@ def test_fedprox_with_mu_0_is_fedavg_and_with_another_is_not(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_own_data_are_learned_by_devices_that_lack_a_class(tmp_path: Path) -> None:
     shown = run("own_data", tmp_path, "--rounds", "5")
-    found = re.search(r"alone ([\d.]+)%, in the fleet ([\d.]+)%", shown)
-    assert found is not None
-    alone, fleet = map(float, found.groups())
+    result = re.search(r"alone ([\d.]+)%, in the fleet ([\d.]+)%", shown)
+    assert result is not None
+    alone, fleet = map(float, result.groups())
     assert fleet > alone + 10
     assert sorted(np.load(tmp_path / "out" / "wine.npz").files) == ["classes", "inputs", "labels"]
 
@@ -84,8 +84,8 @@ def test_one_step_of_fedprox_descends_the_papers_objective(fedprox) -> None:
     model = split_sequential(nn.Sequential(nn.Identity(), nn.Linear(2, 2)), after=1)
     plain = {"batch_size": 1, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False}
     config = fedprox.FedProxConfig(mu=mu, learning_rate=rate, local_epochs=2, **plain)
-    w_t = [one.detach().clone() for one in model.parameters()]
-    w = [one.detach().clone().requires_grad_() for one in model.parameters()]
+    w_t = [parameter.detach().clone() for parameter in model.parameters()]
+    w = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
     for _ in range(2):
         loss = nn.functional.cross_entropy(x @ w[0].T + w[1], y)
         gradients = torch.autograd.grad(loss, w)
@@ -94,5 +94,5 @@ def test_one_step_of_fedprox_descends_the_papers_objective(fedprox) -> None:
     data = as_tensor_data((x.numpy(), y.numpy()), 2)
     half = fedprox.FedProxDevice(config, Local(model=model, taps=model, data=data, classes=2, torch_device="cpu"))  # type: ignore[arg-type]
     half.train(Ask(round=1, step="train", seed=0, parts={"parameters": model_parameters(model)}))
-    for found, expected in zip(model.parameters(), w, strict=True):
-        torch.testing.assert_close(found, expected)
+    for result, expected in zip(model.parameters(), w, strict=True):
+        torch.testing.assert_close(result, expected)

@@ -27,7 +27,11 @@ def loaded_by(code: str) -> set[str]:
 
 
 def of_packages(modules: set[str], *packages: str) -> set[str]:
-    return {module for module in modules if any(module == one or module.startswith(f"{one}.") for one in packages)}
+    return {
+        module
+        for module in modules
+        if any(module == package or module.startswith(f"{package}.") for package in packages)
+    }
 
 
 def test_a_device_is_light_to_import() -> None:
@@ -115,10 +119,10 @@ def imported_by(file: Path) -> set[str]:
 def test_no_file_imports_from_a_test_file() -> None:
     """What tests share is in the folder that uses it, or in tests/support for several folders."""
     tests = Path(__file__).parent
-    found = {
+    result = {
         f"{file.relative_to(tests)}: {module}"
         for file in tests.rglob("*.py")
         for module in imported_by(file)
         if module.rpartition(".")[2].startswith("test_")
     }
-    assert found == set()
+    assert result == set()

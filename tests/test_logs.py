@@ -135,7 +135,7 @@ def test_an_event_that_is_taken_back_is_not_logged(store: Store, caplog: pytest.
     with pytest.raises(RunError):
         failing()
     store.history.add_event("digits", "late", "the next")
-    assert [one.getMessage() for one in caplog.records] == ["kept", "the next"]
+    assert [record.getMessage() for record in caplog.records] == ["kept", "the next"]
 
 
 def test_a_program_without_a_log_has_no_events_on_its_terminal() -> None:
@@ -206,7 +206,7 @@ def test_front_engine_and_supervisor_log_alike(tmp_path: Path, log_format: str) 
             matched = LINE.fullmatch(line)
             assert matched is not None, line
             told.append({"process": matched[2], "message": matched[3]})
-    assert {"serve", "front", "engine"} == {one["process"] for one in told}
-    of_device = [one for one in told if one["message"].startswith("checked in")]
+    assert {"serve", "front", "engine"} == {item["process"] for item in told}
+    of_device = [item for item in told if item["message"].startswith("checked in")]
     assert len(of_device) >= 2
-    assert sum("is answered" in one["message"] for one in told) == 4
+    assert sum("is answered" in item["message"] for item in told) == 4

@@ -213,7 +213,7 @@ def test_a_run_is_served_without_any_of_them(tmp_path: Path, environment: dict[s
         assert process.stdout is not None
         port = int(re.findall(r"127\.0\.0\.1:(\d+)", process.stdout.readline())[0])
         with AnsweringFleet(port, "digits", 2) as fleet:
-            wait_until(lambda: all(one.finished for one in fleet.devices), "the devices to hear of the end")
+            wait_until(lambda: all(device.finished for device in fleet.devices), "the devices to hear of the end")
             process.communicate(timeout=PATIENCE_SECONDS)
     finally:
         process.kill()

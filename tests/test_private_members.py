@@ -51,9 +51,9 @@ def reaches(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Attribute) and private(node.attr) and not _is_self(node) and node.attr not in own:
             yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fleetdistill"):
-            yield from ((node.lineno, one.name) for one in node.names if private(one.name))
+            yield from ((node.lineno, name.name) for name in node.names if private(name.name))
         elif isinstance(node, ast.Call) and _patches(node):
-            yield from ((node.lineno, one.value) for one in node.args[1:2] if _names_private(one))  # type: ignore[attr-defined]
+            yield from ((node.lineno, arg.value) for arg in node.args[1:2] if _names_private(arg))  # type: ignore[attr-defined]
 
 
 def _is_self(node: ast.Attribute) -> bool:

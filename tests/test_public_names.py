@@ -18,7 +18,7 @@ PACKAGES = (ROOT / "client_sdk" / "fleetdistill", *(ROOT / "server").glob("fleet
 
 
 def module_name(path: Path) -> str:
-    package = next(one for one in PACKAGES if path.is_relative_to(one))
+    package = next(item for item in PACKAGES if path.is_relative_to(item))
     parts = path.relative_to(package.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -40,7 +40,7 @@ def uses() -> Iterator[tuple[str, str, str]]:
         )
         for node in (node for block in blocks for node in ast.walk(ast.parse(block))):
             if isinstance(node, ast.ImportFrom) and re.match(r"fleetdistill(?:_\w+)?(?:\.|$)", node.module or ""):
-                yield from ((str(path.relative_to(ROOT)), node.module or "", one.name) for one in node.names)
+                yield from ((str(path.relative_to(ROOT)), node.module or "", name.name) for name in node.names)
 
 
 USES = sorted(set(uses()))
@@ -48,12 +48,12 @@ USES = sorted(set(uses()))
 
 def test_the_folders_of_the_sdk_have_public_names() -> None:
     folders = {"", ".device", ".knowledge", ".compute", ".link", ".methods", ".models", ".testing", ".training"}
-    assert {f"fleetdistill{one}" for one in folders} <= set(PUBLIC)
+    assert {f"fleetdistill{folder}" for folder in folders} <= set(PUBLIC)
 
 
 def test_the_folders_of_the_server_for_code_of_others_have_public_names() -> None:
     folders = {"", ".methods", ".testing"}
-    assert {"fleetdistill_lab", *(f"fleetdistill_server{one}" for one in folders)} <= set(PUBLIC)
+    assert {"fleetdistill_lab", *(f"fleetdistill_server{folder}" for folder in folders)} <= set(PUBLIC)
 
 
 def test_importing_the_server_loads_neither_torch_nor_pydantic_until_a_name_is_used() -> None:
@@ -63,7 +63,7 @@ print(*sorted({"torch", "pydantic"} & sys.modules.keys()))
 fleetdistill_lab.Simulation
 print("pydantic" in sys.modules, {*fleetdistill_lab.__all__} <= {*dir(fleetdistill_lab)})
 """
-    path = os.pathsep.join({str(one.parent): None for one in PACKAGES})
+    path = os.pathsep.join({str(item.parent): None for item in PACKAGES})
     assert python(code, {"PYTHONPATH": path}).splitlines() == ["", "True True"]
 
 
@@ -73,10 +73,10 @@ def test_exported_names_are_importable_and_documented(name: str) -> None:
     assert module.__doc__
     assert len(set(module.__all__)) == len(module.__all__)
     assert not hasattr(module, "absent")
-    for one in module.__all__:
-        found = getattr(module, one)
-        if inspect.isclass(found) or inspect.isroutine(found):
-            assert inspect.getdoc(found), f"{name}.{one} has no docstring"
+    for item in module.__all__:
+        result = getattr(module, item)
+        if inspect.isclass(result) or inspect.isroutine(result):
+            assert inspect.getdoc(result), f"{name}.{item} has no docstring"
 
 
 @pytest.mark.parametrize(("page", "module", "name"), USES)

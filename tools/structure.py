@@ -59,14 +59,14 @@ def read_modules(root: Path) -> dict[str, Module]:
 
 def imports_of(module: Module, modules: Mapping[str, Module]) -> set[str]:
     """Returns the modules that a module imports anywhere, under TYPE_CHECKING and inside functions included."""
-    found = set()
+    result = set()
     for node in ast.walk(module.tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = (f"{node.module}.{alias.name}" for alias in node.names)
-            found |= {name if name in modules else node.module for name in names}
+            result |= {name if name in modules else node.module for name in names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return {name for name in found if name in modules and name != module.name}
+            result |= {alias.name for alias in node.names}
+    return {name for name in result if name in modules and name != module.name}
 
 
 def check_budgets(modules: Mapping[str, Module], budgets: Mapping[str, Sequence[int]]) -> Iterator[str]:
@@ -189,7 +189,7 @@ def check_statuses(modules: Mapping[str, Module]) -> Iterator[str]:
         for node in ast.walk(module.tree):
             if not isinstance(node, ast.Compare) or "status" not in ast.unparse(node):
                 continue
-            texts = [one for one in ast.walk(node) if isinstance(one, ast.Constant) and one.value in STATUSES]
+            texts = [item for item in ast.walk(node) if isinstance(item, ast.Constant) and item.value in STATUSES]
             for text in texts:
                 yield f"{module.path.name}:{node.lineno}: compares a status with {text.value!r}; use the enum"
 

@@ -70,10 +70,10 @@ def measure(form: str, data: str, other: str, seeds: Sequence[int]) -> dict[str,
         if seed == seeds[0]:
             kinds = kinds_of_images(public, other, config.contract)
             pictures = [
-                {"part": one.part, "source": one.source, "pictures": len(one.pictures), **rounded(one.figures())}
-                for one in reconstruct(recorded, public, kinds)
+                {"part": item.part, "source": item.source, "pictures": len(item.pictures), **rounded(item.figures())}
+                for item in reconstruct(recorded, public, kinds)
             ]
-    classes = [one.classes for one in reports if one.classes is not None]
+    classes = [report.classes for report in reports if report.classes is not None]
     return {
         "attacks": pooled(reports),
         "classes": round(statistics.mean(classes), 2) if classes else None,
@@ -84,20 +84,20 @@ def measure(form: str, data: str, other: str, seeds: Sequence[int]) -> dict[str,
 
 def pooled(reports: Sequence[AuditReport]) -> list[dict[str, Any]]:
     """The results of each attack over all seeds, with the interval over all rows."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for part, attacks in reports[0].parts.items():
         for attack in attacks:
-            results = [one.parts[part][attack] for one in reports if attack in one.parts[part]]
-            rows = sum(one.rows for one in results)
+            results = [report.parts[part][attack] for report in reports if attack in report.parts[part]]
+            rows = sum(result.rows for result in results)
             mean = {
-                name: round(sum(getattr(one, name) * one.rows for one in results) / rows, 3)
+                name: round(sum(getattr(result, name) * result.rows for result in results) / rows, 3)
                 for name in ("linked", "auc", "tpr1")
             }
-            interval = wilson(round(sum(one.linked * one.rows for one in results)), rows)
-            limits = [round(one, 3) for one in interval]
-            found.append({"part": part, "attack": attack, **mean, "interval": limits, "rows": rows})
-        found += [] if attacks else [{"part": part, "attack": None}]
-    return found
+            interval = wilson(round(sum(result.linked * result.rows for result in results)), rows)
+            limits = [round(item, 3) for item in interval]
+            result.append({"part": part, "attack": attack, **mean, "interval": limits, "rows": rows})
+        result += [] if attacks else [{"part": part, "attack": None}]
+    return result
 
 
 def rounded(figures: Mapping[str, float]) -> dict[str, float]:
@@ -108,8 +108,8 @@ def rounded(figures: Mapping[str, float]) -> dict[str, float]:
 def print_tables(forms: Mapping[str, Any]) -> None:
     """The tables of docs/explanation/privacy.md."""
     print("| method | strongest attack | linked | 95 % | auc | tpr1 | classes |\n|---|---|---|---|---|---|---|")
-    for form, found in forms.items():
-        one, classes = worst(form), "–" if found["classes"] is None else f"{found['classes']:.2f}"
+    for form, result in forms.items():
+        one, classes = worst(form), "–" if result["classes"] is None else f"{result['classes']:.2f}"
         if one is None:
             print(f"| {form} | none |  |  |  |  | {classes} |")
             continue
@@ -117,8 +117,8 @@ def print_tables(forms: Mapping[str, Any]) -> None:
         numbers = f"{one['linked']:.3f} | {low:.3f} to {high:.3f} | {one['auc']:.3f} | {one['tpr1']:.3f}"
         print(f"| {form} | {one['part']}: {one['attack']} | {numbers} | {classes} |")
     print("\n| method | made from | SSIM | PSNR in dB | reidentified |\n|---|---|---|---|---|")
-    for form, found in forms.items():
-        for one in found["pictures"]:
+    for form, result in forms.items():
+        for one in result["pictures"]:
             numbers = f"{one['ssim']:.2f} | {one['psnr']:.1f} | {one['reidentified']:.2f}"
             print(f"| {form} | {one['source']} | {numbers} |")
 

@@ -132,7 +132,7 @@ def _classstats(base: Simulation, fedavg: tuple[str, ...]) -> Comparison:
         "fedgkt": {"method": "feddkc", "settings": settings | {"server_beta": 0.0}},
         **{name: {"method": name, "models": fedavg[:1], "settings": settings} for name in _ONE_ARCHITECTURE},
         **_ONE_EXCHANGE,
-        **{f"fedavg, {one}": {"method": "fedavg", "models": (one,), "settings": settings} for one in fedavg},
+        **{f"fedavg, {item}": {"method": "fedavg", "models": (item,), "settings": settings} for item in fedavg},
         f"fedavg, {fedavg[0]}, decaying": {
             "method": "feddkd",
             "models": fedavg[:1],
@@ -275,12 +275,12 @@ def figures(report: FleetReport) -> dict[str, Any]:
         "fleet": report.mean_accuracy_trained,
         "fleet_own": report.mean_own_accuracy_trained,
         "fleet_curve": _mean_curve(list(report.accuracy_by_round.values())),
-        "own_curve": [one["c_spec"] for one in report.figures_by_round],
-        "c_per_curve": [one["c_per"] for one in report.figures_by_round],
+        "own_curve": [item["c_spec"] for item in report.figures_by_round],
+        "c_per_curve": [item["c_per"] for item in report.figures_by_round],
         "global_curve": report.global_accuracy_by_round,
-        "bytes_up": sum(one.bytes_up for one in report.devices) / per_device_round,
-        "bytes_down": sum(one.bytes_down for one in report.devices) / per_device_round,
-        "bytes_curve": list(itertools.accumulate(one["up"] + one["down"] for one in report.bytes_by_round)),
+        "bytes_up": sum(device.bytes_up for device in report.devices) / per_device_round,
+        "bytes_down": sum(device.bytes_down for device in report.devices) / per_device_round,
+        "bytes_curve": list(itertools.accumulate(item["up"] + item["down"] for item in report.bytes_by_round)),
         "guards": report.guards_fired,
         "further": report.further,
         "rounds": report.rounds,
@@ -327,8 +327,8 @@ def main(words: Sequence[str] | None = None) -> None:
         measure(given, known)
     comparison = COMPARISONS[given.comparison]
     for setting in comparison.settings:
-        found = {(name, seed): row for (where, name, seed), row in known.items() if where == setting}
-        print_tables(f"{given.comparison} {setting}".strip(), found, list(comparison.runs), comparison.headline)
+        result = {(name, seed): row for (where, name, seed), row in known.items() if where == setting}
+        print_tables(f"{given.comparison} {setting}".strip(), result, list(comparison.runs), comparison.headline)
 
 
 if __name__ == "__main__":

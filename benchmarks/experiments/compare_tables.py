@@ -47,7 +47,7 @@ def print_tables(title: str, found: Found, names: list[str], headline: Headline)
 
 
 def _print_alone(rows: list[Row]) -> None:
-    cells = [_text([value for row in rows if (value := figure_alone(row, one)) is not None]) for one in _COLUMNS[1:]]
+    cells = [_text([value for row in rows if (value := figure_alone(row, item)) is not None]) for item in _COLUMNS[1:]]
     print(f"| alone | | {' | '.join(cells)} | 0 | |")
 
 
@@ -55,11 +55,11 @@ def _rounds_shown(rows: list[Row]) -> list[int]:
     if not rows:
         return []
     last = min(row["rounds"] for row in rows)
-    return sorted({one for one in (5, 10) if one < last} | {last})
+    return sorted({item for item in (5, 10) if item < last} | {last})
 
 
 def _print_row(name: str, rows: list[Row], at: int) -> None:
-    figures = [_text([value for row in rows if (value := figure_at(row, one, at)) is not None]) for one in _COLUMNS]
+    figures = [_text([value for row in rows if (value := figure_at(row, item, at)) is not None]) for item in _COLUMNS]
     bytes_so_far = statistics.mean(bytes_curve(row)[at - 1] for row in rows) / 1e3
     guards = sum(row["guards"] for row in rows) if at == rows[0]["rounds"] else ""
     print(f"| {name}, round {at} | {' | '.join(figures)} | {bytes_so_far:,.0f} | {guards} |")
@@ -67,9 +67,9 @@ def _print_row(name: str, rows: list[Row], at: int) -> None:
 
 def _print_further(name: str, rows: list[Row]) -> None:
     """Second answers of the devices, which have figures of the end of a run only."""
-    for answer in sorted({one for row in rows for one in row.get("further", {})}):
+    for answer in sorted({item for row in rows for item in row.get("further", {})}):
         means = [row["further"][answer] for row in rows if answer in row.get("further", {})]
-        figures = [_text([one[figure] for one in means]) for figure in ("accuracy", "own_accuracy")]
+        figures = [_text([mean[figure] for mean in means]) for figure in ("accuracy", "own_accuracy")]
         print(f"| {name}, its {answer} answer | | {' | '.join(figures)} | | | |")
 
 
@@ -91,8 +91,8 @@ def figure_alone(row: Row, figure: str) -> float | None:
     """A figure of training alone, where this run was the one to have it; there is no global model."""
     own, all_classes = row["alone_own"], row["alone"]
     older = _halves(all_classes, own)
-    found = {"own": own, "devices": all_classes, "global": all_classes, "c_per": row.get("alone_c_per", older)}
-    value: float | None = found[figure]
+    result = {"own": own, "devices": all_classes, "global": all_classes, "c_per": row.get("alone_c_per", older)}
+    value: float | None = result[figure]
     return value
 
 
@@ -124,7 +124,7 @@ def _print_differences(found: Found, names: list[str], seeds: list[int], headlin
     controls = [name for name in names if name.startswith(CONTROLS)]
     print(f"\n| {_NAMES[headline]} of a minus b, paired | at equal rounds | at equal bytes |")
     print("|---|---|---|")
-    for name in (one for one in names if one not in controls):
+    for name in (name for name in names if name not in controls):
         for control in controls:
             pairs = [(found[name, s], found[control, s]) for s in seeds if (name, s) in found and (control, s) in found]
             if pairs:
@@ -138,7 +138,7 @@ def _print_bytes_to_fedavg(found: Found, names: list[str], seeds: list[int]) -> 
         return
     print("\n| bytes to FedAvg's accuracy after its last round, as a share of its bytes | devices | global model |")
     print("|---|---|---|")
-    for name, control in itertools.product((one for one in names if not one.startswith(CONTROLS)), names):
+    for name, control in itertools.product((name for name in names if not name.startswith(CONTROLS)), names):
         pairs = [(found[name, s], found[control, s]) for s in seeds if (name, s) in found and (control, s) in found]
         if control.startswith("fedavg") and pairs:
             cells = [", ".join(_share(a, b, figure) for a, b in pairs) for figure in ("devices", "global")]
@@ -155,7 +155,7 @@ def _share(mine: Row, control: Row, figure: str) -> str:
 def _print_against_alone(name: str, found: Found, seeds: list[int], headline: Headline) -> None:
     alone = {seed: row for (_, seed), row in found.items() if row["alone"] is not None}
     gains = []
-    for seed in (one for one in seeds if one in alone and (name, one) in found):
+    for seed in (seed for seed in seeds if seed in alone and (name, seed) in found):
         mine = found[name, seed]
         value, base = figure_at(mine, headline, mine["rounds"]), figure_alone(alone[seed], headline)
         gains += [value - base] if value is not None and base is not None else []
@@ -190,11 +190,11 @@ def _one_or_all(rounds: tuple[int, ...]) -> str:
 
 
 def _gains(pairs: Pairs, headline: Headline, rounds: list[tuple[int, int]]) -> str:
-    found = [
+    result = [
         (figure_at(a, headline, at), figure_at(b, headline, control_at))
         for (a, b), (at, control_at) in zip(pairs, rounds, strict=True)
     ]
-    return _text([a - b for a, b in found if a is not None and b is not None], signed=True) or "not kept"
+    return _text([a - b for a, b in result if a is not None and b is not None], signed=True) or "not kept"
 
 
 def _text(values: list[float], *, signed: bool = False) -> str:

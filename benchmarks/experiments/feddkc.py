@@ -68,10 +68,10 @@ def measure(given: argparse.Namespace, known: dict[str, Any]) -> None:
             "alone_own": report.mean_own_accuracy_alone,
             "fleet": report.mean_accuracy_fleet,
             "own": report.mean_own_accuracy_fleet,
-            "bytes_up": [one.bytes_up for one in report.devices],
-            "bytes_down": [one.bytes_down for one in report.devices],
-            "samples": [one.samples for one in report.devices],
-            "parameters": [one.parameters for one in report.devices],
+            "bytes_up": [device.bytes_up for device in report.devices],
+            "bytes_down": [device.bytes_down for device in report.devices],
+            "samples": [device.samples for device in report.devices],
+            "parameters": [device.parameters for device in report.devices],
             "guards": report.guards_fired,
             "seconds": report.seconds,
         }
@@ -83,13 +83,13 @@ def measure(given: argparse.Namespace, known: dict[str, Any]) -> None:
 def print_table(given: argparse.Namespace, known: dict[str, Any]) -> None:
     """Mean and deviation over seeds for each alpha, and the paired difference to alone."""
     for alpha in given.alphas:
-        found: dict[tuple[str, int], Any] = {}
+        result: dict[tuple[str, int], Any] = {}
         for key, simulation in runs(given):
             if key in known and simulation.alpha == alpha:
-                found[key.split("/")[-1], simulation.seed] = known[key]
-        seeds = [seed for seed in given.seeds if ("none", seed) in found]
+                result[key.split("/")[-1], simulation.seed] = known[key]
+        seeds = [seed for seed in given.seeds if ("none", seed) in result]
         if seeds:
-            _print_alpha(found, seeds, f"{given.dataset}, alpha {alpha}, {given.rounds} rounds")
+            _print_alpha(result, seeds, f"{given.dataset}, alpha {alpha}, {given.rounds} rounds")
 
 
 def _print_alpha(found: dict[tuple[str, int], Any], seeds: list[int], title: str) -> None:

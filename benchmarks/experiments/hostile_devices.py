@@ -146,8 +146,8 @@ class Notes:
 
 
 def statistics_of(part: Part) -> SharedStatistics:
-    found = to_wire(moments_of(part.features, part.labels, MIN_SAMPLES), RANK, ClassStatsConfig().rows_per_direction)
-    sent = decode(encode({"statistics": found}))["statistics"]
+    result = to_wire(moments_of(part.features, part.labels, MIN_SAMPLES), RANK, ClassStatsConfig().rows_per_direction)
+    sent = decode(encode({"statistics": result}))["statistics"]
     assert isinstance(sent, SharedStatistics)
     return sent
 
@@ -161,8 +161,8 @@ def closed_form(fleet: Fleet, parts: Mapping[str, SharedStatistics], rules: Rule
         space = make_space(moments, shrinkage_rule(moments.dimensions, moments.df))
     except KnowledgeError:
         return 1 / fleet.classes
-    found = logits(space, coordinates(space, fleet.test.features), fleet.classes)
-    return _share_right(fleet, found)
+    result = logits(space, coordinates(space, fleet.test.features), fleet.classes)
+    return _share_right(fleet, result)
 
 
 def _share_right(fleet: Fleet, found: Array) -> float:
@@ -198,7 +198,7 @@ def _of_kinds(seed: int, given: argparse.Namespace) -> Case:
     parts = tuple(part for fleet in fleets for part in fleet.parts)
     held = [_held_apart(fleet) for fleet in fleets]
     images, features, labels = (
-        [getattr(one.fleet.test, field) for one in held] for field in ("images", "features", "labels")
+        [getattr(item.fleet.test, field) for item in held] for field in ("images", "features", "labels")
     )
     test = Part(torch.cat(images), np.concatenate(features), np.concatenate(labels))
     return Case(Fleet(parts, test, fleets[0].classes, seed), held[0].trusted)
@@ -223,11 +223,11 @@ def rules_of(case: Case) -> dict[str, Rules]:
 
 def means_of(parts: Sequence[SharedStatistics]) -> dict[int, Array]:
     """The mean over the devices of each class's mean."""
-    found: dict[int, list[Array]] = {}
+    result: dict[int, list[Array]] = {}
     for part in parts:
         for label, mean in zip(part.labels, part.means if part.labels else (), strict=True):
-            found.setdefault(label, []).append(mean.astype(np.float64))
-    return {label: np.mean(means, axis=0) for label, means in sorted(found.items())}
+            result.setdefault(label, []).append(mean.astype(np.float64))
+    return {label: np.mean(means, axis=0) for label, means in sorted(result.items())}
 
 
 def print_table(title: str, of: Sequence[Case]) -> None:
@@ -236,20 +236,20 @@ def print_table(title: str, of: Sequence[Case]) -> None:
     print("|---|---|---|---|---|---|---|", flush=True)
     honest = [[statistics_of(part) for part in case.fleet.parts] for case in of]
     for name, (count, attack) in ATTACKS.items():
-        found: dict[str, list[float]] = {}
+        result: dict[str, list[float]] = {}
         left_out: dict[str, int] = {}
         bounded = 0
         for case, sent in zip(of, honest, strict=True):
             means = means_of(sent)
-            lies = [attack(one, case.fleet.classes, means) for one in sent[:count] if attack and one.labels]
+            lies = [attack(item, case.fleet.classes, means) for item in sent[:count] if attack and item.labels]
             parts = {f"{number}": one for number, one in enumerate([*lies, *sent[len(lies) :]])}
             liars = {f"{number}" for number in range(len(lies))}
             for rule, rules in rules_of(case).items():
                 notes = Notes()
-                found.setdefault(rule, []).append(closed_form(case.fleet, parts, rules, notes))
+                result.setdefault(rule, []).append(closed_form(case.fleet, parts, rules, notes))
                 left_out[rule] = left_out.get(rule, 0) + len(notes.left_out - liars)
                 bounded += len(notes.bounded - liars) if rule == "gross" else 0
-        cells = [*(spread(figures) for figures in found.values()), *(f"{left_out[rule]}" for rule in found)]
+        cells = [*(spread(figures) for figures in result.values()), *(f"{left_out[rule]}" for rule in result)]
         honest_out = ", ".join(cells[5:])
         print(f"| {name} | {' | '.join(cells[:4])} | {honest_out} | {bounded} |", flush=True)
 

@@ -109,9 +109,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     print("|---" * (len(ATTACKS) + 2) + "|")
     for name in METHODS:
         for robust in ("off", "gross", "strict"):
-            found = {row["attack"]: row for row in rows if (row["name"], row["robust"]) == (name, robust)}
-            if found:
-                cells = [_cell(found.get(attack), ATTACKS[attack][0]) for attack in ATTACKS]
+            result = {row["attack"]: row for row in rows if (row["name"], row["robust"]) == (name, robust)}
+            if result:
+                cells = [_cell(result.get(attack), ATTACKS[attack][0]) for attack in ATTACKS]
                 print(f"| {name} | {robust} | " + " | ".join(cells) + " |")
 
 
@@ -143,7 +143,7 @@ def main() -> None:
         for attack in given.attacks:
             for robust in given.robust:
                 key = (name, attack, robust, given.seed, given.alpha)
-                if any(tuple(row[one] for one in _KEY) == key for row in known):
+                if any(tuple(row[item] for item in _KEY) == key for row in known):
                     continue
                 known.append(run(*key))
                 with given.results.open("a") as file:

@@ -192,10 +192,10 @@ def attack(given: argparse.Namespace) -> tuple[dict[tuple[str, str], Tally], dic
                 asked = np.random.default_rng(seed).permutation(len(part.labels))[:ATTACKED]
                 for label in np.unique(part.labels[asked]).tolist():
                     rows = part.features[asked[part.labels[asked] == label]]
-                    found = attacker.scores(moments, directions, label, rows)
+                    result = attacker.scores(moments, directions, label, rows)
                     others = attacker.scores(moments, directions, label, pools.decoys.of(label))
                     for score in SCORES:
-                        tallies[rank, score].add(found[score], others[score])
+                        tallies[rank, score].add(result[score], others[score])
     return tallies, told, fewest
 
 
@@ -212,8 +212,8 @@ def accuracy(parts: list[Moments], tested: Rows) -> float:
     """Of the closed form."""
     merged = merge(parts)
     space = make_space(merged, shrinkage_rule(merged.dimensions, merged.df))
-    found = logits(space, coordinates(space, tested.features), int(tested.labels.max()) + 1)
-    return float((found.argmax(axis=1) == tested.labels).mean())
+    result = logits(space, coordinates(space, tested.features), int(tested.labels.max()) + 1)
+    return float((result.argmax(axis=1) == tested.labels).mean())
 
 
 def wilson(hits: int, count: int, deviations: float = 1.96) -> tuple[float, float]:

@@ -171,12 +171,12 @@ def closed_form(fleet: Fleet, cap: Callable[[int], int] | None = None, shrinkage
     on_all, of_general = accuracies(fleet, [general(fleet, made.space)] * len(fleet.parts))
     answers, estimates, guarded, kept = [], [], [], 0
     for number, part in enumerate(fleet.parts):
-        found, plain, told = personal(fleet, part, made.space, made.counted(number))
-        answers.append(found)
+        result, plain, told = personal(fleet, part, made.space, made.counted(number))
+        answers.append(result)
         estimates.append(plain * len(part.labels))
         own, _, told_own = _alone(fleet, part)
         kept += told_own > told
-        guarded.append(own if told_own > told else found)
+        guarded.append(own if told_own > told else result)
     personal_all, own_classes = accuracies(fleet, answers)
     rows = sum(len(part.labels) for part in fleet.parts)
     return {
@@ -212,11 +212,11 @@ def leave_one_out_shrinkage(fleet: Fleet) -> Figures:
     told = {}
     for share in SHRINKAGES:
         made = exchange(fleet, lambda _: RANK, share)
-        found = [
+        result = [
             personal(fleet, part, made.space, made.counted(number))[1] * len(part.labels)
             for number, part in enumerate(fleet.parts)
         ]
-        told[share] = sum(found)
+        told[share] = sum(result)
     best = max(SHRINKAGES, key=lambda share: (round(told[share]), share))
     figures = closed_form(fleet, shrinkage=best)
     further = (len(SHRINKAGES) - 1) * bytes_down(fleet.classes, fleet.dimensions) + 4 * len(SHRINKAGES)
@@ -228,9 +228,9 @@ def own_predictor(fleet: Fleet) -> Figures:
     made = exchange(fleet, lambda _: RANK)
     inputs = [coordinates(made.space, part.features) for part in fleet.parts]
     drawn = drawn_about(made.space.centres.astype(np.float64), made.space.labels)
-    found = predictors(fleet, inputs, coordinates(made.space, fleet.test.features), drawn)
-    own = with_prior(fleet, found)
-    return {"all": accuracies(fleet, found)[0], "own": accuracies(fleet, own)[1], "kb": made.kb}
+    result = predictors(fleet, inputs, coordinates(made.space, fleet.test.features), drawn)
+    own = with_prior(fleet, result)
+    return {"all": accuracies(fleet, result)[0], "own": accuracies(fleet, own)[1], "kb": made.kb}
 
 
 def means_with_own_covariance(fleet: Fleet) -> Figures:
@@ -260,7 +260,7 @@ def means_and_own_rows(fleet: Fleet) -> Figures:
     """Predictors of five sizes on own rows and the fleet's means with the scatter of own rows about their means."""
     merged, kb = _means(fleet)
     centre, scale = _scale(merged, fleet)
-    found = []
+    result = []
     for number, part in enumerate(fleet.parts):
         own = moments_of(part.features, part.labels)
         place = {label: at for at, label in enumerate(own.labels)}
@@ -269,9 +269,9 @@ def means_and_own_rows(fleet: Fleet) -> Figures:
         drawn = drawn_from({label: (rows - centre) / scale for label, rows in pools.items()})
         only = replace(fleet, parts=(part,), seed=derive_seed(fleet.seed, "means", number))
         inputs, unseen = [(part.features - centre) / scale], (fleet.test.features - centre) / scale
-        found += predictors(only, inputs, unseen, drawn, sizes_from=number)
-    own_answers = with_prior(fleet, found)
-    return {"all": accuracies(fleet, found)[0], "own": accuracies(fleet, own_answers)[1], "kb": kb}
+        result += predictors(only, inputs, unseen, drawn, sizes_from=number)
+    own_answers = with_prior(fleet, result)
+    return {"all": accuracies(fleet, result)[0], "own": accuracies(fleet, own_answers)[1], "kb": kb}
 
 
 def _means(fleet: Fleet) -> tuple[Moments, float]:
@@ -360,11 +360,11 @@ def search(settings: Sequence[Setting], given: argparse.Namespace) -> None:
     for setting in settings:
         print(f"\n{setting.name}, seeds {given.seeds}: devices all, own; global; global with the prior all, own")
         for change in SEARCH:
-            found = [
+            result = [
                 fedavg_rows(make_fleet(setting, seed, given.data_dir), FedAvgSettings(**change)) for seed in given.seeds
             ]
             names = ("devices", "global", "with_prior")
-            means = [100 * np.mean([one[name] for one in found], axis=0) for name in names]
+            means = [100 * np.mean([item[name] for item in result], axis=0) for name in names]
             print(change, *(f"{value:.1f}" for pair in means for value in pair), flush=True)
 
 
@@ -393,7 +393,7 @@ def read(results: Path) -> dict[tuple[str, int, str], Figures]:
     if not results.exists():
         return {}
     lines = [json.loads(line) for line in results.read_text().splitlines()]
-    return {(one["setting"], one["seed"], one["row"]): one for one in lines}
+    return {(line["setting"], line["seed"], line["row"]): line for line in lines}
 
 
 def parse() -> argparse.Namespace:
@@ -433,9 +433,9 @@ def main() -> None:
         return
     if not given.table:
         measure(settings, given)
-    found = read(given.results)
+    result = read(given.results)
     for setting in settings:
-        print_tables(setting.name, {key[1:]: one for key, one in found.items() if key[0] == setting.name}, given.seeds)
+        print_tables(setting.name, {key[1:]: one for key, one in result.items() if key[0] == setting.name}, given.seeds)
 
 
 if __name__ == "__main__":

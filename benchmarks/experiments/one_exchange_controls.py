@@ -103,7 +103,7 @@ def fedavg(fleet: Fleet, settings: FedAvgSettings) -> Curves:
     labels = [torch.from_numpy(part.labels) for part in fleet.parts]
     unseen = _tensor((fleet.test.features - centre) / scale)
     model = network(fleet.dimensions, settings.hidden, fleet.classes, derive_seed(fleet.seed, "fedavg"))
-    weights = torch.tensor([len(one) for one in labels], dtype=torch.float32)
+    weights = torch.tensor([len(label) for label in labels], dtype=torch.float32)
     priors = [np.log(class_prior(part.labels, fleet.classes)) for part in fleet.parts]
     shared = parameters_to_vector(model.parameters()).detach().clone()
     curves = Curves([], [], [], 2 * FLOAT_BYTES * len(shared))
@@ -117,10 +117,10 @@ def fedavg(fleet: Fleet, settings: FedAvgSettings) -> Curves:
             answers.append(predict(model, unseen))
         shared = torch.einsum("k,kp->p", weights / weights.sum(), torch.stack(local))
         vector_to_parameters(shared.clone(), model.parameters())
-        found = predict(model, unseen)
+        result = predict(model, unseen)
         curves.devices.append(accuracies(fleet, answers))
-        curves.global_.append(accuracies(fleet, [found] * len(answers)))
-        curves.with_prior.append(accuracies(fleet, [log_softmax(found) + one for one in priors]))
+        curves.global_.append(accuracies(fleet, [result] * len(answers)))
+        curves.with_prior.append(accuracies(fleet, [log_softmax(result) + prior for prior in priors]))
     return curves
 
 
@@ -180,8 +180,8 @@ def train_predictor(
         for group in optimizer.param_groups:
             group["lr"] = falling(settings.rate, step, steps)
         optimizer.zero_grad()
-        found = model(torch.cat([rows[mine], others]))
-        (cross_entropy(found[:batch], labels[mine]) + cross_entropy(found[batch:], told)).backward()
+        result = model(torch.cat([rows[mine], others]))
+        (cross_entropy(result[:batch], labels[mine]) + cross_entropy(result[batch:], told)).backward()
         optimizer.step()
 
 
@@ -256,7 +256,7 @@ def at_equal_bytes(fleet: Fleet, settings: FedAvgSettings, budget: float) -> tup
         Rounds that the budget allows, which can be 0, and the curves of that many rounds or of one.
     """
     model = network(fleet.dimensions, settings.hidden, fleet.classes, 0)
-    size = 2 * FLOAT_BYTES * sum(one.numel() for one in model.parameters())
+    size = 2 * FLOAT_BYTES * sum(parameter.numel() for parameter in model.parameters())
     rounds = int(budget // size)
     return rounds, fedavg(fleet, replace(settings, rounds=max(rounds, 1)))
 

@@ -124,11 +124,11 @@ def _from_folder(name: str, size: int | None, folder: str | None) -> Dataset:
     root = Path(folder or os.environ["FLEETDISTILL_DATA"]).expanduser()
     with np.load(root / name / f"{name}.npz", allow_pickle=False) as stored:
         parts = [stored[f"{part}_{what}"] for part in ("train", "test") for what in ("images", "labels")]
-    images = [torch.from_numpy(one if one.ndim == 4 else one[..., None]) for one in parts[::2]]
-    images = [one.float().div(255).permute(0, 3, 1, 2).contiguous() for one in images]
-    labels = [torch.from_numpy(one.astype(np.int64)) for one in parts[1::2]]
+    images = [torch.from_numpy(part if part.ndim == 4 else part[..., None]) for part in parts[::2]]
+    images = [image.float().div(255).permute(0, 3, 1, 2).contiguous() for image in images]
+    labels = [torch.from_numpy(part.astype(np.int64)) for part in parts[1::2]]
     if size is not None:
-        images = [adaptive_avg_pool2d(one, size) for one in images]
+        images = [adaptive_avg_pool2d(image, size) for image in images]
     names = tuple(str(number) for number in range(_IN_THE_FOLDER_ONLY[name]))
     return Dataset(name, images[0], labels[0], images[1], labels[1], names)
 
@@ -171,8 +171,8 @@ def accuracies(fleet: Fleet, logits: Sequence[Array]) -> tuple[float, float]:
     labels = fleet.test.labels
     tested = np.bincount(labels, minlength=fleet.classes) > 0
     on_all, own = [], []
-    for part, found in zip(fleet.parts, logits, strict=True):
-        told = found.argmax(axis=1)
+    for part, result in zip(fleet.parts, logits, strict=True):
+        told = result.argmax(axis=1)
         on_all.append(float((told == labels).mean()))
         shares = part.shares(fleet.classes) * tested
         own.append(float(recalls(told, labels, fleet.classes) @ shares / shares.sum()))

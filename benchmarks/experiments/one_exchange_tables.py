@@ -78,12 +78,12 @@ def print_tables(title: str, found: Found, wanted: Sequence[int]) -> None:
 def _print_further(found: Found, seeds: Sequence[int]) -> None:
     base = [found[seed, _BASE] for seed in seeds]
     print(
-        f"leave-one-out says {spread([one['leave_one_out'] for one in base])} of the closed form; the guard kept own "
-        f"statistics on {', '.join(str(one['kept_own']) for one in base)} devices; s "
-        + ", ".join(f"{one['shrinkage']:.3g}" for one in base)
+        f"leave-one-out says {spread([item['leave_one_out'] for item in base])} of the closed form; the guard kept own "
+        f"statistics on {', '.join(str(item['kept_own']) for item in base)} devices; s "
+        + ", ".join(f"{item['shrinkage']:.3g}" for item in base)
     )
     if chosen := [found[seed, row] for seed in seeds if (seed, row := "shrinkage by leave-one-out") in found]:
-        print("s by leave-one-out: " + ", ".join(f"{one['shrinkage']:.3g}" for one in chosen))
+        print("s by leave-one-out: " + ", ".join(f"{item['shrinkage']:.3g}" for item in chosen))
     curves = [(found[seed, _BASE], found[seed, "fedavg"]) for seed in seeds if (seed, "fedavg") in found]
     for base_row, one in curves[:1]:
         print(f"FedAvg: {one['kb_round']:,.0f} kB a round, the exchange {base_row['kb']:,.0f} kB")
@@ -113,5 +113,5 @@ def spread(values: Sequence[float]) -> str:
 def paired(differences: Sequence[float]) -> str:
     """Mean ± deviation in points, then each seed."""
     deviation = f" ± {100 * statistics.stdev(differences):.1f}" if len(differences) > 1 else ""
-    each = ", ".join(f"{100 * one:+.1f}" for one in differences)
+    each = ", ".join(f"{100 * difference:+.1f}" for difference in differences)
     return f"{100 * statistics.mean(differences):+.1f}{deviation} ({each})"

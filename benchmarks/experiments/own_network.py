@@ -107,8 +107,8 @@ class Teacher(nn.Module):
         self.space, self.classes = space, classes
 
     def forward(self, images: Tensor) -> Tensor:
-        found = self.coordinates(images)
-        return torch.from_numpy(logits(self.space, found.double().numpy(), self.classes)).float()
+        result = self.coordinates(images)
+        return torch.from_numpy(logits(self.space, result.double().numpy(), self.classes)).float()
 
     def coordinates(self, images: Tensor) -> Tensor:
         """v, `[n, q]`."""
@@ -125,15 +125,15 @@ def drawn_images(teacher: Teacher, images: Tensor, count: int, seed: int) -> Ten
     centres = torch.tensor(teacher.space.centres.astype(np.float32))
     at = torch.randint(len(centres), (count,), generator=generator)
     wanted = centres[at] + torch.randn(count, centres.shape[1], generator=generator)
-    found = images[torch.randint(len(images), (count,), generator=generator)].clone().requires_grad_(True)
-    optimizer = torch.optim.Adam([found], lr=DRAWING_RATE)
+    result = images[torch.randint(len(images), (count,), generator=generator)].clone().requires_grad_(True)
+    optimizer = torch.optim.Adam([result], lr=DRAWING_RATE)
     for _ in range(DRAWING_STEPS):
         optimizer.zero_grad()
         for rows in torch.arange(count).split(250):
-            (teacher.coordinates(found[rows]) - wanted[rows]).square().mean(dim=1).sum().backward()
+            (teacher.coordinates(result[rows]) - wanted[rows]).square().mean(dim=1).sum().backward()
         optimizer.step()
-        found.data.clamp_(0, 1)
-    return found.detach()
+        result.data.clamp_(0, 1)
+    return result.detach()
 
 
 def train(
@@ -169,11 +169,11 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = falling(lesson.rate, step, steps)
         optimizer.zero_grad()
-        found = model(images)
-        loss = functional.cross_entropy(found[blends:batch], targets[blends:])
+        result = model(images)
+        loss = functional.cross_entropy(result[blends:batch], targets[blends:])
         if lesson.teacher:
             answers = teach(images) if known is None else known[rows]
-            loss = (1 - lesson.weight) * loss + lesson.weight * distance(found, answers, lesson.temperature)
+            loss = (1 - lesson.weight) * loss + lesson.weight * distance(result, answers, lesson.temperature)
         loss.backward()
         optimizer.step()
     model.eval()
@@ -246,25 +246,25 @@ def taught(fleet: Fleet, name: str, lesson: Lesson) -> dict[str, float]:
         seed = derive_seed(fleet.seed, "own network", number)
         drawn = drawn_images(teacher, part.images, lesson.drawn, seed) if lesson.drawn else None
         train(model, part, lesson, teach, drawn, MIRROR[name], seed)
-        found = _answers(model, fleet.test.images)
-        plain.append(found)
-        mixed.append(found + np.log(prior))
-        joint.append(found + general)
-        joint_own.append(found + log_softmax(personal(fleet, part, made.space, made.counted(number))[0]))
+        result = _answers(model, fleet.test.images)
+        plain.append(result)
+        mixed.append(result + np.log(prior))
+        joint.append(result + general)
+        joint_own.append(result + log_softmax(personal(fleet, part, made.space, made.counted(number))[0]))
     (on_all, own), (prior_all, prior_own) = accuracies(fleet, plain), accuracies(fleet, mixed)
     beside = {"joint_all": accuracies(fleet, joint)[0], "joint_own": accuracies(fleet, joint_own)[1]}
     return {"all": on_all, "own": own, "prior_all": prior_all, "prior_own": prior_own, **beside}
 
 
 def _temperature(fleet: Fleet, part: Part, space: ClassSpace, counted: tuple[int, ...]) -> float:
-    found = leave_one_out(space, coordinates(space, part.features), part.labels, counted, fleet.classes)
-    return best_temperature(found, part.labels, class_prior(part.labels, fleet.classes))
+    result = leave_one_out(space, coordinates(space, part.features), part.labels, counted, fleet.classes)
+    return best_temperature(result, part.labels, class_prior(part.labels, fleet.classes))
 
 
 def _answers(model: nn.Module, images: Tensor) -> Array:
     with torch.no_grad():
-        found = torch.cat([model(some) for some in images.split(500)])
-    return np.asarray(functional.log_softmax(found.double(), dim=1).numpy())
+        result = torch.cat([model(some) for some in images.split(500)])
+    return np.asarray(functional.log_softmax(result.double(), dim=1).numpy())
 
 
 def closed_form(fleet: Fleet) -> dict[str, float]:
@@ -338,9 +338,9 @@ def measure(name: str, given: argparse.Namespace) -> None:
 
 
 def print_tables(name: str, given: argparse.Namespace) -> None:
-    found = read(given.results)
+    result = read(given.results)
     for setting in SETTINGS[name]:
-        seeds = [seed for seed in given.seeds if (setting.name, seed, "alone") in found]
+        seeds = [seed for seed in given.seeds if (setting.name, seed, "alone") in result]
         if not seeds:
             continue
         print(f"\n{setting.name}, seeds {', '.join(map(str, seeds))}")
@@ -348,11 +348,11 @@ def print_tables(name: str, given: argparse.Namespace) -> None:
         print(f"| | {' | '.join(heads)} | all, less alone | own, less alone |")
         print("|---|---|---|---|---|---|---|---|")
         for row in ("closed form", *variants(given)):
-            have = [seed for seed in seeds if (setting.name, seed, row) in found]
+            have = [seed for seed in seeds if (setting.name, seed, row) in result]
             if not have:
                 continue
-            ones = [found[setting.name, seed, row] for seed in have]
-            base = [found[setting.name, seed, "alone"] for seed in have]
+            ones = [result[setting.name, seed, row] for seed in have]
+            base = [result[setting.name, seed, "alone"] for seed in have]
             cells = [spread([one[what] for one in ones]) for what in FIGURES]
             for what in ("all", "own"):
                 cells.append(paired([one[what] - other[what] for one, other in zip(ones, base, strict=True)]))

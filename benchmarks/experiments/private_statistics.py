@@ -62,15 +62,15 @@ def merged_moments(rows: Array, labels: Array, devices: Sequence[Array], mu: flo
     generator = np.random.default_rng(seed)
     units = on_grid(unit_rows(rows))
     parts = [release_rounded(class_sums(units[own], labels[own], CLASSES), mu, generator) for own in devices]
-    found = merge_private(parts, [NoiseScale.of(mu)] * len(parts))
-    if found is None:
+    result = merge_private(parts, [NoiseScale.of(mu)] * len(parts))
+    if result is None:
         return None
-    counts, size = np.maximum(np.rint(found.counts), 1).astype(np.int64), rows.shape[1]
+    counts, size = np.maximum(np.rint(result.counts), 1).astype(np.int64), rows.shape[1]
     return Moments(
-        labels=tuple(found.labels.tolist()),
+        labels=tuple(result.labels.tolist()),
         counts=counts,
-        means=found.means * math.sqrt(size),
-        covariance=found.covariance * size,
+        means=result.means * math.sqrt(size),
+        covariance=result.covariance * size,
         df=max(int(counts.sum()) - len(counts), 1),
     )
 
@@ -97,21 +97,21 @@ def dealt(labels: Array, devices: int, rows: int, alpha: float, seed: int) -> li
     chosen = generator.permutation(len(labels))[: devices * rows]
     if not math.isfinite(alpha):
         return list(chosen.reshape(devices, rows))
-    found: list[list[int]] = [[] for _ in range(devices)]
+    result: list[list[int]] = [[] for _ in range(devices)]
     for label in range(CLASSES):
         of_class = chosen[labels[chosen] == label]
         cuts = (np.cumsum(generator.dirichlet([alpha] * devices)) * len(of_class)).astype(int)[:-1]
-        for own, part in zip(found, np.split(of_class, cuts), strict=True):
+        for own, part in zip(result, np.split(of_class, cuts), strict=True):
             own.extend(part.tolist())
-    return [np.array(own, dtype=int) for own in found if len(own) >= 2]
+    return [np.array(own, dtype=int) for own in result if len(own) >= 2]
 
 
 def personal_accuracy(space: ClassSpace, own: Array, own_labels: Array, rows: Array, labels: Array) -> float:
     """Returns the accuracy of a device's personal model on the test set in the device's class shares."""
     counted = [label for label in np.unique(own_labels).tolist() if label in space.labels]
     variant = class_variants(space, own, own_labels, counted, CLASSES, moments_of(own, own_labels)).personal
-    found = logits(variant.space, coordinates(variant.space, rows), CLASSES) / variant.temperature
-    right = (found + np.log(variant.prior)).argmax(axis=1) == labels
+    result = logits(variant.space, coordinates(variant.space, rows), CLASSES) / variant.temperature
+    right = (result + np.log(variant.prior)).argmax(axis=1) == labels
     weight = (np.bincount(own_labels, minlength=CLASSES) / np.bincount(labels, minlength=CLASSES))[labels]
     return float((right * weight).sum() / weight.sum())
 
@@ -122,7 +122,7 @@ def trained(own: Array, labels: Array, drawn: Array, drawn_labels: Array, test: 
     net = nn.Sequential(nn.Linear(own.shape[1], 64), nn.ReLU(), nn.Linear(64, CLASSES))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9, nesterov=True, weight_decay=5e-4)
     (x, xs, test_x), (y, ys) = (
-        (torch.tensor(one).float() for one in (own, drawn, test)),
+        (torch.tensor(item).float() for item in (own, drawn, test)),
         map(torch.tensor, (labels, drawn_labels)),
     )
     for number in range(PASSES):
@@ -143,7 +143,7 @@ def drawn_row(
     train: Array, labels: Array, test: Array, test_labels: Array, alpha: float, epsilon: float
 ) -> list[float]:
     """Returns the devices' mean accuracy on all classes: closed form, trained in the space, and on all numbers."""
-    found = []
+    result = []
     for seed in SEEDS:
         devices = dealt(labels, 5, 600, alpha, seed)
         moments = merged_moments(train, labels, devices, mu_of(epsilon), seed)
@@ -162,8 +162,8 @@ def drawn_row(
                 trained(v, labels[own], spaced, drawn_labels, test_v, seed),
                 trained(train[own], labels[own], whole, drawn_labels, test, seed),
             ]
-            found.append([float((one == test_labels).mean()) for one in guesses])
-    return [100 * float(one) for one in np.mean(found, axis=0)]
+            result.append([float((guess == test_labels).mean()) for guess in guesses])
+    return [100 * float(item) for item in np.mean(result, axis=0)]
 
 
 def print_drawn(name: str, train: Array, labels: Array, test: Array, test_labels: Array) -> None:
@@ -172,7 +172,7 @@ def print_drawn(name: str, train: Array, labels: Array, test: Array, test_labels
     for alpha in (0.5, 0.1):
         for epsilon in (10.0, 3.0, 1.0):
             row = drawn_row(train, labels, test, test_labels, alpha, epsilon)
-            print(f"| {name}, alpha {alpha:g} | {epsilon:g} |", *(f"{one:.1f} |" for one in row), flush=True)
+            print(f"| {name}, alpha {alpha:g} | {epsilon:g} |", *(f"{item:.1f} |" for item in row), flush=True)
 
 
 def print_personal(
@@ -187,8 +187,8 @@ def print_personal(
             space = merged_space(train, labels, own, mu_of(epsilon), seed)
             general.append(accuracy(space, test, test_labels))
             personal += [
-                personal_accuracy(space, train[one], labels[one], test, test_labels) if space else math.nan
-                for one in own
+                personal_accuracy(space, train[item], labels[item], test, test_labels) if space else math.nan
+                for item in own
             ]
         cells.append(f"{100 * np.mean(general):.1f} / {100 * np.nanmean(personal):.1f}")
     print(f"| {name}, alpha {alpha:g} | {devices} | {rows} |", *(f"{cell} |" for cell in cells), flush=True)
@@ -200,7 +200,7 @@ def main() -> None:
     drawn = "--drawn" in sys.argv
     if not drawn:
         print("| data | devices | rows a device |", *(f"{e:g} |" for e in EPSILONS))
-    for name in (one for one in sys.argv[1:] if one != "--drawn"):
+    for name in (item for item in sys.argv[1:] if item != "--drawn"):
         data = load_dataset(name, data_dir=Path(os.environ["FLEETDISTILL_DATA"]))
         train, test = features(data.train_images), features(data.test_images)
         labels, test_labels = data.train_labels.numpy(), data.test_labels.numpy()

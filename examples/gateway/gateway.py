@@ -69,8 +69,8 @@ def serve(device: Device, data: Path) -> None:
         signal.signal(number, stop)
     notify("READY=1")
     while not stopping and device.tick() is not Step.FINISHED:
-        if (found := set(data.glob("*.npz"))) != known:
-            known = found
+        if (result := set(data.glob("*.npz"))) != known:
+            known = result
             device.replace_data()
         notify("WATCHDOG=1")
         time.sleep(TURN_SECONDS)

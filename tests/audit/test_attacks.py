@@ -64,8 +64,8 @@ def features_sent(attacker: Attacker, rows: Rows) -> SampleKnowledge:
 def test_rows_are_found_in_features_and_others_are_not(public: PublicSet) -> None:
     attacker = attacker_of(public, "feddkc")
     sent = message({"knowledge": features_sent(attacker, members_of(public, MEMBERS))})
-    found = linked(public, attacker, [sent])
-    assert found["knowledge", f"{CUT}, round 1"] == 1
+    result = linked(public, attacker, [sent])
+    assert result["knowledge", f"{CUT}, round 1"] == 1
     others = Rows(public.fleet.train_images[100:130], public.fleet.train_labels[100:130])
     assert linked(public, attacker, [sent], others)["knowledge", f"{CUT}, round 1"] < 0.2  # chance is 1 / 107
 
@@ -139,7 +139,7 @@ def test_the_gradient_of_one_row_gives_it_away(public: PublicSet) -> None:
     student, teacher = attacker.method.context.device_model().eval(), attacker.method.context.device_model().eval()
     torch.manual_seed(1)
     torch.nn.init.normal_([*teacher.parameters()][-2])  # the last layer's weight
-    own, found = members_of(public, 10), []
+    own, result = members_of(public, 10), []
     trained = message({"parameters": model_parameters(teacher)}, {"parameters": model_parameters(student)})
     for row in range(10):
         one = Rows(own.inputs[row : row + 1], own.labels[row : row + 1])
@@ -148,8 +148,8 @@ def test_the_gradient_of_one_row_gives_it_away(public: PublicSet) -> None:
         arrays = {name: gradient.numpy() for name, gradient in gradients.items()}
         gradient = DistillationGradient(gradients=arrays, batch_size=1, loss=loss)
         step = message({"gradient": gradient}, {"parameters": model_parameters(student)})
-        found.append(linked(public, attacker, [trained, step], one)["gradient", "last layer, all steps"])
-    assert np.mean(found) == 1
+        result.append(linked(public, attacker, [trained, step], one)["gradient", "last layer, all steps"])
+    assert np.mean(result) == 1
 
 
 def test_a_discriminator_is_asked_for_its_logit(public: PublicSet) -> None:

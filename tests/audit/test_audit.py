@@ -27,21 +27,21 @@ def small(method: str, device: str = "", **settings) -> Audit:
 
 
 def test_features_of_a_shallow_extractor_link_most_rows() -> None:
-    found = audit(small("feddkc"))
-    assert found.worst is not None
-    assert found.worst.linked > 0.5  # chance is 1 / (decoys + 1)
-    assert found.trained_rows == 120
-    assert found.worst.rows == found.attacked_rows <= 120  # at most 60 of each device
-    assert found.decoys >= 100
-    assert found.classes == 1  # by the labels
-    assert found.parts["metrics"] == {}
+    result = audit(small("feddkc"))
+    assert result.worst is not None
+    assert result.worst.linked > 0.5  # chance is 1 / (decoys + 1)
+    assert result.trained_rows == 120
+    assert result.worst.rows == result.attacked_rows <= 120  # at most 60 of each device
+    assert result.decoys >= 100
+    assert result.classes == 1  # by the labels
+    assert result.parts["metrics"] == {}
 
 
 def test_every_message_is_recorded_as_it_was_sent() -> None:
     wanted = small("fedavg", "digits_linear")
     recorded = record_run(wanted, split_public(wanted.data, wanted.rows, wanted.seed))
     messages = recorded.record.of("device-0")
-    assert [(one.round, one.step) for one in messages] == [(1, "train"), (1, "deliver")]
+    assert [(message.round, message.step) for message in messages] == [(1, "train"), (1, "deliver")]
     assert set(messages[0].sent) == {"parameters", "metrics"}
     assert sum(len(rows) for rows in recorded.rows.values()) == 120
     other = recorded.record.of("device-1")[0]
@@ -49,21 +49,21 @@ def test_every_message_is_recorded_as_it_was_sent() -> None:
 
 
 def test_predictions_cannot_be_asked_about_a_row() -> None:
-    found = audit(small("cdkt"))
-    assert found.worst is None
-    assert found.parts["knowledge"] == {}
-    assert found.classes is not None
-    shown = view(found)
+    result = audit(small("cdkt"))
+    assert result.worst is None
+    assert result.parts["knowledge"] == {}
+    assert result.classes is not None
+    shown = view(result)
     assert shown.facts["linked"] is None
     assert [row["attack"] for row in shown.lists["parts"]] == [None, None]
 
 
 def test_gradients_of_few_rows_are_called_invertible() -> None:
-    found = audit(small("feddkd", "digits_linear", dkd_batch_size=4, dkd_steps=1))
-    assert found.smallest_batch == 4
-    assert "gradient of 4 rows: gradients of fewer than 32 rows can be inverted" in str(tables(view(found))[2])
-    usual = dataclasses.replace(found, smallest_batch=32)
-    assert len(tables(view(usual))) == len(tables(view(found))) - 1
+    result = audit(small("feddkd", "digits_linear", dkd_batch_size=4, dkd_steps=1))
+    assert result.smallest_batch == 4
+    assert "gradient of 4 rows: gradients of fewer than 32 rows can be inverted" in str(tables(view(result))[2])
+    usual = dataclasses.replace(result, smallest_batch=32)
+    assert len(tables(view(usual))) == len(tables(view(result))) - 1
 
 
 # --- private answers
@@ -79,23 +79,23 @@ def test_pri_10_no_attack_links_more_than_the_noise_allows(epsilon: float, most:
 @pytest.mark.long
 def test_attacks_on_private_sums_stay_below_the_bound() -> None:
     wanted = dataclasses.replace(small("classstats_private", epsilon=10), rows=400)
-    found = audit(wanted)  # 200 rows a device; at 57 the noise could end the run
-    assert found.mu is not None
-    assert found.mu == pytest.approx(discrete_mu_for(10, 1e-5))
-    assert found.mu < mu_for(10, 1e-5)  # exact noise is a little larger
-    assert found.bound == pytest.approx(bound(1 / (found.decoys + 1), found.mu))
-    assert list(found.parts) == ["statistics"], "nothing else leaves"
-    found.check_bound()
-    assert "The devices' noise bounds linked at" in str(tables(view(found))[2])
+    result = audit(wanted)  # 200 rows a device; at 57 the noise could end the run
+    assert result.mu is not None
+    assert result.mu == pytest.approx(discrete_mu_for(10, 1e-5))
+    assert result.mu < mu_for(10, 1e-5)  # exact noise is a little larger
+    assert result.bound == pytest.approx(bound(1 / (result.decoys + 1), result.mu))
+    assert list(result.parts) == ["statistics"], "nothing else leaves"
+    result.check_bound()
+    assert "The devices' noise bounds linked at" in str(tables(view(result))[2])
 
 
 def test_an_attack_above_the_bound_is_an_error() -> None:
     """Features that link most rows, if they were called private."""
-    found = audit(small("feddkc"))
-    assert found.bound is None
-    found.check_bound()
+    result = audit(small("feddkc"))
+    assert result.bound is None
+    result.check_bound()
     with pytest.raises(RunError, match=r"but the devices' noise allows at most 0\.0"):
-        dataclasses.replace(found, mu=0.3).check_bound()
+        dataclasses.replace(result, mu=0.3).check_bound()
 
 
 @pytest.mark.parametrize(("method", "rounds"), [("fedavg", 5), ("classstats", 1)])

@@ -13,24 +13,24 @@ def scored(row, *decoys):
 
 
 def test_a_row_above_all_its_decoys_is_linked():
-    found = linkage([scored(3, 1, 2), scored(2, 1, 2), scored(0, 1, 2), scored(1.5, 1, 2)])
-    assert found.linked == 0.25
-    assert found.auc == (1 + 0.75 + 0 + 0.5) / 4
-    assert found.tpr1 == 0.25
-    assert (found.rows, found.decoys) == (4, 2)
+    result = linkage([scored(3, 1, 2), scored(2, 1, 2), scored(0, 1, 2), scored(1.5, 1, 2)])
+    assert result.linked == 0.25
+    assert result.auc == (1 + 0.75 + 0 + 0.5) / 4
+    assert result.tpr1 == 0.25
+    assert (result.rows, result.decoys) == (4, 2)
 
 
 def test_one_decoy_in_a_hundred_may_be_above_for_tpr1():
     decoys = [0.0] * 99 + [5.0]
-    found = linkage([scored(1, *decoys), scored(-1, *decoys)])
-    assert (found.linked, found.tpr1) == (0, 0.5)
+    result = linkage([scored(1, *decoys), scored(-1, *decoys)])
+    assert (result.linked, result.tpr1) == (0, 0.5)
 
 
 def test_scores_without_information_give_chance():
     generator = np.random.default_rng(0)
-    found = linkage([Scored(generator.normal(), generator.normal(size=99)) for _ in range(2000)])
-    assert found.interval[0] < 0.01 < found.interval[1]
-    assert found.auc == pytest.approx(0.5, abs=0.02)
+    result = linkage([Scored(generator.normal(), generator.normal(size=99)) for _ in range(2000)])
+    assert result.interval[0] < 0.01 < result.interval[1]
+    assert result.auc == pytest.approx(0.5, abs=0.02)
 
 
 def test_wilson_interval():

@@ -46,8 +46,8 @@ def test_the_gradient_of_one_row_gives_its_picture(public: PublicSet) -> None:
     method, image = build_method(config), public.fleet.train_images[:1]
     student, teacher = method.context.device_model().eval(), method.context.device_model().eval()
     with torch.no_grad():
-        for one in teacher.parameters():
-            one.add_(torch.randn(one.shape, generator=torch.Generator().manual_seed(1)), alpha=0.3)
+        for parameter in teacher.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.3)
     probs = teacher(image).detach().softmax(1)
     gradients, loss = distillation_gradient(student, model_parameters(student), image, probs, 1.0)
     arrays = {name: gradient.numpy() for name, gradient in gradients.items()}
@@ -83,6 +83,6 @@ def _arrays(weights):
 def test_class_means_give_pictures_of_the_class() -> None:
     wanted = Audit(config=run_of("classstats"), data=load_dataset("digits"), devices=2, rows=200)
     public = split_public(wanted.data, 200, 0)
-    (found,) = reconstruct(record_run(wanted, public), public, {"public rows": public.attacker.inputs})
-    assert found.compared == "nearest own row"
-    assert found.figures()["psnr"] > 12
+    (result,) = reconstruct(record_run(wanted, public), public, {"public rows": public.attacker.inputs})
+    assert result.compared == "nearest own row"
+    assert result.figures()["psnr"] > 12

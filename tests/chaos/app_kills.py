@@ -93,10 +93,10 @@ class KilledApps(Arena):
     def _outcome(self, wrong: list[str], seconds: float) -> Outcome:
         outcome = super()._outcome(wrong + self.unreadable, seconds)
         for name in self._wanted.devices:
-            received = {one.receipt for one in read_log(self._place.log_of(name)) if one.what == RECEIPT}
+            received = {item.receipt for item in read_log(self._place.log_of(name)) if item.what == RECEIPT}
             noted = self._place.receipts_of(name)
             missing = received - set(noted.read_text().split() if noted.exists() else ())
-            outcome.findings.wrong += [f"{name}'s app was not notified of receipt {one}" for one in sorted(missing)]
+            outcome.findings.wrong += [f"{name}'s app was not notified of receipt {item}" for item in sorted(missing)]
         outcome.figures |= {f"state after a kill: {what}": count for what, count in self.moments.items()}
         return outcome
 

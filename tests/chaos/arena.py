@@ -322,10 +322,10 @@ class Arena:
         while self._blows and self._blows[0].after <= receipts:
             blow = self._blows.pop(0)
             self._due.append((now + blow.wait_seconds, blow))
-        for at, blow in [one for one in self._due if one[0] <= now]:
+        for at, blow in [item for item in self._due if item[0] <= now]:
             if self._happen(blow):
                 self._due.remove((at, blow))
-        for at, end in [one for one in self._ends if one[0] <= now]:
+        for at, end in [end for end in self._ends if end[0] <= now]:
             self._ends.remove((at, end))
             end()
 
@@ -365,7 +365,7 @@ class Arena:
 
     def _damage_newest(self) -> None:
         """Changes a byte of the newest answer at rest; whether the engine has read it already is left to chance."""
-        sent = {one.sha256 for name in self._wanted.devices for one in read_log(self._place.log_of(name))} - {""}
+        sent = {item.sha256 for name in self._wanted.devices for item in read_log(self._place.log_of(name))} - {""}
         blobs = FileBlobs(self._place.store / "blobs")
         newest = max(map(blobs.path_of, map(bytes.fromhex, sent)), key=_changed_at, default=None)
         with contextlib.suppress(OSError):  # none is there, the server deletes it at this moment, or the disk is full
@@ -411,9 +411,9 @@ class Arena:
             figures |= dict(self.happened)
             if self._services is not None:
                 figures["restarts of PostgreSQL"] = self._services.restarts
-            records = [one for log in logs.values() for one in log]
-            figures["uploads sent"] = sum(one.what == SENT for one in records)
-            figures["uploads resumed at a later byte"] = sum(one.first_byte > 0 for one in records)
+            records = [item for log in logs.values() for item in log]
+            figures["uploads sent"] = sum(record.what == SENT for record in records)
+            figures["uploads resumed at a later byte"] = sum(record.first_byte > 0 for record in records)
         finally:
             store.close()
         everyone = self._members.values()
@@ -497,8 +497,8 @@ def _unfinished(store: Store, config: RunConfig) -> list[str]:
     run = store.runs.get(config.run.name)
     if run is None:
         return ["the run does not exist"]
-    found = str(run.status), run.completed_rounds
-    return [] if found == ("finished", config.run.rounds) else [f"the run ended as {found}: {run.reason}"]
+    result = str(run.status), run.completed_rounds
+    return [] if result == ("finished", config.run.rounds) else [f"the run ended as {result}: {run.reason}"]
 
 
 def _damaged(store: Store, on_purpose: Container[bytes]) -> list[str]:
@@ -510,8 +510,8 @@ def _damaged(store: Store, on_purpose: Container[bytes]) -> list[str]:
             if row.status == "used" and row.round == max(closed) and row.sha256 not in on_purpose:
                 payload = store.blobs.open(row.sha256)
                 algorithm = Algorithm.BLAKE3 if has_blake3() else Algorithm.SHA256
-                found = digest(payload.parts, wire.pieces(payload.source, 0, payload.data_bytes), algorithm)
-                if found != row.sha256:
+                result = digest(payload.parts, wire.pieces(payload.source, 0, payload.data_bytes), algorithm)
+                if result != row.sha256:
                     damaged.append(f"{row.device}'s answer of round {row.round} is damaged in the store")
     return damaged
 

@@ -56,16 +56,16 @@ def check(
         uploads: Rows of the store: accepted answers with the names of their asks.
         used: Answers in the method's final state, in order; None for a method that keeps no such list.
     """
-    found = Findings()
+    result = Findings()
     rows = [dict(row) for row in uploads]
-    receipts = _receipts(logs, {row["receipt"] for row in rows if row.get("quarantined_at")}, found)
-    found.acknowledged = len(receipts)
-    _check_rows(rows, logs, found)
-    _check_fates(rows, receipts, found)
+    receipts = _receipts(logs, {row["receipt"] for row in rows if row.get("quarantined_at")}, result)
+    result.acknowledged = len(receipts)
+    _check_rows(rows, logs, result)
+    _check_fates(rows, receipts, result)
     if used is not None:
-        _check_used(rows, used, found)
-        _check_states(rows, logs, found)
-    return found
+        _check_used(rows, used, result)
+        _check_states(rows, logs, result)
+    return result
 
 
 def _receipts(logs: Mapping[str, Sequence[Record]], taken_back: Container[str], found: Findings) -> dict[str, Key]:
@@ -94,7 +94,7 @@ def _receipts(logs: Mapping[str, Sequence[Record]], taken_back: Container[str], 
 
 
 def _sent(device: str, records: Sequence[Record]) -> set[Key]:
-    return {(device, one.round, one.step, one.sha256) for one in records if one.what == SENT}
+    return {(device, record.round, record.step, record.sha256) for record in records if record.what == SENT}
 
 
 def _check_rows(rows: Sequence[Mapping[str, Any]], logs: Mapping[str, Sequence[Record]], found: Findings) -> None:
@@ -161,7 +161,9 @@ def _check_states(rows: Sequence[Mapping[str, Any]], logs: Mapping[str, Sequence
     damaged = {_key(row) for row in rows if row.get("quarantined_at")}
     for device, records in logs.items():
         sent, acknowledged = (
-            dict.fromkeys((device, one.round, one.step, one.sha256) for one in records if one.what == what)
+            dict.fromkeys(
+                (device, record.round, record.step, record.sha256) for record in records if record.what == what
+            )
             for what in (SENT, RECEIPT)
         )
         keys = [key for key in sent if key in acknowledged or key not in damaged]

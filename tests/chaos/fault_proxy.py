@@ -217,7 +217,7 @@ class _Connection:
         position = 0
         while data := await reader.read(BLOCK_BYTES):
             end = position + len(data)
-            for fault in [one for one in self._faults if one.way is way and one.at < end]:
+            for fault in [fault for fault in self._faults if fault.way is way and fault.at < end]:
                 data = await self._apply(fault, data, max(fault.at - position, 0), writer)
             position = end
             await self._forward(data, writer)

@@ -94,7 +94,7 @@ class ReceiptCounter:
                     data = file.read()
                 whole = data.rfind(b"\n") + 1
                 self._read[path] = start + whole
-                self._receipts |= {one.receipt for one in _records(data[:whole]) if one.what == RECEIPT}
+                self._receipts |= {record.receipt for record in _records(data[:whole]) if record.what == RECEIPT}
         return len(self._receipts)
 
 

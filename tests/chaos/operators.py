@@ -110,10 +110,10 @@ class OperatorKiller:
             for _ in range(2):
                 self._repeat(call, run)
                 self._answered[call.name] += 1
-                found = self.state(run)
-                assert found == call.leaves, f"{run} is {found} after {call.name}, expected {call.leaves}"
+                result = self.state(run)
+                assert result == call.leaves, f"{run} is {result} after {call.name}, expected {call.leaves}"
             self._states[run] = call.leaves
-            assert {one: self.state(one) for one in self._states} == self._states
+            assert {state: self.state(state) for state in self._states} == self._states
             assert self._done() >= self._answered, "an answered call has no entry"
 
     def state(self, run: str) -> str:
@@ -126,7 +126,7 @@ class OperatorKiller:
         """A call that is possible now."""
         state = self._states[run]
         if state != _ABSENT:
-            return self._chance.choice([one for one in _NEXT[state] if one.leaves != _ABSENT or not self._kept])
+            return self._chance.choice([item for item in _NEXT[state] if item.leaves != _ABSENT or not self._kept])
         start = self._chance.random() < 0.5
         leaves = _STARTED if start else RunStatus.CREATED
         if run == _CLONE and self._states[_FIRST] != _ABSENT:

@@ -139,14 +139,14 @@ class Killer:
         """Kills a process; returns False if there is none of its kind at this moment."""
         assert self._server is not None
         server = self._server.process.pid
-        found = {
+        result = {
             "command": lambda: [command.pid] if command is not None and command.poll() is None else [],
             "supervisor": lambda: [server],
             "front": lambda: children(server, FRONT),
             "engine": lambda: children(server, ENGINE),
         }[victim]()
         with contextlib.suppress(ProcessLookupError):
-            for pid in found[:1]:
+            for pid in result[:1]:
                 os.kill(pid, signal.SIGKILL)
                 return True
         return False

@@ -87,11 +87,11 @@ def test_every_seed_kills_early_enough_to_meet_its_target() -> None:
 
 def test_the_seeds_bring_both_methods_and_every_trouble() -> None:
     wanted = [scenario(seed) for seed in SEEDS]
-    assert sum(one.method == "feddkc" for one in wanted) >= 20
-    assert sum(one.method == counting.NAME for one in wanted) > 150
-    assert {blow.action for one in wanted for blow in one.blows} == set(Action) - {Action.RESTART}
-    assert any(blow.action is Action.STOP and blow.seconds > 30 for one in wanted for blow in one.blows)
-    killed = {blow.target for one in wanted for blow in one.blows if blow.action is Action.KILL}
+    assert sum(item.method == "feddkc" for item in wanted) >= 20
+    assert sum(item.method == counting.NAME for item in wanted) > 150
+    assert {blow.action for item in wanted for blow in item.blows} == set(Action) - {Action.RESTART}
+    assert any(blow.action is Action.STOP and blow.seconds > 30 for item in wanted for blow in item.blows)
+    killed = {blow.target for item in wanted for blow in item.blows if blow.action is Action.KILL}
     assert {FRONT, ENGINE, "device-00", "device-07"} <= killed
-    assert any(one.quorum < 0.5 for one in wanted)
-    assert any(one.deadline_seconds == 1 for one in wanted)
+    assert any(item.quorum < 0.5 for item in wanted)
+    assert any(item.deadline_seconds == 1 for item in wanted)

@@ -36,13 +36,13 @@ def check_one(records: list[Record], rows: list[dict[str, Any]], used: Any = USE
 
 
 def test_an_upload_that_is_acknowledged_and_used_once_is_well() -> None:
-    found = check_one([sent(), receipt()], [row()])
-    assert found == Findings(acknowledged=1)
+    result = check_one([sent(), receipt()], [row()])
+    assert result == Findings(acknowledged=1)
 
 
 def test_an_upload_that_is_acknowledged_and_reported_with_a_reason_is_well() -> None:
-    found = check_one([sent(), receipt()], [row(status="reported", reason="round short")], [])
-    assert found == Findings(acknowledged=1)
+    result = check_one([sent(), receipt()], [row(status="reported", reason="round short")], [])
+    assert result == Findings(acknowledged=1)
 
 
 def test_the_same_receipt_for_a_later_attempt_is_well() -> None:
@@ -130,8 +130,8 @@ def test_an_answer_asked_for_again_after_a_later_step_is_well() -> None:
     records += [sent(THIRD, attempt=2), receipt("r3", THIRD, attempt=2)]
     lost = row(status="reported", reason="lost", quarantined_at=1.0)
     rows = [lost, row("r2", OTHER, step_number=2, samples=2), row("r3", THIRD, attempt=2, samples=3)]
-    found = check_one(records, rows, [("d0", 1, 2, OTHER), ("d0", 1, 1, THIRD)])
-    assert (found.lost, found.doubled, found.wrong) == ({}, {}, [])
+    result = check_one(records, rows, [("d0", 1, 2, OTHER), ("d0", 1, 1, THIRD)])
+    assert (result.lost, result.doubled, result.wrong) == ({}, {}, [])
 
 
 def test_a_damaged_answer_without_a_receipt_does_not_advance_its_device() -> None:
@@ -139,8 +139,8 @@ def test_a_damaged_answer_without_a_receipt_does_not_advance_its_device() -> Non
     records = [sent(), replace(sent(OTHER), round=2), replace(receipt("r2", OTHER), round=2)]
     lost = row(status="reported", reason="lost", quarantined_at=1.0)
     rows = [lost, row("r2", OTHER, round=2, samples=1)]
-    found = check_one(records, rows, [("d0", 2, 1, OTHER)])
-    assert (found.lost, found.doubled, found.wrong) == ({}, {}, [])
+    result = check_one(records, rows, [("d0", 2, 1, OTHER)])
+    assert (result.lost, result.doubled, result.wrong) == ({}, {}, [])
     with_receipt = check_one([sent(), receipt(), *records[1:]], rows, [("d0", 2, 1, OTHER)])
     assert with_receipt.wrong == ["d0 made its answers from states that do not follow each other: [1, 1]"]
 
@@ -171,33 +171,33 @@ def struck(seed: int, *targets: str) -> Scenario:
 
 def findings_of(wanted: Scenario, tmp_path: Path, mutation: str) -> dict[str, Any]:
     """Of the first of three seeds that finds anything lost or doubled."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for seed in range(1, 4):
-        found = run_scenario(replace(wanted, seed=seed), tmp_path / str(seed), mutation)
-        if found["lost"] or found["doubled"]:
+        result = run_scenario(replace(wanted, seed=seed), tmp_path / str(seed), mutation)
+        if result["lost"] or result["doubled"]:
             break
-    return found
+    return result
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_receipt_before_the_commit_is_found(tmp_path: Path) -> None:
-    found = findings_of(struck(1, FRONT), tmp_path, RECEIPT_BEFORE_COMMIT)
-    assert any("which the store does not know" in text for text in found["lost"])
+    result = findings_of(struck(1, FRONT), tmp_path, RECEIPT_BEFORE_COMMIT)
+    assert any("which the store does not know" in text for text in result["lost"])
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_an_upload_that_counts_again_is_found(tmp_path: Path) -> None:
-    found = findings_of(struck(1, ENGINE), tmp_path, BROKEN_IDEMPOTENCY)
-    assert any("receipts were given" in text for text in found["doubled"])
+    result = findings_of(struck(1, ENGINE), tmp_path, BROKEN_IDEMPOTENCY)
+    assert any("receipts were given" in text for text in result["doubled"])
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_whole_server_loses_and_doubles_nothing_under_the_same_blows(tmp_path: Path) -> None:
-    found = run_scenario(struck(1, FRONT, ENGINE), tmp_path / "1", "")
-    assert is_good(found), found
-    acknowledged, kills = found["acknowledged"], found["kills"]
+    result = run_scenario(struck(1, FRONT, ENGINE), tmp_path / "1", "")
+    assert is_good(result), result
+    acknowledged, kills = result["acknowledged"], result["kills"]
     assert acknowledged > 0 < kills
-    assert last_line([found]) == f"chaos: {acknowledged} acknowledged, 0 lost, 0 doubled, {kills} kills"
+    assert last_line([result]) == f"chaos: {acknowledged} acknowledged, 0 lost, 0 doubled, {kills} kills"

@@ -94,10 +94,10 @@ def test_every_command_explains_itself(command: str) -> None:
 
 def every_command(group: Any, words: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
     """All commands and groups below one, by the words that call them."""
-    found = {words: group}
+    result = {words: group}
     for name, one in getattr(group, "commands", {}).items():
-        found |= every_command(one, (*words, name))
-    return found
+        result |= every_command(one, (*words, name))
+    return result
 
 
 @pytest.mark.parametrize(("words", "command"), every_command(typer.main.get_command(app)).items())
@@ -116,7 +116,7 @@ def test_help_shows_every_word_that_was_written(words: tuple[str, ...], command:
 FOR_SERVERS = {
     words: command
     for words, command in every_command(typer.main.get_command(app)).items()
-    if {"server", "identity"} <= {one.name for one in command.params if one.param_type_name == "option"}
+    if {"server", "identity"} <= {param.name for param in command.params if param.param_type_name == "option"}
 }
 """Commands that use a store on this machine, or a server from elsewhere."""
 
@@ -130,7 +130,7 @@ def words_for(parameter: Any) -> list[str]:
 
 @pytest.mark.parametrize("words", FOR_SERVERS)
 def test_an_identity_without_a_server_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
-    needed = [word for one in FOR_SERVERS[words].params for word in words_for(one)]
+    needed = [word for param in FOR_SERVERS[words].params for word in words_for(param)]
     said = sentence(*words, *needed, "--identity", tmp_path)
     assert "error: --identity needs --server; add --server host:port, or remove --identity" in said
 
@@ -350,4 +350,4 @@ def test_predictors_are_dealt_out_as_they_are_given(monkeypatch: pytest.MonkeyPa
     given = ["--set", 'simulation.predictors=["space_linear", "space_mlp_64"]']
     done = CliRunner().invoke(app, ["simulate", "--method", "classstats", *given])
     assert done.exit_code == 0, done.output
-    assert [one.predictors for one in wanted] == [("space_linear", "space_mlp_64")]
+    assert [item.predictors for item in wanted] == [("space_linear", "space_mlp_64")]

@@ -198,9 +198,9 @@ def test_settings_that_cannot_be_used_hide_no_other_error(
     begins = [*begins, "[model] device: unknown device model 'digits_linnear'; did"]
     if "server_listen" not in changes:
         begins.append("[server] listen: cannot listen")
-    found = sorted(line.removeprefix(f"error: {path}: ").removeprefix("error: ") for line in said)
-    wanted = sorted(one.removeprefix("{path}: ") for one in begins)
-    assert [line.startswith(one) for line, one in zip(found, wanted, strict=True)] == [True] * len(wanted), said
+    result = sorted(line.removeprefix(f"error: {path}: ").removeprefix("error: ") for line in said)
+    wanted = sorted(begin.removeprefix("{path}: ") for begin in begins)
+    assert [line.startswith(one) for line, one in zip(result, wanted, strict=True)] == [True] * len(wanted), said
 
 
 def test_a_run_of_another_configuration_is_told_and_stays(tmp_path: Path) -> None:

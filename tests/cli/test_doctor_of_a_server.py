@@ -48,7 +48,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def said(path: Path, level: str = "error", **given: Any) -> list[str]:
     """What is found at a level, as check and text."""
-    return [f"{one.check}: {one.text}" for one in examine(path, **given) if one.level == level]
+    return [f"{item.check}: {item.text}" for item in examine(path, **given) if item.level == level]
 
 
 def digest(folder: Path) -> str:
@@ -65,11 +65,11 @@ def test_a_healthy_server_has_no_error_and_nothing_is_changed(store: Store, tmp_
     store.close()
     before = digest(tmp_path)
     assert said(path) == []
-    (warning,) = [one for one in said(path, "warning") if one.startswith("processes")]
+    (warning,) = [item for item in said(path, "warning") if item.startswith("processes")]
     missing = f"processes: no server uses the store {tmp_path / 'store'}, but runs are to go on ('digits')"
     assert warning == f"{missing}; run `fleetdistill serve {path}`"
     assert digest(tmp_path) == before
-    checks = {one.check for one in examine(path) if one.level == "ok"}
+    checks = {item.check for item in examine(path) if item.level == "ok"}
     assert checks >= {"versions", "settings", "extras", "ports", "TLS", "disk", "hardware", "store"}
 
 
@@ -120,7 +120,7 @@ def test_a_server_that_holds_the_lock_and_does_not_listen_is_named(store: Store,
 def test_a_server_that_listens_elsewhere_is_not_taken_for_one_on_this_port(store: Store, tmp_path: Path) -> None:
     """Another server's port accepts connections too."""
     with socket.create_server(("127.0.0.1", 0)) as another, socket.create_server(("127.0.0.1", 0)) as own:
-        wanted, served = (f"127.0.0.1:{one.getsockname()[1]}" for one in (another, own))
+        wanted, served = (f"127.0.0.1:{item.getsockname()[1]}" for item in (another, own))
         with serve_lock.take(tmp_path / "store", "digits"):
             (tmp_path / "store" / serve_lock.SERVED_FILE).write_text(f'[server]\nlisten = "{served}"\n')
             path = write_config(tmp_path, listen=wanted)
@@ -146,7 +146,7 @@ def test_a_clock_before_a_certificates_validity_or_the_newest_row_is_named(store
     assert [error.split(":")[0] for error in errors] == ["TLS", "TLS", "store"]
     assert all("clock" in error for error in errors)
     warnings = said(path, "warning", clock=lambda: time.time() + 15 * 86_400)
-    assert any(one.startswith("TLS: the server's certificate expires on") for one in warnings)
+    assert any(warning.startswith("TLS: the server's certificate expires on") for warning in warnings)
 
 
 def test_a_key_that_others_can_read_is_named(tmp_path: Path) -> None:
@@ -183,10 +183,10 @@ def test_a_store_that_nearly_fills_its_budget_is_a_warning(store: Store, tmp_pat
     used = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*") if path.is_file())
     path = write_config(tmp_path, disk_budget_bytes=used * 100 // 95)
     assert said(path) == []
-    (warning,) = [one for one in said(path, "warning") if one.startswith("disk: ")]
+    (warning,) = [item for item in said(path, "warning") if item.startswith("disk: ")]
     assert "which nearly fills [server] disk_budget_bytes = " in warning
     path = write_config(tmp_path, disk_budget_bytes=used * 2)
-    assert not [one for one in said(path, "warning") if one.startswith("disk: ")]
+    assert not [item for item in said(path, "warning") if item.startswith("disk: ")]
 
 
 def test_a_server_s_certificate_is_named_a_month_before_its_end(tmp_path: Path) -> None:
@@ -199,8 +199,8 @@ def test_a_server_s_certificate_is_named_a_month_before_its_end(tmp_path: Path) 
 
 
 def payload_file(tmp_path: Path) -> Path:
-    (found,) = (tmp_path / "store" / "blobs").glob("??/*.safetensors")
-    return found
+    (result,) = (tmp_path / "store" / "blobs").glob("??/*.safetensors")
+    return result
 
 
 def test_a_damaged_and_a_missing_payload_are_named_by_digest(store: Store, tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_lost_checkpoint_is_named_with_run_and_way_back(store: Store, tmp_path
     store.runs.set_keep_checkpoints("digits", 2)
     for state in states:
         store.runs.close_round("digits", store.runs.open_number("digits") or open_round(store), state, [], {})
-    files = [tmp_path / "store" / "blobs" / one.hex()[:2] / f"{one.hex()}.safetensors" for one in states]
+    files = [tmp_path / "store" / "blobs" / state.hex()[:2] / f"{state.hex()}.safetensors" for state in states]
     files[1].unlink()
     lost = f"store: checkpoint {states[1].hex()} is missing; run 'digits' cannot go on from it"
     assert said(path, quick=True) == [
@@ -292,8 +292,8 @@ def test_the_command_says_what_is_wrong_with_the_settings_and_exits_with_1(tmp_p
     path.write_text(path.read_text().replace("[server]", "[server]\nlistne = 1"))
     done = CliRunner().invoke(app, ["doctor", str(path), "--json"])
     assert done.exit_code == 1
-    found = json.loads(done.output)
-    (error,) = [one for one in found if one["level"] == "error"]
+    result = json.loads(done.output)
+    (error,) = [item for item in result if item["level"] == "error"]
     assert error["check"] == "settings"
     assert "listne" in error["text"]
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 1

@@ -66,8 +66,8 @@ def predicted(
     """Bytes of a round up and down: of that after so many completed ones, or of all exchanges that a method has."""
     config = example_config(method, **settings).for_classes(sizes.classes)
     exchanges = server_class(method).exchanges(config, sizes)
-    found = round_bytes(exchanges if completed is None else in_round(exchanges, completed), knowledge_type)  # type: ignore[arg-type]
-    return found["up"], found["down"]
+    result = round_bytes(exchanges if completed is None else in_round(exchanges, completed), knowledge_type)  # type: ignore[arg-type]
+    return result["up"], result["down"]
 
 
 # --- the bytes are those that travel
@@ -108,9 +108,9 @@ def test_a_round_sends_the_bytes_that_the_table_says(
     prepared = prepare(fleet, tmp_path / "work")
     half = build_method(prepared[0])
     store = run_in_memory(prepared)
-    assert [one for one in store.history.events(RUN) if one.round < 3] == []
+    assert [event for event in store.history.events(RUN) if event.round < 3] == []
     counted = {
-        (one.device, one.direction): one.tensor_bytes for one in store.history.traffic(RUN) if one.round == number
+        (item.device, item.direction): item.tensor_bytes for item in store.history.traffic(RUN) if item.round == number
     }
     store.close()
     assert len(counted) == 4
@@ -184,7 +184,7 @@ def test_daf_12_bytes(settings: dict[str, Any], up: int) -> None:
 def test_daf_12_the_exact_mode_adds_the_generator_down() -> None:
     sizes = Sizes(model=Weights(300_000), generator=Weights(120_000))
     lagged, exact = (
-        predicted("dafkd", sizes, discriminator_location="device", sync=one) for one in ("lagged", "exact")
+        predicted("dafkd", sizes, discriminator_location="device", sync=item) for item in ("lagged", "exact")
     )
     assert (exact[0] - lagged[0], exact[1] - lagged[1]) == (0, 4 * 120_000)
 
@@ -222,7 +222,7 @@ def test_bytes_never_fall_with_a_size_and_half_precision_never_costs_more(
     small = Sizes(samples=samples, features=features, classes=classes, model=Weights(model))
     large = Sizes(samples=samples + more, features=features + more, classes=classes, model=Weights(model + more))
     for method in METHODS:
-        half, single, byte = (predicted(method, small, one) for one in KNOWLEDGE_TYPES)
+        half, single, byte = (predicted(method, small, item) for item in KNOWLEDGE_TYPES)
         assert all(a <= b <= 2 * a for a, b in zip(half, single, strict=True))
         scales = 8 * (features + classes)  # which weigh more than they save where there are few samples
         assert all(a <= b + scales and b <= 2 * a for a, b in zip(byte, half, strict=True))
@@ -232,7 +232,7 @@ def test_bytes_never_fall_with_a_size_and_half_precision_never_costs_more(
 @pytest.mark.parametrize("steps", [0, 1, 7])
 def test_feddkd_has_an_exchange_more_for_every_step(steps: int) -> None:
     exchanges = server_class("feddkd").exchanges(FedDKDConfig(dkd_steps=steps).for_classes(10), Sizes())
-    assert sum(one.times for one in exchanges) == 1 + steps
+    assert sum(exchange.times for exchange in exchanges) == 1 + steps
     assert exchange_formula(exchanges) == "1 + dkd_steps"
 
 
@@ -253,9 +253,9 @@ def test_a_method_describes_itself(method: str) -> None:
     assert not half.summary.endswith(".")
     exchanges = half.exchanges(config, Sizes())
     steps = answer_kinds(exchanges)
-    assert list(dict.fromkeys(one.step for one in exchanges if one.times)) == list(steps)
-    for one in exchanges:
-        assert bool(steps[one.step]) == (one.nbytes(UP, "float32") > 0), one.step
+    assert list(dict.fromkeys(exchange.step for exchange in exchanges if exchange.times)) == list(steps)
+    for exchange in exchanges:
+        assert bool(steps[exchange.step]) == (exchange.nbytes(UP, "float32") > 0), exchange.step
 
 
 @every_method
@@ -298,8 +298,8 @@ def test_json_has_a_row_for_every_method() -> None:
     assert {name for name, row in rows.items() if row["labels_leave"]} == {"fedd2s", "feddkc"}
     measured = figures()["forms"]
     for name, row in rows.items():
-        found = [one["linked"] for one in measured[name]["attacks"] if one["attack"] is not None]
-        assert row["linked"] == (max(found) if found else "none")
+        result = [item["linked"] for item in measured[name]["attacks"] if item["attack"] is not None]
+        assert row["linked"] == (max(result) if result else "none")
     assert {name for name, row in rows.items() if row["models"] == "different"} == {
         "cdkt",
         "classstats",

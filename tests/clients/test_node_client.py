@@ -90,6 +90,6 @@ def test_it_takes_part_in_cdkt_with_a_device_of_the_sdk(tmp_path: Path, node: di
     assert client.returncode == 0, output
     assert answers_in(tmp_path) == [(number, "train", device) for number in (1, 2) for device in ("node", "sdk")]
     assert payload_bytes(tmp_path, 2, "node") == PROXY_ROWS * CLASSES * 2, "the server's logits in float16"
-    accuracies = [float(one) for one in re.findall(r"accuracy ([\d.]+) on the proxy set", output)]
+    accuracies = [float(item) for item in re.findall(r"accuracy ([\d.]+) on the proxy set", output)]
     assert len(accuracies) == 2
     assert accuracies[-1] > 0.5, "chance is 0.1"

@@ -264,7 +264,7 @@ def test_no_value_of_any_setting_brings_a_sentence_of_pydantics(
     section = data.draw(st.sampled_from([*SECTIONS, "method"]))
     own = dataclasses.fields(config_class(method)) if section == "method" else ()
     annotation = RunConfig.model_fields[section].annotation
-    keys = [one.name for one in own] or list((*get_args(annotation), annotation)[0].model_fields)
+    keys = [item.name for item in own] or list((*get_args(annotation), annotation)[0].model_fields)
     values = with_setting("run", "method", method)
     key = data.draw(st.sampled_from(["", *keys]))
     values[section] = {**values.get(section, {}), key: value} if key else value

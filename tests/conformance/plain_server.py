@@ -48,8 +48,10 @@ class PlainServer(service_pb2_grpc.DeviceServiceServicer):
 
     def NextAsk(self, request: Any, context: Any) -> Any:
         def next_ask() -> service_pb2.NextAskResponse:
-            found = self.link.next_ask(request.identity, 0.0)
-            return found if found.WhichOneof("next") else service_pb2.NextAskResponse(come_back=service_pb2.ComeBack())
+            result = self.link.next_ask(request.identity, 0.0)
+            return (
+                result if result.WhichOneof("next") else service_pb2.NextAskResponse(come_back=service_pb2.ComeBack())
+            )
 
         return self._call("NextAsk", request, context, next_ask, service_pb2.NextAskResponse)
 
@@ -81,18 +83,18 @@ class PlainServer(service_pb2_grpc.DeviceServiceServicer):
     def Download(self, request: Any, context: Any) -> Iterator[Any]:
         make = lambda: self.link.download(request.identity, request.sha256, request.first_byte)  # noqa: E731
         header, chunks = self._call("Download", request, context, make, lambda: (None, []))
-        found = [service_pb2.DownloadResponse(header=header)]
-        for one in chunks:
-            found.append(service_pb2.DownloadResponse.FromString(frame(one)))
-        yield from self.reply("Download stream", request, found)
+        result = [service_pb2.DownloadResponse(header=header)]
+        for chunk in chunks:
+            result.append(service_pb2.DownloadResponse.FromString(frame(chunk)))
+        yield from self.reply("Download stream", request, result)
 
     def _call(self, method: str, request: Any, context: Any, make: Callable[[], Any], empty: Callable[[], Any]) -> Any:
         try:
             return self.reply(method, request, make())
         except RefusedError as error:
-            found = self.refusal(method, request, error)
-            if found is not None:
-                context.abort_with_status(rpc_status.to_status(rich_status(found)))
+            result = self.refusal(method, request, error)
+            if result is not None:
+                context.abort_with_status(rpc_status.to_status(rich_status(result)))
             return self.reply(method, request, empty())
 
 

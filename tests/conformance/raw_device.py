@@ -32,11 +32,11 @@ class RawDevice:
     def run(self) -> None:
         """Takes part until the end, or until the server rejects something for good."""
         self.check_in()
-        while (found := self.next_ask()).WhichOneof("next") != "finished":
-            if found.HasField("come_back"):
-                self.pause(found.come_back.after_seconds)
+        while (result := self.next_ask()).WhichOneof("next") != "finished":
+            if result.HasField("come_back"):
+                self.pause(result.come_back.after_seconds)
             else:
-                self.handle(found.ask)
+                self.handle(result.ask)
         self.after_the_end()
 
     def check_in(self) -> None:
@@ -85,9 +85,9 @@ class RawDevice:
                 header, chunks = self.player.download(ask.payload)
             except grpc.RpcError:
                 continue
-            if all(google_crc32c.value(one.data) == one.crc32c for one in chunks):
+            if all(google_crc32c.value(chunk.data) == chunk.crc32c for chunk in chunks):
                 break
-        data = b"".join(one.data for one in chunks)
+        data = b"".join(chunk.data for chunk in chunks)
         self.check_digest(ask, digest(header.parts, iter([data])))
         model = answer_from(header, data)
         assert model is not None

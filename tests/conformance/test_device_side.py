@@ -259,9 +259,9 @@ class Changed(RawDevice):
         raise NotImplementedError
 
     def chunks(self, payload, first_byte):
-        found = super().chunks(payload, first_byte)
-        self.change(found[0])
-        return found
+        result = super().chunks(payload, first_byte)
+        self.change(result[0])
+        return result
 
 
 class Gap(Changed):

@@ -146,10 +146,10 @@ FAULTY = {
     ShortSecret: {"secret.new", "conforming"},
     RareHeartbeats: {"check-in.times"},
     AcceptsProfiles: {
-        f"profile.{one}" for one in ("classes", "input_shape", "knowledge_types", "samples", "fingerprint")
+        f"profile.{item}" for item in ("classes", "input_shape", "knowledge_types", "samples", "fingerprint")
     },
     AcceptsColumns: {"profile.columns"},
-    OtherCode: {f"tensor.{one}" for one in ("missing", "extra", "shape", "type")},
+    OtherCode: {f"tensor.{item}" for item in ("missing", "extra", "shape", "type")},
     NoCheckIn: {"id.unknown"},
     NoDeadline: {"ask"},
     SilentHeartbeat: {"heartbeat"},

@@ -55,7 +55,7 @@ def _model() -> Any:
 def devices_at_work(address: str, work: Path, run: str, count: int = 2) -> Iterator[list[Device]]:
     """Devices that take part in a run, each in a thread, until it is over or the block ends."""
     devices = [make_device(address, work, run, number) for number in range(count)]
-    threads = [threading.Thread(target=one.run) for one in devices]
+    threads = [threading.Thread(target=device.run) for device in devices]
     for thread in threads:
         thread.start()
     try:

@@ -110,10 +110,10 @@ def tokens_from_the_page(page: Any, address: str, count: int) -> list[str]:
     shown = page.get_by_role("dialog", name="shown only once")
     shown.get_by_label("Enrolment tokens").wait_for()
     picture(page, "tokens")
-    found = shown.get_by_label("Enrolment tokens").input_value().split()
+    result = shown.get_by_label("Enrolment tokens").input_value().split()
     page.keyboard.press("Escape")
     shown.wait_for(state="hidden")
-    return found
+    return result
 
 
 @pytest.mark.long

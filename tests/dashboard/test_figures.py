@@ -187,9 +187,9 @@ def test_only_a_run_at_work_has_a_time_left(status: str, left: str) -> None:
 def test_bytes_are_summed_by_kind() -> None:
     row = {"kind": "a", "up": 10, "down": 0, "up_sent": 6, "down_sent": 0}
     other = {"kind": "b", "up": 0, "down": 20, "up_sent": 0, "down_sent": 18}
-    found = {one["kind"]: one for one in by_kind([row, other, row])}
-    assert (found["a"]["up"], found["a"]["up_sent"], found["a"]["share"]) == (20, 12, 0.4)
-    assert math.isclose(sum(one["share"] for one in found.values()), 1.0)
+    result = {item["kind"]: item for item in by_kind([row, other, row])}
+    assert (result["a"]["up"], result["a"]["up_sent"], result["a"]["share"]) == (20, 12, 0.4)
+    assert math.isclose(sum(item["share"] for item in result.values()), 1.0)
 
 
 def test_bubbles_are_classes_with_samples() -> None:

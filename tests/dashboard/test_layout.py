@@ -208,7 +208,7 @@ def test_what_cannot_be_undone_does_not_look_like_start(url: str, page: Any) -> 
     page.goto(f"{url}/runs/digits")
     start, delete = (page.get_by_role("button", name=name) for name in ("Start", "Delete permanently"))
     delete.wait_for()
-    colours = [one.evaluate("one => getComputedStyle(one).color") for one in (start, delete)]
+    colours = [item.evaluate("one => getComputedStyle(one).color") for item in (start, delete)]
     assert colours[0] != colours[1]
     stop = page.get_by_role("button", name="Stop").bounding_box()
     assert delete.bounding_box()["x"] - stop["x"] - stop["width"] > 300

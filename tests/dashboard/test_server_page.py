@@ -38,8 +38,8 @@ WELL = {"problems": [], "warnings": [], "serves": True}
 def test_one_sentence_says_whether_everything_is_all_right(
     facts: dict[str, Any], problem: str, severity: str, says: str
 ) -> None:
-    found, text = sentence({**WELL, **facts}, problem)
-    assert (found, says in text) == (severity, True)
+    result, text = sentence({**WELL, **facts}, problem)
+    assert (result, says in text) == (severity, True)
 
 
 def test_the_figures_of_the_server() -> None:

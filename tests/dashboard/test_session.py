@@ -62,9 +62,9 @@ def signed_in(address: str) -> Iterator[httpx.Client]:
 
 def cookie(signed_in: httpx.Client) -> tuple[str, str]:
     """Name and value of the session's cookie."""
-    (found,) = signed_in.cookies.jar
-    assert found.value is not None
-    return found.name, found.value
+    (result,) = signed_in.cookies.jar
+    assert result.value is not None
+    return result.name, result.value
 
 
 def websocket_status(address: str, **headers: str) -> int:
@@ -201,8 +201,8 @@ def receive_all(socket: ClientConnection) -> None:
 
 def test_signing_out_ends_the_session_its_copied_cookie_and_its_websockets(address: str) -> None:
     with client(address) as opened, client(address) as other:
-        for one in (opened, other):
-            one.post("/login", data={"token": TOKEN})
+        for item in (opened, other):
+            item.post("/login", data={"token": TOKEN})
         copied = {"Cookie": "=".join(cookie(opened)), "Origin": address}
         with connect(address.replace("http", "ws", 1) + SOCKET, additional_headers=copied, open_timeout=60) as socket:
             assert opened.get("/logout").status_code == 404  # a link cannot sign out
@@ -225,8 +225,8 @@ def test_a_browser_that_signs_out_goes_to_the_sign_in_page_in_all_its_windows(ad
     second.goto(f"{address}/compare")
     second.get_by_role("heading", name="Compare").wait_for()
     page.get_by_role("button", name="Sign out").click()
-    for one in (page, second):
-        one.get_by_role("heading", name="Sign in").wait_for()
+    for item in (page, second):
+        item.get_by_role("heading", name="Sign in").wait_for()
     page.go_back()
     page.get_by_role("heading", name="Sign in").wait_for()
     assert RUN not in page.content()

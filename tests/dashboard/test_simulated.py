@@ -28,8 +28,8 @@ def test_each_round_has_the_accuracy_of_devices_that_trained_alone_for_as_many()
     rounds = [
         {"round": number, "status": status} for number, status in enumerate(["closed", "short: late", "closed"], 1)
     ]
-    found = with_alone(rounds, {"a": [0.2, 0.4], "b": [0.4, 0.8]})
-    assert [row["alone_accuracy"] for row in found] == pytest.approx([0.3, None, 0.6])
+    result = with_alone(rounds, {"a": [0.2, 0.4], "b": [0.4, 0.8]})
+    assert [row["alone_accuracy"] for row in result] == pytest.approx([0.3, None, 0.6])
     assert [row["alone_accuracy"] for row in with_alone(rounds, {})] == [None] * 3
 
 
@@ -40,8 +40,8 @@ def test_rounds_after_a_round_have_the_accuracy_of_as_many_alone(tmp_path: Path)
         store.runs.close_round("r", store.runs.start_round("r", ["a"]), b"", [], {})
     store.close()
     (tmp_path / "report.json").write_text(json.dumps({"alone_accuracy_by_round": {"a": [0.1, 0.2, 0.3]}}))
-    found = SimulatedRun(tmp_path).rounds("r", after=1).lists["rounds"]
-    assert [(row["round"], row["alone_accuracy"]) for row in found] == [(2, 0.2), (3, 0.3)]
+    result = SimulatedRun(tmp_path).rounds("r", after=1).lists["rounds"]
+    assert [(row["round"], row["alone_accuracy"]) for row in result] == [(2, 0.2), (3, 0.3)]
 
 
 def test_classes_are_those_of_the_training_data() -> None:

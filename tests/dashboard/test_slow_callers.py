@@ -39,7 +39,7 @@ def test_slow_callers_have_few_connections(tmp_path: Path) -> None:
             "reads nothing": b"GET /login " + head + b"\r\n",
         }
         assert client.post("/login", data={"token": TOKEN}).status_code == 303
-        cookie = "; ".join(f"{one.name}={one.value}" for one in client.cookies.jar)
+        cookie = "; ".join(f"{item.name}={item.value}" for item in client.cookies.jar)
         page = {"Cookie": cookie, "Origin": address}
         with connect(address.replace("http", "ws", 1) + SOCKET, additional_headers=page) as opened:
             for kind, request in requests.items():
@@ -48,9 +48,9 @@ def test_slow_callers_have_few_connections(tmp_path: Path) -> None:
                         ends.enter_context(socket.create_connection((host, int(port)), PATIENCE_SECONDS))
                         for _ in range(MANY)
                     ]
-                    for one in callers:
+                    for caller in callers:
                         with contextlib.suppress(OSError):  # the dashboard has closed it
-                            one.sendall(request)
+                            caller.sendall(request)
                     wait_until(
                         lambda callers=callers: sum(map(is_closed, callers)) >= MANY - MOST,  # type: ignore[misc]
                         f"the end of the callers: {kind}",

@@ -62,16 +62,16 @@ class Image:
 def stages(containerfile: Path) -> dict[str, list[tuple[str, str]]]:
     """The instructions of each stage by its name; the first pair of each is ("FROM", base)."""
     text = re.sub(r"^\s*#.*\n", "", containerfile.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
-    found: dict[str, list[tuple[str, str]]] = {}
+    result: dict[str, list[tuple[str, str]]] = {}
     name = ""
     for line in filter(str.strip, text.splitlines()):
         word, _, rest = line.strip().partition(" ")
         if word == "FROM":
             base, _, name = rest.partition(" AS ")
-            found[name] = [("FROM", base)]
+            result[name] = [("FROM", base)]
         elif name:
-            found[name].append((word, re.sub(r"\s+", " ", rest)))
-    return found
+            result[name].append((word, re.sub(r"\s+", " ", rest)))
+    return result
 
 
 class Builder:
@@ -87,10 +87,14 @@ class Builder:
             (_, base), *rest = self._stages[name]
             root = self._work / name
             if base in self._stages:
-                found = self.build(base)
-                subprocess.run(["cp", "--archive", found.root, root], check=True)
-                image = Image(root, dict(found.environment), found.workdir, found.user)
-                image.entrypoint, image.command, image.healthcheck = found.entrypoint, found.command, found.healthcheck
+                result = self.build(base)
+                subprocess.run(["cp", "--archive", result.root, root], check=True)
+                image = Image(root, dict(result.environment), result.workdir, result.user)
+                image.entrypoint, image.command, image.healthcheck = (
+                    result.entrypoint,
+                    result.command,
+                    result.healthcheck,
+                )
             else:
                 image = Image(_bare_root(root), dict(PYTHON))
             for word, given in rest:
@@ -100,8 +104,8 @@ class Builder:
 
     def _step(self, image: Image, word: str, given: str) -> None:
         if word in ("ENV", "ARG"):
-            for one in shlex.split(given):
-                key, _, value = one.partition("=")
+            for item in shlex.split(given):
+                key, _, value = item.partition("=")
                 image.environment[key] = value.replace("$PATH", image.environment["PATH"])
         elif word == "RUN":
             run_in(image, ["sh", "-ec", given], NO_INDEX, user="0:0", read_only=False)
@@ -125,11 +129,11 @@ class Builder:
             context = self.build(words.pop(0).partition("=")[2]).root
         *sources, target = words
         for source in sources:
-            found, to = context / source.strip("/"), image.root / os.path.join(image.workdir, target).strip("/")
-            if found.is_dir():
-                shutil.copytree(found, to, symlinks=True, dirs_exist_ok=True)
+            result, to = context / source.strip("/"), image.root / os.path.join(image.workdir, target).strip("/")
+            if result.is_dir():
+                shutil.copytree(result, to, symlinks=True, dirs_exist_ok=True)
             else:
-                shutil.copy(found, to / found.name)
+                shutil.copy(result, to / result.name)
 
 
 def _bare_root(root: Path) -> Path:
@@ -144,10 +148,10 @@ def _bare_root(root: Path) -> Path:
     (root / "opt/bin/pip").chmod(0o755)
     for number, folder in enumerate(_packages()):
         (root / f"opt/packages-{number}").mkdir()
-        for one in Path(folder).iterdir():
-            link = root / "opt/packages" / one.name
-            if not one.name.lower().startswith(_OWN) and one.suffix != ".pth" and not link.is_symlink():
-                link.symlink_to(f"/opt/packages-{number}/{one.name}")
+        for item in Path(folder).iterdir():
+            link = root / "opt/packages" / item.name
+            if not item.name.lower().startswith(_OWN) and item.suffix != ".pth" and not link.is_symlink():
+                link.symlink_to(f"/opt/packages-{number}/{item.name}")
     for name in ("passwd", "group", "shadow", "gshadow", "ld.so.cache", "login.defs"):
         with contextlib.suppress(FileNotFoundError):
             shutil.copy(Path("/etc") / name, root / "etc" / name)

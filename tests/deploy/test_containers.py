@@ -80,11 +80,13 @@ class Demo:
         return (self.work / f"{service}.log").read_text()
 
     def _options(self, service: str) -> dict[str, Any]:
-        found = {}
-        for one in COMPOSE["services"][service].get("volumes", []):
-            source, target = one.split(":", 1)
-            found[target] = str((DEPLOY / source).resolve() if source.startswith(".") else self._volume(source, target))
-        return {"volumes": found, "network": self._network}
+        result = {}
+        for item in COMPOSE["services"][service].get("volumes", []):
+            source, target = item.split(":", 1)
+            result[target] = str(
+                (DEPLOY / source).resolve() if source.startswith(".") else self._volume(source, target)
+            )
+        return {"volumes": result, "network": self._network}
 
     def _volume(self, name: str, target: str) -> Path:
         """A named volume. As in a container engine, a new one belongs to the owner of the directory that it covers."""
@@ -133,7 +135,7 @@ def test_the_demo_runs_from_nothing_to_a_watched_run(demo: Demo) -> None:
     demo.wait_for("dashboard", "the dashboard is at")
     assert demo.is_healthy("dashboard")
     devices = json.loads(demo.run("server", ["fleetdistill", "devices", "--run", "demo", "--json"]))
-    assert sorted(one["device"] for one in devices) == sorted(DEVICES)
+    assert sorted(device["device"] for device in devices) == sorted(DEVICES)
     demo.run("server", ["fleetdistill", "runs", "stop", "demo"])
     assert demo.run("prepare") == ""
     (run,) = json.loads(demo.run("server", ["fleetdistill", "runs", "list", "--json"]))

@@ -45,8 +45,8 @@ def test_the_compose_file_fits_its_schema() -> None:
 
 def test_files_that_compose_mounts_exist() -> None:
     services: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    mounted = [one.split(":")[0] for service in services.values() for one in service.get("volumes", [])]
-    assert [one for one in mounted if one.startswith(".") and not (DEPLOY / one).exists()] == []
+    mounted = [item.split(":")[0] for service in services.values() for item in service.get("volumes", [])]
+    assert [item for item in mounted if item.startswith(".") and not (DEPLOY / item).exists()] == []
 
 
 def test_every_service_of_the_image_is_confined() -> None:
@@ -65,9 +65,9 @@ def manifests() -> Iterator[dict[str, Any]]:
 
 
 def test_kubernetes_accepts_the_manifests() -> None:
-    found = list(manifests())
-    assert [one["kind"] for one in found] == ["Service", "NetworkPolicy", "StatefulSet"]
-    for manifest in found:
+    result = list(manifests())
+    assert [item["kind"] for item in result] == ["Service", "NetworkPolicy", "StatefulSet"]
+    for manifest in result:
         if manifest["kind"] != "StatefulSet":  # whose selector and labels kustomize writes
             kubernetes_validate.validate(manifest, "1.31", strict=True)
 
@@ -77,9 +77,9 @@ def test_kustomize_builds_what_kubernetes_accepts() -> None:
     built = list(yaml.safe_load_all(tried("kubectl", "kustomize", KUBERNETES)))
     for manifest in built:
         kubernetes_validate.validate(manifest, "1.31", strict=True)
-    (server,) = (one["spec"] for one in built if one["kind"] == "StatefulSet")
+    (server,) = (item["spec"] for item in built if item["kind"] == "StatefulSet")
     assert server["selector"]["matchLabels"].items() <= server["template"]["metadata"]["labels"].items()
-    (config,) = (one for one in built if one["kind"] == "ConfigMap")
+    (config,) = (item for item in built if item["kind"] == "ConfigMap")
     assert config["metadata"]["name"] in str(server["template"]["spec"]["volumes"])
 
 
@@ -119,7 +119,7 @@ def test_systemd_makes_the_units_user() -> None:
 def test_stopping_a_server_leaves_its_processes_the_time_that_they_are_given() -> None:
     unit = (DEPLOY / "systemd/fleetdistill-server.service").read_text()
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["server"]["stop_grace_period"]
-    (pod,) = (one["spec"]["template"]["spec"] for one in manifests() if one["kind"] == "StatefulSet")
+    (pod,) = (manifest["spec"]["template"]["spec"] for manifest in manifests() if manifest["kind"] == "StatefulSet")
     given = [re.findall(r"TimeoutStopSec=(\d+)", unit)[0], compose.removesuffix("s")]
     assert [*map(int, given), pod["terminationGracePeriodSeconds"]] == [45, 45, 45]
 
@@ -133,7 +133,7 @@ def test_a_configuration_is_read(config: Path) -> None:
 def test_the_devices_of_compose_take_part_in_the_run_that_it_creates() -> None:
     run = load_run_config(DEPLOY / "demo.toml").run
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    devices = [one["entrypoint"] for one in services.values() if "--state-dir" in one.get("entrypoint", [])]
+    devices = [service["entrypoint"] for service in services.values() if "--state-dir" in service.get("entrypoint", [])]
     assert len(devices) == run.min_devices
     assert {words[words.index("--run") + 1] for words in devices} == {run.name}
 

@@ -29,9 +29,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.cold_start]  # another version is an
 
 def commands(heading: str) -> list[list[str]]:
     """The command lines in the first block of a section of the runbook."""
-    found = re.search(rf"^#+ {heading}\n.*?^```\n(.*?)^```", RUNBOOK.read_text(), re.MULTILINE | re.DOTALL)
-    assert found, heading
-    return [shlex.split(line) for line in found[1].splitlines()]
+    result = re.search(rf"^#+ {heading}\n.*?^```\n(.*?)^```", RUNBOOK.read_text(), re.MULTILINE | re.DOTALL)
+    assert result, heading
+    return [shlex.split(line) for line in result[1].splitlines()]
 
 
 class Machine:

@@ -56,7 +56,7 @@ def test_no_damaged_file_passes_for_a_complete_one(data: bytes, cut: int, positi
 def test_a_stamped_file_is_valid_onnx_with_its_metadata(files: dict[int, bytes]) -> None:
     proto = onnx.load_model_from_string(files[2])
     onnx.checker.check_model(proto, full_check=True)
-    metadata = {one.key: one.value for one in proto.metadata_props}
+    metadata = {prop.key: prop.value for prop in proto.metadata_props}
     assert (metadata["version"], metadata["round"], len(metadata["sha256"])) == ("2", "2", 64)
 
 
@@ -70,13 +70,13 @@ def test_it_follows_the_deliveries_of_a_device(tmp_path: Path) -> None:
         assert not predictor.ready
         with pytest.raises(ModelError, match="no usable model; run the device until its event 'exported'"):
             predictor.predict(BATCH)
-        found = []
+        result = []
         for _ in range(2):
             device.step(0)
-            found.append(predictor.predict(BATCH.astype(np.float64)))
-            np.testing.assert_allclose(found[-1], device.predict(BATCH), atol=1e-5)
-            assert predictor.version == device.version == len(found)
-        assert np.abs(found[0] - found[1]).max() > 1e-4
+            result.append(predictor.predict(BATCH.astype(np.float64)))
+            np.testing.assert_allclose(result[-1], device.predict(BATCH), atol=1e-5)
+            assert predictor.version == device.version == len(result)
+        assert np.abs(result[0] - result[1]).max() > 1e-4
     model = predictor.model
     assert (model.version, model.round, model.variant, model.run) == (2, 8, "", "lying")
     assert (model.class_names, model.input_shape, model.quantized) == (("0", "1", "2"), (4,), "")
@@ -138,10 +138,10 @@ def test_while_threads_predict_every_result_is_that_of_exactly_one_file(
     predictor = Predictor(tmp_path)
 
     def predict() -> list[np.ndarray]:
-        found = []
+        result = []
         while not over.wait(0.0005):
-            found.append(predictor.predict(BATCH))
-        return found
+            result.append(predictor.predict(BATCH))
+        return result
 
     with ThreadPoolExecutor(4) as threads:
         predicting = [threads.submit(predict) for _ in range(4)]
@@ -153,8 +153,8 @@ def test_while_threads_predict_every_result_is_that_of_exactly_one_file(
                 predictor.refresh()
         finally:
             over.set()
-        results = [one for each in predicting for one in each.result(PATIENCE_SECONDS)]
-    matches = [sum(np.allclose(one, logits_of(version), rtol=1e-5) for version in files) for one in results]
+        results = [item for each in predicting for item in each.result(PATIENCE_SECONDS)]
+    matches = [sum(np.allclose(result, logits_of(version), rtol=1e-5) for version in files) for result in results]
     assert results
     assert set(matches) == {1}
     put(files[2], path)

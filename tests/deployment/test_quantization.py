@@ -52,7 +52,7 @@ def delivered(state_dir: Path, rounds: int = 1, **changes: Any) -> tuple[Device,
 
 
 def metadata_of(path: Path) -> dict[str, str]:
-    return {one.key: one.value for one in onnx.load(path).metadata_props}
+    return {prop.key: prop.value for prop in onnx.load(path).metadata_props}
 
 
 @pytest.mark.parametrize("how", ["dynamic", "static"])
@@ -63,7 +63,7 @@ def test_an_int8_file_is_smaller_and_answers_like_the_model(tmp_path: Path, how:
     device, events = delivered(tmp_path / "int8", deployment=deployment, validation_data=validation)
     predictor = Predictor(device.state_dir)
     assert (predictor.version, predictor.model.quantized, predictor.error) == (1, how, "")
-    sizes = [(one.state_dir / "model.onnx").stat().st_size for one in (plain, device)]
+    sizes = [(item.state_dir / "model.onnx").stat().st_size for item in (plain, device)]
     assert sizes[1] < sizes[0] / 1.5
     logits = predictor.predict(INPUTS)
     expected = device.predict(INPUTS)
@@ -179,8 +179,8 @@ def test_a_file_that_is_too_large_keeps_the_previous_one(tmp_path: Path) -> None
 @pytest.mark.parametrize("opset", [13, 17, 20])
 def test_the_file_has_the_opset_of_the_target(tmp_path: Path, opset: int) -> None:
     device, _ = delivered(tmp_path, deployment=Deployment(opset=opset))
-    (found,) = [one.version for one in onnx.load(tmp_path / "model.onnx").opset_import if one.domain == ""]
-    assert found == opset
+    (result,) = [item.version for item in onnx.load(tmp_path / "model.onnx").opset_import if item.domain == ""]
+    assert result == opset
     np.testing.assert_allclose(Predictor(tmp_path).predict(INPUTS), device.predict(INPUTS), atol=1e-4)
 
 

@@ -33,11 +33,11 @@ class Crash(Exception):
 
 def play(device: Device, rounds: int) -> list[np.ndarray]:
     """Plays rounds; the logits after each."""
-    found = []
+    result = []
     for _ in range(rounds):
         device.step(0)
-        found.append(device.predict(BATCH))
-    return found
+        result.append(device.predict(BATCH))
+    return result
 
 
 def assert_uses(device: Device, version: int, logits: np.ndarray) -> None:
@@ -103,18 +103,18 @@ def test_a_roll_back_from_an_event_of_a_delivery_returns_to_the_version_before_i
 
 
 def test_version_and_predictions_change_before_the_event_delivered(tmp_path: Path) -> None:
-    found = []
+    result = []
 
     def on_event(event: Event) -> None:
         if event.kind in ("delivered", "exported"):
-            found.append((event.kind, device.version, device.predict(BATCH)))
+            result.append((event.kind, device.version, device.predict(BATCH)))
 
     device, _ = device_of(tmp_path, range(1, 3), on_event=on_event)
     with device:
         assert device.predict(BATCH).shape
         logits = play(device, 2)
-    assert [one[:2] for one in found] == [("delivered", 1), ("exported", 1), ("delivered", 2), ("exported", 2)]
-    for _, version, predicted in found:
+    assert [item[:2] for item in result] == [("delivered", 1), ("exported", 1), ("delivered", 2), ("exported", 2)]
+    for _, version, predicted in result:
         np.testing.assert_array_equal(predicted, logits[version - 1])
 
 
@@ -184,8 +184,8 @@ def test_as_many_versions_are_kept_as_the_app_wants(tmp_path: Path, keep: int, k
         play(device, 5)
     folder = tmp_path / "versions"
     assert sorted(os.listdir(folder)) == [*kept, "deployed.json"]
-    for one in kept:
-        assert sorted(os.listdir(folder / one)) == ["delivered.safetensors", "model.onnx", "version.json"]
+    for item in kept:
+        assert sorted(os.listdir(folder / item)) == ["delivered.safetensors", "model.onnx", "version.json"]
 
 
 def test_a_request_survives_a_restart(tmp_path: Path) -> None:
@@ -309,31 +309,31 @@ def test_a_device_without_pytorch_rolls_back_all_its_variants(tmp_path: Path) ->
     }
     rng = np.random.default_rng(0)
     images = [rng.random((60, 1, 8, 8), dtype=np.float32) for _ in range(3)]
-    found: list[dict[str, np.ndarray]] = []
+    result: list[dict[str, np.ndarray]] = []
     with MemoryServer(settings) as server:
-        worker = light_worker(lambda: (images[len(found)], np.arange(60) % 10))
+        worker = light_worker(lambda: (images[len(result)], np.arange(60) % 10))
         with open_device(server=server.link(), worker=worker, state_dir=tmp_path) as device:
-            while not found:
+            while not result:
                 device.step(0)
                 if device.version == 1:
-                    found.append({name: model(images[0][:3]) for name, model in device.models.items()})
+                    result.append({name: model(images[0][:3]) for name, model in device.models.items()})
             device.replace_data()
             while device.version < 2:
                 device.step(0)
-            found.append({})
+            result.append({})
             assert device.roll_back() == 1
             device.replace_data()
             device.run()
             assert device.version == 1, "the third delivery is stored"
             for name, model in device.models.items():
-                np.testing.assert_array_equal(model(images[0][:3]), found[0][name])
+                np.testing.assert_array_equal(model(images[0][:3]), result[0][name])
                 predicted = Predictor(tmp_path, variant=name).predict(images[0][:3])
-                np.testing.assert_allclose(predicted, found[0][name], rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(predicted, result[0][name], rtol=1e-4, atol=1e-4)
             assert device.roll_forward() == 3
             device.step(0)
             assert device.version == Predictor(tmp_path).version == 3
             for name, model in device.models.items():
-                assert not np.array_equal(model(images[0][:3]), found[0][name])
+                assert not np.array_equal(model(images[0][:3]), result[0][name])
 
 
 # --- kills
@@ -501,9 +501,9 @@ def test_a_model_replaces_the_apps_unless_its_accuracy_falls_by_more_than_the_li
 
 
 def disagreement(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    found = np.flatnonzero(first.argmax(axis=1) != second.argmax(axis=1))
-    assert len(found) >= 3, "the two versions must differ somewhere"
-    return found
+    result = np.flatnonzero(first.argmax(axis=1) != second.argmax(axis=1))
+    assert len(result) >= 3, "the two versions must differ somewhere"
+    return result
 
 
 INPUTS = np.random.default_rng(5).normal(size=(4000, 4)).astype(np.float32)

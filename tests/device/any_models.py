@@ -86,9 +86,9 @@ MAKERS = {
 
 
 def _extractor(make: str) -> nn.Module:
-    found = MAKERS[make]().extractor
-    assert isinstance(found, nn.Module)
-    return found
+    result = MAKERS[make]().extractor
+    assert isinstance(result, nn.Module)
+    return result
 
 
 def by_name_extractor(input_shape: tuple[int, ...]) -> nn.Module:

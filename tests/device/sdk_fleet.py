@@ -104,9 +104,9 @@ def make_device(
 
 def knowledge_of(fleet: Fleet, number: int = -1) -> SampleKnowledge:
     upload = fleet.store.asks.uploads(RUN)[number]
-    found = decode(fleet.store.blobs.open(upload.sha256))["knowledge"]
-    assert isinstance(found, SampleKnowledge)
-    return found
+    result = decode(fleet.store.blobs.open(upload.sha256))["knowledge"]
+    assert isinstance(result, SampleKnowledge)
+    return result
 
 
 def weights(device: Device) -> dict[str, torch.Tensor]:

@@ -54,7 +54,7 @@ def test_device_and_server_agree_on_blake3(fleet: Fleet, tmp_path: Path) -> None
         assert (len(header.blake3), header.sha256) == (32, b"")
         assert upload.sha256 == header.blake3
         assert fleet.store.blobs.open(header.blake3, verify=True).blake3 == header.blake3
-        assert header.blake3.hex() in {one.sha256 for one in entries}
+        assert header.blake3.hex() in {entry.sha256 for entry in entries}
 
 
 @pytest.mark.parametrize("missing", ["server", "device"])

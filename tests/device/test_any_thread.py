@@ -117,8 +117,8 @@ def test_a_thousand_calls_of_all_members_from_four_threads(kind: str, tmp_path: 
                 threads.submit(call, device, opened * THREADS + number, TURNS // 4 // THREADS + 1)
                 for number in range(THREADS)
             ]
-            for one in called:
-                one.result(PATIENCE_SECONDS)
+            for item in called:
+                item.result(PATIENCE_SECONDS)
             threads.submit(device.close).result(PATIENCE_SECONDS)
             assert device.join(0)
         with device_of(kind, server.link(), tmp_path / "state", on_event=events.append) as device:

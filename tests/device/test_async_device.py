@@ -212,7 +212,7 @@ def test_a_device_whose_event_loop_is_closed_ends_its_run(tmp_path: Path) -> Non
     loop.run_until_complete(until(link.polling))
     loop.close()  # and not `asyncio.run`, which would cancel the task
     link.interrupt()  # the failed call is an event, which nobody can receive
-    (thread,) = [one for one in threading.enumerate() if one.name == f"fleetdistill {device.device_id}"]
+    (thread,) = [item for item in threading.enumerate() if item.name == f"fleetdistill {device.device_id}"]
     thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
     asyncio.run(device.close())

@@ -207,7 +207,7 @@ def test_bytes_are_limited_per_day_and_an_answer_goes_on_the_next_day(tmp_path: 
     device, _ = device_at(link, tmp_path, budgets=budgets, on_event=on_event, clock=clock)
     with device:
         for _ in range(100_000):  # steps of 5 seconds while a budget is used up
-            if len({one.name.round for one in link.uploads}) == 3:
+            if len({upload.name.round for upload in link.uploads}) == 3:
                 break
             device.step()
     assert days["waiting"] == sorted(set(days["waiting"])), "once a day"
@@ -247,7 +247,9 @@ def test_an_ask_that_the_days_budget_interrupts_is_answered_the_next_day(tmp_pat
         device.run()
     assert not link.declined
     assert [event.values["condition"] for event in events if event.kind == "waiting"] == ["compute_seconds_per_day"]
-    assert [one.payload.sha256 for one in link.uploads] == [one.payload.sha256 for one in undisturbed.uploads]
+    assert [upload.payload.sha256 for upload in link.uploads] == [
+        upload.payload.sha256 for upload in undisturbed.uploads
+    ]
     assert clock.now() > 16 * 3600
 
 

@@ -41,10 +41,10 @@ from fleetdistill_server.testing import MemoryServer
 def test_the_best_of_received_trained_and_present_is_chosen(
     trained: float, received: float | None, in_use: float | None, drop: float, expected: tuple[bool, float, str]
 ) -> None:
-    best, found = judge({"general": trained}, in_use, drop, received)
+    best, result = judge({"general": trained}, in_use, drop, received)
     assert best == "general"
-    assert (found.replaced, found.accuracy, "received" if found.received else "trained") == expected
-    assert ("received" in found.text) == (found.replaced and found.received)
+    assert (result.replaced, result.accuracy, "received" if result.received else "trained") == expected
+    assert ("received" in result.text) == (result.replaced and result.received)
 
 
 # --- in a run
@@ -123,13 +123,13 @@ class Chosen:
     @property
     def scores(self) -> list[list[float]]:
         """Accuracies of the received and the trained models before each decision."""
-        found: list[list[float]] = [[]]
+        result: list[list[float]] = [[]]
         for event in self.events:
             if event.kind == "scored" and event.values["split"].startswith("validation"):
-                found[-1].append(event.values["accuracy"])
+                result[-1].append(event.values["accuracy"])
             elif event in self.decisions:
-                found.append([])
-        return found[:-1]
+                result.append([])
+        return result[:-1]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_the_app_gets_the_best_of_the_models_that_there_are(name: str, rounds: i
         assert (decision.kind == "delivered") == (best >= before - 1e-9)
     received = [decision for decision in fleet.decisions if decision.values.get("received")]
     assert bool(received) == (name in FLEET_MODEL)
-    told = {(one.round, one.kind == "delivered") for one in fleet.decisions}
+    told = {(decision.round, decision.kind == "delivered") for decision in fleet.decisions}
     assert told >= {(row.round, bool(row.sum)) for row in fleet.reported} != set()
 
 
@@ -159,4 +159,6 @@ def test_a_device_that_restarts_in_every_turn_chooses_the_same(name: str, tmp_pa
     undisturbed.play()
     restarting.play(restarting=True)
     assert restarting.in_use == undisturbed.in_use
-    assert [one.values for one in restarting.decisions] == [one.values for one in undisturbed.decisions]
+    assert [decision.values for decision in restarting.decisions] == [
+        decision.values for decision in undisturbed.decisions
+    ]

@@ -134,7 +134,7 @@ def test_a_device_killed_between_receipt_and_export_exports_after_the_restart(
 def assert_exported(device: Device, path: Path, number: str) -> None:
     import onnx
 
-    metadata = {one.key: one.value for one in onnx.load(path).metadata_props}
+    metadata = {prop.key: prop.value for prop in onnx.load(path).metadata_props}
     assert metadata["round"] == number
     inputs = tiny_data()[0]
     session = onnxruntime.InferenceSession(path)

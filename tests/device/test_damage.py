@@ -103,7 +103,7 @@ def test_a_changed_bit_or_a_cut_never_changes_the_model_silently(
     (directory / name).write_bytes(whole[:at] if data.draw(st.booleans()) else changed)
     shown = inspect(directory)
     events = EventLog()
-    error, found = made.turn(directory, events)
+    error, result = made.turn(directory, events)
     if error is not None:
         assert name in STOPS or "newer SDK" in str(error)
         assert str(directory) in str(error)
@@ -111,7 +111,7 @@ def test_a_changed_bit_or_a_cut_never_changes_the_model_silently(
         assert shown.damage
         return
     reports = [event for event in events if event.kind in ("damaged", "refused", "dropped")]
-    assert equal(found, made.after) or (equal(found, made.before) and reports)
+    assert equal(result, made.after) or (equal(result, made.before) and reports)
     assert all(Path(event.values["kept_as"]).exists() for event in reports if event.kind == "damaged")
 
 

@@ -51,7 +51,9 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
         fleet.ask("d")
         assert device.step(0) is Step.ANSWERED
     assert events.kinds()[-1] == "delivered"
-    assert all(bool(one.any()) for one in compute_of(device).module.parameters()), "it went on from the committed state"
+    assert all(bool(parameter.any()) for parameter in compute_of(device).module.parameters()), (
+        "it went on from the committed state"
+    )
 
 
 def test_an_ask_that_comes_again_is_declined_after_longer_and_longer_pauses(tmp_path: Path) -> None:
@@ -82,8 +84,12 @@ def test_a_fault_that_recurs_is_one_traceback_and_then_lines(
         for _ in range(3):
             fleet.ask("d")
             assert device.step(0) is Step.DECLINED
-    logged = [one for one in caplog.records if "failed with ValueError: a fault of the app's model" in one.getMessage()]
-    noted = [one.exc_info is not None for one in logged if one.name == "fleetdistill.compute.base"]
+    logged = [
+        record
+        for record in caplog.records
+        if "failed with ValueError: a fault of the app's model" in record.getMessage()
+    ]
+    noted = [item.exc_info is not None for item in logged if item.name == "fleetdistill.compute.base"]
     assert noted == [True, False, False]
     assert events.kinds().count("dropped") == 3
 

@@ -125,7 +125,7 @@ def test_a_model_that_an_app_has_trained_before_is_kept_while_the_fleet_has_no_b
         assert equal(weights(device), own.state_dict())
         assert equal(device.models["general"].state_dict(), own.state_dict())
     verdicts = [event for event in events if event.kind in ("kept", "delivered")]
-    assert [(one.kind, one.values["accuracy_in_use"]) for one in verdicts] == [("kept", 1.0)] * 2
+    assert [(verdict.kind, verdict.values["accuracy_in_use"]) for verdict in verdicts] == [("kept", 1.0)] * 2
     assert reported(fleet) == [(1, False), (2, False)]
     fleet.store.runs.set_status(RUN, RunStatus.FINISHED, "2 rounds completed")
     with make_device(fleet, tmp_path, export="finish", **given) as device:
@@ -204,8 +204,8 @@ def test_an_answer_that_failed_half_way_leaves_no_trace_in_the_next(fleet: Fleet
     """The app catches the error and goes on with the same Device."""
     other = Fleet()
     with make_device(fleet, tmp_path / "a") as device, make_device(other, tmp_path / "b") as undisturbed:
-        for one in (fleet, other):
-            one.ask("d")
+        for item in (fleet, other):
+            item.ask("d")
         method = compute_of(device).method
         method.knowledge = lambda: (_ for _ in ()).throw(Crash())
         with pytest.raises(Crash):
@@ -266,6 +266,6 @@ def test_each_delivered_round_exports_an_onnx_model_of_it(fleet: Fleet, tmp_path
         fleet.ask("d")
         device.step(0)
     assert events.kinds().count("exported") == 2
-    metadata = {one.key: one.value for one in onnx.load(tmp_path / "model.onnx").metadata_props}
+    metadata = {prop.key: prop.value for prop in onnx.load(tmp_path / "model.onnx").metadata_props}
     assert (metadata["run"], metadata["round"], metadata["method"], metadata["classes"]) == (RUN, "2", "feddkc", "3")
     assert {"input_shape", "fleetdistill_version"} <= metadata.keys()

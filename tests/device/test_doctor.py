@@ -55,8 +55,8 @@ def front(tmp_path: Path, authority: Authority) -> Iterator[str]:
 
 def said(state: Path, server: str | None = None, level: str = "error", ahead: float = 0.0) -> list[str]:
     """What is found at a level, on a machine whose clock is ahead by some seconds."""
-    found = examine(state, server, clock=lambda: time.time() + ahead)
-    return [f"{one.check}: {one.text}" for one in found if one.level == level]
+    result = examine(state, server, clock=lambda: time.time() + ahead)
+    return [f"{item.check}: {item.text}" for item in result if item.level == level]
 
 
 @pytest.mark.slow
@@ -200,5 +200,5 @@ def test_the_command_needs_only_the_sdk_and_exits_with_1_after_an_error(
     assert main(["--state", str(state)]) == 0
     assert "warning  server: not checked" in capsys.readouterr().out
     assert main(["--state", str(state), "--server", f"127.0.0.1:{free_port()}", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert [one["check"] for one in found if one["level"] == "error"] == ["server"]
+    result = json.loads(capsys.readouterr().out)
+    assert [item["check"] for item in result if item["level"] == "error"] == ["server"]

@@ -76,7 +76,9 @@ def test_a_probe_that_fails_does_not_hold_and_is_logged_once(caplog: pytest.LogC
         hold = conditions.hold(NOON)
         assert hold is not None
         assert hold.text == "unmetered cannot be measured"
-    assert [one.message for one in caplog.records] == ["the probe of unmetered failed; the condition does not hold"]
+    assert [record.message for record in caplog.records] == [
+        "the probe of unmetered failed; the condition does not hold"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -413,5 +415,5 @@ def test_an_ask_is_declined_only_if_its_deadline_is_before_the_next_hours(
     with device:
         assert device.step() is (Step.DECLINED if declined else Step.WAITED)
         assert device.step() is Step.WAITED
-    assert [one.reason for one in link.declined] == ["it is outside the hours 22:00 to 06:00"] * declined
+    assert [item.reason for item in link.declined] == ["it is outside the hours 22:00 to 06:00"] * declined
     assert [event.kind for event in events][-1] == "waiting"

@@ -141,15 +141,15 @@ def models(at: Moment) -> None:
         with pytest.raises(LinkError, match="the server is away"):
             _ = at.device.models
         return
-    found = at.device.models
-    assert bool(found) == (at.logits is not None)
-    for name, one in found.items():
+    result = at.device.models
+    assert bool(result) == (at.logits is not None)
+    for name, one in result.items():
         assert applied(one, at.inputs).shape == (len(at.inputs), 10), name
-    if found:
-        in_use = [name for name, one in found.items() if one is at.device.model]
+    if result:
+        in_use = [name for name, one in result.items() if one is at.device.model]
         assert len(in_use) == 1
     with pytest.raises(ModelError, match="'none'"):
-        _ = found["none"]
+        _ = result["none"]
 
 
 def version(at: Moment) -> None:
@@ -337,39 +337,39 @@ def predictor_of(at: Moment) -> Predictor:
 
 
 def file_predicts(at: Moment) -> None:
-    found = predictor_of(at)
+    result = predictor_of(at)
     if not at.files:
         with pytest.raises(ModelError, match="has no usable model"):
-            found.predict(at.inputs)
+            result.predict(at.inputs)
     elif not at.working:
-        at.equal(found.predict(at.inputs), 1e-4)
+        at.equal(result.predict(at.inputs), 1e-4)
         session = onnxruntime.InferenceSession(str(at.device.state_dir / "model.onnx"))
-        np.testing.assert_array_equal(found.predict(at.inputs), session.run(["logits"], {"input": at.inputs})[0])
+        np.testing.assert_array_equal(result.predict(at.inputs), session.run(["logits"], {"input": at.inputs})[0])
 
 
 def of_file(member: str, expected: Callable[[Moment], Any]) -> Callable[[Moment], None]:
     def check(at: Moment) -> None:
-        found = predictor_of(at)
+        result = predictor_of(at)
         if at.files:
-            assert getattr(found, member) == expected(at)
+            assert getattr(result, member) == expected(at)
         else:
             with pytest.raises(ModelError, match="has no usable model"):
-                getattr(found, member)
+                getattr(result, member)
 
     return check
 
 
 def variant(at: Moment) -> None:
     if at.files:
-        found = predictor_of(at).variant
-        assert found == ("general" if (at.device.state_dir / "personal.onnx").exists() else "")
+        result = predictor_of(at).variant
+        assert result == ("general" if (at.device.state_dir / "personal.onnx").exists() else "")
 
 
 def file_model(at: Moment) -> None:
     if at.files:
-        found = predictor_of(at)
-        assert found.model.run == RUN
-        np.testing.assert_array_equal(found.model.predict(at.inputs), found.predict(at.inputs))
+        result = predictor_of(at)
+        assert result.model.run == RUN
+        np.testing.assert_array_equal(result.model.predict(at.inputs), result.predict(at.inputs))
 
 
 def ready(at: Moment) -> None:
@@ -401,8 +401,8 @@ PREDICTOR: Mapping[str, Callable[[Moment], None]] = {
 
 def awaited(member: str, *arguments: Any) -> Callable[[AsyncDevice], Any]:
     async def call(device: AsyncDevice) -> Any:
-        found = getattr(device, member)
-        return await found(*arguments) if callable(found) else found
+        result = getattr(device, member)
+        return await result(*arguments) if callable(result) else result
 
     return lambda device: asyncio.run(asyncio.wait_for(call(device), 60))
 
@@ -474,7 +474,7 @@ ASYNC += ("replace_data", "roll_forward", "roll_back", "allow", "forget", "close
 
 
 def public(kind: type, *instances: object) -> set[str]:
-    return {name for one in (kind, *instances) for name in dir(one) if not name.startswith("_")}
+    return {name for item in (kind, *instances) for name in dir(item) if not name.startswith("_")}
 
 
 def test_every_public_member_is_in_the_table(tmp_path: Path) -> None:
@@ -578,7 +578,7 @@ class Fleet:
         with MemoryServer(self.settings) as server, contextlib.ExitStack() as closing:
             self.server = server
             first = closing.enter_context(self.open(self.spec, server.link(), on_event=on_event))
-            others = [closing.enter_context(self.open(one, server.link())) for one in self.specs[1:]]
+            others = [closing.enter_context(self.open(spec, server.link())) for spec in self.specs[1:]]
             self.look("new", first, self.own_logits(), (), online=True)
             server.play(first, *others)
             assert delivered

@@ -46,13 +46,13 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def test_inspect_shows_identity_model_rounds_and_what_was_sent(fleet: Fleet, used: Path) -> None:
     before = contents(used)
-    found = inspect(used)
-    assert (found.device, found.run, found.model) == ("d", RUN, "SplitModel")
-    assert (found.samples, found.rounds, found.last_round, found.waiting) == (24, 1, 1, None)
-    assert found.last_receipt == fleet.store.asks.uploads(RUN)[0].receipt
-    assert found.ledger.totals.messages == {"answer": 1, "check-in": 1}
-    assert len(bytes.fromhex(found.data_version)) == 16
-    assert (found.damage, found.set_aside, found.erasing) == ([], [], False)
+    result = inspect(used)
+    assert (result.device, result.run, result.model) == ("d", RUN, "SplitModel")
+    assert (result.samples, result.rounds, result.last_round, result.waiting) == (24, 1, 1, None)
+    assert result.last_receipt == fleet.store.asks.uploads(RUN)[0].receipt
+    assert result.ledger.totals.messages == {"answer": 1, "check-in": 1}
+    assert len(bytes.fromhex(result.data_version)) == 16
+    assert (result.damage, result.set_aside, result.erasing) == ([], [], False)
     assert contents(used) == before
 
 
@@ -61,9 +61,9 @@ def test_inspect_works_while_the_device_runs_and_an_answer_waits(fleet: Fleet, t
     with make_device(fleet, tmp_path, link=FaultyLink(MemoryLink(fleet.api), lost("upload"))) as device:
         with pytest.raises(LinkError):
             device.step(0)
-        found = inspect(tmp_path)
-        assert found.waiting == (1, 1, 1)
-        assert found.ledger.entries[-1].outcome == "may have been sent"
+        result = inspect(tmp_path)
+        assert result.waiting == (1, 1, 1)
+        assert result.ledger.entries[-1].outcome == "may have been sent"
         device.step(0)
     assert inspect(tmp_path).waiting is None
 
@@ -71,9 +71,9 @@ def test_inspect_works_while_the_device_runs_and_an_answer_waits(fleet: Fleet, t
 @pytest.mark.parametrize("name", ["device.json", "profile.bin", "ledger.jsonl", "privacy.json", "last_outcome.json"])
 def test_inspect_of_a_damaged_directory_shows_the_rest(used: Path, name: str) -> None:
     (used / name).write_bytes(b"\xff{")
-    found = inspect(used)
-    assert any(name in text for text in found.damage) or name == "last_outcome.json"
-    assert found.files["state.safetensors"] > 0
+    result = inspect(used)
+    assert any(name in text for text in result.damage) or name == "last_outcome.json"
+    assert result.files["state.safetensors"] > 0
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_the_command_prints_a_page_or_json(used: Path, capsys: pytest.CaptureFix
     assert "d, run sdk" in text
     assert "features, labels, logits, metrics received" in text
     assert main(["inspect", str(used), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["ledger"]["entries"][1]["columns"] == {
+    result = json.loads(capsys.readouterr().out)
+    assert result["ledger"]["entries"][1]["columns"] == {
         "knowledge": ["features", "logits", "labels"],
         "metrics": ["metrics"],
     }
-    assert found["totals"]["receipts"] == 1
+    assert result["totals"]["receipts"] == 1
     assert main(["inspect", str(used / "outbox")]) == 1
     assert "error: " in capsys.readouterr().err
 
@@ -178,7 +178,7 @@ def test_a_device_that_is_forgotten_erases_itself_and_asks_the_server(fleet: Fle
     assert row is not None
     assert row.forget_asked_at is not None
     assert fleet.store.devices.to_forget(RUN) == ["d"]
-    assert [one.kind for one in fleet.store.history.events(RUN, "forget-requested")] == ["forget-requested"]
+    assert [event.kind for event in fleet.store.history.events(RUN, "forget-requested")] == ["forget-requested"]
 
 
 def test_the_request_is_authenticated(fleet: Fleet, used: Path, tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_forgotten_directory_makes_a_new_device(fleet: Fleet, used: Path) -> N
     with make_device(fleet, used, device_id=None) as device:
         assert device.device_id != "d"
         device.step(0)
-        assert [one.kind for one in device.ledger.entries] == ["check-in"]
+        assert [entry.kind for entry in device.ledger.entries] == ["check-in"]
 
 
 def test_a_private_release_stays_spent(tmp_path: Path) -> None:
@@ -365,5 +365,5 @@ def test_a_directory_moves_to_another_path(fleet: Fleet, used: Path, tmp_path: P
     with make_device(fleet, moved, device_id=None) as device:
         device.step(0)
         assert device.device_id == "d"
-        assert [one.outcome for one in device.ledger.entries if one.kind == "answer"] == ["received", "received"]
+        assert [entry.outcome for entry in device.ledger.entries if entry.kind == "answer"] == ["received", "received"]
     assert len(fleet.store.asks.uploads(RUN)) == 2

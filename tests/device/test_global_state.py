@@ -43,11 +43,11 @@ def settings_of_torch() -> dict[str, Any]:
 
 
 def in_new_thread(function: Any) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(function()))
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(function()))
     thread.start()
     thread.join(PATIENCE_SECONDS)
-    return found[0]
+    return result[0]
 
 
 class Observed(nn.Module):
@@ -99,9 +99,9 @@ def test_torchs_settings_are_the_apps_before_during_and_after_a_run(tmp_path: Pa
     trained(tmp_path, seen)
     assert settings_of_torch() == of_the_app
     assert in_new_thread(settings_of_torch) == of_the_app
-    in_training = [one for one in seen if one["threads"] == RUN_THREADS]
+    in_training = [item for item in seen if item["threads"] == RUN_THREADS]
     assert len(in_training) >= 2 * 2, "a forward pass in each epoch of both rounds, at least"
-    assert all(one["app"] == of_the_app for one in seen)
+    assert all(item["app"] == of_the_app for item in seen)
 
 
 def test_what_the_app_does_with_torch_does_not_change_an_answer(tmp_path: Path, of_the_app: dict[str, Any]) -> None:
@@ -167,8 +167,8 @@ def test_own_random_numbers_are_those_of_the_global_generator_with_the_same_seed
         torch.manual_seed(5)
         wanted = draw_everything()
     with own_randomness(5):
-        found = draw_everything()
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        result = draw_everything()
+    assert all(torch.equal(one, other) for one, other in zip(result, wanted, strict=True))
     assert settings_of_torch() == of_the_app
 
 

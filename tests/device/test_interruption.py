@@ -27,13 +27,13 @@ def held() -> None:
 
 
 def test_checks_apply_within_their_block_and_to_the_threads_that_take_them_along() -> None:
-    found: list[str] = []
+    result: list[str] = []
 
     def in_thread(check: Any) -> None:
         try:
             check()
         except WorkInterrupted as error:
-            found.append(error.condition)
+            result.append(error.condition)
 
     with check_with(lambda: None), check_with(held):
         for check in (check_may_continue, bound_check()):
@@ -43,7 +43,7 @@ def test_checks_apply_within_their_block_and_to_the_threads_that_take_them_along
         with pytest.raises(WorkInterrupted, match="not charging"):
             pause(PATIENCE_SECONDS)
     check_may_continue()
-    assert found == ["charging"]
+    assert result == ["charging"]
 
 
 def stopped_while(link: Any, state_dir: Path, at: str) -> Any:

@@ -105,7 +105,7 @@ def answer(fleet: Fleet, device: Any) -> list[int]:
     """Lets a device answer an ask; returns the sample ids that it sent."""
     fleet.ask("d")
     device.step(0)
-    return [int(one) for one in knowledge_of(fleet).sample_ids]
+    return [int(item) for item in knowledge_of(fleet).sample_ids]
 
 
 # --- forms
@@ -138,9 +138,9 @@ def learned(state_dir: Path, data: Any, **changes: Any) -> tuple[dict[str, Tenso
     fleet = Fleet()
     with make_device(fleet, state_dir, data=data, **changes) as device:
         ids = answer(fleet, device)
-        found = weights(device), np.array(knowledge_of(fleet).features["cut"]), ids
+        result = weights(device), np.array(knowledge_of(fleet).features["cut"]), ids
     fleet.store.close()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -307,7 +307,7 @@ def test_augmented_data_train_on_new_draws_and_send_knowledge_of_the_samples(tmp
 
     data = Augmented(tiny_data(), transform)
     first = learned(tmp_path / "a", data)
-    assert len({tuple(one.tolist()) for one in seen}) == len(seen) >= 48, "each epoch has new draws"
+    assert len({tuple(item.tolist()) for item in seen}) == len(seen) >= 48, "each epoch has new draws"
     again = learned(tmp_path / "b", data)
     assert equal(first[0], again[0]), "a repeated ask gives the same bits"
     assert equal(first[0], learned(tmp_path / "d", lambda: data)[0]), "also when a function returns them"

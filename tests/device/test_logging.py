@@ -15,14 +15,14 @@ import fleetdistill
 
 
 def test_all_loggers_are_below_fleetdistill_and_have_no_handler_and_no_level() -> None:
-    modules = [one.name for one in pkgutil.walk_packages(fleetdistill.__path__, "fleetdistill.")]
+    modules = [package.name for package in pkgutil.walk_packages(fleetdistill.__path__, "fleetdistill.")]
     modules = [name for name in modules if not name.endswith(".__main__")]
     for name in modules:
         importlib.import_module(name)
     names = {name for name in logging.root.manager.loggerDict if name.startswith("fleetdistill.")} | set(modules)
     loggers = [logging.getLogger(name) for name in names if not name.startswith("fleetdistill.server")]
     assert len(loggers) > 100
-    assert [one for one in loggers if one.handlers or one.level or not one.propagate] == []
+    assert [logger for logger in loggers if logger.handlers or logger.level or not logger.propagate] == []
 
 
 def test_events_are_logged_at_info_and_progress_for_debugging(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -31,10 +31,14 @@ def test_events_are_logged_at_info_and_progress_for_debugging(tmp_path: Path, ca
     device, events = device_at(link, tmp_path, clock=Ticking())
     with device:
         device.run()
-    logged = [(one.levelname, one.getMessage()) for one in caplog.records if one.name == "fleetdistill.device.events"]
+    logged = [
+        (record.levelname, record.getMessage())
+        for record in caplog.records
+        if record.name == "fleetdistill.device.events"
+    ]
     levels = {"progress": "DEBUG"}
-    expected = [(levels.get(one.kind, "INFO"), f"{device.device_id}: {one.text}") for one in events]
-    warnings = [one for one in logged if one[0] == "WARNING"]
-    assert [one for one in logged if one not in warnings] == expected
+    expected = [(levels.get(event.kind, "INFO"), f"{device.device_id}: {event.text}") for event in events]
+    warnings = [item for item in logged if item[0] == "WARNING"]
+    assert [item for item in logged if item not in warnings] == expected
     assert "DEBUG" in dict(expected)
     assert ["what leaves this device" in text for _, text in warnings] == [True]

@@ -32,19 +32,19 @@ COME_BACK = service_pb2.NextAskResponse(come_back=service_pb2.ComeBack(after_sec
 
 def in_thread(function: Callable[[], Any]) -> list[Any]:
     """Runs a function in another thread; returns a list with its result or its exception."""
-    found: list[Any] = []
+    result: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(function())
+            result.append(function())
         except Exception as error:
-            found.append(error)
+            result.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
-    return found
+    return result
 
 
 # --- start, stop, join
@@ -131,9 +131,11 @@ def test_a_callback_that_always_fails_ends_no_run_and_is_told_once_for_each_even
         assert device.version == 1
     reports = [event for event in events if event.kind == "callback-failed"]
     others = [event for event in events if event.kind != "callback-failed"]
-    assert [one.values for one in reports] == [{"event": one.kind, "error": "ValueError"} for one in others]
-    assert [one.round for one in reports] == [one.round for one in others]
-    assert "on_event failed for the event 'answered' with ValueError: no answered" in [one.text for one in reports]
+    assert [report.values for report in reports] == [{"event": other.kind, "error": "ValueError"} for other in others]
+    assert [report.round for report in reports] == [other.round for other in others]
+    assert "on_event failed for the event 'answered' with ValueError: no answered" in [
+        report.text for report in reports
+    ]
     assert "ValueError: no answered" in caplog.text
 
 
@@ -390,7 +392,11 @@ def test_a_first_contact_comes_before_the_check_in_and_returns_nothing(fleet: Fl
         for _ in range(5):
             device.tick()
             clock.advance(MAX_PAUSE_SECONDS)
-    told = [(one.kind, one.text.split(" after ")[0]) for one in events if "contact" in one.kind or "check" in one.kind]
+    told = [
+        (event.kind, event.text.split(" after ")[0])
+        for event in events
+        if "contact" in event.kind or "check" in event.kind
+    ]
     assert [kind for kind, _ in told] == [
         *("lost-contact", "contact-returned", "checked-in"),
         *("lost-contact", "contact-returned"),
@@ -414,5 +420,5 @@ def test_a_wait_for_other_devices_is_an_event_at_each_end(fleet: Fleet, tmp_path
         assert events.kinds()[-2:] == ["checked-in", "waiting"]
         fleet.ask("d")
         device.tick()
-        assert [one.values for one in events if one.kind in ("waiting", "resumed")] == [{"condition": "work"}] * 2
+        assert [event.values for event in events if event.kind in ("waiting", "resumed")] == [{"condition": "work"}] * 2
         assert events.kinds().index("resumed") < events.kinds().index("ask")

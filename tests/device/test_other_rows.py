@@ -32,13 +32,13 @@ def version_of(fleet: Fleet, device: str = "d") -> bytes:
 
 
 def test_the_same_rows_have_one_version_and_two_devices_have_two(fleet: Fleet, tmp_path: Path) -> None:
-    found = []
+    result = []
     for state_dir, name in (("a", "a"), ("a", "a"), ("b", "b")):
         with make_device(fleet, tmp_path / state_dir, device_id=name, data=tiny_data()) as device:
             device.step(0)
-        found.append(version_of(fleet, name))
-    assert found[0] == found[1] != found[2]
-    assert {len(one) for one in found} == {16}
+        result.append(version_of(fleet, name))
+    assert result[0] == result[1] != result[2]
+    assert {len(item) for item in result} == {16}
 
 
 def test_the_server_cannot_test_a_guess_of_the_rows(fleet: Fleet, tmp_path: Path) -> None:

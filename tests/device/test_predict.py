@@ -45,10 +45,10 @@ def test_every_prediction_is_that_of_exactly_one_delivered_model(tmp_path: Path)
             np.testing.assert_array_equal(device.predict(BATCH), versions[-1], "the event comes after the swap")
 
     def predict() -> list[np.ndarray]:
-        found: list[np.ndarray] = []
-        while not over.wait(0.001) or not found:
-            found.append(device.predict(BATCH))
-        return found
+        result: list[np.ndarray] = []
+        while not over.wait(0.001) or not result:
+            result.append(device.predict(BATCH))
+        return result
 
     asks = [ask(round=number) for number in range(1, ROUNDS + 1)]
     device, _ = device_at(LyingLink(*asks), tmp_path, on_event=keep)
@@ -58,10 +58,10 @@ def test_every_prediction_is_that_of_exactly_one_delivered_model(tmp_path: Path)
             device.run()
         finally:
             over.set()
-        results = [one for each in predicting for one in each.result(PATIENCE_SECONDS)]
+        results = [item for each in predicting for item in each.result(PATIENCE_SECONDS)]
     assert len(versions) == ROUNDS + 1
     assert all(np.abs(a - b).max() > 1e-4 for a, b in itertools.pairwise(versions))
-    matches = [sum(np.allclose(one, version, rtol=0, atol=1e-6) for version in versions) for one in results]
+    matches = [sum(np.allclose(result, version, rtol=0, atol=1e-6) for version in versions) for result in results]
     assert set(matches) == {1}
 
 
@@ -84,8 +84,8 @@ def gated_model() -> nn.Module:
 
 
 def test_a_prediction_does_not_wait_for_training(tmp_path: Path) -> None:
-    for one in gate.values():
-        one.clear()
+    for item in gate.values():
+        item.clear()
     device, events = device_at(LyingLink(ask()), tmp_path, model=gated_model)
     with device, ThreadPoolExecutor(1) as background:
         running = background.submit(device.run)

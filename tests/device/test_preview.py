@@ -37,10 +37,12 @@ def test_a_preview_has_the_names_shapes_types_and_bytes_of_the_real_answer(fleet
         assert not fleet.store.asks.uploads(RUN)
         fleet.ask("d")
         device.step(0)
-        (sent,) = [one for one in device.ledger.entries if one.kind == "answer"]
+        (sent,) = [entry for entry in device.ledger.entries if entry.kind == "answer"]
     (upload,) = fleet.store.asks.uploads(RUN)
     real = fleet.store.blobs.open(upload.sha256)
-    shown = [(one.name, one.dtype, one.shape, one.bytes) for part in preview.parts for one in part.tensors]
+    shown = [
+        (tensor.name, tensor.dtype, tensor.shape, tensor.bytes) for part in preview.parts for tensor in part.tensors
+    ]
     assert shown == [(slot.path, slot.dtype.name, slot.shape, slot.nbytes) for slot in real.slots]
     assert {part.name: list(part.columns) for part in preview.parts} == sent.columns
     assert (preview.bytes, preview.samples, preview.step) == (sent.bytes, sent.samples, "train")
@@ -51,13 +53,13 @@ def test_a_preview_has_the_names_shapes_types_and_bytes_of_the_real_answer(fleet
 def test_a_preview_shows_each_tensors_histogram_and_the_figures(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(fleet, tmp_path) as device:
         preview = device.preview()
-    tensors = {one.name: one for part in preview.parts for one in part.tensors}
+    tensors = {tensor.name: tensor for part in preview.parts for tensor in part.tensors}
     labels = tensors["knowledge/labels"].histogram
     assert (sum(labels.counts), labels.edges[0], labels.edges[-1]) == (24, 0.0, 2.0)
     assert [count for count in labels.counts if count] == [8, 8, 8]
     metrics = preview.parts[1].values["metrics"]
-    assert {one["split"] for one in metrics} == {"test", "train"}
-    assert [one["count"] for one in metrics] == [9, 9, 48]
+    assert {metric["split"] for metric in metrics} == {"test", "train"}
+    assert [metric["count"] for metric in metrics] == [9, 9, 48]
     text = str(preview)
     assert text.startswith("run 'sdk', feddkc, step 'train': ")
     assert "knowledge/labels  int32 [24]  96 bytes  0 [" in text
@@ -84,7 +86,9 @@ def test_a_preview_changes_nothing_and_the_next_answer_is_the_same(fleet: Fleet,
                     device.preview()
                 assert contents(directory) == before
                 assert all(torch.equal(tensor, kept[name]) for name, tensor in device.model.state_dict().items())
-            parts = [decode(other.store.blobs.open(one.sha256))["knowledge"] for one in other.store.asks.uploads(RUN)]
+            parts = [
+                decode(other.store.blobs.open(upload.sha256))["knowledge"] for upload in other.store.asks.uploads(RUN)
+            ]
             return [part.logits.tobytes() for part in parts], state_of(device)  # type: ignore[attr-defined]
 
     assert answered(tmp_path / "a", previews=0) == answered(tmp_path / "b", previews=2)
@@ -133,7 +137,7 @@ class Previewing(RowsWorker):
 
 
 def histograms(preview: Any) -> list[Any]:
-    return [one.histogram for part in preview.parts for one in part.tensors]
+    return [tensor.histogram for part in preview.parts for tensor in part.tensors]
 
 
 def test_a_worker_without_preview_is_told_what_to_add(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_every_further_ask_of_the_run_gets_the_same_noise(fleet, tmp_path):
             check_in_and_answer(device, fleet)
     first, *others = received(fleet.store)
     assert len(others) == 2
-    assert all(np.array_equal(one.sums, first.sums) for one in others)
+    assert all(np.array_equal(other.sums, first.sums) for other in others)
     assert len(ledger(tmp_path)) == 1
 
 
@@ -233,8 +233,8 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_anything_but_rows_is_not_sent_whatever_the_method_answers(fleet, tmp_path, monkeypatch, name):
     def answer(self, ask, parts, allow):
-        found = given(self, ask, parts, allow)
-        return replace(found, answer=Answer(parts={**found.answer.parts, name: OTHERS[name]}, samples=30))
+        result = given(self, ask, parts, allow)
+        return replace(result, answer=Answer(parts={**result.answer.parts, name: OTHERS[name]}, samples=30))
 
     given, link, events = RowsWorker.answer, RecordingLink(fleet.api), EventLog()
     monkeypatch.setattr(RowsWorker, "answer", answer)
@@ -334,8 +334,8 @@ def test_a_device_that_dies_sends_one_noise_vector_or_none(tmp_path, monkeypatch
         sent = received(fleet.store)
         assert len(sent) == (0 if lost else 1), names[number]
         assert len(ledger(folder / "d")) == 1, names[number]
-        for one in before:
-            assert np.array_equal(one.sums, sent[0].sums), names[number]
+        for item in before:
+            assert np.array_equal(item.sums, sent[0].sums), names[number]
         if sent:
             with np.load(folder / "d" / "released.npz") as kept:
                 assert np.array_equal(kept["sums"], sent[0].sums), names[number]

@@ -58,9 +58,9 @@ def test_a_device_without_pytorch_reports_progress_too(tmp_path: Path) -> None:
         ) as device,
     ):
         device.run()
-    found = [event for event in events if event.kind == "progress"]
-    assert found
-    assert all(event.values["phase"] == "inference" and 0 <= (event.progress or 0) < 1 for event in found)
+    result = [event for event in events if event.kind == "progress"]
+    assert result
+    assert all(event.values["phase"] == "inference" and 0 <= (event.progress or 0) < 1 for event in result)
     assert "progress" not in events.kinds()
 
 
@@ -89,12 +89,12 @@ def test_a_callback_that_fails_during_training_does_not_end_it(tmp_path: Path) -
 
 
 def test_without_a_receiver_nothing_is_reported_and_short_work_reports_nothing() -> None:
-    found: list[tuple[str, float]] = []
+    result: list[tuple[str, float]] = []
     report_progress("training", 0.5)
     clock = ManualClock()
-    with report_to(lambda phase, fraction: found.append((phase, fraction)), clock.now):
+    with report_to(lambda phase, fraction: result.append((phase, fraction)), clock.now):
         report_progress("training", 0.1)
         clock.advance(1)
         report_progress("training", 0.2)
         report_progress("training", 0.3)
-    assert found == [("training", 0.2)]
+    assert result == [("training", 0.2)]

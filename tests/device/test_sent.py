@@ -22,7 +22,7 @@ from fleetdistill_server.intake.memory_link import MemoryLink
 
 
 def answers(device: Device) -> list[Any]:
-    return [one for one in device.ledger.entries if one.kind == "answer"]
+    return [entry for entry in device.ledger.entries if entry.kind == "answer"]
 
 
 # --- the ledger
@@ -62,7 +62,7 @@ def test_the_ledger_has_what_a_check_in_and_a_decline_say(fleet: Fleet, tmp_path
 
 def test_a_check_in_without_a_reply_is_recorded_once(fleet: Fleet, tmp_path: Path) -> None:
     def check_ins() -> list[str]:
-        return [one.outcome for one in device.ledger.entries if one.kind == "check-in"]
+        return [entry.outcome for entry in device.ledger.entries if entry.kind == "check-in"]
 
     with make_device(fleet, tmp_path) as device:
         device.step(0)
@@ -88,9 +88,9 @@ def test_an_answer_without_receipt_may_have_been_sent(fleet: Fleet, tmp_path: Pa
     with make_device(fleet, tmp_path, link=FaultyLink(MemoryLink(fleet.api), fault)) as device:
         with pytest.raises(LinkError):
             device.step(0)
-        assert [one.outcome for one in answers(device)] == ["may have been sent"]
+        assert [answer.outcome for answer in answers(device)] == ["may have been sent"]
         device.step(0)
-        assert [one.outcome for one in answers(device)] == ["received"]
+        assert [answer.outcome for answer in answers(device)] == ["received"]
 
 
 def test_a_refused_answer_is_in_the_ledger_with_the_servers_code(fleet: Fleet, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_refused_answer_is_in_the_ledger_with_the_servers_code(fleet: Fleet, t
     fleet.ask("d")
     with make_device(fleet, tmp_path, link=Late(fleet.api)) as device:
         device.step(0)
-        assert [(one.outcome, one.code) for one in answers(device)] == [("refused", "late")]
+        assert [(answer.outcome, answer.code) for answer in answers(device)] == [("refused", "late")]
 
 
 def test_what_cannot_be_recorded_is_not_sent(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_what_cannot_be_recorded_is_not_sent(fleet: Fleet, tmp_path: Path, monke
                 device.step(0)
         assert not fleet.store.asks.uploads(RUN)
         device.step(0)
-        assert [one.outcome for one in answers(device)] == ["received"]
+        assert [answer.outcome for answer in answers(device)] == ["received"]
 
 
 def test_a_decline_that_cannot_be_recorded_says_nothing_of_the_data(
@@ -141,9 +141,9 @@ def test_a_killed_device_finds_its_entry_and_completes_it(fleet: Fleet, tmp_path
         crashing.step(0)
     crashing.close(leave=False)
     with make_device(fleet, tmp_path) as device:
-        assert [one.outcome for one in answers(device)] == ["may have been sent"]
+        assert [answer.outcome for answer in answers(device)] == ["may have been sent"]
         device.step(0)
-        assert [one.outcome for one in answers(device)] == ["received"]
+        assert [answer.outcome for answer in answers(device)] == ["received"]
 
 
 def test_a_private_device_records_what_it_sends_and_not_what_it_has(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_private_device_records_what_it_sends_and_not_what_it_has(tmp_path: Pa
         fleet.ask()
         device.step(0)
         (sent,) = answers(device)
-        assert {one.samples for one in device.ledger.entries} == {1}
+        assert {entry.samples for entry in device.ledger.entries} == {1}
     assert sent.columns == {"statistics": ["class_statistics", "counts"]}
 
 

@@ -43,7 +43,7 @@ def test_any_thread_may_read_the_model_while_the_device_runs(tmp_path: Path) -> 
             device.run()
         finally:
             over.set()
-        assert all(one.result(PATIENCE_SECONDS) for one in reading)
+        assert all(item.result(PATIENCE_SECONDS) for item in reading)
     assert len(link.uploads) == len(events.texts("delivered")) == ROUNDS
     assert len(events.texts("checked-in")) == 1, "whoever is first checks in, and nobody does so twice"
 
@@ -95,8 +95,8 @@ def test_a_callback_may_wait_for_a_thread_that_reads_the_model(tmp_path: Path) -
 
 def readme_example() -> str:
     blocks: list[str] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (found,) = [one for one in blocks if "device.run()" in one]
-    return found
+    (result,) = [block for block in blocks if "device.run()" in block]
+    return result
 
 
 @pytest.mark.long

@@ -56,14 +56,14 @@ class Block:
 def blocks(page: str, until: str = "\0") -> list[Block]:
     """The code blocks of a page in order."""
     text = (ROOT / page).read_text(encoding="utf-8").split(until)[0]
-    found = re.findall(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```', text, re.MULTILINE | re.DOTALL)
-    return [Block(language, title or None, text) for language, title, text in found]
+    result = re.findall(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```', text, re.MULTILINE | re.DOTALL)
+    return [Block(language, title or None, text) for language, title, text in result]
 
 
 def serves(page: str) -> bool:
     """Whether a page, or the one that it needs, starts a server."""
     lines = [
-        line for one in (page, *NEEDS.get(page, ())[:1]) for block in blocks(one) for line in block.text.splitlines()
+        line for item in (page, *NEEDS.get(page, ())[:1]) for block in blocks(item) for line in block.text.splitlines()
     ]
     return any(line.startswith("fleetdistill serve") and "--check" not in line for line in lines)
 
@@ -151,9 +151,9 @@ class Reader:
 
 def free_ports(number: int) -> list[str]:
     taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [str(one.getsockname()[1]) for one in taken]
-    for one in taken:
-        one.close()
+    ports = [str(item.getsockname()[1]) for item in taken]
+    for item in taken:
+        item.close()
     return ports
 
 
@@ -201,9 +201,9 @@ def test_a_page_runs_as_it_stands(page: str, reader: Reader) -> None:
         reader.follow(blocks(*NEEDS[page]))
         reader.close()
         reader.servers.clear()
-    found = blocks(page)
-    assert found
-    reader.follow(found)
+    result = blocks(page)
+    assert result
+    reader.follow(result)
 
 
 @pytest.mark.slow

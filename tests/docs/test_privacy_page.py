@@ -25,21 +25,26 @@ def test_the_table_has_the_strongest_attack_of_every_form() -> None:
     rows = rows_below("## What a curious server learns")
     assert [row[0] for row in rows] == list(FORMS)
     for form, attack, *numbers, classes in rows:
-        found = worst(form)
+        result = worst(form)
         assert classes == ("–" if FORMS[form]["classes"] is None else f"{FORMS[form]['classes']:.2f}")
-        if found is None:
+        if result is None:
             assert (attack, set(numbers)) == ("none", {""})
             continue
-        low, high = found["interval"]
-        expected = [f"{found['linked']:.3f}", f"{low:.3f} to {high:.3f}", f"{found['auc']:.3f}", f"{found['tpr1']:.3f}"]
-        assert (attack, numbers) == (f"{found['part']}: {found['attack']}", expected)
+        low, high = result["interval"]
+        expected = [
+            f"{result['linked']:.3f}",
+            f"{low:.3f} to {high:.3f}",
+            f"{result['auc']:.3f}",
+            f"{result['tpr1']:.3f}",
+        ]
+        assert (attack, numbers) == (f"{result['part']}: {result['attack']}", expected)
 
 
 def test_the_table_of_pictures_has_measured_figures() -> None:
     measured = {
-        (form, one["source"]): [f"{one['ssim']:.2f}", f"{one['psnr']:.1f}", f"{one['reidentified']:.2f}"]
+        (form, item["source"]): [f"{item['ssim']:.2f}", f"{item['psnr']:.1f}", f"{item['reidentified']:.2f}"]
         for form, found in FORMS.items()
-        for one in found["pictures"]
+        for item in found["pictures"]
     }
     rows = rows_below("### Images from messages")
     assert rows
@@ -54,8 +59,8 @@ def test_the_readme_has_the_same_figures() -> None:
         line.strip("| ").split(" | ") for line in re.findall(r"^\|.*\|$", section, re.MULTILINE)[:3]
     )
     for form, figure in zip(forms, figures_of, strict=True):
-        found = worst(form)
-        assert figure == ("none" if found is None else f"{found['linked']:.3f}"), form
+        result = worst(form)
+        assert figure == ("none" if result is None else f"{result['linked']:.3f}"), form
 
 
 def test_an_apps_own_method_is_not_measured() -> None:

@@ -51,9 +51,9 @@ def _text(name: str) -> str:
 
 def _section(page: str, heading: str) -> str:
     """From a heading to the next one."""
-    found = re.search(rf"^#+ {re.escape(heading)}$(.*?)(?=^#+ |\Z)", _text(page), re.MULTILINE | re.DOTALL)
-    assert found, f"{page} has no section {heading!r}"
-    return found[1]
+    result = re.search(rf"^#+ {re.escape(heading)}$(.*?)(?=^#+ |\Z)", _text(page), re.MULTILINE | re.DOTALL)
+    assert result, f"{page} has no section {heading!r}"
+    return result[1]
 
 
 def _rows(text: str) -> list[list[str]]:
@@ -111,7 +111,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_fields_of_a_report_exist() -> None:
-    fields = {one.name for one in dataclasses.fields(FleetReport)}
+    fields = {field.name for field in dataclasses.fields(FleetReport)}
     listed = {
         name
         for row in _rows(_section("docs/how-to/read-a-report.md", "Fields of report.json"))
@@ -127,8 +127,8 @@ def test_commands_on_a_page_exist_with_their_options(page: str) -> None:
         if not line.startswith("fleetdistill "):
             continue
         words = line.split("#")[0].split()
-        found = [known for known in COMMANDS if words[: len(known.split())] == known.split()]
-        name = max(found, key=len, default=None)
+        result = [known for known in COMMANDS if words[: len(known.split())] == known.split()]
+        name = max(result, key=len, default=None)
         assert name, f"{page}: there is no command {line!r}"
         known_options = {option for param in COMMANDS[name].params for option in (*param.opts, *param.secondary_opts)}
         assert {word for word in words if word.startswith("--")} <= known_options, f"{page}: {line!r}"
@@ -142,14 +142,14 @@ def test_the_error_table_is_the_codes() -> None:
 
 def _defaults(model: type[BaseModel], section: str = "") -> dict[tuple[str, str], Any]:
     """(section, key) to default of everything in run.toml but the method's own settings."""
-    found: dict[tuple[str, str], Any] = {}
+    result: dict[tuple[str, str], Any] = {}
     for name, field in model.model_fields.items():
         inner = next(iter(get_args(field.annotation)), field.annotation)  # of a section that may be missing
         if isinstance(inner, type) and issubclass(inner, BaseModel):
-            found |= _defaults(inner, name)
+            result |= _defaults(inner, name)
         elif section:
-            found[section, field.alias or name] = "required" if field.is_required() else field.default
-    return found
+            result[section, field.alias or name] = "required" if field.is_required() else field.default
+    return result
 
 
 def test_the_reference_of_run_toml_is_the_model() -> None:
@@ -176,7 +176,7 @@ def _value(cell: str) -> Any:
 def test_the_settings_of_a_method_are_its_configuration(page: str) -> None:
     rows = {row[0]: row[1] for row in _rows(_section(f"docs/reference/methods/{page}.md", "Settings"))}
     of_class = dataclasses.fields(config_class(page))
-    fields = {one.name: "required" if one.default is dataclasses.MISSING else one.default for one in of_class}
+    fields = {item.name: "required" if item.default is dataclasses.MISSING else item.default for item in of_class}
     assert list(rows) == list(fields)
     for name, default in fields.items():
         if default is not None:  # None is filled in from the number of classes; the page says how
@@ -212,10 +212,12 @@ def test_the_symbols_of_a_method_stand_for_names_in_the_code(page: str) -> None:
     rows = _rows(_section(f"docs/reference/methods/{page}.md", "Symbols"))
     assert rows
     code = "\n".join(_SOURCES.values())
-    names = {name for row in rows for cell in row for one in re.findall(r"`([\w.]+)`", cell) for name in one.split(".")}
-    files = {one for row in rows for cell in row for one in re.findall(r"`([\w/]+\.(?:py|proto))`", cell)}
-    assert [one for one in files if not any(path.as_posix().endswith(f"/{one}") for path in _SOURCES)] == []
-    names -= {part for one in files for part in one.split(".")}
+    names = {
+        name for row in rows for cell in row for item in re.findall(r"`([\w.]+)`", cell) for name in item.split(".")
+    }
+    files = {item for row in rows for cell in row for item in re.findall(r"`([\w/]+\.(?:py|proto))`", cell)}
+    assert [file for file in files if not any(path.as_posix().endswith(f"/{file}") for path in _SOURCES)] == []
+    names -= {part for file in files for part in file.split(".")}
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", code)] == []
 
 
@@ -223,7 +225,7 @@ def test_the_symbols_of_a_method_stand_for_names_in_the_code(page: str) -> None:
 def test_files_that_a_page_names_exist(page: str) -> None:
     files = set(re.findall(r"`((?:\w+/)+\w+\.(?:py|proto|md))`", _text(page)))
     roots = [ROOT, *(ROOT / package for package in _SOURCE_FOLDERS), ROOT / "tests"]
-    assert [one for one in sorted(files) if not any((root / one).is_file() for root in roots)] == []
+    assert [file for file in sorted(files) if not any((root / file).is_file() for root in roots)] == []
 
 
 def test_examples_load_and_name_what_exists() -> None:

@@ -27,14 +27,14 @@ FORMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 def steps_on_the_page() -> dict[tuple[str, str], set[tuple[str, str]]]:
     """Parts of the answer, name and kind, by method and step."""
     section = PAGE.split("## Parts of each step\n")[1].split("\n## ")[0]
-    found: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    result: dict[tuple[str, str], set[tuple[str, str]]] = {}
     method = ""
     for line in re.findall(r"^\| (.*) \|$", section, re.MULTILINE):
         first, step, _, answer = (cell.strip() for cell in f"{line} ".split("|"))
         method = re.sub(r"\[(.*)\]\(.*\)", r"\1", first) or method
         if step.startswith("`"):
-            found[method, step.strip("`")] = set(re.findall(r"`(\w+)`: (\w+)", answer))
-    return found
+            result[method, step.strip("`")] = set(re.findall(r"`(\w+)`: (\w+)", answer))
+    return result
 
 
 def all_exchanges() -> Iterator[tuple[str, Exchange]]:
@@ -46,14 +46,14 @@ def all_exchanges() -> Iterator[tuple[str, Exchange]]:
 
 
 def test_every_answer_has_the_parts_that_the_page_says() -> None:
-    page, found = steps_on_the_page(), dict[tuple[str, str], set[tuple[str, str]]]()
+    page, result = steps_on_the_page(), dict[tuple[str, str], set[tuple[str, str]]]()
     with fresh_process():
         exchanges = list(all_exchanges())
     for method, exchange in exchanges:
         parts = {(name, part.kind.wire_name) for name, part in exchange.up.items()}
-        found.setdefault((method, exchange.step), set()).update(parts)
+        result.setdefault((method, exchange.step), set()).update(parts)
     deliveries = {key: parts for key, parts in page.items() if key[1] == "deliver"}
-    assert {key: parts for key, parts in page.items() if key not in deliveries} == found
+    assert {key: parts for key, parts in page.items() if key not in deliveries} == result
 
 
 @pytest.mark.parametrize("method", ["dafkd", "fedavg", "feddkd"])

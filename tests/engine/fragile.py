@@ -35,10 +35,10 @@ class Fragile:
         self._inner, self._fuse = inner, fuse
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
+        result = getattr(self._inner, name)
         if name in PARTS:
-            return Fragile(found, self._fuse)
-        return found if name == "transaction" or not callable(found) else self._guarded(found)
+            return Fragile(result, self._fuse)
+        return result if name == "transaction" or not callable(result) else self._guarded(result)
 
     def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ class SlowFirst:
 
     async def wait(self, seconds: float = 0.0) -> None:
         self.waits += 1
-        order = [one for one in reversed(self.devices) if one.contract is None] or list(reversed(self.devices))
+        order = [device for device in reversed(self.devices) if device.contract is None] or list(reversed(self.devices))
         for device in order:
             before = len(device.receipts)
             device.step()
@@ -71,6 +71,6 @@ def test_the_first_device_is_the_last_to_answer_and_all_others_are_prepared_befo
     monkeypatch.setattr(FedDKCServer, "refine", noted)
     asyncio.run(Engine(store, config_of(count), SlowFirst(devices)).run())
     sent = [decode(store.blobs.open(row.sha256))["knowledge"] for row in store.asks.uploads(RUN)]
-    assert sorted(prepared) == sorted(float(one.logits[0, 0]) for one in sent)  # type: ignore[attr-defined]
+    assert sorted(prepared) == sorted(float(item.logits[0, 0]) for item in sent)  # type: ignore[attr-defined]
     assert [row.device for row in store.asks.uploads(RUN)] == list(reversed(names))
     assert all(row.status == "used" for row in store.asks.uploads(RUN))

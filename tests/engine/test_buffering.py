@@ -115,7 +115,7 @@ def test_a_round_ends_at_k_answers_and_a_late_answer_counts_in_a_later_round(
     fleet = Fleet(store, patience=5)
     fleet.run(config_of())
     ages = fleet.figures("staleness")
-    assert all(len(one) >= 2 for one in ages)
+    assert all(len(age) >= 2 for age in ages)
     late = [(number, one["d2"]) for number, one in enumerate(ages, 1) if "d2" in one]
     assert late
     assert late[0][1] > 0
@@ -135,7 +135,7 @@ def test_a_round_ends_after_t_seconds_with_one_answer(store: Store) -> None:
     fleet = Fleet(store, patience=1000)
     fleet.on_wait = partial(fleet.clock.advance, 1.0)
     fleet.run(config_of(rounds=2, buffer_answers=3, buffer_seconds=30.0))
-    assert [sorted(one) for one in fleet.figures("staleness")] == [["d0", "d1"]] * 2
+    assert [sorted(figure) for figure in fleet.figures("staleness")] == [["d0", "d1"]] * 2
     assert fleet.clock.now() - 1000.0 >= 60.0
 
 
@@ -161,8 +161,8 @@ def test_an_engine_that_dies_uses_every_answer_once(moment: str, number: int, st
     fleet.run(config_of())
     assert_no_upload_lost(fleet.store)
     receipts = [row.receipt for row in fleet.store.asks.uploads(RUN)]
-    assert sorted(receipts) == sorted(receipt for one in fleet.devices for receipt in one.receipts)
-    used = sum(len(one) for one in fleet.figures("staleness"))
+    assert sorted(receipts) == sorted(receipt for device in fleet.devices for receipt in device.receipts)
+    used = sum(len(figure) for figure in fleet.figures("staleness"))
     assert used == sum(row.status == "used" for row in fleet.store.asks.uploads(RUN))
 
 

@@ -23,7 +23,9 @@ def test_a_method_that_says_nothing_of_them_has_neither(tmp_path: Path) -> None:
     assert contract.initial_weights == initial.sha256
     assert (contract.extractor_file, extractor) == (b"", None)
     assert contract.uploads
-    assert {(one.min_samples, one.max_rows, one.rows_per_direction) for one in contract.uploads} == {(0, 0, 0)}
+    assert {(upload.min_samples, upload.max_rows, upload.rows_per_direction) for upload in contract.uploads} == {
+        (0, 0, 0)
+    }
 
 
 def test_the_contract_says_how_many_rows_and_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,9 +41,13 @@ def test_the_contract_says_how_many_rows_and_which_file(tmp_path: Path, monkeypa
     monkeypatch.setattr(FedAvgServer, "extractor_file", lambda self: file)
     config = recorded_config(tmp_path)
     contract, _, extractor = make_contract(config, build_method(config))
-    said = [(one.part, one.min_samples, one.max_rows, one.rows_per_direction) for one in contract.uploads]
+    said = [
+        (upload.part, upload.min_samples, upload.max_rows, upload.rows_per_direction) for upload in contract.uploads
+    ]
     assert said == [("statistics", 5, 128, 15), ("other", 0, 0, 0)]
-    shapes = {one.part: {tensor.name: tuple(tensor.shape) for tensor in one.tensors} for one in contract.uploads}
+    shapes = {
+        upload.part: {tensor.name: tuple(tensor.shape) for tensor in upload.tensors} for upload in contract.uploads
+    }
     assert shapes == {"statistics": {"means": (4,), "variances": (4,)}, "other": {"values": (6, 3)}}
     assert list(contract.requirements.columns) == ["class_statistics", "counts", "logits"]
     assert extractor is not None

@@ -89,7 +89,7 @@ class Halted:
     def files_with_the_part(self) -> list[Path]:
         """The database and its log among them."""
         files = [file for file in sorted(self.directory.rglob("*")) if file.is_file()]
-        return [file for file in files if any(one in file.read_bytes() for one in self.part)]
+        return [file for file in files if any(item in file.read_bytes() for item in self.part)]
 
     def engine(self, store: Store, waker: Any = None) -> Engine:
         return Engine(store, self.prepared[0], waker or DriveDevices([], lambda: None))
@@ -142,19 +142,19 @@ def _then_halt(close: Callable[[Any], None], after: int) -> Callable[[Any], None
 
 def _part_of(device: str, store: Store) -> list[bytes]:
     """The means that a device has sent, and the directions of the space."""
-    found = []
+    result = []
     for row in store.asks.uploads(RUN):
         if (row.step, row.device) == ("summarise", device):
             sent = decode(store.blobs.open(row.sha256))["statistics"]
             assert isinstance(sent, SharedStatistics)
             assert sent.means is not None
-            found.append(sent.means.tobytes())
+            result.append(sent.means.tobytes())
     for ask in store.asks.of_step(RUN, 1, 2):
         space = decode(store.blobs.open(ask.payload))["space"]
         assert isinstance(space, ClassSpace)
-        found.append(space.directions.tobytes())
-    assert len(set(found)) == 2
-    return found
+        result.append(space.directions.tobytes())
+    assert len(set(result)) == 2
+    return result
 
 
 @pytest.fixture
@@ -177,8 +177,8 @@ def store(run: Halted) -> Iterator[Store]:
 def told_with_the_part(run: Halted, store: Store) -> list[Ask]:
     """Asks of other devices whose payload has the forgotten device's part in it."""
     asks = [ask for ask in store.asks.of_step(RUN, 1, 2) if ask.payload]
-    found = {file.stem for file in run.files_with_the_part()}
-    return [ask for ask in asks if ask.device != run.device and ask.payload.hex() in found]
+    result = {file.stem for file in run.files_with_the_part()}
+    return [ask for ask in asks if ask.device != run.device and ask.payload.hex() in result]
 
 
 def assert_forgotten(run: Halted, store: Store) -> None:

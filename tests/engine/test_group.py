@@ -37,17 +37,17 @@ def states(store: Store) -> Mapping[str, Any]:
     row = store.runs.get(RUN)
     assert row is not None
     assert row.status == "finished"
-    found: Mapping[str, Any] = unpack_state(store.blobs.get_state(row.checkpoint))
-    return found
+    result: Mapping[str, Any] = unpack_state(store.blobs.get_state(row.checkpoint))
+    return result
 
 
 @pytest.fixture(scope="module")
 def fleets(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str], Prepared]:
     work = tmp_path_factory.mktemp("together")
-    found = {(name, "none"): prepared(name, work / name) for name in NAMES}
-    found |= {(name, "full"): prepared(name, work / f"{name} sharded", "full") for name in SHARDED}
-    join_all(start_ranks(2, run_fleets, list(found.values())))
-    return found
+    result = {(name, "none"): prepared(name, work / name) for name in NAMES}
+    result |= {(name, "full"): prepared(name, work / f"{name} sharded", "full") for name in SHARDED}
+    join_all(start_ranks(2, run_fleets, list(result.values())))
+    return result
 
 
 def assert_near(expected: Any, found: Any) -> None:

@@ -121,7 +121,7 @@ def test_a_damaged_answer_is_reported_and_its_device_asked_again(fleet: Fleet, n
     assert "the device is asked again" in event.text
     assert fleet.quarantined() == ([] if name == "gone" else [lost.sha256.hex()])
     assert fleet.store.runs.existing(RUN).completed_rounds == 4
-    assert_no_upload_lost(fleet.store, {one.id for device in fleet.devices for one in device.receipts}, RUN)
+    assert_no_upload_lost(fleet.store, {receipt.id for device in fleet.devices for receipt in device.receipts}, RUN)
 
 
 def test_an_answer_that_is_damaged_after_it_was_read_early_is_asked_again(fleet: Fleet) -> None:
@@ -140,7 +140,7 @@ def test_an_answer_that_is_damaged_after_it_was_read_early_is_asked_again(fleet:
     fleet.run()
     lost, again = [row for row in fleet.store.asks.uploads(RUN) if (row.round, row.device) == (2, "d1")]
     assert (lost.status, again.status) == ("reported", "used")
-    assert_no_upload_lost(fleet.store, {one.id for device in both for one in device.receipts}, RUN)
+    assert_no_upload_lost(fleet.store, {receipt.id for device in both for receipt in device.receipts}, RUN)
 
 
 def test_an_undamaged_run_quarantines_nothing(fleet: Fleet) -> None:
@@ -159,7 +159,7 @@ def test_an_engine_that_fails_in_the_middle_ends_where_an_undisturbed_one_does(f
     assert (lost.status, again.status) == ("reported", "used")
     assert len(fleet.store.history.events(RUN, "quarantined")) == 1
     assert fleet.quarantined() == [lost.sha256.hex()]
-    assert_no_upload_lost(fleet.store, {one.id for device in fleet.devices for one in device.receipts}, RUN)
+    assert_no_upload_lost(fleet.store, {receipt.id for device in fleet.devices for receipt in device.receipts}, RUN)
 
 
 def test_an_answer_that_was_read_before_a_crash_is_verified_again_after_it(fleet: Fleet) -> None:

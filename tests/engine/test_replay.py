@@ -395,7 +395,7 @@ def test_rounds_that_fall_short_never_end_a_service(caplog: pytest.LogCaptureFix
     (last,) = [reason for _, reason in told if reason.startswith("130 rounds in a row fell short")][:1]
     assert "run `fleetdistill runs show` for details" in last
     assert told[-1] == ("running", ""), "once a round is completed, nothing is told any more"
-    assert [one.message.split()[0] for one in caplog.records if "rounds in a row" in one.message] == [
+    assert [record.message.split()[0] for record in caplog.records if "rounds in a row" in record.message] == [
         str(number) for number in range(10, 131, 10)
     ]
 

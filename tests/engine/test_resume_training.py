@@ -150,9 +150,9 @@ def test_a_resume_point_of_other_inputs_is_not_used(tmp_path: Path) -> None:
     storage = ResumeStorage(store.blobs, tmp_path)
     storage.save("key", {"weights": torch.arange(3.0)})
     assert storage.load("another key") is None
-    found = storage.load("key")
-    assert found is not None
-    assert torch.equal(found["weights"], torch.arange(3.0))
+    result = storage.load("key")
+    assert result is not None
+    assert torch.equal(result["weights"], torch.arange(3.0))
     storage.save("key", {"weights": torch.zeros(3)})
     assert len(store.blobs.held()) == 1
     (tmp_path / FILE).write_text("damaged")

@@ -70,7 +70,7 @@ class Keeping(ServerMethod):
         return self.merged != sorted(self.parts)
 
     async def round(self, cohort: Cohort) -> None:
-        lacking = [one for one in cohort.devices if self.parts.get(one) != cohort.data_versions[one]]
+        lacking = [device for device in cohort.devices if self.parts.get(device) != cohort.data_versions[device]]
         async for answer in cohort.ask("train", to=lacking or cohort.devices):
             self.parts[answer.device] = cohort.data_versions[answer.device]
         self.merged = sorted(self.parts)
@@ -188,7 +188,7 @@ def test_an_idle_run_computes_nothing_and_writes_nothing(caplog: pytest.LogCaptu
     assert fleet.asked() == [["d0", "d1"]]
     assert len(seen) == 10
     assert len(set(seen)) == 1
-    assert sum("no round is due until" in one.message for one in caplog.records) == 1
+    assert sum("no round is due until" in record.message for record in caplog.records) == 1
     assert fleet.store.runs.existing(RUN).status == "running"
 
 

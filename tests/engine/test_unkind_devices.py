@@ -278,18 +278,18 @@ def test_a_run_completes_whatever_one_of_its_devices_does(tmp_path: Path) -> Non
     row = store.runs.get(RUN)
     assert row is not None
     assert (row.status, row.completed_rounds) == ("finished", ROUNDS)
-    assert [one.status for one in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
+    assert [item.status for item in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
     assert third.met.keys() == BEHAVIOURS.keys(), "each of them was met"
     for name, number in third.met.items():
         ask = store.asks.get(RUN, number, 1, THIRD)
         assert ask is not None
         assert (ask.reason or "").startswith(REASONS[name] or ""), f"{name}: {ask.reason}"
         assert ask.status == ("answered" if REASONS[name] is None else "out"), name
-    used = {(one.round, one.device) for one in store.asks.uploads(RUN) if one.status == "used"}
+    used = {(upload.round, upload.device) for upload in store.asks.uploads(RUN) if upload.status == "used"}
     honest = {(number, device) for number in range(1, ROUNDS + 1) for device in ("d0", "d1")}
     again = {(number, THIRD) for number in range(2, ROUNDS + 1, 2)}
     assert used == honest | again | {(third.met["dies_after_its_receipt_and_sends_it_all_again"], THIRD)}
-    assert [one.device for one in store.history.events(RUN, "late")] == [THIRD] * 6
+    assert [event.device for event in store.history.events(RUN, "late")] == [THIRD] * 6
     assert store.history.events(RUN, "left-out") == []
     assert_no_upload_lost(store)
     store.close()
@@ -310,19 +310,19 @@ def test_a_round_that_falls_short_over_the_wire_is_closed_as_such(tmp_path: Path
 
     with live_front(tmp_path / "store", ends=front_ends) as front, contextlib.ExitStack() as stack:
         clients = [Waiting(front.port, f"w{number}", released=number == 2) for number in range(3)]
-        for one in clients:
-            stack.enter_context(one)
+        for client in clients:
+            stack.enter_context(client)
         watcher = threading.Thread(target=give_up_on_the_others)
         watcher.start()
         asyncio.run(run_engine(store, config(1, quorum=0.6), engine_ends))
         watcher.join()
     first, *others = store.runs.rounds(RUN)
     assert (first.status, first.reason) == ("short", "step 'train': 1 devices answered, the quorum is 2")
-    assert [one.status for one in others] == ["closed"]
-    (lost,) = [one for one in store.asks.uploads(RUN) if one.round == 1]
+    assert [other.status for other in others] == ["closed"]
+    (lost,) = [upload for upload in store.asks.uploads(RUN) if upload.round == 1]
     assert (lost.device, lost.status) == ("w2", "reported")
     assert lost.reason.startswith("round short: step 'train'")
-    assert {one.device for one in store.history.events(RUN, "late")} == {"w0", "w1"}
+    assert {event.device for event in store.history.events(RUN, "late")} == {"w0", "w1"}
     assert_no_upload_lost(store)
     store.close()
 

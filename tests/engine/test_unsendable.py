@@ -66,11 +66,11 @@ def test_an_ask_that_cannot_be_encoded_costs_a_round_and_not_the_run(
     assert row is not None
     assert (row.status, row.completed_rounds) == ("finished", config.run.rounds)
     rounds = store.runs.rounds(RUN)
-    assert [one.status for one in rounds] == ["short", "short"] + ["closed"] * config.run.rounds
-    told = [(one.round, one.device) for one in store.history.events(RUN, "not-asked")]
+    assert [item.status for item in rounds] == ["short", "short"] + ["closed"] * config.run.rounds
+    told = [(event.round, event.device) for event in store.history.events(RUN, "not-asked")]
     first, second = rounds[0].cohort
     assert told[:3] == [(1, first), (1, second), (2, second)]
-    assert all("does not fit" in one.text for one in store.history.events(RUN, "not-asked"))
+    assert all("does not fit" in event.text for event in store.history.events(RUN, "not-asked"))
     assert_no_upload_lost(store)
     store.close()
 

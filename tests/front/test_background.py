@@ -116,7 +116,7 @@ def test_files_that_are_none_of_ours_do_not_end_the_sweeps(store: Store, tmp_pat
     strange = [folder / "._x.safetensors", folder / "Thumbs.db", tmp_path / "blobs" / "staging" / ".DS_Store"]
     for path in strange:
         path.write_bytes(b"?")
-    assert [one.sha256 for one in store.blobs.held()] == [payload.sha256]
+    assert [item.sha256 for item in store.blobs.held()] == [payload.sha256]
     assert store.blobs.staging() == []
     freed = sweep(store, 0.0)
     assert (freed.payloads, freed.staged) == (1, 0)

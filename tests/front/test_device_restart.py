@@ -94,8 +94,8 @@ def test_a_download_goes_on_after_the_death_of_the_device(
     run_and_die("fetch", *given, 2)
     run_and_die("fetch", *given, 1)
     link = DyingLink(front.port, "", -1)
-    found = Downloads(tmp_path, ROOM).fetch(link, client.identity, payload.sha256)
-    assert data_of(found) == data_of(payload)
+    result = Downloads(tmp_path, ROOM).fetch(link, client.identity, payload.sha256)
+    assert data_of(result) == data_of(payload)
     (first,) = link.first_bytes
     assert first >= 2 << 20, "what two processes had fetched was not fetched again"
     assert [path.suffix for path in tmp_path.iterdir()] == [".payload"]

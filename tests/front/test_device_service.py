@@ -113,9 +113,9 @@ def test_check_in_gives_a_new_device_its_secret_once(front: LiveFront, store: St
 
 
 def test_a_device_that_does_not_fit_is_told_both_sides(front: LiveFront, store: Store) -> None:
-    with client_of(front, "misfit") as client, refused() as found:
+    with client_of(front, "misfit") as client, refused() as result:
         client.check_in(classes=7)
-    (refusal,) = found
+    (refusal,) = result
     assert refusal.status is grpc.StatusCode.FAILED_PRECONDITION
     assert refusal.reason == "contract-mismatch"
     assert refusal.details == {"what": "number of classes", "device": "7", "run": "3"}
@@ -126,16 +126,16 @@ def test_a_device_that_does_not_fit_is_told_both_sides(front: LiveFront, store: 
 
 
 def test_a_column_that_the_app_keeps_back_is_refused_at_check_in(front: LiveFront) -> None:
-    with client_of(front, "private") as client, refused() as found:
+    with client_of(front, "private") as client, refused() as result:
         client.check_in(allowed_columns=["features", "logits"])
-    assert found[0].status is grpc.StatusCode.FAILED_PRECONDITION
-    assert (found[0].reason, found[0].details) == ("column-not-allowed", {"columns": "labels"})
+    assert result[0].status is grpc.StatusCode.FAILED_PRECONDITION
+    assert (result[0].reason, result[0].details) == ("column-not-allowed", {"columns": "labels"})
 
 
 def test_an_id_in_use_needs_its_secret(client: Client, front: LiveFront) -> None:
-    with client_of(front, client.device) as thief, refused() as found:
+    with client_of(front, client.device) as thief, refused() as result:
         thief.check_in()
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.UNAUTHENTICATED, "bad-identity")
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.UNAUTHENTICATED, "bad-identity")
 
 
 @pytest.mark.parametrize("secret", [b"", b"x" * 32])
@@ -151,19 +151,19 @@ def test_no_call_works_with_a_wrong_secret(client: Client, store: Store, secret:
         lambda: client.stub.Leave(service_pb2.LeaveRequest(identity=client.identity), timeout=PATIENCE_SECONDS),
     ]
     for call in calls:
-        with refused() as found:
+        with refused() as result:
             call()
-        assert found[0].status is grpc.StatusCode.UNAUTHENTICATED
+        assert result[0].status is grpc.StatusCode.UNAUTHENTICATED
     client.secret = right
     assert client.next_ask(0.0).WhichOneof("next") == "ask"
 
 
 def test_a_run_that_is_not_there_is_named(front: LiveFront) -> None:
-    with client_of(front) as client, refused() as found:
+    with client_of(front) as client, refused() as result:
         identity = service_pb2.Identity(run="elsewhere", device="d1")
         client.stub.CheckIn(service_pb2.CheckInRequest(identity=identity), timeout=PATIENCE_SECONDS)
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.NOT_FOUND, "unknown-run")
-    assert "elsewhere" in found[0].text
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.NOT_FOUND, "unknown-run")
+    assert "elsewhere" in result[0].text
 
 
 # --- asking for work
@@ -212,8 +212,8 @@ def test_a_device_that_names_no_run_is_woken_too(client: Client, store: Store, p
     began = time.monotonic()
     name = ask(store, client)
     poke(pipes[1].writes[0])
-    found = waiting.result()
-    assert found.ask.round == name.round
+    result = waiting.result()
+    assert result.ask.round == name.round
     assert time.monotonic() - began < LONG_WAIT / 2, "woken, not at the end of its patience"
 
 
@@ -334,7 +334,7 @@ def test_an_upload_goes_on_where_a_cancelled_stream_stopped(client: Client, stor
     # The front writes through a buffer, so that a part of what it took may not be seen from outside yet.
     time.sleep(0.5)
     stream.cancel()
-    sent = sum(len(one.chunk.data) for one in begin)
+    sent = sum(len(item.chunk.data) for item in begin)
     next_byte = client.staged(name, sent)
     assert next_byte == sent < payload.data_bytes
     receipt = client.upload(name, payload, first_byte=next_byte)
@@ -349,9 +349,9 @@ def hold() -> Iterator[Any]:
 
 def test_an_upload_that_goes_on_elsewhere_than_it_stopped_is_told_so(client: Client, store: Store) -> None:
     name, payload = ask(store, client), make_payload()
-    with refused() as found:
+    with refused() as result:
         client.upload(name, payload, first_byte=8)
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.ABORTED, "out-of-step")
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.ABORTED, "out-of-step")
     assert client.upload(name, payload).sha256 == payload.sha256
 
 
@@ -360,11 +360,11 @@ def test_a_value_that_is_not_finite_is_refused_with_its_row(client: Client, stor
     name = ask(store, client)
     logits = np.zeros((4, 3), np.float32)
     logits[2, 1] = value
-    with refused() as found:
+    with refused() as result:
         client.upload(name, make_payload(logits=logits))
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.INVALID_ARGUMENT, "bad-value")
-    assert found[0].details == {"device": client.device, "tensor": "knowledge/logits", "row": "2"}
-    assert f"device {client.device}: non-finite logits at row 2" in found[0].text
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.INVALID_ARGUMENT, "bad-value")
+    assert result[0].details == {"device": client.device, "tensor": "knowledge/logits", "row": "2"}
+    assert f"device {client.device}: non-finite logits at row 2" in result[0].text
     assert refusals(store, client) == ["bad-value"]
     assert uploads_of(store, client) == []
 
@@ -376,9 +376,9 @@ def test_a_refused_device_is_out_for_the_round(client: Client, store: Store) -> 
     row = store.asks.get(RUN, name.round, 1, client.device)
     assert row is not None
     assert row.status == "out"
-    with refused() as found:
+    with refused() as result:
         client.upload(name, make_payload())
-    assert found[0].reason == "closed"
+    assert result[0].reason == "closed"
     assert client.next_ask(0.0).WhichOneof("next") == "come_back"
 
 
@@ -386,52 +386,52 @@ def test_a_changed_byte_is_found_and_the_upload_may_come_again(client: Client, s
     name, payload = ask(store, client), make_payload()
     chunks = in_pieces(payload, PIECE)
     chunks[1].data = b"\x01" + chunks[1].data[1:]
-    with refused() as found:
+    with refused() as result:
         client.send([client.header(name, payload), *as_messages(chunks)])
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.DATA_LOSS, "checksum")
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.DATA_LOSS, "checksum")
     assert client.upload(name, payload, client.status(name).next_byte).sha256 == payload.sha256
 
 
 def test_data_that_are_not_those_of_the_digest_are_refused(client: Client, store: Store) -> None:
     name, payload = ask(store, client), make_payload()
-    with refused() as found:
+    with refused() as result:
         client.upload(name, replace(payload, sha256=b"5" * 32))
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.DATA_LOSS, "checksum")
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.DATA_LOSS, "checksum")
 
 
 def test_who_was_not_asked_is_told_so(client: Client, store: Store) -> None:
     name = upload_name(open_round(store, client.device))
-    with refused() as found:
+    with refused() as result:
         client.upload(name, make_payload())
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.FAILED_PRECONDITION, "not-asked")
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.FAILED_PRECONDITION, "not-asked")
     assert refusals(store, client) == ["not-asked"]
 
 
 def test_a_closed_round_takes_nothing(client: Client, store: Store) -> None:
     name = ask(store, client)
     store.runs.close_short_round(RUN, name.round, "nobody answered")
-    with refused() as found:
+    with refused() as result:
         client.upload(name, make_payload())
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.FAILED_PRECONDITION, "closed")
-    assert "round closed" in found[0].text
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.FAILED_PRECONDITION, "closed")
+    assert "round closed" in result[0].text
     assert not client.status(name).ask_open
 
 
 def test_an_upload_over_the_limit_is_refused_before_its_data(client: Client, store: Store) -> None:
     name = ask(store, client)
     payload = make_payload(rows=220_000)
-    with refused() as found:
+    with refused() as result:
         client.send([client.header(name, payload)])
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.INVALID_ARGUMENT, "too-large")
-    assert str(payload.data_bytes) in found[0].text
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.INVALID_ARGUMENT, "too-large")
+    assert str(payload.data_bytes) in result[0].text
 
 
 def test_a_header_that_names_more_than_any_machine_holds_is_refused(client: Client, store: Store) -> None:
     name, payload = ask(store, client), make_payload()
     payload.parts.parts[0].sample_knowledge.logits.shape[0] = 1 << 60
-    with refused() as found:
+    with refused() as result:
         client.send([client.header(name, payload)])
-    assert found[0].status is grpc.StatusCode.INVALID_ARGUMENT
+    assert result[0].status is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("order", ["chunk first", "two headers", "nothing", "not a message"])
@@ -444,20 +444,20 @@ def test_an_upload_is_one_header_and_then_chunks(client: Client, store: Store, o
         "nothing": [],
         "not a message": [service_pb2.UploadRequest()],
     }
-    with refused() as found:
+    with refused() as result:
         client.send(messages[order])
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.INVALID_ARGUMENT, "bad-message")
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.INVALID_ARGUMENT, "bad-message")
     assert client.upload(name, payload, client.status(name).next_byte).sha256 == payload.sha256
 
 
 def test_a_stream_that_ends_early_keeps_what_it_brought(client: Client, store: Store) -> None:
     name, payload = ask(store, client), make_payload(rows=50)
     some = as_messages(in_pieces(payload, PIECE)[:5])
-    with refused() as found:
+    with refused() as result:
         client.send([client.header(name, payload), *some])
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.ABORTED, "incomplete")
-    assert client.status(name).next_byte == sum(len(one.chunk.data) for one in some)
-    refusals = [one for one in store.history.events(RUN, "refused") if one.device == client.device]
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.ABORTED, "incomplete")
+    assert client.status(name).next_byte == sum(len(item.chunk.data) for item in some)
+    refusals = [event for event in store.history.events(RUN, "refused") if event.device == client.device]
     assert refusals == [], "this is how a device's killed process looks"
 
 
@@ -466,9 +466,9 @@ def test_two_streams_of_one_upload_end_in_one_receipt(client: Client, store: Sto
     begin = [client.header(name, payload), *as_messages(in_pieces(payload, PIECE)[:10])]
     older = client.stub.Upload.future(itertools.chain(begin, hold()), timeout=PATIENCE_SECONDS)
     time.sleep(0.5)
-    with refused() as found:  # the newest stream wins, and is told what the older one brought
+    with refused() as result:  # the newest stream wins, and is told what the older one brought
         client.upload(name, payload)
-    assert found[0].reason == "out-of-step"
+    assert result[0].reason == "out-of-step"
     receipt = client.upload(name, payload, client.status(name).next_byte)
     older.cancel()
     assert client.status(name).receipt == receipt
@@ -477,17 +477,17 @@ def test_two_streams_of_one_upload_end_in_one_receipt(client: Client, store: Sto
 
 def test_no_message_may_be_over_4_mib(client: Client, store: Store) -> None:
     name, payload = ask(store, client), make_payload()
-    with refused() as found:
+    with refused() as result:
         client.send([client.header(name, payload), *as_messages([make_chunk(0, 0, b"\0" * (4 << 20))])])
-    assert found[0].status is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert result[0].status is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert client.upload(name, payload, client.status(name).next_byte).sha256 == payload.sha256
 
 
 def test_a_chunk_over_1_mib_is_refused(client: Client, store: Store) -> None:
     name, payload = ask(store, client), make_payload(rows=150_000)
-    with refused() as found:
+    with refused() as result:
         client.send([client.header(name, payload), *as_messages([make_chunk(0, 0, b"\0" * ((1 << 20) + 1))])])
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.INVALID_ARGUMENT, "bad-message")
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.INVALID_ARGUMENT, "bad-message")
 
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 40, b"\x0a\x05abc"])
@@ -502,9 +502,9 @@ def test_a_long_refusal_still_reaches_the_device(client: Client, store: Store) -
     name, payload = ask(store, client), make_payload()
     for number in range(2000):
         payload.parts.parts.add(name=f"surplus-{number}").plan.SetInParent()
-    with refused() as found:
+    with refused() as result:
         client.send([client.header(name, payload)])
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.INVALID_ARGUMENT, "bad-message")
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.INVALID_ARGUMENT, "bad-message")
 
 
 def test_a_broken_stream_does_not_stall_the_others() -> None:
@@ -583,11 +583,11 @@ def test_a_download_comes_whole_and_with_checksums(client: Client, store: Store)
     ask(store, client, payload)
     header, *rest = client.download(payload.sha256)
     assert header.header == with_blake3(payload).header()
-    chunks = [one.chunk for one in rest]
+    chunks = [item.chunk for item in rest]
     assert len(chunks) > 3
-    assert all(len(one.data) <= wire.CHUNK_BYTES for one in chunks)
-    assert chunks == [make_chunk(one.tensor, one.offset, one.data) for one in chunks]
-    assert b"".join(one.data for one in chunks) == data_of(payload)
+    assert all(len(chunk.data) <= wire.CHUNK_BYTES for chunk in chunks)
+    assert chunks == [make_chunk(chunk.tensor, chunk.offset, chunk.data) for chunk in chunks]
+    assert b"".join(chunk.data for chunk in chunks) == data_of(payload)
 
 
 @pytest.mark.parametrize("first_byte", [1, 1000, 1_500_000])
@@ -596,7 +596,7 @@ def test_a_download_goes_on_from_any_byte(client: Client, store: Store, first_by
     ask(store, client, payload)
     header, *rest = client.download(payload.sha256, first_byte)
     assert header.header == with_blake3(payload).header()
-    assert b"".join(one.chunk.data for one in rest) == data_of(payload)[first_byte:]
+    assert b"".join(item.chunk.data for item in rest) == data_of(payload)[first_byte:]
 
 
 @pytest.mark.parametrize("beyond", [0, 1, (1 << 64) - 1])
@@ -609,9 +609,9 @@ def test_a_download_from_its_end_is_only_a_header(client: Client, store: Store, 
 
 @pytest.mark.parametrize("sha256", [b"0" * 32, b"short", b""])
 def test_an_unknown_payload_is_not_found(client: Client, sha256: bytes) -> None:
-    with refused() as found:
+    with refused() as result:
         client.download(sha256)
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.NOT_FOUND, "not-found")
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.NOT_FOUND, "not-found")
 
 
 def test_a_payload_for_another_device_is_not_found(client: Client, front: LiveFront, store: Store) -> None:
@@ -620,6 +620,6 @@ def test_a_payload_for_another_device_is_not_found(client: Client, front: LiveFr
         payload = make_payload(rows=3)
         ask(store, other, payload)
         assert other.download(payload.sha256)
-    with refused() as found:
+    with refused() as result:
         client.download(payload.sha256)
-    assert found[0].status is grpc.StatusCode.NOT_FOUND
+    assert result[0].status is grpc.StatusCode.NOT_FOUND

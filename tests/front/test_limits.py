@@ -300,12 +300,12 @@ def hold(seconds: float = 60.0) -> Iterator[service_pb2.UploadRequest]:
 def test_one_long_poll_too_many_is_told_when_to_come_back(client: Client) -> None:
     waiting = [client.start_next_ask(20.0) for _ in range(2)]
     time.sleep(0.3)
-    with refused() as found:
+    with refused() as result:
         client.next_ask(20.0)
     for call in waiting:
         call.cancel()
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "too-many")
-    assert float(found[0].details[AFTER_SECONDS]) > 0
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "too-many")
+    assert float(result[0].details[AFTER_SECONDS]) > 0
     wait_until(lambda: _polls(client), "the places to be free again")
 
 
@@ -320,9 +320,9 @@ def test_an_upload_too_many_waits_and_is_not_lost(client: Client, store: Store) 
     for _ in range(TIGHT.uploads_per_hour_per_device):
         client.upload(ask(store, client), make_payload())
     name = ask(store, client)
-    with refused() as found:
+    with refused() as result:
         client.upload(name, make_payload())
-    assert found[0].reason == "too-many"
+    assert result[0].reason == "too-many"
     assert client.status(name).ask_open
     row = store.asks.get(RUN, name.round, 1, client.device)
     assert row is not None
@@ -344,9 +344,9 @@ def test_a_sender_that_falls_silent_is_ended_and_may_go_on_later(client: Client,
 
     held = -1
     while held < pieces:
-        with refused() as found:
+        with refused() as result:
             client.stub.Upload(send(max(held, 0)), timeout=PATIENCE_SECONDS)
-        assert (found[0].status, found[0].reason) == (grpc.StatusCode.ABORTED, "incomplete")
+        assert (result[0].status, result[0].reason) == (grpc.StatusCode.ABORTED, "incomplete")
         now, rest = divmod(client.status(name).next_byte, PIECE)
         assert rest == 0
         assert max(held, 0) <= now <= pieces
@@ -363,9 +363,9 @@ def test_a_sender_of_crumbs_is_ended(client: Client, store: Store) -> None:
             time.sleep(0.1)
             yield message
 
-    with refused() as found:
+    with refused() as result:
         client.stub.Upload(crumbs(), timeout=PATIENCE_SECONDS)
-    assert found[0].reason == "incomplete"
+    assert result[0].reason == "incomplete"
     assert client.status(name).next_byte > 0
 
 
@@ -377,10 +377,10 @@ def test_a_download_that_nobody_takes_is_ended_and_goes_on_later(client: Client,
     request = service_pb2.DownloadRequest(identity=client.identity, sha256=payload.sha256)
     stream = client.stub.Download(request, timeout=PATIENCE_SECONDS)
     time.sleep(3 * TIGHT.stall_seconds)
-    with refused() as found:
+    with refused() as result:
         for _ in stream:
             pass
-    assert (found[0].status, found[0].reason) == (grpc.StatusCode.ABORTED, "incomplete")
+    assert (result[0].status, result[0].reason) == (grpc.StatusCode.ABORTED, "incomplete")
     *_, last = client.download(payload.sha256, payload.data_bytes - 10)
     assert len(last.chunk.data) == 10
 
@@ -404,8 +404,8 @@ def test_a_device_goes_on_with_a_download_that_was_too_slow(
     payload = make_payload(rows=1_000_000)
     write_asks(store, open_round(store, client.device), client.device, payload=payload)
     link = SlowLink(f"127.0.0.1:{front.port}")
-    found = Downloads(tmp_path, 1 << 30).fetch(link, client.identity, payload.sha256)
-    assert (found.sha256, link.slow) == (payload.sha256, False)
+    result = Downloads(tmp_path, 1 << 30).fetch(link, client.identity, payload.sha256)
+    assert (result.sha256, link.slow) == (payload.sha256, False)
     link.close()
 
 
@@ -446,9 +446,9 @@ def test_whoever_is_not_registered_writes_nothing(front: LiveFront, directory: P
             lambda: client.status(upload_name(1)),
             lambda: client.download(b"d"),
         ):
-            with refused() as found:
+            with refused() as result:
                 call()
-            assert found[0].status is grpc.StatusCode.UNAUTHENTICATED
+            assert result[0].status is grpc.StatusCode.UNAUTHENTICATED
     time.sleep(0.2)
     assert store.database.value("PRAGMA data_version") == before
 
@@ -483,7 +483,7 @@ def test_a_new_id_refused_for_all_costs_its_address_nothing() -> None:
     limiter = Limiter(Limits(new_devices_per_minute=1, new_devices_per_minute_per_address=1), Clock())
     limiter.begin_device("a")
     said = [str(too_many(limiter.begin_device, "b")) for _ in range(2)]
-    assert all("the server has started 1 check-ins of new ids" in one for one in said)
+    assert all("the server has started 1 check-ins of new ids" in item for item in said)
 
 
 def test_ids_that_cost_nothing_do_not_fill_the_store(tmp_path: Path) -> None:
@@ -625,10 +625,10 @@ def test_a_chunk_that_unpacks_to_too_much_costs_no_memory(client: Client, store:
     chunk = knowledge_pb2.TensorChunk(
         data=bomb, crc32c=google_crc32c.value(bomb), compression=knowledge_pb2.COMPRESSION_ZSTD
     )
-    with refused() as found:
+    with refused() as result:
         client.send([client.header(name, payload), service_pb2.UploadRequest(chunk=chunk)])
-    assert found[0].reason == Code.BAD_MESSAGE
-    assert f"states a size of {mebibytes << 20} bytes, must be 1 to 1048576" in found[0].text
+    assert result[0].reason == Code.BAD_MESSAGE
+    assert f"states a size of {mebibytes << 20} bytes, must be 1 to 1048576" in result[0].text
 
 
 # --- strangers, on both ports of TLS
@@ -688,10 +688,10 @@ def test_strangers_share_a_few_enrolments_which_cost_the_others_nothing(tmp_path
         stub = enrolment_pb2_grpc.EnrolmentServiceStub(channel)
         requests = [world.request(f"new-{number}") for number in range(3)]
         with world.store.transaction():  # the front's commits wait for its end, and the enrolments with them
-            calls = [stub.Enrol.future(one, timeout=CALL_SECONDS) for one in requests]
-            wait_until(lambda: any(one.done() for one in calls), "one to be refused")
-            (surplus,) = [one for one in calls if one.done()]
-            under_way = [one for one in calls if one is not surplus]
+            calls = [stub.Enrol.future(request, timeout=CALL_SECONDS) for request in requests]
+            wait_until(lambda: any(call.done() for call in calls), "one to be refused")
+            (surplus,) = [call for call in calls if call.done()]
+            under_way = [call for call in calls if call is not surplus]
             assert refusal_of(surplus.exception()).reason == "too-many"
             under_way[0].cancel()  # who hangs up gives no work back
             assert _reason(stub, requests[0]) == "too-many"
@@ -709,9 +709,9 @@ def test_strangers_share_a_few_enrolments_which_cost_the_others_nothing(tmp_path
 
 
 def _reason(stub: Any, request: enrolment_pb2.EnrolRequest) -> str:
-    with refused() as found:
+    with refused() as result:
         stub.Enrol(request, timeout=CALL_SECONDS)
-    return found[0].reason
+    return result[0].reason
 
 
 def _client_hello() -> bytes:
@@ -782,17 +782,17 @@ def test_a_backup_that_nobody_takes_ends_and_blocks_no_other(tmp_path: Path) -> 
         with made.front.channel(made.operator) as channel, made.front.channel(made.operator) as other:
             stalled = operations_pb2_grpc.OperationsServiceStub(channel).BackUp(operations_pb2.BackUpRequest())
             next(stalled)
-            found: list[operations_pb2.FilePart] = []
+            result: list[operations_pb2.FilePart] = []
 
             def copied() -> list[operations_pb2.FilePart]:
                 with contextlib.suppress(grpc.RpcError):  # another backup is in progress
-                    found.extend(
+                    result.extend(
                         operations_pb2_grpc.OperationsServiceStub(other).BackUp(operations_pb2.BackUpRequest())
                     )
-                return found
+                return result
 
             wait_until(copied, "the other backup")
-            assert found[-1].report
+            assert result[-1].report
             time.sleep(3 * TIGHT.stall_seconds)
             with refused() as refusals:
                 for _ in stalled:

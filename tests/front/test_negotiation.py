@@ -92,21 +92,21 @@ def test_a_device_packs_only_what_it_and_the_server_want() -> None:
 
 
 def test_an_answer_is_stored_and_counted_the_same_packed_or_not() -> None:
-    payload, found = answer(), {}
+    payload, result = answer(), {}
     for compression in (RAW, ZSTD):
         api = asked(question())
         upload(api, payload, compression)
         (row,) = api.store.asks.uploads(RUN)
         assert data_of(api.store.blobs.open(row.sha256)) == data_of(payload)
-        found[compression] = counted(api, "up")
-        assert found[compression]["envelope"] == (0, payload.header().ByteSize())
-        (total,) = [one for one in api.store.history.traffic(RUN) if one.direction == "up"]
+        result[compression] = counted(api, "up")
+        assert result[compression]["envelope"] == (0, payload.header().ByteSize())
+        (total,) = [item for item in api.store.history.traffic(RUN) if item.direction == "up"]
         assert (total.tensor_bytes, total.payloads) == (payload.data_bytes, 1)
-        assert total.sent_bytes == sum(sent for _, sent in found[compression].values())
+        assert total.sent_bytes == sum(sent for _, sent in result[compression].values())
     chunks = wire.chunks(payload.source, payload.slots, 0, ZSTD)
-    assert found[RAW]["sample_knowledge"] == (payload.data_bytes, payload.data_bytes)
-    assert found[ZSTD]["sample_knowledge"] == (payload.data_bytes, sum(len(one.data) for one in chunks))
-    assert found[ZSTD]["sample_knowledge"][1] < payload.data_bytes / 3
+    assert result[RAW]["sample_knowledge"] == (payload.data_bytes, payload.data_bytes)
+    assert result[ZSTD]["sample_knowledge"] == (payload.data_bytes, sum(len(chunk.data) for chunk in chunks))
+    assert result[ZSTD]["sample_knowledge"][1] < payload.data_bytes / 3
 
 
 def test_an_answer_in_two_streams_counts_its_tensors_once() -> None:
@@ -115,7 +115,7 @@ def test_an_answer_in_two_streams_counts_its_tensors_once() -> None:
     assert counted(api, "up") == {}
     held = payload.slots[2].start
     upload(api, payload, ZSTD, first_byte=held)
-    rest = sum(len(one.data) for one in wire.chunks(payload.source, payload.slots, held, ZSTD))
+    rest = sum(len(chunk.data) for chunk in wire.chunks(payload.source, payload.slots, held, ZSTD))
     assert counted(api, "up")["sample_knowledge"] == (payload.data_bytes, held + rest)
 
 
@@ -169,9 +169,9 @@ def test_reflection_lists_the_services_and_their_messages(tmp_path: Path) -> Non
             reflection_pb2.ServerReflectionRequest(file_containing_symbol="fleetdistill.wire.v1.DeviceService"),
         ]
         listed, described = stub.ServerReflectionInfo(iter(requests), timeout=PATIENCE_SECONDS)
-    assert {one.name for one in listed.list_services_response.service} >= {
+    assert {item.name for item in listed.list_services_response.service} >= {
         "fleetdistill.wire.v1.DeviceService",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }
-    assert any(b"CheckInRequest" in one for one in described.file_descriptor_response.file_descriptor_proto)
+    assert any(b"CheckInRequest" in item for item in described.file_descriptor_response.file_descriptor_proto)

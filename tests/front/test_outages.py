@@ -65,7 +65,7 @@ CALLS: dict[str, Callable[[Client], object]] = {
 
 @pytest.mark.long
 def test_every_call_is_refused_for_now_while_postgres_is_away(own_server: Postgres, tmp_path: Path) -> None:
-    assert set(CALLS) == {one.name for one in service_pb2.DESCRIPTOR.services_by_name["DeviceService"].methods}
+    assert set(CALLS) == {method.name for method in service_pb2.DESCRIPTOR.services_by_name["DeviceService"].methods}
     with own_server.schema() as url:
         set_location(tmp_path, Location(database=url))
         store = prepare_store(tmp_path)
@@ -76,9 +76,9 @@ def test_every_call_is_refused_for_now_while_postgres_is_away(own_server: Postgr
                 write_asks(store, number, client.device, step_number=step_number, payload=MODEL)
             own_server.stop()
             for call in CALLS.values():
-                with refused() as found:
+                with refused() as result:
                     call(client)
-                assert (found[0].status, found[0].reason) == (grpc.StatusCode.UNAVAILABLE, "not-ready")
+                assert (result[0].status, result[0].reason) == (grpc.StatusCode.UNAVAILABLE, "not-ready")
             own_server.start_again()
             wait_until(lambda: _succeeds(CALLS["CheckIn"], client), "the front to be connected again")
             receipt = [call(client) for call in CALLS.values()][list(CALLS).index("Upload")]

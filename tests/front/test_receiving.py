@@ -33,7 +33,7 @@ MAX_GROWTH_MIB = 100
 
 def resident_mib(pid: int) -> float:
     """Memory of a process."""
-    (line,) = [one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if one.startswith("VmRSS")]
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
     return int(line.split()[1]) / 1024
 
 
@@ -56,15 +56,15 @@ def test_a_stranger_on_the_enrolment_port_gets_no_memory(tmp_path: Path) -> None
         before = resident_mib(front.process.pid)
         made = [stack.enter_context(raw_connection(front.enrol_port, stranger_tls())) for _ in range(4)]
         for size in (MAX_MESSAGE_BYTES, ENROLMENT_BYTES):
-            for one in made:
-                all_but_a_byte(one, ENROL, size)
-                assert one.max_streams == 4
+            for item in made:
+                all_but_a_byte(item, ENROL, size)
+                assert item.max_streams == 4
         assert resident_mib(front.process.pid) - before < MAX_GROWTH_MIB
-        with front.anonymous(enrol=True) as channel, refused() as found:
+        with front.anonymous(enrol=True) as channel, refused() as result:
             request = enrolment_pb2.EnrolRequest(secret=b"x" * 32, device="d1", signing_request=b"x")
             enrolment_pb2_grpc.EnrolmentServiceStub(channel).Enrol(request, timeout=30)
-        assert found[0].reason == "bad-token"
-        wait_until(lambda: all(_is_closed(one) for one in made), "the front to close every connection", 60)
+        assert result[0].reason == "bad-token"
+        wait_until(lambda: all(_is_closed(item) for item in made), "the front to close every connection", 60)
 
 
 def _is_closed(connection: RawConnection) -> bool:
@@ -85,8 +85,8 @@ def test_requests_that_never_end_have_a_quota_of_memory(tmp_path: Path, path: st
     with live_front(tmp_path / "store", limits=limits) as front, contextlib.ExitStack() as stack:
         before = resident_mib(front.process.pid)
         made = [stack.enter_context(raw_connection(front.port)) for _ in range(2)]
-        for one in made:
-            all_but_a_byte(one, path, MAX_MESSAGE_BYTES)
+        for item in made:
+            all_but_a_byte(item, path, MAX_MESSAGE_BYTES)
         wait_until(lambda: sum(map(_open_streams, made)) <= 4, "all to be ended but for the places of one caller", 60)
         assert resident_mib(front.process.pid) - before < 2 * MAX_GROWTH_MIB  # 800 MiB were sent, or would have been
         with client_of(front, "honest") as client:  # behind the same address
@@ -97,10 +97,10 @@ def test_a_request_that_is_too_large_for_its_method_is_refused(tmp_path: Path) -
     prepare_store(tmp_path / "store").close()
     with live_front(tmp_path / "store") as front, client_of(front) as client:
         stub = client.channel.unary_unary("/fleetdistill.wire.v1.DeviceService/Heartbeat")
-        with refused() as found:
+        with refused() as result:
             stub(b"x" * (1 << 20), timeout=30)
-    assert found[0].reason == "too-large"
-    assert "has 1048576 bytes; the limit is 65536" in found[0].text
+    assert result[0].reason == "too-large"
+    assert "has 1048576 bytes; the limit is 65536" in result[0].text
 
 
 @pytest.mark.long
@@ -110,13 +110,13 @@ def test_health_is_watched_by_a_few_of_one_caller_and_not_by_all_its_streams(tmp
     with live_front(tmp_path / "store", limits=limits) as front, client_of(front) as client:
         stub = health_pb2_grpc.HealthStub(client.channel)
         watching = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=30) for _ in range(2)]
-        assert [next(one).status for one in watching] == [health_pb2.HealthCheckResponse.SERVING] * 2
+        assert [next(item).status for item in watching] == [health_pb2.HealthCheckResponse.SERVING] * 2
         with pytest.raises(grpc.RpcError) as caught:
             next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=30))
         assert refusal_of(caught.value).reason == "too-many"
         assert client.check_in().run
-        for one in watching:
-            one.cancel()
+        for item in watching:
+            item.cancel()
 
 
 # --- without a front
@@ -132,8 +132,8 @@ async def _never() -> AsyncIterator[bytes]:
 
 
 async def _these(*requests: bytes) -> AsyncIterator[bytes]:
-    for one in requests:
-        yield one
+    for request in requests:
+        yield request
 
 
 @pytest.mark.parametrize(
@@ -155,15 +155,15 @@ def test_a_request_of_the_largest_size_is_read() -> None:
 
 
 def test_the_later_messages_of_an_upload_are_no_larger_than_a_chunk() -> None:
-    found = []
+    result = []
 
     async def read() -> None:
-        async for one in Receiver(Limits()).all(_these(b"h" * (3 << 20), b"c" * (2 << 20)), UPLOAD, "a"):
-            found.append(len(one))
+        async for item in Receiver(Limits()).all(_these(b"h" * (3 << 20), b"c" * (2 << 20)), UPLOAD, "a"):
+            result.append(len(item))
 
     with pytest.raises(RefusedError, match="2097152 bytes; the limit is 1114112"):
         asyncio.run(read())
-    assert found == [3 << 20]
+    assert result == [3 << 20]
 
 
 def test_who_holds_most_loses_its_oldest_place() -> None:
@@ -178,7 +178,7 @@ def test_who_holds_most_loses_its_oldest_place() -> None:
                 quota.take(caller, deadline)
                 made.append(deadline)
                 stack.pop_all()
-        late = [(one.when() or 0) <= loop.time() for one in made]
+        late = [(item.when() or 0) <= loop.time() for item in made]
         for one in made:
             one.reschedule(None)
         for caller, one in zip(("hog", "hog", "hog", "b", "c", "hog", "hog"), made, strict=True):

@@ -39,7 +39,7 @@ def chunks_of(payload: Payload, first_byte: int = 0) -> list[service_pb2.UploadR
 
 
 def bytes_of(messages: list[service_pb2.UploadRequest]) -> int:
-    return sum(len(one.chunk.data) for one in messages)
+    return sum(len(message.chunk.data) for message in messages)
 
 
 def large_payload() -> Payload:

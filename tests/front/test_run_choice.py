@@ -60,7 +60,7 @@ def begin(store: Store, name: str, classes: list[str], model: str = "digits_line
 def several(tmp_path: Path) -> Iterator[tuple[Store, LiveFront]]:
     """A front over two runs: ten digits, and whether they are odd."""
     store = Store.open(tmp_path / "several")
-    begin(store, "digits", [str(one) for one in range(10)])
+    begin(store, "digits", [str(item) for item in range(10)])
     begin(store, "parity", ["even", "odd"])
     with live_front(tmp_path / "several") as running:
         yield store, running
@@ -94,7 +94,7 @@ def test_a_device_is_given_the_run_that_it_fits_and_stays_there(
         device.step(0)
         name = device.device_id
     assert store.devices.get(run, name) is not None
-    begin(store, "as-well", [str(one) for one in range(10)])
+    begin(store, "as-well", [str(item) for item in range(10)])
     with take_part(running, tmp_path / "a", abilities, classes) as device:
         device.step(0)
     assert store.devices.get("as-well", name) is None
@@ -121,14 +121,14 @@ def test_a_device_is_given_the_run_that_it_fits_and_stays_there(
 def test_a_device_that_fits_no_run_is_told_what_differs(
     several: tuple[Store, LiveFront], tmp_path: Path, abilities: Abilities, says: str
 ) -> None:
-    with take_part(several[1], tmp_path / "a", abilities) as device, pytest.raises(RefusedError, match=says) as found:
+    with take_part(several[1], tmp_path / "a", abilities) as device, pytest.raises(RefusedError, match=says) as result:
         device.step(0)
-    assert found.value.code == "unknown-run"
+    assert result.value.code == "unknown-run"
 
 
 def test_a_device_that_fits_several_runs_is_told_their_names(several: tuple[Store, LiveFront], tmp_path: Path) -> None:
     store, running = several
-    begin(store, "again", [str(one) for one in range(10)])
+    begin(store, "again", [str(item) for item in range(10)])
     with take_part(running, tmp_path / "a", DIGITS) as device:
         with pytest.raises(RefusedError, match="2 open runs fit the device: digits, again; set Server"):
             device.step(0)
@@ -157,10 +157,10 @@ def test_a_device_refuses_a_run_that_an_earlier_server_names(
         def check_in(self, identity: Any, profile: Any) -> Any:
             identity.ClearField("abilities")
             identity.run = RUN
-            found = self._link.check_in(identity, profile)
+            result = self._link.check_in(identity, profile)
             identity.abilities.CopyFrom(DIGITS.message())
             identity.run = ""
-            return found
+            return result
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._link, name)

@@ -65,13 +65,13 @@ async def turns(count: int = 50) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, AHEAD, 10 * AHEAD + 1])
 def test_everything_is_processed_once_and_in_order(pool: ThreadPoolExecutor, count: int) -> None:
-    found: list[int] = []
+    result: list[int] = []
 
     async def work() -> None:
-        await Lane(pool, found.append).process(Source(count).messages())
+        await Lane(pool, result.append).process(Source(count).messages())
 
     run(work())
-    assert found == list(range(count))
+    assert result == list(range(count))
 
 
 def test_it_reads_on_while_a_message_is_processed_but_only_so_far(pool: ThreadPoolExecutor) -> None:
@@ -112,14 +112,14 @@ def test_a_message_is_processed_at_once_although_no_other_follows(pool: ThreadPo
 
 
 def test_what_came_before_an_error_is_processed_first(pool: ThreadPoolExecutor) -> None:
-    found: list[int] = []
+    result: list[int] = []
 
     async def work() -> None:
-        await Lane(pool, found.append).process(Source(3, ConnectionError("gone")).messages())
+        await Lane(pool, result.append).process(Source(3, ConnectionError("gone")).messages())
 
     with pytest.raises(ConnectionError, match="gone"):
         run(work())
-    assert found == [0, 1, 2]
+    assert result == [0, 1, 2]
 
 
 def test_an_error_of_the_work_ends_a_stream_that_stalls(pool: ThreadPoolExecutor) -> None:
@@ -161,10 +161,10 @@ def test_a_fast_stream_does_not_keep_the_only_thread(pool: ThreadPoolExecutor) -
 
 
 def test_a_cancelled_stream_leaves_no_reader_and_no_work_behind(pool: ThreadPoolExecutor) -> None:
-    begun, go_on, found = threading.Event(), threading.Event(), list[int]()
+    begun, go_on, result = threading.Event(), threading.Event(), list[int]()
 
     def wait(message: int) -> None:
-        found.append(message)
+        result.append(message)
         begun.set()
         go_on.wait(PATIENCE_SECONDS)
 
@@ -184,4 +184,4 @@ def test_a_cancelled_stream_leaves_no_reader_and_no_work_behind(pool: ThreadPool
 
     run(work())
     pool.shutdown()
-    assert found == [0]
+    assert result == [0]

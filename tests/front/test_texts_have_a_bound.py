@@ -78,9 +78,9 @@ def long_names() -> Payload:
 def test_a_refused_answer_leaves_a_sentence_and_no_more(client: Client, store: Store, make: object) -> None:
     number = open_round(store, client.device)
     ask(store, number, client.device)
-    with refused() as found:
+    with refused() as result:
         client.upload(upload_name(number), make())  # type: ignore[operator]
-    assert found[0].status.name == "INVALID_ARGUMENT"
+    assert result[0].status.name == "INVALID_ARGUMENT"
     (event,) = [row for row in store.history.events(RUN, "refused") if row.round == number]
     assert len(event.text) <= LONGEST
     assert stored_texts(store) <= LONGEST
@@ -95,9 +95,9 @@ def test_whatever_a_device_says_its_words_are_bounded(client: Client, store: Sto
     )
     client.stub.Decline(decline, timeout=30)
     for changes in ({"model_name": "m" * 129}, {"sdk_version": "v" * 65}, {"allowed_columns": ["c" * 65]}):
-        with refused() as found:
+        with refused() as result:
             client.check_in(make_profile(**changes))
-        assert found[0].reason == "too-large"
+        assert result[0].reason == "too-large"
     assert stored_texts(store) <= LONGEST
     assert all(len(row.profile) < 2000 for row in store.devices.all(RUN))
 
@@ -109,7 +109,7 @@ def test_whatever_a_device_says_its_words_are_bounded(client: Client, store: Sto
 def test_pages_hold_everything_in_order_within_their_bounds(sizes: list[int], max_bytes: int, most: int) -> None:
     messages = [change("x" * size) for size in sizes]
     made = list(pages(messages, max_bytes, most))
-    assert [one for page in made for one in page] == messages
+    assert [item for page in made for item in page] == messages
     assert all(1 <= len(page) <= most for page in made)
     assert all(len(page) == 1 or _bytes(page) <= max_bytes for page in made)
 

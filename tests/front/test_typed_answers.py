@@ -340,9 +340,9 @@ def test_a_device_that_does_not_say_which_question_it_answers_is_taken_at_its_wo
         client, name = case.rival(), upload_name(case.round)
         name.payload = make_payload(rows=3).sha256
         for call in (lambda: client.status(name), lambda: client.upload(name, make_payload())):
-            with refused() as found:
+            with refused() as result:
                 call()
-            assert (found[0].status, found[0].reason) == (grpc.StatusCode.FAILED_PRECONDITION, "closed")
+            assert (result[0].status, result[0].reason) == (grpc.StatusCode.FAILED_PRECONDITION, "closed")
         name.payload = payload.sha256
         assert client.status(name).ask_open, "nothing but that answer was refused"
         client.upload(upload_name(case.round), make_payload())

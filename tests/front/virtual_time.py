@@ -18,11 +18,11 @@ class _NobodyComes(selectors.SelectSelector):
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        found = super().select(0)
-        assert found or timeout is not None, "the loop waits for something that never comes"
-        if not found:
+        result = super().select(0)
+        assert result or timeout is not None, "the loop waits for something that never comes"
+        if not result:
             self.now += timeout or 0.0
-        return found
+        return result
 
 
 class _VirtualLoop(asyncio.SelectorEventLoop):

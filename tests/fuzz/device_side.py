@@ -86,9 +86,9 @@ class DeviceTarget:
     def _step(self, device: Device) -> Step | None:
         began = time.monotonic()
         try:
-            found = device.step(0.0)
-            self.outcomes[found.value] += 1
-            return found
+            result = device.step(0.0)
+            self.outcomes[result.value] += 1
+            return result
         except FleetDistillError as error:
             self.outcomes[type(error).__name__] += 1
             _check_is_a_sentence(error)

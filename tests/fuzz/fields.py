@@ -26,10 +26,10 @@ def paths(message: Descriptor, above: tuple[str, ...] = ()) -> Iterator[Path]:
 
 def in_order(message: Descriptor) -> list[Path]:
     """All paths of a message, first one to each field that no path before it leads to."""
-    found: dict[str, list[Path]] = {}
+    result: dict[str, list[Path]] = {}
     for path in paths(message):
-        found.setdefault(name_of(path), []).append(path)
-    return [first for first, *_ in found.values()] + [path for _, *rest in found.values() for path in rest]
+        result.setdefault(name_of(path), []).append(path)
+    return [first for first, *_ in result.values()] + [path for _, *rest in result.values() for path in rest]
 
 
 def names(roots: Sequence[Descriptor]) -> set[str]:

@@ -66,10 +66,10 @@ def _tensors(message: Message) -> Iterator[Any]:
 
 def mangled_bytes(random: Random, data: bytes) -> bytes:
     """Bytes with bits flipped, cut off, doubled or made up."""
-    found = bytearray(data)
+    result = bytearray(data)
     for _ in range(random.choice([1, 1, 2, 5])):
-        _MANGLES[random.randrange(len(_MANGLES))](random, found)
-    return bytes(found)
+        _MANGLES[random.randrange(len(_MANGLES))](random, result)
+    return bytes(result)
 
 
 def _mangled(random: Random, valid: M) -> M:

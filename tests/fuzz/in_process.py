@@ -98,21 +98,21 @@ def _chunks(
 
 def _disturbed(random: Random, chunks: list[Chunk]) -> list[Chunk]:
     """Chunks that are reordered, doubled, left out or changed."""
-    found = list(chunks)
+    result = list(chunks)
     for _ in range(random.choice([1, 1, 2, 4])):
-        if not found:
+        if not result:
             break
-        at = random.randrange(len(found))
+        at = random.randrange(len(result))
         deed = random.randrange(4)
         if deed == 0:
-            found.insert(random.randrange(len(found)), found.pop(at))
+            result.insert(random.randrange(len(result)), result.pop(at))
         elif deed == 1:
-            found.insert(at, found[at])
+            result.insert(at, result[at])
         elif deed == 2:
-            del found[at]
+            del result[at]
         else:
-            found[at] = hostile(random, found[at])
-    return found
+            result[at] = hostile(random, result[at])
+    return result
 
 
 class IngestTarget:

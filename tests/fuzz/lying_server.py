@@ -114,12 +114,12 @@ def _statuses(context: Any) -> Iterator[None]:
 
 
 def _abort(context: Any, status: str, text: str, info: error_details_pb2.ErrorInfo | None) -> NoReturn:
-    found = status_pb2.Status(code=getattr(grpc.StatusCode, status).value[0], message=text[:_DETAIL_BYTES])
+    result = status_pb2.Status(code=getattr(grpc.StatusCode, status).value[0], message=text[:_DETAIL_BYTES])
     if info is not None:
         packed = AnyMessage()
         packed.Pack(info)
-        found.details.append(packed)
-    context.abort_with_status(rpc_status.to_status(found))
+        result.details.append(packed)
+    context.abort_with_status(rpc_status.to_status(result))
     raise AssertionError("abort raises")
 
 

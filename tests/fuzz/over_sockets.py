@@ -44,7 +44,7 @@ def methods() -> list[MethodDescriptor]:
     """Every call of every service in the protos."""
     folder = Path(v1.__path__[0])
     modules = [import_module(f"{v1.__name__}.{path.stem}") for path in sorted(folder.glob("*_pb2.py"))]
-    services = [one for module in modules for one in module.DESCRIPTOR.services_by_name.values()]
+    services = [item for module in modules for item in module.DESCRIPTOR.services_by_name.values()]
     return [method for service in services for method in service.methods]
 
 
@@ -134,7 +134,9 @@ class SocketTarget:
         header = service_pb2.UploadHeader(identity=self._identity, name=name, payload=payload, samples=4)
         requests = [service_pb2.UploadRequest(header=header)]
         requests += [service_pb2.UploadRequest(chunk=chunk) for chunk in chunks[:20]]
-        return _UPLOAD, [one.SerializeToString() if random.random() < 0.9 else _bytes(random, one) for one in requests]
+        return _UPLOAD, [
+            request.SerializeToString() if random.random() < 0.9 else _bytes(random, request) for request in requests
+        ]
 
     def _filled(self, descriptor: Any) -> Message:
         """A request with something in every field, in this device's name."""
@@ -188,9 +190,9 @@ def _said(error: Any, method: MethodDescriptor) -> str:
     status = str(error.code().name)
     if method.name == _ENDLESS and status == "DEADLINE_EXCEEDED":
         return "answered"
-    found = rpc_status.from_call(error)
+    result = rpc_status.from_call(error)
     info = error_details_pb2.ErrorInfo()
-    if found is None or not found.details or not found.details[0].Unpack(info):
+    if result is None or not result.details or not result.details[0].Unpack(info):
         assert status in _OF_GRPC, f"{status} without a code of ours: {error.details()}"
         return f"{status} of gRPC"
     assert status == MEANINGS[Code(info.reason)].status

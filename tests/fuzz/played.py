@@ -89,10 +89,10 @@ class NotingLink(MemoryLink):
         return terms
 
     def next_ask(self, identity: Any, wait_seconds: float) -> Any:
-        found = super().next_ask(identity, wait_seconds)
-        if self._is_first(identity) and found.HasField("ask") and found.ask not in self.played.asks:
-            self.played.asks.append(found.ask)
-        return found
+        result = super().next_ask(identity, wait_seconds)
+        if self._is_first(identity) and result.HasField("ask") and result.ask not in self.played.asks:
+            self.played.asks.append(result.ask)
+        return result
 
     def download(self, identity: Any, sha256: bytes, first_byte: int) -> Any:
         header, chunks = super().download(identity, sha256, first_byte)
@@ -113,18 +113,18 @@ def play(name: str, work: Path) -> list[Played]:
     """Plays a run of `support.fleets.RUNS`; twice where a device without PyTorch can take part."""
     prepared = prepare(RUNS[name], work)
     spec = prepared[1][0]
-    found = Played(name, spec, load_arrays(spec.data_file))
-    noting = type("Noting", (NotingLink,), {"played": found})
+    result = Played(name, spec, load_arrays(spec.data_file))
+    noting = type("Noting", (NotingLink,), {"played": result})
     run = run_over_memory(*prepared, lambda store: None, lambda api, device: noting(api))
     with contextlib.closing(run) as store:
-        file = found.terms.contract.extractor_file
+        file = result.terms.contract.extractor_file
         if name != LIGHT or not file:
-            return [found]
+            return [result]
         payload = store.blobs.open(file)
-        found.payloads[file] = (payload.header(), payload.source.read(0, payload.data_bytes))
-    return [found, replace(found, name=f"light {name}")]
+        result.payloads[file] = (payload.header(), payload.source.read(0, payload.data_bytes))
+    return [result, replace(result, name=f"light {name}")]
 
 
 def play_all(names: Sequence[str], work: Path) -> list[Played]:
     """Plays several."""
-    return [one for number, name in enumerate(names) for one in play(name, work / str(number))]
+    return [item for number, name in enumerate(names) for item in play(name, work / str(number))]

@@ -84,14 +84,14 @@ def _parts() -> dict[str, dict[str, k.Kind]]:
 
 def specimens() -> dict[str, Specimen]:
     """All of them, by the kind that they are about."""
-    found = {}
+    result = {}
     for name, parts in _parts().items():
         payload = encode(parts)
         kinds = {part.name: str(part.WhichOneof("kind")) for part in payload.parts.parts if part.name != "metrics"}
         if name == "sample_knowledge":
             kinds["knowledge/features/cut"] = "tensor"  # of the contract's columns only this one
-        found[name] = Specimen(kinds, payload)
-    return found
+        result[name] = Specimen(kinds, payload)
+    return result
 
 
 def contract_for(all_of_them: dict[str, Specimen]) -> contract_pb2.Contract:

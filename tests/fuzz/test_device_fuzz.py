@@ -43,7 +43,7 @@ def runs(training: list[Played], tmp_path_factory: pytest.TempPathFactory) -> li
 
 @pytest.mark.long
 def test_every_field_of_every_message_is_changed_and_nothing_foreign_comes_out(runs: list[Played]) -> None:
-    assert [one.name for one in runs] == ["feddkc", LIGHT, f"light {LIGHT}"]
+    assert [run.name for run in runs] == ["feddkc", LIGHT, f"light {LIGHT}"]
     with device_target(runs) as target:
         before = own_peak_memory()
         for seed in range(1, _MAX_SESSIONS):

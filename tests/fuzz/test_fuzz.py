@@ -53,7 +53,7 @@ def test_many_uploads_in_process() -> None:
 
 
 def test_every_kind_that_a_device_can_send_is_fuzzed() -> None:
-    sent = {part.WhichOneof("kind") for one in specimens().values() for part in one.payload.parts.parts}
+    sent = {part.WhichOneof("kind") for specimen in specimens().values() for part in specimen.payload.parts.parts}
     assert sent == {name for name, kind in KINDS.items() if kind.possible_columns is not None} | {"plan"}
 
 

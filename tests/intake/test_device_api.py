@@ -299,6 +299,6 @@ def test_log_lines_of_events_about_an_ask_have_its_id(fleet: Fleet, caplog: pyte
         fleet.send(identity, make_payload(labels=i32([0, 0, 7, 0])), step_number=2)
     fleet.ask(step_number=3)
     fleet.store.asks.expire(RUN, time.time() + 10_000)
-    records = [one for one in caplog.records if one.name == "fleetdistill.server.events"]
-    told = [tuple(getattr(one, f"about_{name}") for name in ("event", "round", "ask")) for one in records]
+    records = [record for record in caplog.records if record.name == "fleetdistill.server.events"]
+    told = [tuple(getattr(record, f"about_{name}") for name in ("event", "round", "ask")) for record in records]
     assert told == [("declined", 1, 1), ("refused", 1, 2), ("late", 1, 3)]

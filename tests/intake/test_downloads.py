@@ -34,8 +34,8 @@ def test_a_payload_is_given_only_to_those_it_is_meant_for(fleet: Fleet) -> None:
     asked, other = fleet.join("d1"), fleet.join("d2")
     payload = make_payload()
     fleet.ask("d1", payload=payload)
-    found, data = fetch(fleet, asked, payload.sha256)
-    assert (found.header(), data) == (payload.header(), data_of(payload))
+    result, data = fetch(fleet, asked, payload.sha256)
+    assert (result.header(), data) == (payload.header(), data_of(payload))
     with pytest.raises(RefusedError) as error:
         fetch(fleet, other, payload.sha256)
     assert (error.value.code, str(error.value)) == (
@@ -100,8 +100,8 @@ def test_a_download_goes_on_at_any_byte_and_counts_what_it_sends(fleet: Fleet, f
     identity = fleet.join()
     payload = make_payload()
     fleet.ask(payload=payload)
-    found, data = fetch(fleet, identity, payload.sha256, first_byte)
-    assert (found.header(), data) == (payload.header(), data_of(payload)[first_byte:])
+    result, data = fetch(fleet, identity, payload.sha256, first_byte)
+    assert (result.header(), data) == (payload.header(), data_of(payload)[first_byte:])
     (row,) = fleet.store.history.traffic(RUN)
     assert (row.direction, row.round, row.tensor_bytes) == ("down", 1, len(data))
     assert row.envelope_bytes == payload.header().ByteSize()

@@ -136,8 +136,8 @@ def assert_nothing_is_kept(store: Store, device: str, payload: Payload) -> None:
 @pytest.fixture(params=["checks", "api", "front"])
 def send(request: pytest.FixtureRequest) -> Send:
     """One way after the other."""
-    found: Send = to_checks if request.param == "checks" else request.getfixturevalue(f"to_{request.param}")
-    return found
+    result: Send = to_checks if request.param == "checks" else request.getfixturevalue(f"to_{request.param}")
+    return result
 
 
 # --- what is sent
@@ -324,9 +324,9 @@ HOSTILE: dict[str, tuple[SharedStatistics, str, str]] = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_statistics_are_refused_with_the_documented_code(case: str, send: Send) -> None:
     part, code, sentence = HOSTILE[case]
-    found, text = send(encode({"statistics": part}))
+    result, text = send(encode({"statistics": part}))
     device, _, said = text.removeprefix("device ").partition(": ")
-    assert (found, said) == (code, sentence)
+    assert (result, said) == (code, sentence)
     assert device.startswith("d")
     assert (alike(sentence), code) in {(alike(one), known) for one, known in documented_refusals(TITLE)}
 

@@ -206,7 +206,7 @@ def test_a_device_has_no_more_rows_than_samples(samples: int) -> None:
 
 def test_metrics_are_counted_and_each_is_there_once() -> None:
     def sent(*names: str) -> k.Metrics:
-        return k.Metrics(metrics=[k.Metric(name=one, split="test", sum=1, count=1) for one in names])
+        return k.Metrics(metrics=[k.Metric(name=name, split="test", sum=1, count=1) for name in names])
 
     knowledge = make_knowledge()
     take_in(encode({"knowledge": knowledge, "metrics": sent(*(f"m{n}" for n in range(MAX_METRICS)))}))

@@ -271,7 +271,7 @@ def test_ids_are_compared_in_bounded_memory() -> None:
     contract.max_upload_bytes = 1 << 30
     del contract.requirements.columns[:]
     ingest = Ingest("d1", payload.header(), contract, EXPECTS)
-    (slot,) = [one for one in ingest.slots if one.path == "knowledge/sample_ids"]
+    (slot,) = [slot for slot in ingest.slots if slot.path == "knowledge/sample_ids"]
     staging = MemoryBlobs().stage("key", payload.parts)
     staging.append(payload.source.read(0, payload.data_bytes))
     tracemalloc.start()

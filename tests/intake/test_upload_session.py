@@ -227,7 +227,7 @@ def test_whatever_goes_wrong_ends_the_session(any_fleet: Fleet, monkeypatch: pyt
     assert any_fleet.api.limiter._calls.all == 0
     monkeypatch.undo()
     session = any_fleet.begin(identity, payload, first_byte=any_fleet.status(identity).next_byte)
-    feed(session, [one for one in in_pieces(payload, 16) if place_of(payload, one) >= session.held])
+    feed(session, [piece for piece in in_pieces(payload, 16) if place_of(payload, piece) >= session.held])
     assert session.finish().sha256 == payload.sha256
 
 

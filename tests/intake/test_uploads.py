@@ -172,9 +172,9 @@ def test_the_bytes_of_a_refused_upload_are_counted_as_such(any_fleet: Fleet, bad
     any_fleet.ask()
     payload = make_payload(labels=i32([9, 0, 0, 0])) if bad == "value" else make_payload()
     chunks = in_pieces(payload, 16)
-    taken = [one for one in chunks if one.tensor == 0 or bad != "value"][:3]
+    taken = [chunk for chunk in chunks if chunk.tensor == 0 or bad != "value"][:3]
     wrong = (
-        next(one for one in chunks if one.tensor == payload.slots.index(label_slot(payload)))
+        next(chunk for chunk in chunks if chunk.tensor == payload.slots.index(label_slot(payload)))
         if bad == "value"
         else chunks[3]
     )
@@ -189,9 +189,9 @@ def test_the_bytes_of_a_refused_upload_are_counted_as_such(any_fleet: Fleet, bad
     session = any_fleet.begin(identity, payload)
     with pytest.raises(RefusedError):
         feed(session, sent)
-    assert refused_bytes(any_fleet) == payload.header().ByteSize() + sum(len(one.data) for one in sent)
+    assert refused_bytes(any_fleet) == payload.header().ByteSize() + sum(len(item.data) for item in sent)
     session.abandon()
-    assert refused_bytes(any_fleet) == payload.header().ByteSize() + sum(len(one.data) for one in sent)
+    assert refused_bytes(any_fleet) == payload.header().ByteSize() + sum(len(item.data) for item in sent)
 
 
 def label_slot(payload: Payload) -> Any:

@@ -129,11 +129,11 @@ def torch_half(data: Pair) -> ClassStatsDevice:
 def space_of(*data: Pair) -> ClassSpace:
     """What the server makes of devices with these rows, as it travels."""
     parts = []
-    for one in data:
-        sent = torch_half(one).handle(Ask(round=1, step="summarise", seed=1)).parts["statistics"]
-        found = decode(encode({"statistics": sent}))["statistics"]
-        assert isinstance(found, SharedStatistics)
-        parts.append(from_wire(found))
+    for item in data:
+        sent = torch_half(item).handle(Ask(round=1, step="summarise", seed=1)).parts["statistics"]
+        result = decode(encode({"statistics": sent}))["statistics"]
+        assert isinstance(result, SharedStatistics)
+        parts.append(from_wire(result))
     space = decode(encode({"space": make_space(merge(parts), 0.1)}))["space"]
     assert isinstance(space, ClassSpace)
     return space
@@ -252,9 +252,9 @@ def test_beside_devices_with_torch_it_ends_with_their_space_and_their_answers(
         assert state["labels"] == spaces["space"].labels
         for name in ("directions", "origin", "centres", "counts", "df"):
             assert np.array_equal(state[name].numpy(), getattr(spaces["space"], name)), name
-    found = answers_in(own)
-    assert sorted(found) == [GENERAL, PERSONAL]
-    for name, logits in found.items():
+    result = answers_in(own)
+    assert sorted(result) == [GENERAL, PERSONAL]
+    for name, logits in result.items():
         session = onnxruntime.InferenceSession(str(tmp_path / "twin" / f"{name}.onnx"))
         assert_same(session.run(["logits"], {"input": digits(0)[0]})[0], logits)
     kinds = [kind for kind, _, _ in events_in(own)]
@@ -330,9 +330,9 @@ def test_it_answers_as_a_device_with_torch_does(offered: Offered, space: ClassSp
     for name, model in half.variants().items():
         with torch.no_grad():
             expected = model.eval()(torch.from_numpy(unseen)).numpy()
-        found = worker.delivered_models()[name]
-        assert_same(expected, found(unseen))
-        assert np.array_equal(found.predict(unseen), found(unseen).argmax(axis=1))
+        result = worker.delivered_models()[name]
+        assert_same(expected, result(unseen))
+        assert np.array_equal(result.predict(unseen), result(unseen).argmax(axis=1))
     figures = {metric.name: metric for metric in work.answer.parts["metrics"].metrics}
     for metric in half.figures:
         assert asdict(figures[metric.name]) == asdict(metric)
@@ -421,8 +421,8 @@ def test_the_first_answer_is_taken_and_a_worse_one_is_not(space: ClassSpace) -> 
 def test_what_is_in_use_is_the_better_one(offered: Offered, space: ClassSpace) -> None:
     worker = offered.worker(classes_below(2, digits(0)), validation_data=classes_below(2, digits(2)))
     work = learned(worker, space)
-    found = {name: counts.accuracy for name, counts in work.scores.items()}
-    expected = PERSONAL if found["validation/personal"] > found["validation"] else GENERAL
+    result = {name: counts.accuracy for name, counts in work.scores.items()}
+    expected = PERSONAL if result["validation/personal"] > result["validation"] else GENERAL
     assert work.replacement.variant == expected
     assert worker.delivered_model() is worker.delivered_models()[expected]
 
@@ -560,9 +560,9 @@ def file_of(
 
 
 def outside(location: str) -> Any:
-    found = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[64, 4], data_location=TensorProto.EXTERNAL)
-    found.external_data.add(key="location", value=location)
-    return found
+    result = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[64, 4], data_location=TensorProto.EXTERNAL)
+    result.external_data.add(key="location", value=location)
+    return result
 
 
 def constant(name: str, array: Any) -> Any:
@@ -664,7 +664,7 @@ def test_a_file_of_other_features_than_the_contract_s_is_refused(offered: Offere
     worker = light_worker(digits(0))(given.contract)
     profile = worker.profile(COLUMNS)
     assert profile.extractor_fingerprint == given.contract.extractor_fingerprint != ""
-    assert [one.name for one in profile.features] == ["cut"]
+    assert [feature.name for feature in profile.features] == ["cut"]
     with pytest.raises(WireError, match="has 1296 features per input, but the contract declares"):
         worker.take_payload(b"", offered.parts)
     worker.take_payload(b"", given.parts)
@@ -700,9 +700,9 @@ def test_a_space_of_some_classes_gives_all_of_them_a_logit(offered: Offered) -> 
     some = classes_below(4, digits(0))
     worker = offered.worker(some)
     learned(worker, space_of(some))
-    found = worker.delivered_models()[GENERAL](digits(1)[0])
-    assert found.shape == (len(digits(1)[1]), CLASSES)
-    assert (found[:, :4].min(axis=1) > found[:, 4:].max(axis=1)).all()
+    result = worker.delivered_models()[GENERAL](digits(1)[0])
+    assert result.shape == (len(digits(1)[1]), CLASSES)
+    assert (result[:, :4].min(axis=1) > result[:, 4:].max(axis=1)).all()
 
 
 @pytest.mark.parametrize("step", ["deliver", "train"])
@@ -732,7 +732,7 @@ def test_both_answers_are_exported_and_agree(offered: Offered, tmp_path: Path, c
     assert report.samples == 64
     for name, model in worker.delivered_models().items():
         file = tmp_path / f"{name}.onnx"
-        metadata = {one.key: one.value for one in onnx.load(file).metadata_props}
+        metadata = {prop.key: prop.value for prop in onnx.load(file).metadata_props}
         assert metadata["answer"] == name
         assert (metadata["run"], metadata["round"], metadata["classes"]) == (RUN, "3", "10")
         for batch in (digits(1)[0][:1], digits(1)[0]):
@@ -764,9 +764,9 @@ def test_the_file_of_a_given_extractor_serves_too(tmp_path: Path) -> None:
     given = Offered(features="model")
     worker = given.worker()
     summary = worker.answer(service_pb2.Ask(round=1, step="summarise"), {}, COLUMNS).answer.parts["statistics"]
-    found = decode(encode({"statistics": summary}))["statistics"]
-    assert isinstance(found, SharedStatistics)
-    learned(worker, make_space(from_wire(found), 0.1))
+    result = decode(encode({"statistics": summary}))["statistics"]
+    assert isinstance(result, SharedStatistics)
+    learned(worker, make_space(from_wire(result), 0.1))
     module = split_sequential(torch.nn.Sequential(given.half.fixed.extractor, torch.nn.Flatten()), 1)  # type: ignore[attr-defined]
     with torch.no_grad():
         expected = module.eval()(torch.from_numpy(digits(1)[0])).numpy()

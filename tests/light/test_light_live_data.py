@@ -103,7 +103,7 @@ def test_changed_rows_are_a_second_release_that_the_budget_declines(tmp_path: Pa
     assert np.array_equal(first.sums, again.sums)
     assert [message.reason for call, message in link.sent if call == "decline"] == ["privacy budget used up"]
     profiles = [message for call, message in link.sent if call == "check_in" and message is not None]
-    assert {(one.samples, one.data_version) for one in profiles} == {(1, b"")}
+    assert {(profile.samples, profile.data_version) for profile in profiles} == {(1, b"")}
 
 
 def test_a_private_device_does_not_say_that_its_samples_are_gone(tmp_path: Path) -> None:

@@ -57,12 +57,12 @@ def test_both_compute_the_same_rows(fleet):
         torch_device=torch.device("cpu"),
     )
     half = ClassStatsPrivateDevice(config_of_contract(fleet.contract), local)
-    found = light.answer(service_pb2.Ask(round=1, step="summarise"), {}, ()).answer.parts["statistics"]
+    result = light.answer(service_pb2.Ask(round=1, step="summarise"), {}, ()).answer.parts["statistics"]
     expected = half.handle(Ask(round=1, step="summarise", seed=1)).parts["statistics"]
-    assert isinstance(found, PrivateRows)
+    assert isinstance(result, PrivateRows)
     assert isinstance(expected, PrivateRows)
-    assert found.rows == pytest.approx(expected.rows, abs=1e-3)
-    assert np.array_equal(found.labels, expected.labels)
+    assert result.rows == pytest.approx(expected.rows, abs=1e-3)
+    assert np.array_equal(result.labels, expected.labels)
 
 
 def test_a_release_loads_no_torch(fleet, tmp_path):

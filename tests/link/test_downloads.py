@@ -97,10 +97,10 @@ def break_for_good(folder: Path, server: Server, payload: Payload, after: int) -
 
 def test_a_download_is_whole_mapped_and_read_only(tmp_path: Path) -> None:
     payload = make_payload(50)
-    found = fetch(tmp_path / "new", Server(payload), payload)
-    assert same(found, payload)
+    result = fetch(tmp_path / "new", Server(payload), payload)
+    assert same(result, payload)
     assert names(tmp_path / "new") == [f"{payload.sha256.hex()}.payload"]
-    (knowledge,) = decode(found).values()
+    (knowledge,) = decode(result).values()
     assert not knowledge.logits.flags.writeable  # type: ignore[attr-defined]
 
 
@@ -188,9 +188,9 @@ def test_only_what_is_wanted_stays(tmp_path: Path) -> None:
     server = Server(*payloads)
     downloads = Downloads(tmp_path, ROOM)
     downloads.fetch(server, IDENTITY, proxy.sha256)  # type: ignore[arg-type]
-    for one in others:
-        downloads.fetch(server, IDENTITY, one.sha256, keep=[proxy.sha256])  # type: ignore[arg-type]
-        assert names(tmp_path) == sorted(f"{held.sha256.hex()}.payload" for held in (proxy, one))
+    for other in others:
+        downloads.fetch(server, IDENTITY, other.sha256, keep=[proxy.sha256])  # type: ignore[arg-type]
+        assert names(tmp_path) == sorted(f"{held.sha256.hex()}.payload" for held in (proxy, other))
     break_for_good(tmp_path, Server(make_payload(20)), make_payload(20), after=1)
     downloads.fetch(server, IDENTITY, proxy.sha256)  # type: ignore[arg-type]
     assert names(tmp_path) == [f"{proxy.sha256.hex()}.payload"]

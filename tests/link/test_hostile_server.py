@@ -251,9 +251,9 @@ def test_an_ask_that_was_declined_is_declined_again_without_work(tmp_path: Path)
         while device.step() is not Step.FINISHED:
             pass
     assert clock.waits == [0.5, 1.0], "seconds before the next request, after each repetition"
-    assert [one.round for one in link.declined] == [1, 1, 1, 2]
-    assert [one.round for one in events if one.kind == "ask"] == [1, 2]
-    assert [one.round for one in events if one.kind == "dropped"] == [1, 2]
+    assert [item.round for item in link.declined] == [1, 1, 1, 2]
+    assert [event.round for event in events if event.kind == "ask"] == [1, 2]
+    assert [event.round for event in events if event.kind == "dropped"] == [1, 2]
 
 
 # --- pauses and heartbeats

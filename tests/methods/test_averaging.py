@@ -41,14 +41,14 @@ def mean_of(
         counters = {name: one for name, one in arrays.items() if one.dtype.kind == "i"}
         weight = 1 if weights is None else weights[number]
         mean.add(f"d{number}", ModelParameters(parameters=floats, buffers=counters), weight)
-    found = mean.result(taken)  # type: ignore[arg-type]
+    result = mean.result(taken)  # type: ignore[arg-type]
     assert mean.left_out == [device for kind, device in taken.events if kind == "update-left-out"]
-    return {**found.parameters, **found.buffers}, taken
+    return {**result.parameters, **result.buffers}, taken
 
 
 def mean_of_numbers(*numbers: float, weights: Sequence[float] | None = None, robust: str = "gross") -> float:
-    found, _ = mean_of([{"w": [float(number)]} for number in numbers], weights, robust)
-    return float(found["w"][0])
+    result, _ = mean_of([{"w": [float(number)]} for number in numbers], weights, robust)
+    return float(result["w"][0])
 
 
 def test_rob_1_a_device_that_is_far_off_is_left_out() -> None:
@@ -80,9 +80,9 @@ def test_rob_5_predictions_are_trimmed() -> None:
     mean = TensorMean("gross")
     for number in (1.0, 2.0, 3.0, 4.0, 100.0):
         mean.add(torch.tensor([[number]]))
-    found = mean.result()
-    assert found is not None
-    assert found.item() == 3
+    result = mean.result()
+    assert result is not None
+    assert result.item() == 3
 
 
 def test_off_takes_everything_as_it_is_sent() -> None:
@@ -91,9 +91,9 @@ def test_off_takes_everything_as_it_is_sent() -> None:
     mean = TensorMean("off")
     for number in (1.0, 2.0, 3.0, 4.0, 100.0):
         mean.add(torch.tensor([[number]]))
-    found = mean.result()
-    assert found is not None
-    assert found.item() == 22
+    result = mean.result()
+    assert result is not None
+    assert result.item() == 22
 
 
 def test_strict_is_gross_for_means() -> None:
@@ -108,15 +108,15 @@ def test_of_three_devices_nobody_can_tell_who_is_far_off(numbers: Sequence[float
 
 def test_a_device_that_is_far_off_in_half_of_the_tensors_stays_in_the_others() -> None:
     honest = [{"a": [float(n)], "b": [float(n)]} for n in (0, 1, 2)]
-    found, taken = mean_of([*honest, {"a": [10.0], "b": [3.0]}])
-    assert (found["a"], found["b"]) == (1, 1.5)  # type: ignore[comparison-overlap]
+    result, taken = mean_of([*honest, {"a": [10.0], "b": [3.0]}])
+    assert (result["a"], result["b"]) == (1, 1.5)  # type: ignore[comparison-overlap]
     assert taken.events == []
 
 
 def test_a_device_that_is_far_off_in_more_than_half_of_the_tensors_counts_in_none() -> None:
     honest = [{"a": [float(n)], "b": [float(n)], "c": [float(n)]} for n in (0, 1, 2)]
-    found, taken = mean_of([*honest, {"a": [10.0], "b": [10.0], "c": [3.0]}])
-    assert (found["a"], found["b"], found["c"]) == (1, 1, 1)  # type: ignore[comparison-overlap]
+    result, taken = mean_of([*honest, {"a": [10.0], "b": [10.0], "c": [3.0]}])
+    assert (result["a"], result["b"], result["c"]) == (1, 1, 1)  # type: ignore[comparison-overlap]
     assert taken.events == [("update-left-out", "d3")]
 
 
@@ -128,8 +128,8 @@ def test_where_most_devices_agree_to_the_bit_only_they_count() -> None:
 def test_counters_take_the_median_and_no_device_makes_them_overflow() -> None:
     largest = np.iinfo(np.int64).max
     models = [{"w": [float(n)], "n": np.int64(count)} for n, count in enumerate((3, 4, 6, largest))]
-    found, _ = mean_of(models)
-    assert (found["n"], found["n"].dtype, found["n"].shape) == (4, np.int64, ())  # type: ignore[comparison-overlap]
+    result, _ = mean_of(models)
+    assert (result["n"], result["n"].dtype, result["n"].shape) == (4, np.int64, ())  # type: ignore[comparison-overlap]
     assert mean_of(models, robust="off")[0]["n"] == largest
     assert mean_of(models[:3])[0]["n"] == 6
 
@@ -167,11 +167,11 @@ def test_the_order_of_the_devices_changes_nothing_but_rounding(rows: Any, weight
 def test_within_twice_the_usual_distance_it_is_the_plain_mean_to_the_bit(rows: Any, weights: Any) -> None:
     x_kn = np.array(rows, np.float32).astype(np.float64)
     distances = np.linalg.norm(x_kn - np.median(x_kn, axis=0), axis=1)
-    weights = [min(one, 30) + 30 for one in weights[: len(rows)]]  # within three medians
-    found, noted = mean_of([{"w": row} for row in rows], weights)
+    weights = [min(weight, 30) + 30 for weight in weights[: len(rows)]]  # within three medians
+    result, noted = mean_of([{"w": row} for row in rows], weights)
     plain, _ = mean_of([{"w": row} for row in rows], weights, robust="off")
     if distances.max() <= 1.999 * np.median(distances):
-        assert np.array_equal(found["w"], plain["w"])
+        assert np.array_equal(result["w"], plain["w"])
         assert noted.events == []
 
 
@@ -187,9 +187,9 @@ def test_no_device_moves_a_tensor_further_than_its_bound(rows: Any, weights: Any
     x_kn = np.array(models, np.float32).astype(np.float64)
     middle = np.median(x_kn, axis=0)
     usual = float(np.median(np.linalg.norm(x_kn - middle, axis=1)))
-    found, _ = mean_of([{"w": row} for row in models], weights)
+    result, _ = mean_of([{"w": row} for row in models], weights)
     rounding = 1e-6 * (1 + np.abs(middle).max() + usual)
-    assert np.linalg.norm(found["w"] - middle) <= 2 * usual * (1 + 1e-6) + rounding
+    assert np.linalg.norm(result["w"] - middle) <= 2 * usual * (1 + 1e-6) + rounding
 
 
 def test_a_hostile_devices_share_is_its_capped_weight() -> None:
@@ -223,10 +223,10 @@ def test_trimmed_predictions_are_probabilities_within_what_the_devices_say(logit
     mean = TensorMean("gross", probabilities=True)
     for one, weight in zip(said, weights, strict=False):
         mean.add(one, weight)
-    found = mean.result()
-    assert found is not None
-    torch.testing.assert_close(found.sum(1), torch.ones(1, dtype=torch.float64))
-    assert bool((found >= 0).all())
+    result = mean.result()
+    assert result is not None
+    torch.testing.assert_close(result.sum(1), torch.ones(1, dtype=torch.float64))
+    assert bool((result >= 0).all())
 
 
 def test_where_no_two_devices_agree_on_anything_all_classes_are_alike() -> None:
@@ -240,9 +240,9 @@ def test_up_to_four_devices_are_not_trimmed_and_their_weights_count() -> None:
     mean = TensorMean("gross")
     for number, weight in ((1.0, 1), (2.0, 2), (3.0, 1), (100.0, 1000)):
         mean.add(torch.tensor([number]), weight)
-    found = mean.result()
-    assert found is not None
-    assert found.item() == pytest.approx((1 + 4 + 3 + 100 * 4.5) / 8.5)  # three times the median of 1.5
+    result = mean.result()
+    assert result is not None
+    assert result.item() == pytest.approx((1 + 4 + 3 + 100 * 4.5) / 8.5)  # three times the median of 1.5
 
 
 def test_large_predictions_are_sorted_in_parts_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,9 +252,9 @@ def test_large_predictions_are_sorted_in_parts_with_the_same_result(monkeypatch:
         made, random = TensorMean("gross", probabilities=True), torch.Generator().manual_seed(0)
         for weight in range(1, 8):
             made.add(torch.rand(11, 3, generator=random).softmax(1), weight)
-        found = made.result()
-        assert found is not None
-        return found
+        result = made.result()
+        assert result is not None
+        return result
 
     whole, stack, sizes = mean(), torch.stack, list[int]()
     monkeypatch.setattr(averaging, "BLOCK_NUMBERS", 40)

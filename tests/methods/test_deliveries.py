@@ -30,7 +30,7 @@ def send(
             pass
 
     asyncio.run(learn())
-    return [one.device for one in cohort.asked]
+    return [item.device for item in cohort.asked]
 
 
 def test_who_holds_a_digest_is_not_asked_until_there_is_another() -> None:
@@ -102,7 +102,7 @@ def test_without_a_digest_only_pauses_count() -> None:
                 pass
 
         asyncio.run(learn())
-        asked.append("".join(one.device for one in cohort.asked))
+        asked.append("".join(item.device for item in cohort.asked))
     assert asked == ["abc", "ac", "abc"]
 
 

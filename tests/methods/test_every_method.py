@@ -106,15 +106,15 @@ def test_a_small_fleet_learns_and_every_upload_is_used(method: str, tmp_path: Pa
     report = simulate(wanted)
     config = example_config(method).for_classes(10)
     exchanges = server_class(method).exchanges(config, Sizes())
-    asked = sum(one.times for completed in range(6) for one in in_round(exchanges, completed))
+    asked = sum(item.times for completed in range(6) for item in in_round(exchanges, completed))
     assert report.used_uploads == report.acknowledged_uploads >= 3 * asked
     assert report.refused_uploads == report.reported_uploads == 0
     means = [sum(values) / 3 for values in zip(*report.accuracy_by_round.values(), strict=True)]
     if wanted.one_exchange:
         assert len(set(means)) == 1
-        assert [one["up"] + one["down"] > 0 for one in report.bytes_by_round] == [True] + [False] * 5
+        assert [item["up"] + item["down"] > 0 for item in report.bytes_by_round] == [True] + [False] * 5
     assert means[-1] > (0.5 if wanted.one_exchange else means[0]) + 0.1
-    assert all(one.onnx_max_difference < ONNX_DIFFERENCE.get(method, 1e-4) for one in report.devices)  # type: ignore[operator]
+    assert all(device.onnx_max_difference < ONNX_DIFFERENCE.get(method, 1e-4) for device in report.devices)  # type: ignore[operator]
     assert (tmp_path / "report.json").exists()
 
 
@@ -134,7 +134,7 @@ def test_the_same_seed_gives_the_same_fleet_and_another_seed_another(
     other_store.close()
 
 
-@pytest.mark.parametrize("method", [one for one in METHODS if one != "classstats_private"])
+@pytest.mark.parametrize("method", [item for item in METHODS if item != "classstats_private"])
 def test_the_mean_loss_of_every_training_reaches_the_server(method: str, undisturbed: Undisturbed) -> None:
     name = LOSSES.get(method, method)
     store = undisturbed(name).store

@@ -31,7 +31,7 @@ def logits_of(file: Path, inputs: Array) -> Array:
 
 
 def metadata_of(file: Path) -> dict[str, str]:
-    return {one.key: one.value for one in onnx.load(file).metadata_props}
+    return {prop.key: prop.value for prop in onnx.load(file).metadata_props}
 
 
 def assert_same(model: nn.Module, file: Path, inputs: Array) -> None:

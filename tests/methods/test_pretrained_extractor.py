@@ -110,12 +110,12 @@ def test_the_page_s_example_runs_as_it_stands(folder: Path) -> None:
 def layers_of(folder: Path) -> dict[str, list[float]]:
     """The first layers' tensors in the file of weights, or in the model with which a device computes."""
     if (folder / "resnet18.pt").exists():
-        found = torch.load(folder / "resnet18.pt", weights_only=True)
+        result = torch.load(folder / "resnet18.pt", weights_only=True)
     else:
-        found = unpack_state((folder / "state.safetensors").read_bytes())["model"]
+        result = unpack_state((folder / "state.safetensors").read_bytes())["model"]
     firsts = ("conv1.weight", "bn1.running_mean", "bn1.weight", "layer1.1.conv2.weight", "layer1.1.bn2.running_var")
-    (before,) = {name.removesuffix(firsts[-1]) for name in found if name.endswith(firsts[-1])}
-    return {first: found[before + first].flatten().tolist() for first in firsts}
+    (before,) = {name.removesuffix(firsts[-1]) for name in result if name.endswith(firsts[-1])}
+    return {first: result[before + first].flatten().tolist() for first in firsts}
 
 
 # --- torchvision's and any other module, in whole runs in this process

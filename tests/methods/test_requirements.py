@@ -41,7 +41,7 @@ ABSENT = "a" * 64
 
 def line(columns: Sequence[str]) -> str:
     """The list of columns as a refusal prints it."""
-    return "[" + ", ".join(f'"{one}"' for one in COLUMNS if one in columns) + "]"
+    return "[" + ", ".join(f'"{item}"' for item in COLUMNS if item in columns) + "]"
 
 
 def open_run(prepared: Prepared) -> tuple[Store, Contract]:
@@ -96,10 +96,10 @@ def required(contract: Contract, profile: Profile) -> Iterator[tuple[str, Violat
         for has, digest in (("none", b""), ("aa" * 6, b"\xaa" * 32)):
             sentence = mismatch("proxy set", has, contract.proxy_digest.hex()[:12], advice)
             yield "proxy_set", (changed(proxy_digest=digest), Code.CONTRACT_MISMATCH, sentence)
-    for one in needs.advice:
-        (shape,) = [list(column.shape) for column in contract.features if column.name == one.column]
-        rest = [feature for feature in profile.features if feature.name != one.column]
-        sentence = mismatch(f"feature shape at cut {one.column!r}", "no such cut", shape, one.text)
+    for item in needs.advice:
+        (shape,) = [list(column.shape) for column in contract.features if column.name == item.column]
+        rest = [feature for feature in profile.features if feature.name != item.column]
+        sentence = mismatch(f"feature shape at cut {item.column!r}", "no such cut", shape, item.text)
         yield "advice", (changed(features=rest), Code.CONTRACT_MISMATCH, sentence)
     for column in needs.columns:
         left = [one for one in profile.allowed_columns if one != column]
@@ -122,10 +122,10 @@ def agreed(contract: Contract, profile: Profile) -> Iterator[Violation]:
     sentence = mismatch("element type", DTYPES[other].name, DTYPES[contract.knowledge_type].name, advice)
     yield changed(knowledge_types=[other]), code, sentence
     for column in contract.features:
-        rest = [one for one in profile.features if one.name != column.name]
+        rest = [feature for feature in profile.features if feature.name != column.name]
         wrong = contract_pb2.NamedShape(name=column.name, shape=[7, 7, 7, 7])
         usual = f"use a device model whose features at {column.name!r} have this shape"
-        advice = next((one.text for one in contract.requirements.advice if one.column == column.name), usual)
+        advice = next((item.text for item in contract.requirements.advice if item.column == column.name), usual)
         for has, features in (("no such cut", rest), ("[7, 7, 7, 7]", [*rest, wrong])):
             sentence = mismatch(f"feature shape at cut {column.name!r}", has, list(column.shape), advice)
             yield changed(features=features), code, sentence

@@ -14,6 +14,6 @@ every_method = pytest.mark.parametrize("method", sorted(METHODS))
 @every_method
 def test_robust_is_gross_by_default_and_one_of_three(method: str) -> None:
     assert example_config(method).robust == "gross"
-    assert [example_config(method, robust=one).robust for one in ROBUST] == ["gross", "strict", "off"]
+    assert [example_config(method, robust=item).robust for item in ROBUST] == ["gross", "strict", "off"]
     with pytest.raises(ConfigurationError, match="unknown robust 'loose', expected one of gross, strict, off"):
         example_config(method, robust="loose")

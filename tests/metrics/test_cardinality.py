@@ -32,8 +32,10 @@ def front(tmp_path: Path) -> Iterator[LiveFront]:
 
 def series(store: Path) -> dict[str, set[tuple[str, ...]]]:
     """Labels of the series of each metric, without a histogram's buckets."""
-    found: list[Metric] = list(FilesCollector(store).collect())
-    return {metric.name: {labels(one) for one in metric.samples if "le" not in one.labels} for metric in found}
+    result: list[Metric] = list(FilesCollector(store).collect())
+    return {
+        metric.name: {labels(sample) for sample in metric.samples if "le" not in sample.labels} for metric in result
+    }
 
 
 def labels(sample: Any) -> tuple[str, ...]:
@@ -75,7 +77,7 @@ def test_strangers_names_make_no_series(front: LiveFront, tmp_path: Path) -> Non
             list(pool.map(call, range(MANY)))
     calls = "fleetdistill_calls"
     wait_until(lambda: calls in (found := series(tmp_path / "store")) and found[calls], "the calls to be counted")
-    found = series(tmp_path / "store")
-    assert {method for _, method in found[calls]} == {"Heartbeat", "Upload"}
-    assert sum(map(len, found.values())) < MAX_SERIES
-    assert not any(text in str(found) for text in ("stranger", "agent-"))
+    result = series(tmp_path / "store")
+    assert {method for _, method in result[calls]} == {"Heartbeat", "Upload"}
+    assert sum(map(len, result.values())) < MAX_SERIES
+    assert not any(text in str(result) for text in ("stranger", "agent-"))

@@ -94,13 +94,13 @@ def test_a_killed_engine_is_counted_and_its_run_goes_on(server: Server) -> None:
 @pytest.mark.slow
 def test_a_refused_upload_is_counted_with_its_code(server: Server) -> None:
     scraped_until(server.metrics, lambda now: now.value("run_info", status="waiting for devices"), "the contract")
-    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel, refused() as found:
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel, refused() as result:
         identity = service_pb2.Identity(run=RUN, device="stranger", secret=b"x")
         header = service_pb2.UploadHeader(identity=identity, name=upload_name(1), payload=make_payload().header())
         service_pb2_grpc.DeviceServiceStub(channel).Upload(iter([service_pb2.UploadRequest(header=header)]))
     now = scraped_until(server.metrics, lambda now: now.by("uploads_refused_total"), "the refusal")
-    assert now.by("uploads_refused_total") == {(found[0].reason,): 1.0}
-    assert now.value("calls_total", method="Upload", code=found[0].reason) == 1
+    assert now.by("uploads_refused_total") == {(result[0].reason,): 1.0}
+    assert now.value("calls_total", method="Upload", code=result[0].reason) == 1
     assert now.value("uploads_begun_total") == 1
 
 

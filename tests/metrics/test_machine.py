@@ -21,11 +21,11 @@ from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessStat
 
 def collected(config: ServerSection, processes: Sequence[ProcessState] = ()) -> dict[str, dict[tuple[str, ...], float]]:
     """Values by name of the sample, and by the values of its labels."""
-    found: dict[str, dict[tuple[str, ...], float]] = {}
+    result: dict[str, dict[tuple[str, ...], float]] = {}
     for metric in MachineCollector(config, lambda: processes).collect():
-        for one in metric.samples:
-            found.setdefault(one.name, {})[tuple(one.labels.values())] = one.value
-    return found
+        for sample in metric.samples:
+            result.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    return result
 
 
 def test_each_certificate_has_its_own_end(tmp_path: Path) -> None:
@@ -43,23 +43,23 @@ def test_each_certificate_has_its_own_end(tmp_path: Path) -> None:
 def test_a_process_that_does_not_run_is_down_and_keeps_its_restarts(tmp_path: Path) -> None:
     clear(tmp_path)
     processes = [ProcessState(FRONT, "", os.getpid(), 1), ProcessState(ENGINE, "digits", None, 4)]
-    found = collected(ServerSection(store=str(tmp_path)), processes)
-    assert found["fleetdistill_process_up"] == {(FRONT, ""): 1, (ENGINE, "digits"): 0}
-    assert found["fleetdistill_process_restarts_total"] == {(FRONT, ""): 1, (ENGINE, "digits"): 4}
-    assert set(found["fleetdistill_process_resident_memory_bytes"]) == {(FRONT, "")}
+    result = collected(ServerSection(store=str(tmp_path)), processes)
+    assert result["fleetdistill_process_up"] == {(FRONT, ""): 1, (ENGINE, "digits"): 0}
+    assert result["fleetdistill_process_restarts_total"] == {(FRONT, ""): 1, (ENGINE, "digits"): 4}
+    assert set(result["fleetdistill_process_resident_memory_bytes"]) == {(FRONT, "")}
 
 
 def test_the_limits_of_the_disk_are_those_of_the_settings(tmp_path: Path) -> None:
-    found = collected(ServerSection(store=str(tmp_path), keep_free_bytes=3, disk_budget_bytes=5))
-    assert found["fleetdistill_disk_keep_free_bytes"] == {(): 3}
-    assert found["fleetdistill_disk_budget_bytes"] == {(): 5}
+    result = collected(ServerSection(store=str(tmp_path), keep_free_bytes=3, disk_budget_bytes=5))
+    assert result["fleetdistill_disk_keep_free_bytes"] == {(): 3}
+    assert result["fleetdistill_disk_budget_bytes"] == {(): 5}
 
 
 def test_the_size_of_the_store_and_the_free_space_of_its_disk(tmp_path: Path) -> None:
     (tmp_path / "payload").write_bytes(bytes(1000))
-    found = collected(ServerSection(store=str(tmp_path)))
-    assert found["fleetdistill_disk_used_bytes"] == {(): 1000}
-    assert found["fleetdistill_disk_free_bytes"][()] > 1000
+    result = collected(ServerSection(store=str(tmp_path)))
+    assert result["fleetdistill_disk_used_bytes"] == {(): 1000}
+    assert result["fleetdistill_disk_free_bytes"][()] > 1000
 
 
 def test_the_memory_of_a_process_includes_that_of_its_children(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def names_in(text: str) -> set[str]:
 def test_the_page_lists_every_metric_as_the_code_defines_it() -> None:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.read_text().splitlines()]
     page = [row for row in rows if row[0].startswith("`fleetdistill_")]
-    code = [[f"`{m.name}`", m.type, ", ".join(f"`{one}`" for one in m.labels), m.help] for m in CATALOGUE]
+    code = [[f"`{m.name}`", m.type, ", ".join(f"`{label}`" for label in m.labels), m.help] for m in CATALOGUE]
     assert page == code
 
 
@@ -72,7 +72,7 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
 def queries() -> list[str]:
     """Every query of the dashboard, with its variables and its panels' targets."""
     board = json.loads(DASHBOARD.read_text())
-    variables = [one["definition"] for one in board["templating"]["list"] if one["type"] == "query"]
+    variables = [item["definition"] for item in board["templating"]["list"] if item["type"] == "query"]
     return variables + [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
 
 

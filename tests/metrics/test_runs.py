@@ -15,8 +15,8 @@ from fleetdistill_server.store.store import Store
 
 def values(collector: RunsCollector, name: str) -> dict[str, float]:
     """Values of a metric by its run."""
-    found: list[Metric] = [one for one in collector.collect() if one.samples[0].name == name]
-    return {sample.labels.get("run", ""): sample.value for one in found for sample in one.samples}
+    result: list[Metric] = [item for item in collector.collect() if item.samples[0].name == name]
+    return {sample.labels.get("run", ""): sample.value for item in result for sample in item.samples}
 
 
 def test_only_the_newest_runs_have_figures_of_their_own(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_accuracy_and_loss_are_those_of_their_split(tmp_path: Path) -> None:
     store.history.add_figures("digits", number, "d0", knowledge.Metrics(metrics=metrics))
     store.runs.close_round("digits", number, b"", [], {})
     collector = RunsCollector(tmp_path)
-    found = {one.name.removeprefix("fleetdistill_last_round_"): one.samples for one in collector.collect()}
-    shown = {name: {one.labels["split"]: one.value for one in found[name]} for name in ("accuracy_ratio", "loss")}
+    result = {item.name.removeprefix("fleetdistill_last_round_"): item.samples for item in collector.collect()}
+    shown = {name: {item.labels["split"]: item.value for item in result[name]} for name in ("accuracy_ratio", "loss")}
     assert shown == {"accuracy_ratio": {"test": 0.9, "train": 1.0}, "loss": {"test": 2.1, "train": 0.3}}
     collector.close()
     store.close()
@@ -122,7 +122,7 @@ def test_a_run_that_waits_says_for_what(tmp_path: Path) -> None:
     store.runs.set_status("over", RunStatus.FINISHED, "")
     with serve_lock.take(tmp_path, "", 3):
         collector = RunsCollector(tmp_path)
-        found = {one.name: one.samples for one in collector.collect()}
+        result = {item.name: item.samples for item in collector.collect()}
         collector.close()
     statuses = {
         "works": "preparing",
@@ -131,13 +131,15 @@ def test_a_run_that_waits_says_for_what(tmp_path: Path) -> None:
         "next": "queued",
         "over": "finished",
     }
-    assert {one.labels["run"]: one.labels["status"] for one in found["fleetdistill_run_info"]} == statuses
-    counts = {one.labels["status"]: one.value for one in found["fleetdistill_runs"]}
+    assert {item.labels["run"]: item.labels["status"] for item in result["fleetdistill_run_info"]} == statuses
+    counts = {item.labels["status"]: item.value for item in result["fleetdistill_runs"]}
     assert counts == dict.fromkeys(STATES, 0) | dict.fromkeys(statuses.values(), 1)
     store.close()
 
 
 def test_a_store_that_cannot_be_read_says_so_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("no directory")
-    found = list(RunsCollector(tmp_path / "store").collect())
-    assert [(one.name, [sample.value for sample in one.samples]) for one in found] == [("fleetdistill_store_up", [0])]
+    result = list(RunsCollector(tmp_path / "store").collect())
+    assert [(item.name, [sample.value for sample in item.samples]) for item in result] == [
+        ("fleetdistill_store_up", [0])
+    ]

@@ -117,7 +117,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
         tokens = create_tokens(store, authority, load_enrol_port(work / "store") or 0, 2, 600.0, "", [])
         store.close()
         during = [scraped_until(port, lambda now: now.value("engine_phase", phase="waiting"), "the engine")]
-        parts = [pool.submit(take_part, address, work, *one) for one in zip(DEVICES, tokens, strict=True)]
+        parts = [pool.submit(take_part, address, work, *item) for item in zip(DEVICES, tokens, strict=True)]
         wanted = "fleetdistill_run_unfinished_since_timestamp_seconds"
         during.append(
             scraped_until(
@@ -151,7 +151,7 @@ def store(watched: Watched) -> Iterator[Store]:
 
 
 def test_every_metric_of_the_catalogue_exists(watched: Watched) -> None:
-    seen = set().union(*(one.names for one in (*watched.during, watched.after)))
+    seen = set().union(*(item.names for item in (*watched.during, watched.after)))
     absent = {metric.name for metric in CATALOGUE if not set(metric.samples) <= seen}
     assert absent == MISSING
     assert seen <= {name for metric in CATALOGUE for name in metric.samples}
@@ -180,18 +180,18 @@ def test_figures_of_the_run_are_those_of_the_store(watched: Watched, store: Stor
     figures = store.runs.rounds(RUN)[-1].figures
     assert figures["global_accuracy"] == now.value("last_round_global_accuracy_ratio", run=RUN)
     assert now.by("asks", run=RUN) == {(RUN, "answered"): 4.0, (RUN, "open"): 0.0, (RUN, "out"): 0.0}
-    assert max(one.value("devices_present", run=RUN) for one in watched.during) == 2
+    assert max(item.value("devices_present", run=RUN) for item in watched.during) == 2
 
 
 def test_the_engine_says_what_it_does_until_its_end(watched: Watched) -> None:
-    phases = {key for one in watched.during for key, value in one.by("engine_phase").items() if value}
+    phases = {key for item in watched.during for key, value in item.by("engine_phase").items() if value}
     assert phases <= {(name, RUN) for name in PHASES}
     assert ("waiting", RUN) in phases
     assert watched.after.by("engine_phase") == {}
 
 
 def test_nothing_in_the_metrics_is_secret_or_names_a_device(watched: Watched) -> None:
-    text = "\n".join(one.text for one in (*watched.during, watched.after))
+    text = "\n".join(item.text for item in (*watched.during, watched.after))
     keys = [path.read_text() for path in watched.work.rglob("*.pem")]
     lines = [line for key in keys for line in key.splitlines() if len(line) > 40]
     assert lines

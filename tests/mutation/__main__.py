@@ -73,10 +73,10 @@ class Mutant:
 
 def source_of(module: str) -> Path:
     """Where a module's code is, without importing it."""
-    found = PathFinder.find_spec(module.rpartition(".")[2], [str(_folder(module.rpartition(".")[0]))])
-    assert found is not None
-    assert found.origin is not None, module
-    return Path(found.origin)
+    result = PathFinder.find_spec(module.rpartition(".")[2], [str(_folder(module.rpartition(".")[0]))])
+    assert result is not None
+    assert result.origin is not None, module
+    return Path(result.origin)
 
 
 def _folder(package: str) -> Path:
@@ -112,8 +112,8 @@ def _operators(node: ast.AST) -> list[ast.AST]:
 
 def mutants(module: str) -> list[Mutant]:
     """All mutants of a module."""
-    found = places(ast.parse(source_of(module).read_text(encoding="utf-8")))
-    return [Mutant(module, number, node.lineno, change) for number, (node, change) in enumerate(found)]  # type: ignore[attr-defined]
+    result = places(ast.parse(source_of(module).read_text(encoding="utf-8")))
+    return [Mutant(module, number, node.lineno, change) for number, (node, change) in enumerate(result)]  # type: ignore[attr-defined]
 
 
 def mutated(mutant: Mutant) -> ast.Module:
@@ -191,12 +191,12 @@ def main() -> int:
     parser.add_argument("--module", action="append", choices=MATHEMATICS)
     wanted = parser.parse_args()
     chosen = {name: MATHEMATICS[name] for name in wanted.module or MATHEMATICS}
-    everything = [one for name in chosen for one in mutants(name)]
+    everything = [mutant for name in chosen for mutant in mutants(name)]
     sample = random.Random(wanted.seed).sample(everything, min(wanted.mutants, len(everything)))
     import hypothesis  # noqa: F401  (all that takes long to load is loaded once, before the forks)
     import torch._dynamo  # noqa: F401
 
-    for tests in {tuple(one) for one in chosen.values()}:
+    for tests in {tuple(item) for item in chosen.values()}:
         assert not is_seen(None, list(tests)), f"{tests} fail without a mutant"
     seen = 0
     for mutant in sample:

@@ -59,12 +59,12 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
             threading.Thread(target=take_part, args=(work, address, name, number, tokens[number]), daemon=True)
             for number, name in enumerate(DEVICES)
         ]
-        for one in ways:
-            one.start()
+        for way in ways:
+            way.start()
         store = LocalStore(work / "store")
         wait_until(lambda: store.runs().lists["runs"][0]["status"] == "finished", "the run")
-        for one in ways:
-            one.join()
+        for way in ways:
+            way.join()
         wait_until(
             lambda: all(row["upload_at"] for row in store.round(RUN).lists["asks"]), "the times of the last asks"
         )

@@ -120,11 +120,11 @@ def devices(place: Elsewhere) -> Iterator[None]:
             take_part(place.work, place.address, DEVICES[number], number, tokens[number])
 
     ways = [threading.Thread(target=part, args=(number,), daemon=True) for number in range(2)]
-    for one in ways:
-        one.start()
+    for way in ways:
+        way.start()
     yield
-    for one in ways:
-        one.join()
+    for way in ways:
+        way.join()
 
 
 @pytest.mark.long

@@ -97,12 +97,12 @@ def test_an_interrupted_copy_begins_anew_and_damage_is_found(played: Played, tmp
     made = LocalStore(played.store)
     made.back_up(tmp_path / "made")
     files = [path for path in sorted((tmp_path / "made").rglob("*")) if path.is_file()]
-    parts = [Part(path=f"backup/{one.relative_to(tmp_path / 'made')}", data=one.read_bytes()) for one in files]
+    parts = [Part(path=f"backup/{file.relative_to(tmp_path / 'made')}", data=file.read_bytes()) for file in files]
     copy = tmp_path / "copy"
     with pytest.raises(LinkError, match="ended early; run the command again"):
         receive_backup(parts[:-1], copy)
     assert not copy.exists()
-    damaged = [Part(path=one.path, data=one.data[:-1] + b"?") if "sqlite" in one.path else one for one in parts]
+    damaged = [Part(path=part.path, data=part.data[:-1] + b"?") if "sqlite" in part.path else part for part in parts]
     with pytest.raises(StoreError, match=r"store\.sqlite does not match its digest"):
         receive_backup([*damaged, Part(report="{}")], copy)
     assert not copy.exists()

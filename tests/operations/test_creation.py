@@ -113,10 +113,10 @@ def test_a_run_from_elsewhere_names_no_other_file(section: str, way: str, world:
         "special": "/dev/zero",
     }[way]
     given = {"data": file, **({"name": "p", "licence": "CC0"} if section == "proxy" else {})}
-    with refused() as found:
+    with refused() as result:
         world.create(settings_of("outside", **{section: given}))
-    assert f"[{section}] data: {file!r} is outside the directories for data" in found[0].text
-    assert "[server] data_directories" in found[0].text
+    assert f"[{section}] data: {file!r} is outside the directories for data" in result[0].text
+    assert "[server] data_directories" in result[0].text
     assert world.store.runs.get("outside") is None
 
 
@@ -128,18 +128,18 @@ def test_a_clone_from_elsewhere_keeps_the_data_that_the_machines_owner_named(wor
     created = world.stub.CreateRun(request, timeout=CALL_SECONDS).run
     assert created == operations_pb2.RunState(run="copy", status="created")
     changes = [f"evaluation.data={other}"]
-    with refused() as found:
+    with refused() as result:
         request.run_toml, request.changes[:] = "run.name = 'copy-2'", changes
         world.stub.CreateRun(request, timeout=CALL_SECONDS)
-    assert "is outside the directories for data" in found[0].text
+    assert "is outside the directories for data" in result[0].text
 
 
 @pytest.mark.parametrize("text", ["", "run = 1", "run.name = 1", "run.name = 'copy'\nrun.rounds = 3"])
 def test_clone_takes_only_a_name(world: Elsewhere, text: str) -> None:
     create_checked(world.directory, NewRun(settings=settings_of("cloned")), local_call("CreateRun", {}))
-    with refused() as found:
+    with refused() as result:
         world.stub.CreateRun(operations_pb2.CreateRunRequest(clone_of="cloned", run_toml=text), timeout=CALL_SECONDS)
-    assert "the run.toml of a clone has [run] name alone" in found[0].text
+    assert "the run.toml of a clone has [run] name alone" in result[0].text
 
 
 RUN_THAT_TAKES_LONG = """

@@ -47,7 +47,7 @@ class LyingServer:
         self.replies: dict[str, Reply] = {}
         self.server = grpc.server(futures.ThreadPoolExecutor(4))
         methods = words.DESCRIPTOR.services_by_name["OperationsService"].methods
-        handlers = {one.name: self._handler(one) for one in methods}
+        handlers = {method.name: self._handler(method) for method in methods}
         self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
         port = self.server.add_secure_port("127.0.0.1:0", credentials)
         self.given = ["--server", f"127.0.0.1:{port}", "--identity", str(work / "olga")]
@@ -118,8 +118,8 @@ def changes() -> Iterator[words.WatchRunResponse]:
     run = words.RunProgress(run=ESCAPE, status="finished", reason=ESCAPE, method=ESCAPE)
     events = [words.EventProgress(event=ESCAPE, device=ESCAPE, text=ESCAPE, at=float("nan"))]
     rounds = [words.RoundProgress(round=1, status=ESCAPE, seconds=float("inf"), test_accuracy=float("nan"))]
-    found = [words.RunChange(event=one) for one in events] + [words.RunChange(round=one) for one in rounds]
-    yield words.WatchRunResponse(changes=[*found, words.RunChange(run=run)])
+    result = [words.RunChange(event=event) for event in events] + [words.RunChange(round=item) for item in rounds]
+    yield words.WatchRunResponse(changes=[*result, words.RunChange(run=run)])
 
 
 @pytest.mark.parametrize("how", [[], ["--json"]])
@@ -253,7 +253,7 @@ def test_payloads_missing_in_a_backup_are_named_or_counted(liar: LyingServer, tm
     """A server names 100 of them at most; this one names 2 of 7."""
     Store.open(tmp_path / "store").close()
     LocalStore(tmp_path / "store").back_up(tmp_path / "made")
-    copied = {f"backup/{one.name}": one.read_bytes() for one in (tmp_path / "made").iterdir() if one.is_file()}
+    copied = {f"backup/{item.name}": item.read_bytes() for item in (tmp_path / "made").iterdir() if item.is_file()}
     report = words.FilePart(report=json.dumps({"lost": ["payload a", "payload b"], "lost_in_all": 7}))
     liar.replies["BackUp"] = files(*[words.FilePart(path=path, data=data) for path, data in copied.items()], report)
     said = liar.said("backup", str(tmp_path / "copy"), code=1)

@@ -46,8 +46,8 @@ CASES = [
 def entries(directory: Path) -> list[tuple[str, str]]:
     """Calls that did not fail with their results in a word, oldest first."""
     rows: list[Any] = LocalStore(directory).operators().lists["operators"]
-    found = [(row["call"], row["result"].partition(":")[0]) for row in reversed(rows)]
-    return [one for one in found if one[1] not in ("failed", "refused")]
+    result = [(row["call"], row["result"].partition(":")[0]) for row in reversed(rows)]
+    return [item for item in result if item[1] not in ("failed", "refused")]
 
 
 def results(folder: Path) -> list[str]:
@@ -111,9 +111,9 @@ def kill_while(words: list[str], front: SecuredFront, identity: Path) -> None:
     try:
         wait_until(lambda: calling.poll() is not None or front.process.poll() is not None, "a process to be killed")
     finally:
-        for one in (calling, front.process):
-            one.kill()
-            one.wait()
+        for item in (calling, front.process):
+            item.kill()
+            item.wait()
     assert calling.returncode != 0, "the call was answered"
 
 

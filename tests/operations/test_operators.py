@@ -72,18 +72,18 @@ def test_changes_from_elsewhere_are_stored_with_who_what_where_and_result(place:
     run("devices", "revoke", "camera-7", *there)
     tokens = run("enrol", "--count", "2", *there).split()
     run("runs", "cancel", RUN, *there)
-    found = place.calls()
-    assert [(row["call"], row["result"]) for row in reversed(found)] == [
+    result = place.calls()
+    assert [(row["call"], row["result"]) for row in reversed(result)] == [
         ("RevokeDevice", "done"),
         ("RevokeDevice", "nothing to change"),
         ("CreateTokens", "done: 2 tokens"),
         ("ChangeRun", "done: run 'digits' is cancelled"),
     ]
-    assert {(row["role"], row["name"]) for row in found} == {("operator", "olga")}
-    assert all("127.0.0.1" in row["address"] for row in found)
-    assert json.loads(found[-1]["arguments"]) == {"device": "camera-7", "reason": "stolen"}
-    assert not any(token in json.dumps(found) for token in tokens)
-    assert json.loads(run("operators", "--json", *there)) == found
+    assert {(row["role"], row["name"]) for row in result} == {("operator", "olga")}
+    assert all("127.0.0.1" in row["address"] for row in result)
+    assert json.loads(result[-1]["arguments"]) == {"device": "camera-7", "reason": "stolen"}
+    assert not any(token in json.dumps(result) for token in tokens)
+    assert json.loads(run("operators", "--json", *there)) == result
     assert re.search(r"operator olga from 127\.0\.0\.1 +change a run +digits ", run("operators", *there))
     assert [row["call"] for row in json.loads(run("operators", "--call", "ChangeRun", "--json", *there))] == [
         "ChangeRun"
@@ -97,10 +97,10 @@ def test_refused_calls_are_stored_whoever_makes_them(place: Place) -> None:
     run("devices", "revoke", "camera-7", *place.as_("viewer-vera"), code=1)
     run("runs", "cancel", "nothing", *place.as_("operator-olga"), code=1)
     wait_until(lambda: len(place.calls()) == 2, "both refusals")
-    found = {row["name"]: row for row in place.calls()}
-    assert found["vera"]["result"].startswith("refused: not-allowed: viewer 'vera' may not revoke a device; ")
-    assert json.loads(found["vera"]["arguments"]) == {"device": "camera-7"}
-    assert found["olga"]["result"].startswith("refused: unknown-run: ")
+    result = {row["name"]: row for row in place.calls()}
+    assert result["vera"]["result"].startswith("refused: not-allowed: viewer 'vera' may not revoke a device; ")
+    assert json.loads(result["vera"]["arguments"]) == {"device": "camera-7"}
+    assert result["olga"]["result"].startswith("refused: unknown-run: ")
     assert place.store.credentials.revocations() == []
 
 
@@ -136,9 +136,9 @@ def test_commands_beside_the_store_are_stored_with_the_local_user(
     run("runs", "prune", RUN, "--dry-run", *here)
     run("runs", "prune", RUN, *here)
     run("runs", "cancel", RUN, *here)
-    found = place.calls()
-    assert {(row["role"], row["name"], row["address"]) for row in found} == {("local", "root-of-this", "local")}
-    assert [(row["call"], row["result"].partition(":")[0]) for row in reversed(found)] == [
+    result = place.calls()
+    assert {(row["role"], row["name"], row["address"]) for row in result} == {("local", "root-of-this", "local")}
+    assert [(row["call"], row["result"].partition(":")[0]) for row in reversed(result)] == [
         ("RevokeDevice", "done"),
         ("CreateTokens", "done"),
         ("ForgetDevice", "failed"),
@@ -172,8 +172,8 @@ def test_refused_calls_displace_no_changes(
     kept = calls.newest(before=None, call="", text="", most=100)
     assert [row.call for row in kept] == ["ChangeRun"] * 5 + ["RevokeDevice"] * 5
     assert [json.loads(row.arguments)["device"] for row in kept[5:]] == ["d7", "d6", "d5", "d4", "d3"]
-    found = calls.newest(before=kept[5].id, call="", text="D5", most=100)
-    assert [json.loads(row.arguments)["device"] for row in found] == ["d5"]
+    result = calls.newest(before=kept[5].id, call="", text="D5", most=100)
+    assert [json.loads(row.arguments)["device"] for row in result] == ["d5"]
     store.close()
 
 

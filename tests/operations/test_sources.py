@@ -109,7 +109,7 @@ def test_devices_are_shown_with_their_part_in_the_run(played: Played) -> None:
 
 def test_classes_are_those_that_devices_allowed(played: Played) -> None:
     view = read(played, "classes", True)
-    assert view.facts["classes"] == [str(one) for one in range(10)]
+    assert view.facts["classes"] == [str(item) for item in range(10)]
     assert {row["device"]: sum(row["counts"].values()) for row in view.lists["devices"]} == dict.fromkeys(DEVICES, 40)
 
 

@@ -91,8 +91,8 @@ def _disk_usage(statvfs: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """`shutil.disk_usage`, which asks Windows in another way, without `os.statvfs`."""
 
     def usage(path: Any) -> Any:
-        found = statvfs(path)
-        total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+        result = statvfs(path)
+        total, free = result.f_blocks * result.f_frsize, result.f_bavail * result.f_frsize
         return shutil._ntuple_diskusage(total, total - free, free)
 
     return usage
@@ -143,14 +143,14 @@ def _unless_open(call: Callable[..., None]) -> Callable[..., None]:
 
 def in_use() -> set[str]:
     """Returns the paths of all files that this process has open or mapped. Linux only, through /proc."""
-    found = set()
+    result = set()
     for number in os.listdir("/proc/self/fd"):
         try:
-            found.add(os.readlink(f"/proc/self/fd/{number}"))
+            result.add(os.readlink(f"/proc/self/fd/{number}"))
         except FileNotFoundError:  # the directory itself, closed again
             continue
     with io.open("/proc/self/maps") as file:  # noqa: UP020  (builtins.open is replaced)
-        return found | {line.split(maxsplit=5)[5].rstrip("\n") for line in file if line.count("/")}
+        return result | {line.split(maxsplit=5)[5].rstrip("\n") for line in file if line.count("/")}
 
 
 def _no_directory(call: Callable[..., int]) -> Callable[..., int]:
@@ -185,8 +185,8 @@ def _msvcrt() -> ModuleType:
 
     def locking(descriptor: int, mode: int, count: int) -> None:
         assert (mode, count) == (module.LK_NBLCK, 1)
-        found = os.fstat(descriptor)
-        key = (found.st_dev, found.st_ino)
+        result = os.fstat(descriptor)
+        key = (result.st_dev, result.st_ino)
         holder = locked.get(key, descriptor)
         if holder != descriptor and _is_same(holder, key):
             raise PermissionError(errno.EACCES, "Permission denied")
@@ -199,7 +199,7 @@ def _msvcrt() -> ModuleType:
 def _is_same(descriptor: int, key: tuple[int, int]) -> bool:
     """Whether a descriptor is still open on a file; closing it released the lock."""
     try:
-        found = os.fstat(descriptor)
+        result = os.fstat(descriptor)
     except OSError:
         return False
-    return (found.st_dev, found.st_ino) == key
+    return (result.st_dev, result.st_ino) == key

@@ -104,8 +104,8 @@ def as_table(found: Table) -> str:
 def versions(found: Table) -> str:
     """Returns each package with all its resolved versions, as Markdown."""
     known: dict[str, set[str]] = {}
-    for one in found.values():
-        for package, version in one.versions.items():
+    for item in found.values():
+        for package, version in item.versions.items():
             known.setdefault(package, set()).add(version)
     return "\n".join(f"* {package} {', '.join(sorted(known[package]))}" for package in sorted(known))
 
@@ -126,13 +126,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--extras", nargs="*", default=extras())
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
     given = parser.parse_args(arguments)
-    found: Table = {}
+    result: Table = {}
     for extra in given.extras:
         for system in given.systems:
             for python in PYTHONS:
-                found[extra, system, python] = resolve(extra, system, python)
-                print(f"{extra}, {system}, Python {python}: {found[extra, system, python].missing or 'ok'}")
-    print("", as_table(found), "", versions(found), "", *reasons(found), sep="\n")
+                result[extra, system, python] = resolve(extra, system, python)
+                print(f"{extra}, {system}, Python {python}: {result[extra, system, python].missing or 'ok'}")
+    print("", as_table(result), "", versions(result), "", *reasons(result), sep="\n")
     return 0
 
 

@@ -122,9 +122,9 @@ def test_exact_noise_likewise(factor):
         source = random.Random(seed)
         made = [release_exact(*data, classes=1, mu=mu, random=source) for _ in range(8_000)]
         return RowSums(
-            counts=np.stack([one.counts for one in made]),
-            sums=np.stack([one.sums for one in made]),
-            second_moment=np.stack([one.second_moment for one in made]),
+            counts=np.stack([item.counts for item in made]),
+            sums=np.stack([item.sums for item in made]),
+            second_moment=np.stack([item.second_moment for item in made]),
         )
 
     proven, claimed = proven_by(release, 3.0, classes=1, size=1)
@@ -135,8 +135,8 @@ def test_the_projection_has_the_size_of_the_noise():
     """The attacker's test is the best one: the two projections differ by the row's change, at most mu deviations."""
     without, plus = neighbours()
     clean = class_sums(*without, classes=CLASSES), class_sums(*plus, classes=CLASSES)
-    found = guesses(rounded(without, 0.5, 1, 20_000), *clean)
+    result = guesses(rounded(without, 0.5, 1, 20_000), *clean)
     change = np.linalg.norm(isometric(clean[1]) - isometric(clean[0]))
     assert 0.99 < change <= 1
-    assert np.std(found) * change == pytest.approx(1 / 0.5, rel=0.03)
+    assert np.std(result) * change == pytest.approx(1 / 0.5, rel=0.03)
     assert NoiseScale.of(0.5).counts * _ROOTS[0] == pytest.approx(2)

@@ -156,9 +156,9 @@ class RecordedDisk:
 
     def _around(self, real: Callable[..., Any], model: Callable[..., None]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            known = [one for one in args[: _NAMED[real.__name__]] if self._is_known(one)]
+            known = [arg for arg in args[: _NAMED[real.__name__]] if self._is_known(arg)]
             if known:
-                self._remember(f"{real.__name__} {' '.join(self._name(one) for one in known)}")
+                self._remember(f"{real.__name__} {' '.join(self._name(item) for item in known)}")
             result = None if known and real.__name__ == "fsync" else real(*args, **kwargs)  # nobody cuts this power
             if known:
                 model(*known)
@@ -249,8 +249,8 @@ def _cuts(moment: Moment) -> Iterator[tuple[str, Tree]]:
     kept = {"no names": [False] * count, "all names": [True] * count}
     for number, change in enumerate(moment.pending):
         if change.needs is None:
-            own = [one is change or one.needs is change for one in moment.pending]
-            kept |= {f"only name {number}": own, f"all names but {number}": [not one for one in own]}
+            own = [item is change or item.needs is change for item in moment.pending]
+            kept |= {f"only name {number}": own, f"all names but {number}": [not item for item in own]}
     for names, mask in kept.items():
         for data, leaves in (("no data", _first), ("all data", _last)):
             yield f"{names} and {data} left of what was not synced", moment.cut(mask, leaves)

@@ -36,8 +36,8 @@ WITH_OBJECTS = {**WHO, "engine": (*_ENGINE, "engine.short.", "disk.", "engine.")
 
 
 def points_of(prefixes: Sequence[str]) -> list[str]:
-    found = (point for prefix in prefixes for point in FAILPOINTS if point.startswith(prefix))
-    return list(dict.fromkeys(point for point in found if not point.startswith(ELSEWHERE)))
+    result = (point for prefix in prefixes for point in FAILPOINTS if point.startswith(prefix))
+    return list(dict.fromkeys(point for point in result if not point.startswith(ELSEWHERE)))
 
 
 POINTS = {process: points_of(prefixes) for process, prefixes in WHO.items()}
@@ -48,20 +48,20 @@ def outcome(run: SmallRun) -> dict[str, Any]:
     place = run.place
     with store_of(place) as store:
         heard = [place.receipts(name).read_text().splitlines() for name in DEVICES]
-        assert_no_upload_lost(store, {receipt for one in heard for receipt in one})
-        assert sum(len(set(one)) for one in heard) == len(store.asks.uploads("simulation"))
-        found = record(store)
+        assert_no_upload_lost(store, {receipt for item in heard for receipt in item})
+        assert sum(len(set(item)) for item in heard) == len(store.asks.uploads("simulation"))
+        result = record(store)
     names = ("state.safetensors", "delivered.safetensors")
-    return {**found, "devices": [(place.work / one / name).read_bytes() for one in DEVICES for name in names]}
+    return {**result, "devices": [(place.work / item / name).read_bytes() for item in DEVICES for name in names]}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with small_run(tmp_path_factory.mktemp("undisturbed") / "run") as run:
         run.finish()
-        found = outcome(run)
-    assert {status for *_, status, _ in found["uploads"]} == {"used", "reported"}
-    return found
+        result = outcome(run)
+    assert {status for *_, status, _ in result["uploads"]} == {"used", "reported"}
+    return result
 
 
 @pytest.mark.slow
@@ -114,12 +114,14 @@ def test_the_page_has_every_failpoint() -> None:
 def test_the_tests_that_the_page_names_kill_there(point: str) -> None:
     """All cases of this file that kill there, or a function of another file that speaks of the point."""
     named = rows()[point][1]
-    cases = [one for one in named if one.startswith("[")]
+    cases = [item for item in named if item.startswith("[")]
     assert cases == [f"[{process}]" for process, points in POINTS.items() if point in points]
     for test in named[len(cases) :]:
         path, _, function = test.partition("::")
         source = (ROOT / "tests" / path).read_text(encoding="utf-8")
-        assert function in {one.name for one in ast.walk(ast.parse(source)) if isinstance(one, ast.FunctionDef)}, test
+        assert function in {item.name for item in ast.walk(ast.parse(source)) if isinstance(item, ast.FunctionDef)}, (
+            test
+        )
         assert all(word in source for word in point.rsplit(".", 1)), f"{path} does not speak of {point}"
     assert named
 

@@ -56,7 +56,7 @@ def watch() -> None:
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         given = arguments[:2] if event == "import" else arguments  # the rest is sys.path and its like
-        if any(MARK in repr(one) for one in given):
+        if any(MARK in repr(item) for item in given):
             seen.append(f"{event} {given!r}"[:300])
 
     sys.addaudithook(hook)
@@ -85,10 +85,10 @@ def _rename(message: Any, path: FieldPath, name: str) -> None:
         setattr(message, field.name, name)
     else:
         inner = list(value) or [value.add()] if field.is_repeated else [value]
-        for one in inner:
+        for item in inner:
             if not field.is_repeated:
-                one.SetInParent()
-            _rename(one, rest, name)
+                item.SetInParent()
+            _rename(item, rest, name)
 
 
 class NamingLink(LyingLink):
@@ -175,8 +175,8 @@ def first_ask(method: str, folder: Path) -> Ask:
         tempfile.TemporaryDirectory(dir=folder) as state_dir,
         open_device(server=NamingLink(method, None), state_dir=state_dir, **given) as device,
     ):
-        found: Ask = compute_of(device).first_ask()
-    return found
+        result: Ask = compute_of(device).first_ask()
+    return result
 
 
 def cases(method: str, ask: Ask) -> Iterator[tuple[str, FieldPath, str]]:

@@ -29,8 +29,8 @@ def lines_of_key(name: str, pem: bytes) -> dict[str, str | bytes]:
 
 def found_secrets(text: str, secrets: Secrets) -> list[str]:
     """Names of the secrets that a text contains, whole or their beginning."""
-    found = [name for name, secret in secrets.items() if any(form in text for form in _forms(secret))]
-    return found + ([_HEADER] if _HEADER in text else [])
+    result = [name for name, secret in secrets.items() if any(form in text for form in _forms(secret))]
+    return result + ([_HEADER] if _HEADER in text else [])
 
 
 def _forms(secret: str | bytes) -> Iterable[str]:

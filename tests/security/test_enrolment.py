@@ -63,9 +63,9 @@ class Service:
         return read_token(self.token(**settings)).secret
 
     def refusal(self, secret: bytes, device: str, key: bytes) -> Refusal:
-        with refused() as found:
+        with refused() as result:
             self.front.enrol(secret, device, key)
-        return found[0]
+        return result[0]
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_the_command_binds_tokens_to_devices_and_to_a_run_that_is_there(service:
     for where in (store, server):
         words = ["enrol", "--device", f"a-{len(where)}", "--device", f"b-{where[0]}", *where]
         tokens = CliRunner().invoke(app, words).stdout.split()
-        assert [bound(service, one) for one in tokens] == [f"a-{len(where)}", f"b-{where[0]}"]
+        assert [bound(service, token) for token in tokens] == [f"a-{len(where)}", f"b-{where[0]}"]
         done = CliRunner().invoke(app, ["enrol", "--run", "nowhere", *where])
         assert (done.exit_code, done.stdout) == (1, "")
         assert "there is no run 'nowhere'; runs in the store: " in done.stderr
@@ -183,9 +183,9 @@ def test_a_revoked_device_is_told_so(service: Service, tmp_path: Path) -> None:
     with make_device(service, tmp_path, device_id="told", run=RUN, enrolment=service.token()) as device:
         device.step(0)
         revoke_device(service.store, "told", "stolen")
-        with pytest.raises(RefusedError, match=r"'told' was revoked") as found:
+        with pytest.raises(RefusedError, match=r"'told' was revoked") as result:
             device.run()
-    assert found.value.code == "revoked"
+    assert result.value.code == "revoked"
     (event,) = service.store.history.events(RUN, "revoked")
     assert "stolen" in event.text
 
@@ -322,11 +322,11 @@ def test_a_signing_request_that_is_none_is_refused_and_the_token_stays(service: 
     from fleetdistill.wire.v1 import enrolment_pb2_grpc
 
     secret = service.secret()
-    with service.front.anonymous(enrol=True) as channel, refused() as found:
+    with service.front.anonymous(enrol=True) as channel, refused() as result:
         enrolment_pb2_grpc.EnrolmentServiceStub(channel).Enrol(
             enrolment_pb2.EnrolRequest(secret=secret, device="broken", signing_request=request_), timeout=CALL_SECONDS
         )
-    assert found[0].reason == "bad-message"
+    assert result[0].reason == "bad-message"
     service.front.enrol(secret, f"mended-{len(request_)}", device_x509.new_key())
 
 
@@ -353,10 +353,10 @@ def test_a_token_is_worth_nothing_to_a_server_of_another_ca(service: Service, tm
 def test_what_is_no_token_is_refused_without_being_shown(tmp_path: Path, text: str) -> None:
     path = tmp_path / "token"
     path.write_text(text)
-    with pytest.raises(ConfigurationError, match="the enrolment token is invalid") as found:
+    with pytest.raises(ConfigurationError, match="the enrolment token is invalid") as result:
         read_token(path)
-    assert "AAAA" not in str(found.value)
-    assert found.value.__cause__ is None
+    assert "AAAA" not in str(result.value)
+    assert result.value.__cause__ is None
 
 
 def test_the_enrolment_port_as_server_is_refused_before_the_token_is_spent(service: Service, tmp_path: Path) -> None:
@@ -373,11 +373,11 @@ def test_the_enrolment_port_names_itself(service: Service) -> None:
         grpc.secure_channel(
             f"127.0.0.1:{service.front.enrol_port}", grpc.ssl_channel_credentials(service.authority.bundle)
         ) as channel,
-        refused() as found,
+        refused() as result,
     ):
         check_in = channel.unary_unary("/fleetdistill.wire.v1.DeviceService/CheckIn")
         check_in(b"", timeout=CALL_SECONDS)
-    assert "this is the enrolment port; use the port of [server] listen" in found[0].text
+    assert "this is the enrolment port; use the port of [server] listen" in result[0].text
 
 
 def test_a_missing_token_file_is_named(tmp_path: Path) -> None:

@@ -91,12 +91,12 @@ class Fleet:
             threading.Thread(target=take_part, args=(self.work, address, name, number, tokens[number]), daemon=True)
             for number, name in enumerate(DEVICES)
         ]
-        for one in ways:
-            one.start()
+        for way in ways:
+            way.start()
         store = LocalStore(self.work / "store")
         wait_until(lambda: store.runs().lists["runs"][0]["status"] == "finished", "the run")
-        for one in ways:
-            one.join()
+        for way in ways:
+            way.join()
 
     def provoke(self, address: str, used: str) -> None:
         """Makes calls that are refused: a used token, wrong secrets, a bad upload, a viewer's change; revokes one."""
@@ -152,7 +152,7 @@ class Fleet:
         """The run with its events, and the trail of operators' calls."""
         store = LocalStore(self.work / "store")
         run, calls = store.run(RUN), store.operators().lists["operators"]
-        assert {"CreateTokens", "RevokeDevice"} <= {one["call"] for one in calls}
+        assert {"CreateTokens", "RevokeDevice"} <= {call["call"] for call in calls}
         return json.dumps([run.lists, calls], default=str)
 
 

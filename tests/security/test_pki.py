@@ -79,7 +79,7 @@ def test_init_makes_everything_a_server_needs_readable_by_its_owner_only(tmp_pat
     server = first_certificate(pki / "server.pem")
     alternative = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert set(alternative.get_values_for_type(x509.DNSName)) == {"fleet.example.org", "localhost"}
-    assert {str(one) for one in alternative.get_values_for_type(x509.IPAddress)} == {"192.0.2.7", "127.0.0.1"}
+    assert {str(item) for item in alternative.get_values_for_type(x509.IPAddress)} == {"192.0.2.7", "127.0.0.1"}
     holder = holder_of(load_credentials(pki / "operator-olga").chain)
     assert holder is not None
     assert (holder.role, holder.name) == (Role.OPERATOR, "olga")
@@ -167,9 +167,9 @@ def test_damaged_and_missing_files_are_a_sentence_without_contents(tmp_path: Pat
     make_pki(tmp_path / "pki")
     path = tmp_path / "pki" / name
     path.write_text("secret words")
-    with pytest.raises(ConfigurationError, match="is damaged, or is not a key or certificate of this PKI") as found:
+    with pytest.raises(ConfigurationError, match="is damaged, or is not a key or certificate of this PKI") as result:
         Authority(tmp_path / "pki")
-    assert "secret words" not in str(found.value)
+    assert "secret words" not in str(result.value)
     path.unlink()
     with pytest.raises(ConfigurationError, match=rf"has no {name}; create a PKI with `fleetdistill pki init"):
         Authority(tmp_path / "pki")

@@ -232,7 +232,7 @@ def documented() -> dict[str, set[str]]:
     """Who may call what, as docs/explanation/security.md says it."""
     page = (Path(__file__).parents[2] / "docs/explanation/security.md").read_text(encoding="utf-8")
     rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| `/")]
-    return {row[0].strip().strip("`"): {one.strip() for one in row[1].split(",")} for row in rows}
+    return {row[0].strip().strip("`"): {item.strip() for item in row[1].split(",")} for row in rows}
 
 
 WHO = documented()
@@ -242,7 +242,7 @@ HANDSHAKE = "UNAVAILABLE"
 
 def test_the_page_the_table_and_the_protos_name_the_same_methods() -> None:
     assert WHO.keys() == CALLS.keys() == REQUESTS.keys() == ALL.keys()
-    assert {path: {str(one) for one in access.callers} for path, access in CALLS.items()} == WHO
+    assert {path: {str(caller) for caller in access.callers} for path, access in CALLS.items()} == WHO
 
 
 def verdict(world: World, credentials: Credentials | None, path: str, request: Any) -> str:
@@ -256,16 +256,16 @@ def outcome(channel: grpc.Channel, path: str, request: Any) -> str:
     try:
         call(channel, path, request)
     except grpc.RpcError as error:
-        found = refusal_of(error)
-        return found.reason or found.status.name
+        result = refusal_of(error)
+        return result.reason or result.status.name
     return "served"
 
 
 @pytest.mark.parametrize("path", ALL)
 @pytest.mark.parametrize("who", ["device", "operator", "viewer"])
 def test_each_role_is_served_what_the_page_says_and_nothing_else(world: World, path: str, who: str) -> None:
-    found = verdict(world, world.everyone[who], path, REQUESTS[path](world, identity_of(DEVICE)))
-    assert found == (AUTHORISED.get(path, "served") if who in WHO[path] else "not-allowed")
+    result = verdict(world, world.everyone[who], path, REQUESTS[path](world, identity_of(DEVICE)))
+    assert result == (AUTHORISED.get(path, "served") if who in WHO[path] else "not-allowed")
 
 
 @pytest.mark.parametrize("path", ALL)
@@ -295,8 +295,8 @@ def test_plain_text_is_not_spoken_where_tls_is(world: World, path: str) -> None:
 @pytest.mark.parametrize("who", ["revoked device", "revoked certificate", "revoked operator"])
 def test_whoever_is_revoked_gets_nothing(world: World, path: str, who: str) -> None:
     device = {"revoked device": "shut-out", "revoked certificate": "withdrawn"}.get(who, DEVICE)
-    found = verdict(world, world.everyone[who], path, REQUESTS[path](world, identity_of(device)))
-    assert found == "revoked"
+    result = verdict(world, world.everyone[who], path, REQUESTS[path](world, identity_of(device)))
+    assert result == "revoked"
 
 
 @pytest.mark.parametrize("text", ["x = " + "[" * 20_000, "x = " + "9" * 5000], ids=["nested", "digits"])
@@ -355,10 +355,10 @@ def test_a_device_cannot_have_another_ones_ask_by_its_own_name(world: World) -> 
         "UploadStatus": service_pb2.UploadStatusRequest(**own, name=name),
         "Upload": upload_messages(identity_of(DEVICE), name, payload, 64),
     }
-    found = {
+    result = {
         name: verdict(world, world.everyone["device"], f"{_service}/{name}", one) for name, one in requests.items()
     }
-    assert found == {"Download": "not-found", "UploadStatus": "not-asked", "Upload": "not-asked"}
+    assert result == {"Download": "not-found", "UploadStatus": "not-asked", "Upload": "not-asked"}
     decline = service_pb2.DeclineRequest(**own, round=name.round, step_number=1)
     assert verdict(world, world.everyone["device"], f"{_service}/Decline", decline) == "served"
     row = world.store.asks.get(RUN, name.round, 1, NEIGHBOUR)
@@ -371,10 +371,10 @@ def test_a_refusal_says_in_words_what_was_refused_and_what_to_do(world: World, p
     for who in ("device", "operator", "viewer"):
         if who in WHO[path]:
             continue
-        with world.front.channel(world.everyone[who]) as channel, refused() as found:
+        with world.front.channel(world.everyone[who]) as channel, refused() as result:
             call(channel, path, REQUESTS[path](world, identity_of(DEVICE)))
-        assert re.fullmatch(rf"{who} '[a-z-]+' may not [a-z' ]+; .* may.*", found[0].text)
-        assert "fleetdistill.wire" not in found[0].text
+        assert re.fullmatch(rf"{who} '[a-z-]+' may not [a-z' ]+; .* may.*", result[0].text)
+        assert "fleetdistill.wire" not in result[0].text
 
 
 def test_a_method_that_is_not_in_the_table_is_refused_to_all(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
@@ -390,9 +390,9 @@ def test_nothing_of_a_request_is_read_before_its_caller_is_known(world: World) -
     """Bytes that are no message are refused for their sender, not for what they are."""
     with world.front.channel(world.everyone["viewer"]) as channel:
         stub = channel.unary_unary(f"{_service}/CheckIn")
-        with refused() as found:
+        with refused() as result:
             stub(b"\xff" * 100, timeout=CALL_SECONDS)
-    assert found[0].reason == "not-allowed"
+    assert result[0].reason == "not-allowed"
 
 
 def test_a_revocation_holds_for_the_next_call_on_an_open_connection(world: World) -> None:
@@ -421,9 +421,9 @@ def test_a_revoked_devices_open_upload_ends_at_its_next_message(world: World) ->
             revoke_device(world.store, "uploading", "stolen")
             yield from pieces[4:]
 
-        with refused() as found:
+        with refused() as result:
             stub.Upload(messages(), timeout=CALL_SECONDS)
-    assert found[0].reason == "revoked"
+    assert result[0].reason == "revoked"
     assert [row for row in world.store.asks.uploads(RUN) if row.device == "uploading"] == []
 
 
@@ -435,9 +435,9 @@ def test_a_revoked_devices_long_poll_brings_nothing(world: World) -> None:
         poll = stub.NextAsk.future(request, timeout=CALL_SECONDS)
         wait_until(lambda: world.store.devices.get(RUN, "waiting") is not None, "the device")
         revoke_device(world.store, "waiting", "stolen")
-        with refused() as found:
+        with refused() as result:
             poll.result()
-    assert found[0].reason == "revoked"
+    assert result[0].reason == "revoked"
 
 
 def test_a_revoked_devices_open_download_ends_at_its_next_message(world: World) -> None:
@@ -449,10 +449,10 @@ def test_a_revoked_devices_open_download_ends_at_its_next_message(world: World) 
         messages = service_pb2_grpc.DeviceServiceStub(channel).Download(request, timeout=CALL_SECONDS)
         taken = [next(messages)]  # gRPC lets the server send a little ahead and then waits for the reader
         revoke_device(world.store, "downloading", "stolen")
-        with refused() as found:
+        with refused() as result:
             taken.extend(messages)
-    assert found[0].reason == "revoked"
-    assert sum(len(one.chunk.data) for one in taken) < payload.data_bytes
+    assert result[0].reason == "revoked"
+    assert sum(len(item.chunk.data) for item in taken) < payload.data_bytes
 
 
 def test_what_leaves_a_device_is_what_the_methods_say() -> None:

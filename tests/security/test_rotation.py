@@ -111,19 +111,19 @@ def test_an_expired_device_comes_back_with_a_fresh_token_and_not_without(
     state = tmp_path / "state"
     with_token = enrolment_of(brief_front, state, make_token(store, brief_front))
     wait_for_expiry(with_token.current())
-    with pytest.raises(RefusedError, match=r"the certificate has expired.*request a token from the operator") as found:
+    with pytest.raises(RefusedError, match=r"the certificate has expired.*request a token from the operator") as result:
         enrolment_of(brief_front, state, None).current()
-    assert found.value.code == "expired"
-    with pytest.raises(RefusedError, match="the certificate has expired; the enrolment token is used") as found:
+    assert result.value.code == "expired"
+    with pytest.raises(RefusedError, match="the certificate has expired; the enrolment token is used") as result:
         with_token.current()
-    assert found.value.code == "expired"
+    assert result.value.code == "expired"
     link = GrpcLink(f"127.0.0.1:{brief_front.port}", enrolment_of(brief_front, state, None))
     with (
         open_device(server=link, worker=SmallWorker, state_dir=tmp_path / "of-the-app", device_id="turning") as device,
-        pytest.raises(RefusedError, match="the certificate has expired") as found,
+        pytest.raises(RefusedError, match="the certificate has expired") as result,
     ):
         device.run()  # the app is told, instead of waiting for ever
-    assert found.value.code == "expired"
+    assert result.value.code == "expired"
     back = enrolment_of(brief_front, state, make_token(store, brief_front)).current()
     assert back.key == load_credentials(state / "tls").key
     link = GrpcLink(f"127.0.0.1:{brief_front.port}", enrolment_of(brief_front, state, None))
@@ -152,9 +152,9 @@ def test_renewing_early_gives_the_same_certificate_and_another_key_none(front: S
         own = enrolment_pb2.RenewRequest(signing_request=device_x509.signing_request(key))
         assert stub.Renew(own, timeout=CALL_SECONDS).certificate == first.certificate
         other = enrolment_pb2.RenewRequest(signing_request=device_x509.signing_request(device_x509.new_key()))
-        with pytest.raises(grpc.RpcError) as found:
+        with pytest.raises(grpc.RpcError) as result:
             stub.Renew(other, timeout=CALL_SECONDS)
-    assert found.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert result.value.code() is grpc.StatusCode.PERMISSION_DENIED
     assert len(store.credentials.certificates("eager")) == 1
     assert authority.bundle == first.authorities
 
@@ -226,6 +226,6 @@ def test_the_ca_changes_without_a_call_that_fails(brief_front: SecuredFront, sto
         link.close()
     assert failures == []
     request = service_pb2.CheckInRequest(identity=service_pb2.Identity(run=RUN, device="left-behind"))
-    with front.channel(left_behind) as channel, pytest.raises(grpc.RpcError) as found:
+    with front.channel(left_behind) as channel, pytest.raises(grpc.RpcError) as result:
         service_pb2_grpc.DeviceServiceStub(channel).CheckIn(request, timeout=CALL_SECONDS)
-    assert found.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert result.value.code() is grpc.StatusCode.UNAVAILABLE

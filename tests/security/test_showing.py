@@ -97,8 +97,8 @@ def shown_run(directory: Path) -> Iterator[Shown]:
 
 @pytest.fixture
 def shown(tmp_path: Path) -> Iterator[Shown]:
-    with shown_run(tmp_path) as found:
-        yield found
+    with shown_run(tmp_path) as result:
+        yield result
 
 
 def said(*words: str) -> str:

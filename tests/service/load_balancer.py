@@ -33,9 +33,9 @@ def load_balancer(directory: Path, ports: Sequence[int]) -> Iterator[int]:
 
 def _configuration(port: int, ports: Sequence[int]) -> str:
     """The page's file, with other addresses."""
-    found = re.search(r'^```haproxy title="haproxy.cfg"\n(.*?)^```', _PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert found is not None
-    text = found[1].replace("bind :50051", f"bind 127.0.0.1:{port}")
+    result = re.search(r'^```haproxy title="haproxy.cfg"\n(.*?)^```', _PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert result is not None
+    text = result[1].replace("bind :50051", f"bind 127.0.0.1:{port}")
     for number, one in enumerate(ports, 1):
         text = text.replace(f"10.0.0.1{number}:50051", f"127.0.0.1:{one}")
     assert "50051" not in text

@@ -195,7 +195,7 @@ class Service:
         return self.store.runs.existing(RUN)
 
     def history(self) -> list[str]:
-        return [f"{one.kind}: {one.text}" for one in self.store.history.events(RUN)]
+        return [f"{event.kind}: {event.text}" for event in self.store.history.events(RUN)]
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_an_engine_that_waits_is_started_every_ten_seconds_with_one_line_at_the_
     child.code = None
     child.started = service.seconds.now
     service.look(None, 100)
-    assert [one.getMessage() for one in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         f"the engine waits for {what}; it is started again every 10 s",
         f"the engine no longer waits for {what}",
     ]
@@ -275,7 +275,7 @@ def test_six_kills_within_seconds_stop_no_run_and_the_run_says_when_it_goes_on(s
     again = re.fullmatch(rf"the engine (has failed and is started again at (\S+Z)): {re.escape(cause)}", row.reason)
     assert again is not None, row.reason
     time.strptime(again[2], "%Y-%m-%dT%H:%M:%SZ")
-    assert [one.state().waits for one in service.engines.engines.values()] == [again[1]]
+    assert [engine.state().waits for engine in service.engines.engines.values()] == [again[1]]
     service.look(-signal.SIGKILL, 13)
     assert child.starts == 7
     told = rf"the engine has failed 7 times without progress, the last time at (\S+Z): {re.escape(cause)}"
@@ -288,7 +288,7 @@ def test_six_kills_within_seconds_stop_no_run_and_the_run_says_when_it_goes_on(s
 @pytest.mark.parametrize("code", [1, EXIT_NO_SPACE])
 def test_a_pause_ends_with_the_next_start_or_the_runs_need(service: Service, code: int) -> None:
     def waits() -> list[str]:
-        return [one.state().waits for one in service.engines.engines.values()]
+        return [engine.state().waits for engine in service.engines.engines.values()]
 
     service.look(None, 1)
     assert waits() == [""]
@@ -325,7 +325,7 @@ def test_repeated_failures_are_told_until_there_is_progress(
 
 def test_restarts_are_counted_over_stops_of_the_run(service: Service) -> None:
     def restarts() -> list[int]:
-        return [one.state().restarts for one in service.engines.engines.values()]
+        return [engine.state().restarts for engine in service.engines.engines.values()]
 
     service.look(1, 3)
     before = restarts()

@@ -40,7 +40,7 @@ def needed(store: Store) -> set[str]:
     assert row is not None
     contract = contract_pb2.Contract.FromString(row.contract)
     payloads = {contract.initial_weights, contract.proxy_digest, contract.extractor_file} - {b""}
-    return {one.hex() for one in {row.checkpoint, *payloads}}
+    return {item.hex() for item in {row.checkpoint, *payloads}}
 
 
 @pytest.mark.parametrize("restarted", [False, True])

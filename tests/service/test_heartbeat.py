@@ -182,14 +182,14 @@ def test_a_hung_engine_is_killed_and_started_again(
     beat(engine_directory(tmp_path / "store", RUN), 1e9)
     look(engine, seconds, 60)
     assert (child.code, engine.state().hangs) == (None, "2001-09-09T01:46:40Z")
-    assert [one.getMessage() for one in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         "the engine hangs: it has sent no heartbeat since 2001-09-09T01:46:40Z"
     ]
     look(engine, seconds, 3)
     assert (child.code, child.starts, engine.state().hangs) == (None, 1, "")
     (event,) = store.history.events(RUN, ENGINE_FAILED)
     assert event.text == "the engine hangs: it sent no heartbeat for 60 s and was killed"
-    assert [one.getMessage() for one in caplog.records].count(event.text) == 1
+    assert [record.getMessage() for record in caplog.records].count(event.text) == 1
     look(engine, seconds, 599)
     assert child.starts == 1, "the new one is given the time that its start takes"
     look(engine, seconds, 3)
@@ -225,7 +225,7 @@ def test_a_hung_front_is_reported_and_goes_on(
         assert (states["front"], child.code) == ("hangs", None)
         beat(tmp_path, 1e9 + 60, FRONT_FILE)
         assert after(1) == []
-    assert [one.getMessage() for one in caplog.records] == [said, "the front no longer hangs"]
+    assert [record.getMessage() for record in caplog.records] == [said, "the front no longer hangs"]
     store.close()
 
 

@@ -137,7 +137,7 @@ def test_a_run_paused_and_resumed_between_two_looks_has_a_new_engine(service: Se
     run_changes.change(service.store, "a", RunStatus.PAUSED)
     run_changes.change(service.store, "a", RunStatus.RUNNING)
     assert service.runs() == ["a"]
-    assert [one.code for one in service.children] == [0, None]
+    assert [child.code for child in service.children] == [0, None]
     assert service.failed == []
 
 
@@ -148,7 +148,7 @@ def test_a_deleted_run_leaves_neither_process_nor_files(service: Service) -> Non
     delete(service.directory, service.store, "a")
     assert service.runs() == ["b"]
     assert service.children[0].code == 0
-    assert [one.name for one in (service.directory / "engines").iterdir()] == ["run-b"]
+    assert [item.name for item in (service.directory / "engines").iterdir()] == ["run-b"]
 
 
 def test_a_failing_run_stops_alone_with_its_reason(service: Service) -> None:
@@ -321,7 +321,7 @@ def test_one_byte_of_the_front_wakes_every_engine() -> None:
     assert Ends.parse(str(front)) == front
     for end in front.writes:
         os.write(end, b"x")
-    assert [os.read(one.read, 9) for one in engines] == [b"x"] * 3
+    assert [os.read(engine.read, 9) for engine in engines] == [b"x"] * 3
     for number, one in enumerate(engines):
         os.write(one.writes[0], bytes([number]))
     assert os.read(front.read, 9) == bytes([0, 1, 2])

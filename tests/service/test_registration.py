@@ -217,5 +217,5 @@ def test_a_finished_run_that_is_extended_ends_as_one_that_had_all_rounds(tmp_pat
         run_on(parts, prepared, rounds)
     assert [row.status for row in parts.runs.rounds(RUN)] == ["closed"] * 3
     assert outcome(parts)[0] == outcome(whole)[0]
-    for one in (whole, parts):
-        one.close()
+    for item in (whole, parts):
+        item.close()

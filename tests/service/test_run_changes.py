@@ -209,9 +209,9 @@ def test_devices_of_a_paused_run_wait_and_what_they_have_begun_is_accepted(store
     profile = contract_pb2.DeviceProfile(samples=1, knowledge_types=[FLOAT16])
     identity.secret = api.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile)).secret
     ask_one(store)
-    found = api.next_ask(identity)
-    assert found is not None
-    assert found.ask.round == 1
+    result = api.next_ask(identity)
+    assert result is not None
+    assert result.ask.round == 1
     run_changes.change(store, RUN, RunStatus.PAUSED)
     assert api.next_ask(identity) is None, "it waits, with its ask still open"
     name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
@@ -353,7 +353,7 @@ def test_the_servers_log_has_each_call_once_wherever_it_was_made(
     store.operator_calls.add(refused, "refused: not-allowed: no", refused=True)
     log.look()
     log.look()
-    lines = [(one.levelname, one.getMessage()) for one in caplog.records]
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
     olga = "operator olga from ipv4:10.0.0.7:4040: DeleteRun"
     assert lines == [
         ("INFO", f"{local_user()} on the store's machine: ChangeRun: done: run 'digits' is stopped"),
@@ -363,5 +363,5 @@ def test_the_servers_log_has_each_call_once_wherever_it_was_made(
         ("INFO", "operator olga from local: RevokePerson viewer vic: done"),
         ("WARNING", "viewer vera from ipv4:10.0.0.8:4040: ChangeRun: refused: not-allowed: no"),
     ]
-    assert {getattr(one, "about_run", "digits") for one in caplog.records} == {"digits"}
+    assert {getattr(record, "about_run", "digits") for record in caplog.records} == {"digits"}
     store.close()

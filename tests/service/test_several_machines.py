@@ -121,7 +121,7 @@ def test_a_run_behind_a_load_balancer_survives_the_loss_of_a_front(
         wait_until(lambda: all(device.finished for device in fleet.devices), "the devices to hear of the end")
         store = Store.open(fronts[1].store)
         assert store.runs.existing(RUN).status == "finished"
-        assert_no_upload_lost(store, {one for device in fleet.devices for one in device.receipts}, RUN)
+        assert_no_upload_lost(store, {receipt for device in fleet.devices for receipt in device.receipts}, RUN)
         store.close()
 
 

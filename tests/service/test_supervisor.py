@@ -203,7 +203,7 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
     finally:
         supervisor.stop()
         serving.join()
-    assert [type(one) for one in failures] == [RunError]
+    assert [type(failure) for failure in failures] == [RunError]
     assert "failed 3 times at the same point" in str(failures[0])
     assert log.read_text().count("ValueError: this predictor always fails") == 3
     store = Store.open(tmp_path / "store")

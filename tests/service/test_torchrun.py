@@ -25,19 +25,19 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 def engines(directory: Path) -> list[psutil.Process]:
     """The running processes of torchrun and of the engines that it has started for a server in a directory."""
-    found = []
+    result = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
             if "fleetdistill_server.engine" in words and str(directory) in " ".join(words):
-                found.append(process)
-    return found
+                result.append(process)
+    return result
 
 
 def open_addresses(processes: list[psutil.Process]) -> set[str]:
     """The addresses on which processes listen."""
-    sockets = [one for process in processes for one in process.net_connections("inet")]
-    return {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
+    sockets = [connection for process in processes for connection in process.net_connections("inet")]
+    return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_method_is_compared(script: Any) -> None:
-    assert {one["method"] for one in script.METHODS.values()} == set(METHODS)
+    assert {item["method"] for item in script.METHODS.values()} == set(METHODS)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ def test_bytes_are_those_of_the_report(
     script.main(["--fleets", "digits", "--methods", "fedavg", "--rounds", "2", "--seeds", "3"])
     (report,) = reports
     for number, direction in [(1, "up"), (1, "down"), (2, "up"), (2, "down")]:
-        known = sum(one[direction] for one in report.bytes_by_round[:number])
+        known = sum(item[direction] for item in report.bytes_by_round[:number])
         assert script.spent(report, number, direction, script.PLAIN) == pytest.approx(known)
     sent = {name: script.spent(report, 2, name, script.SENT) for name in ("up", "down")}
-    assert sent["up"] == pytest.approx(sum(one.sent_up for one in report.devices) / 2)
-    assert sent["down"] == pytest.approx(sum(one.sent_down for one in report.devices) / 2)
+    assert sent["up"] == pytest.approx(sum(device.sent_up for device in report.devices) / 2)
+    assert sent["down"] == pytest.approx(sum(device.sent_down for device in report.devices) / 2)
     *_, devices, global_model = (line.split(" | ") for line in capsys.readouterr().out.splitlines())
     assert devices[2] == "FedAvg devices"
     assert "round" in devices[4]

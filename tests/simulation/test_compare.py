@@ -49,7 +49,7 @@ def results(compare: Any, folder: Path, *rows: dict[str, Any], words: tuple[str,
     """What is known of a file with these rows of one run."""
     file = folder / "results.jsonl"
     named = dict(zip(("setting", "run", "seed"), KEY, strict=True))
-    file.write_text("".join(json.dumps({"comparison": COMPARISON, **named, **one}) + "\n" for one in rows))
+    file.write_text("".join(json.dumps({"comparison": COMPARISON, **named, **row}) + "\n" for row in rows))
     return compare.read_results(compare.arguments([COMPARISON, "--results", str(file), *words]))
 
 
@@ -121,7 +121,7 @@ def test_a_digest_is_of_what_decides_the_result(compare: Any, changes: dict[str,
 
 def test_a_default_that_changes_is_another_setting(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [Simulation(method=method, settings=dict(config_class(method).examples)) for method in METHODS]
-    before = [compare.digest(one) for one in wanted]
+    before = [compare.digest(item) for item in wanted]
     monkeypatch.setattr(compare, "asdict", lambda one: {**vars(one), "batch_size": 999})
     assert all(compare.digest(one) != digest for one, digest in zip(wanted, before, strict=True))
 
@@ -147,7 +147,7 @@ def test_what_a_run_leaves_is_taken_by_the_next_one(
     (kept,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     assert kept["c_per_curve"] == [figures["c_per"] for figures in report.figures_by_round]
     assert kept["alone_c_per"] == report.scores["alone"]["accuracy"]["c_per"]
-    total = sum(one.bytes_up + one.bytes_down for one in report.devices) / len(report.devices)
+    total = sum(device.bytes_up + device.bytes_down for device in report.devices) / len(report.devices)
     assert kept["bytes_curve"][-1] == pytest.approx(total)
     assert kept["bytes_curve"][0] < kept["bytes_curve"][1]
     changed = replace(tiny, base=replace(base, alpha=0.7))
@@ -207,8 +207,8 @@ def test_bytes_to_fedavgs_accuracy(tables: Any, capsys: pytest.CaptureFixture[st
     """0.4 is reached in the second round, after 40 bytes of FedAvg's 400; its global model's 0.5 is not."""
     mine = row(further={"personal": {"accuracy": 0.25, "own_accuracy": 0.75}})
     control = row(fleet_curve=[0.1, 0.4], bytes_curve=[200.0, 400.0])
-    found = {("ours", 0): mine, ("means only", 0): mine, ("fedavg, x", 0): control}
-    tables.print_tables("t", found, ["ours", "means only", "fedavg, x"], "devices")
+    result = {("ours", 0): mine, ("means only", 0): mine, ("fedavg, x", 0): control}
+    tables.print_tables("t", result, ["ours", "means only", "fedavg, x"], "devices")
     said = capsys.readouterr().out.splitlines()
     assert "| ours to fedavg, x | 0.100 | never |" in said
     assert "| ours, its personal answer | | 25.0 ± 0.0 (25.0) | 75.0 ± 0.0 (75.0) | | | |" in said

@@ -76,16 +76,16 @@ def test_training_alone_costs_nothing() -> None:
 def test_what_a_method_puts_into_the_comparison(method: str, server: Any, further: Any, names: list[str]) -> None:
     devices = {"a": [KNOWS_0], "b": [KNOWS_BOTH]}
     history = FleetHistory(devices, {"a": [True], "b": [True]}, [server], further)
-    found = candidates(method, history, SAMPLES, Cost(COST.bytes_by_round[:1], 2.0))
-    assert [one.name for one in found] == names
+    result = candidates(method, history, SAMPLES, Cost(COST.bytes_by_round[:1], 2.0))
+    assert [item.name for item in result] == names
     if further:
-        assert found[1].row().accuracy == 1.0  # device a, which lacks that answer, does not count
+        assert result[1].row().accuracy == 1.0  # device a, which lacks that answer, does not count
 
 
 def test_a_global_model_that_every_device_has_is_no_row_of_its_own() -> None:
     history = FleetHistory({"a": [KNOWS_0], "b": [KNOWS_0]}, {"a": [True], "b": [True]}, [KNOWS_0])
     cost = Cost(COST.bytes_by_round[:1], 2.0)
-    assert [one.name for one in candidates("classstats", history, SAMPLES, cost)] == ["class statistics"]
+    assert [candidate.name for candidate in candidates("classstats", history, SAMPLES, cost)] == ["class statistics"]
 
 
 def test_the_table_fits_a_terminal_and_says_what_is_not_scored() -> None:
@@ -111,7 +111,7 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> FleetReport:
 
 @pytest.mark.long
 def test_a_report_compares_the_exchange_with_every_control(exchanged: FleetReport) -> None:
-    rows = {one.name: one for one in exchanged.comparison}
+    rows = {item.name: item for item in exchanged.comparison}
     assert list(rows) == [
         "alone",
         "class statistics general",
@@ -128,7 +128,7 @@ def test_a_report_compares_the_exchange_with_every_control(exchanged: FleetRepor
     further = exchanged.further["personal"]
     assert (personal.accuracy, personal.own_accuracy) == pytest.approx((further["accuracy"], further["own_accuracy"]))
     assert general.exchanges == personal.exchanges == 1  # the answer to the space has no tensors
-    assert general.bytes == sum(one.bytes_up + one.bytes_down for one in exchanged.devices) / 2
+    assert general.bytes == sum(device.bytes_up + device.bytes_down for device in exchanged.devices) / 2
     fedavg = (exchanged.mean_accuracy_fedavg_device, exchanged.mean_own_accuracy_fedavg_device)
     assert (rows["FedAvg devices"].accuracy, rows["FedAvg devices"].own_accuracy) == pytest.approx(fedavg)
     assert rows["FedAvg global"].accuracy == pytest.approx(exchanged.mean_accuracy_fedavg_global)
@@ -139,11 +139,11 @@ def test_a_report_compares_the_exchange_with_every_control(exchanged: FleetRepor
 def test_the_fleet_expects_what_its_devices_do_by_rows(exchanged: FleetReport) -> None:
     assert exchanged.leave_one_out is not None
     for answer, rate in exchanged.leave_one_out.items():
-        told = [(one.leave_one_out or {})[answer] for one in exchanged.devices]
-        assert rate == pytest.approx(np.average(told, weights=[one.samples for one in exchanged.devices]))
+        told = [(device.leave_one_out or {})[answer] for device in exchanged.devices]
+        assert rate == pytest.approx(np.average(told, weights=[device.samples for device in exchanged.devices]))
     (line,) = expected_lines(exchanged)
     assert f"general model {exchanged.leave_one_out['general']:.1%}" in line
-    assert all(one.own_statistics_kept in (True, False) for one in exchanged.devices)
+    assert all(device.own_statistics_kept in (True, False) for device in exchanged.devices)
 
 
 def test_the_summary_says_how_long_devices_local_only(exchanged: FleetReport) -> None:
@@ -157,10 +157,12 @@ def test_a_method_without_such_figures_expects_nothing(tmp_path: Path) -> None:
     )
     assert report.leave_one_out is None
     assert (
-        {one.leave_one_out for one in report.devices} == {one.own_statistics_kept for one in report.devices} == {None}  # type: ignore[comparison-overlap]
+        {device.leave_one_out for device in report.devices}
+        == {device.own_statistics_kept for device in report.devices}
+        == {None}  # type: ignore[comparison-overlap]
     )
     assert expected_lines(report) == []
-    assert [one.name for one in report.comparison] == ["feddkc"]
+    assert [item.name for item in report.comparison] == ["feddkc"]
 
 
 @pytest.mark.parametrize("settings", [{"predictor": "space_mlp_16"}, {"predictors": ("space_huge",)}])
@@ -194,12 +196,12 @@ def test_the_demo_ends_with_the_method_its_controls_and_one_exchange(
     demo().demo(Simulation(method="feddkc", rounds=2, out=tmp_path, **SMALL))
     said = capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
-    names = [one["name"] for one in report["comparison"]]
+    names = [item["name"] for item in report["comparison"]]
     assert names == [
         *("alone", "feddkc", "FedAvg devices", "FedAvg global"),
         *("class statistics general", "class statistics personal"),
     ]
-    assert [one["name"] for one in report["curves"]] == names[1:]
+    assert [item["name"] for item in report["curves"]] == names[1:]
     assert report["method"] == "feddkc"
     lines = [line for line in said.splitlines() if line.strip()]
     assert lines[-1] == f"{tmp_path}/: report.json, fleet.png, onnx/ (2 models)"
@@ -209,7 +211,7 @@ def test_the_demo_ends_with_the_method_its_controls_and_one_exchange(
     same = ("dataset", "partition", "partition_parameters", "seed", "link", "proxy_per_class")
     assert {name: exchange[name] for name in same} == {name: report[name] for name in same}
     for name in ("model", "samples_by_class"):
-        assert [one[name] for one in exchange["devices"]] == [one[name] for one in report["devices"]]
+        assert [item[name] for item in exchange["devices"]] == [item[name] for item in report["devices"]]
 
 
 @pytest.mark.long
@@ -227,4 +229,8 @@ def test_the_exchange_of_a_demo_has_the_data_that_a_proxy_set_left(tmp_path: Pat
     report = simulate(wanted)
     exchange = script.same_fleet(wanted, report, tmp_path / "exchange")
     assert exchange.proxy_per_class == report.proxy_per_class == 8
-    assert sum(one.samples for one in simulate(exchange).devices) == sum(one.samples for one in report.devices) == 120
+    assert (
+        sum(device.samples for device in simulate(exchange).devices)
+        == sum(device.samples for device in report.devices)
+        == 120
+    )

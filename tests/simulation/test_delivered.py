@@ -46,13 +46,13 @@ def accuracy_of(file: Path) -> float:
 )
 def test_the_accuracy_beside_a_file_is_the_files(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
     report = run(tmp_path, method, settings=settings, validation_share=0.2 if method == "feddkc" else 0.0)
-    for one in report.devices:
-        assert one.accuracy_fleet == pytest.approx(accuracy_of(tmp_path / one.onnx_file), abs=1e-9)  # type: ignore[operator]
+    for device in report.devices:
+        assert device.accuracy_fleet == pytest.approx(accuracy_of(tmp_path / device.onnx_file), abs=1e-9)  # type: ignore[operator]
         if method == "feddkc":
             continue
-        assert one.accuracy_fleet == pytest.approx(report.delivered_accuracy_by_round[one.name][-1], abs=1e-9)
+        assert device.accuracy_fleet == pytest.approx(report.delivered_accuracy_by_round[device.name][-1], abs=1e-9)
         if settings.get("variant") != "bn":
-            assert report.delivered_accuracy_by_round[one.name] == pytest.approx(report.global_accuracy_by_round)
+            assert report.delivered_accuracy_by_round[device.name] == pytest.approx(report.global_accuracy_by_round)
     assert (report.delivered_accuracy_by_round == {}) == (method == "feddkc")
 
 
@@ -63,9 +63,9 @@ def test_devices_beyond_the_first_hundred_have_the_same_accuracy_without_a_file(
     every = run(tmp_path / "every", method)
     monkeypatch.setattr("fleetdistill_lab.simulation.spec.plan.MAX_EXPORTS", 1)
     first = run(tmp_path / "first", method)
-    assert [one.onnx_file for one in first.devices] == ["onnx/device-0.onnx", None]
-    found, expected = ([one.accuracy_fleet for one in of.devices] for of in (first, every))
-    assert found == pytest.approx(expected, abs=1e-9)
+    assert [device.onnx_file for device in first.devices] == ["onnx/device-0.onnx", None]
+    result, expected = ([device.accuracy_fleet for device in of.devices] for of in (first, every))
+    assert result == pytest.approx(expected, abs=1e-9)
 
 
 def test_feddkd_bn_is_scored_with_the_steps_in_every_round(tmp_path: Path) -> None:
@@ -78,7 +78,9 @@ def test_feddkd_bn_is_scored_with_the_steps_in_every_round(tmp_path: Path) -> No
         assert without != with_steps
     for report in reports:
         assert report.accuracy_by_round == report.delivered_accuracy_by_round
-        assert [one.accuracy_trained for one in report.devices] == [one.accuracy_fleet for one in report.devices]
+        assert [device.accuracy_trained for device in report.devices] == [
+            device.accuracy_fleet for device in report.devices
+        ]
 
 
 def test_what_a_round_brings_counts_for_the_completed_round_before_it(tmp_path: Path) -> None:
@@ -96,9 +98,9 @@ def test_what_a_round_brings_counts_for_the_completed_round_before_it(tmp_path: 
     for before, value in ((0, 10), (1, 20), (2, 30), (3, 40), (4, 50)):
         append_scores(spec.scores_file, "a", before, [[value]], PRODUCT)
     history = read_history(store, RUN, [spec])
-    assert [int(one[0, 0]) for one in history.products["a"]] == [30, 40, 50]
+    assert [int(item[0, 0]) for item in history.products["a"]] == [30, 40, 50]
     spec.scores_file.unlink()
     append_scores(spec.scores_file, "a", START, [[0]])
     append_scores(spec.scores_file, "a", 0, [[10]], PRODUCT)
-    assert [int(one[0, 0]) for one in read_history(store, RUN, [spec]).products["a"]] == [10, 10, 10]
+    assert [int(item[0, 0]) for item in read_history(store, RUN, [spec]).products["a"]] == [10, 10, 10]
     assert np.array_equal(history.devices["a"][-1], [[0]])

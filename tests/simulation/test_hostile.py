@@ -104,9 +104,9 @@ def test_the_global_model_is_about_as_good_as_without_the_hostile_device(tmp_pat
 
     def accuracy(**changes: Any) -> float:
         name = "-".join(map(str, changes.values())) or "honest"
-        found = simulate(replace(fleet, **changes, out=tmp_path / name)).global_accuracy_by_round[-1]
-        assert found is not None
-        return found
+        result = simulate(replace(fleet, **changes, out=tmp_path / name)).global_accuracy_by_round[-1]
+        assert result is not None
+        return result
 
     alone = accuracy(hostile=0)
     for attack in ("scaled", "reversed"):
@@ -131,7 +131,7 @@ def test_the_example_shows_the_attack_and_the_defence(
     runpy.run_path(str(script), run_name="__main__")
     lines = [line for line in capsys.readouterr().out.splitlines() if "%" in line]
     shown = {
-        tuple(cells[:2]): cells[2:] for cells in ([one.strip() for one in line.split("│")[1:-1]] for line in lines)
+        tuple(cells[:2]): cells[2:] for cells in ([item.strip() for item in line.split("│")[1:-1]] for line in lines)
     }
     assert list(shown) == [("0 hostile", "off"), ("0 hostile", "gross"), ("1 hostile", "off"), ("1 hostile", "gross")]
     last = {row: int(accuracies.split()[-1].rstrip("%")) for row, (accuracies, _) in shown.items()}

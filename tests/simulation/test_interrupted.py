@@ -55,7 +55,7 @@ def but_for_bytes(report: Mapping[str, Any]) -> Any:
     def stripped(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {name: stripped(one) for name, one in value.items() if name not in BYTES}
-        return [stripped(one) for one in value] if isinstance(value, list) else value
+        return [stripped(item) for item in value] if isinstance(value, list) else value
 
     return stripped(report)
 
@@ -69,9 +69,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any
     report = simulate(replace(FLEET, out=out))
     assert report.acknowledged_uploads == report.used_uploads + report.reported_uploads == 6
     assert {len(curve) for curve in report.accuracy_by_round.values()} == {3}
-    assert all(one.sent_up < one.bytes_up for one in report.devices), "packed, over both links"
+    assert all(device.sent_up < device.bytes_up for device in report.devices), "packed, over both links"
     up = [row for row in report.traffic if row["direction"] == "up"]
-    assert sum(row["sent_bytes"] for row in up) == sum(one.sent_up for one in report.devices)
+    assert sum(row["sent_bytes"] for row in up) == sum(device.sent_up for device in report.devices)
     kinds = {row["kind"] for row in report.traffic if row["tensor_bytes"]}
     assert kinds == {"model_parameters", "sample_knowledge", "refined_knowledge"}
     return results(out)
@@ -97,9 +97,9 @@ def test_an_interrupted_simulation_writes_what_there_is_and_goes_on_to_the_same_
     wanted = replace(FLEET, out=tmp_path / "out")
     moments = {("fleet", 0): None, ("fleet", 1): 1, ("fleet", 3): 3, ("alone", 4): 3, ("fedavg", 2): 3}
     for moment, completed in moments.items():
-        with pytest.raises(Interrupted) as found:
+        with pytest.raises(Interrupted) as result:
             simulate(wanted, Impatient(*moment), if_there="resume")
-        report = found.value.report
+        report = result.value.report
         assert (report.completed_rounds if report else None) == completed, moment
         if report is not None:
             written = json.loads((wanted.out / "report.json").read_text())
@@ -118,9 +118,9 @@ def test_an_interrupted_simulation_writes_what_there_is_and_goes_on_to_the_same_
 def test_progress_moves_while_the_controls_run(tmp_path: Path) -> None:
     watched = Impatient("never", 0)
     simulate(replace(FLEET, rounds=2, out=tmp_path / "out"), watched)
-    assert [one for one in watched.seen if one[0] == "alone"] == [("alone", number, 4) for number in (1, 2, 3, 4)]
+    assert [item for item in watched.seen if item[0] == "alone"] == [("alone", number, 4) for number in (1, 2, 3, 4)]
     for phase in ("fleet", "fedavg"):
-        assert [one for one in watched.seen if one[0] == phase] == [(phase, number, 2) for number in (0, 1, 2)]
+        assert [item for item in watched.seen if item[0] == phase] == [(phase, number, 2) for number in (0, 1, 2)]
 
 
 def start(out: Path, *options: str) -> ForkedProgram:
@@ -155,8 +155,8 @@ def interrupt(program: ForkedProgram, out: Path, rounds: int, number: signal.Sig
         return program.ended()
     finally:
         program.kill()
-        for one in store:
-            one.close()
+        for item in store:
+            item.close()
 
 
 @pytest.mark.slow
@@ -262,7 +262,7 @@ def test_what_is_said_after_ctrl_c_names_the_way_on(tmp_path: Path) -> None:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(one.relative_to(folder)): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+    return {str(item.relative_to(folder)): item.read_bytes() for item in folder.rglob("*") if item.is_file()}
 
 
 WRONG = {

@@ -59,8 +59,8 @@ def test_held_out_rows_are_the_devices_own_and_every_class_keeps_one(
     assert len(held_out) <= round(share * len(rows))
     y = np.array(labels)
     assert set(y[kept]) == set(y[rows])
-    for one in (kept, held_out):
-        assert list(one) == sorted(one)
+    for item in (kept, held_out):
+        assert list(item) == sorted(item)
 
 
 def test_held_out_rows_have_the_devices_mix_of_classes() -> None:
@@ -158,7 +158,7 @@ def test_a_round_that_is_played_again_notes_the_same_once_however_long_it_is() -
             cohort_of(store, number).event("left", text, device)
     cohort_of(store, 2).event("left", "another", "b", once=True)
     told = [(row.round, row.device, len(row.text)) for row in store.history.events("r", "left")]
-    assert told == [(number, *one) for number in (1, 2) for one in (("a", 1000), ("a", 5), ("b", 5))]
+    assert told == [(number, *item) for number in (1, 2) for item in (("a", 1000), ("a", 5), ("b", 5))]
     store.close()
 
 

@@ -38,10 +38,10 @@ FLEET = Simulation(
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[tuple[int, str, float, int]]]:
     store = run_in_memory(prepare(FLEET, tmp_path_factory.mktemp("undisturbed") / "work"))
-    found = outcome(store)
-    assert len(found[1]) == ROUNDS * DEVICES
+    result = outcome(store)
+    assert len(result[1]) == ROUNDS * DEVICES
     store.close()
-    return found
+    return result
 
 
 class Fleet:
@@ -77,8 +77,8 @@ class Fleet:
         wait_until(lambda: self._device_processes() not in ([], before), "another process of devices")
 
     def _device_processes(self) -> list[int]:
-        found = children(self.host.pid)
-        return found if len(found) == PROCESSES else []
+        result = children(self.host.pid)
+        return result if len(result) == PROCESSES else []
 
     def kill_child(self, module: str) -> None:
         """Kills front or engine while asks are open; the supervisor starts it again."""

@@ -40,9 +40,9 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
     assert report.mean_accuracy_fleet > 0.8, "digits, 479 rows a device; 0.93 without noise"
     assert report.global_accuracy_by_round[-1] == pytest.approx(report.mean_accuracy_fleet, abs=0.02)
     saved = json.loads((tmp_path / "report.json").read_text())
-    found = math.sqrt(3) * 479 * discrete_mu_for(8, 1e-5)
+    result = math.sqrt(3) * 479 * discrete_mu_for(8, 1e-5)
     said = {"epsilon": 8.0, "delta": 1e-5, "exact": True, "sentence": SENTENCE}
-    assert saved["privacy"] == {**said, "expected_strength": pytest.approx(found, abs=0.1)}
+    assert saved["privacy"] == {**said, "expected_strength": pytest.approx(result, abs=0.1)}
     assert privacy_lines(report) == [f"Privacy of class statistics with noise: {SENTENCE}"]
     assert f"Privacy of class statistics with noise: {SENTENCE}" in exchange_lines(report, tmp_path)
     assert report_title(report).endswith(f"\nPrivacy of class statistics with noise: {SENTENCE}")
@@ -50,7 +50,7 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
     line, warning = privacy_lines(noisy)
     assert line.endswith("against the server; the controls are not private")
     assert warning.startswith("the strength of the fleet's statistics is 340, below 350: expect 7 to 21 points less")
-    assert [one.samples for one in report.devices] == [479] * 3
+    assert [device.samples for device in report.devices] == [479] * 3
     assert {(row["direction"], row["kind"]) for row in report.traffic if row["tensor_bytes"]} == {
         ("up", "class_sums"),
         ("down", "class_space"),
@@ -58,7 +58,7 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
     with closing(Store.open(tmp_path / "work" / "store")) as store:
         shown = json.loads(run(store, "simulation", NOT_SERVED).json())
         assert shown["privacy"] == SENTENCE
-        assert shown["rounds"][0]["strength"] == pytest.approx(found, rel=0.1)
+        assert shown["rounds"][0]["strength"] == pytest.approx(result, rel=0.1)
         assert store.history.figures("simulation", "accuracy", "test") == []
         assert store.history.figures("simulation", "replaced", "validation") == []
 

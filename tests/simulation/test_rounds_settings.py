@@ -56,14 +56,16 @@ def test_simulate_has_few_options_and_sets_everything() -> None:
     """Every field of `Simulation` and of the fleet can be set on the command line, under its own name."""
     simulate = typer.main.get_group(app).get_command(None, "simulate")  # type: ignore[arg-type]
     assert simulate is not None
-    assert sum(one.param_type_name == "option" for one in simulate.params) <= 20
+    assert sum(param.param_type_name == "option" for param in simulate.params) <= 20
     given = dict.fromkeys(("models", "modules", "predictors"), '["a"]') | dict.fromkeys(("data_dir", "out"), "a")
-    defaults = {one.name: one.default for one in fields(Simulation) if one.name not in ("settings", "behaviour")}
+    defaults = {
+        field.name: field.default for field in fields(Simulation) if field.name not in ("settings", "behaviour")
+    }
     for name, default in defaults.items():
         text = given.get(name) or json.dumps(1 if default is None else default)
         value = read_settings(None, [f"simulation.{name}={text}"])["simulation"][name]
         assert replace(Simulation(), **{name: value}) is not None
-    for name in (one.name for one in fields(FleetBehaviour) if one.name != "traces"):
+    for name in (field.name for field in fields(FleetBehaviour) if field.name != "traces"):
         text = json.dumps(getattr(FleetBehaviour(), name))
         assert read_settings(None, [f"fleet.{name}={text}"])["fleet"] == {name: getattr(FleetBehaviour(), name)}
 

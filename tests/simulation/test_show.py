@@ -65,7 +65,7 @@ def test_elsewhere_all_columns_and_whole_sentences_are_printed(
 
 
 def test_a_large_fleet_has_rows_for_sixty_devices(report: FleetReport) -> None:
-    devices = [replace(one, name=f"{number}-{one.name}") for number in range(100) for one in report.devices]
+    devices = [replace(device, name=f"{number}-{device.name}") for number in range(100) for device in report.devices]
     table = report_table(replace(report, devices=devices))
     assert table.caption == f"60 of {len(devices)} devices; report.json has all of them"
     assert table.row_count == 60 + 1 + len(report.further)

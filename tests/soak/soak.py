@@ -96,7 +96,7 @@ class Outcome:
 
     def line(self) -> str:
         """The last line."""
-        shown = "; ".join(f"{one.name} {_text(one.last)} {_text(one.growth, '+')}" for one in self.figures)
+        shown = "; ".join(f"{figure.name} {_text(figure.last)} {_text(figure.growth, '+')}" for figure in self.figures)
         told = "good" if self.is_good else "; ".join(self.wrong) or "GREW"
         return f"soak: {self.seconds:.0f} s, {self.rounds} rounds, {self.uploads} uploads; {shown}; {told}"
 
@@ -174,12 +174,12 @@ class Watched:
     def figures(self) -> list[Figure]:
         """Growth of both figures after the warm-up."""
         kinds = (("memory", self._memory, MEMORY_BOUND), ("files", self._files, FILES_BOUND))
-        found = []
+        result = []
         for name, points, bound in kinds:
             later = [point for point in points if point[0] >= _WARM_UP * points[-1][0]]
             growth = theil_sen(later) * (later[-1][0] - later[0][0]) if len(later) > 1 else float("inf")
-            found.append(Figure(f"{self.name}'s {name}", points[-1][1] if points else 0.0, growth, bound))
-        return found
+            result.append(Figure(f"{self.name}'s {name}", points[-1][1] if points else 0.0, growth, bound))
+        return result
 
 
 def soak(
@@ -214,13 +214,13 @@ def soak(
         _serve(place, port, watched, fleet, random.Random(f"soak/{seed}"), Extent(seconds, uploads), serving)
         wrong = [] if serving() else ["front or engine ended before time"]
     finally:
-        for one in fleet:
-            one.end()
+        for item in fleet:
+            item.end()
         engine.kill()
         front.kill()
         front.wait()
         del pipes
-    return _outcome(place, time.monotonic() - began, [figure for one in watched for figure in one.figures()], wrong)
+    return _outcome(place, time.monotonic() - began, [figure for item in watched for figure in item.figures()], wrong)
 
 
 def _serve(
@@ -241,8 +241,8 @@ def _serve(
             device.look_after()
         if now >= next_sample:
             next_sample, uploads = now + extent.pause, int(store.database.value("SELECT count(*) FROM uploads"))
-            for one in watched:
-                one.sample(uploads)
+            for item in watched:
+                item.sample(uploads)
         if now >= next_blow:
             next_blow = now + rng.uniform(0.2, 1.5)
             victim = rng.randrange(len(fleet))

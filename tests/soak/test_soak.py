@@ -23,7 +23,7 @@ def test_the_slope_does_not_mind_jumps() -> None:
 def grown(outcome: Outcome) -> set[str]:
     """What grew beyond its bound in a short soak."""
     bounds = {"memory": MEMORY_BOUND, "files": FILES_BOUND}
-    return {one.name for one in outcome.figures if one.growth > bounds[one.name.split()[1]]}
+    return {figure.name for figure in outcome.figures if figure.growth > bounds[figure.name.split()[1]]}
 
 
 @pytest.mark.long

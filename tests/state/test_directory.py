@@ -235,7 +235,7 @@ def every_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Storage], None], act: Callable[[Storage], None]
 ) -> list[Storage]:
     """Runs `act` with a crash before each of its steps; returns what the restarted process opens, crash by crash."""
-    found = []
+    result = []
     for step in range(100):
         storage = Storage(tmp_path / str(step))
         prepare(storage)
@@ -247,9 +247,9 @@ def every_crash(
             except Crash:
                 crashed = True
         kill(storage)
-        found.append(Storage(tmp_path / str(step)))
+        result.append(Storage(tmp_path / str(step)))
         if not crashed:
-            return found
+            return result
     raise AssertionError("it never ends")
 
 
@@ -613,13 +613,13 @@ def test_a_crash_never_hides_from_the_app_what_became_of_an_answer(
         storage.outbox.save_outcome(known)
         act(storage.outbox)
 
-    found = set()
+    result = set()
     for storage in every_crash(tmp_path, monkeypatch, prepare, settle):
         pending = storage.outbox.pending()
-        found.add((pending is not None, storage.outbox.outcome() is not None))
+        result.add((pending is not None, storage.outbox.outcome() is not None))
         assert pending is not None or storage.outbox.outcome() == known
         storage.close()
-    assert found == {(True, False), (True, True), (False, True)}
+    assert result == {(True, False), (True, True), (False, True)}
 
 
 def test_an_outcome_is_kept_until_it_was_told(tmp_path: Path) -> None:

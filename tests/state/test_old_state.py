@@ -65,8 +65,8 @@ def server() -> tuple[Store, Payload]:
     assert initial is not None
     (weights,) = decode(initial).values()
     payload = encode({"parameters": weights})
-    for one in (initial, payload):
-        store.blobs.put(one)
+    for item in (initial, payload):
+        store.blobs.put(item)
     store.runs.publish_contract(RUN, contract.SerializeToString())
     return store, payload
 

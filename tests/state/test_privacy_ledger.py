@@ -64,10 +64,10 @@ def test_releases_of_different_runs_add_up(tmp_path):
     for run in ("a", "b"):
         record(ledger, run=run)
     assert ledger.spent(DELTA) == pytest.approx(1.4651699604, abs=5e-10)
-    assert [one.epsilon for one in ledger.releases] == pytest.approx([1, 1.4651699604])
+    assert [release.epsilon for release in ledger.releases] == pytest.approx([1, 1.4651699604])
     with pytest.raises(PrivacyBudgetError):
         record(ledger, run="c", most=PrivacyBudget(1.4651699605, DELTA))
-    assert [one.run for one in PrivacyLedger(Files(tmp_path)).releases] == ["a", "b"]
+    assert [release.run for release in PrivacyLedger(Files(tmp_path)).releases] == ["a", "b"]
 
 
 @pytest.mark.parametrize("exact_first", [True, False])

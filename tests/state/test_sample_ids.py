@@ -16,7 +16,7 @@ from fleetdistill.state.sample_ids import FILE, SampleIds
 
 
 def digests(samples: list[int]) -> np.ndarray:
-    return np.array([[one] * 16 for one in samples], np.uint8).reshape(-1, 16)
+    return np.array([[sample] * 16 for sample in samples], np.uint8).reshape(-1, 16)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=12), min_size=1, max_size=6))
@@ -29,10 +29,10 @@ def test_ids_are_unique_stable_and_never_used_again(readings: list[list[int]]) -
             ids = SampleIds(Files(Path(folder))).of(digests(samples)).tolist()
             now = dict(zip(ids, samples, strict=True))
             assert len(now) == len(samples)
-            assert all(now[one] == before[one] for one in now.keys() & before.keys())
+            assert all(now[item] == before[item] for item in now.keys() & before.keys())
             assert not (now.keys() - before.keys()) & used
             for sample in range(10):
-                stayed = [one for one in now.keys() & before.keys() if now[one] == sample]
+                stayed = [item for item in now.keys() & before.keys() if now[item] == sample]
                 assert len(stayed) == min(samples.count(sample), list(before.values()).count(sample))
             before, used = now, used | now.keys()
 

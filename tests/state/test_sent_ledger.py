@@ -33,10 +33,14 @@ def ledger_of(directory: Path) -> Ledger:
 def test_an_answer_is_recorded_before_and_its_receipt_after(tmp_path: Path) -> None:
     ledger = SentLedger(Files(tmp_path))
     ledger.begin_answer(answer())
-    assert [one.outcome for one in ledger_of(tmp_path).entries] == ["may have been sent"]
+    assert [entry.outcome for entry in ledger_of(tmp_path).entries] == ["may have been sent"]
     ledger.end_answer("r", (1, 1, 1), receipt="cafe")
-    (found,) = ledger_of(tmp_path).entries
-    assert (found.receipt, found.outcome, found.columns) == ("cafe", "received", {"knowledge": ["features", "logits"]})
+    (result,) = ledger_of(tmp_path).entries
+    assert (result.receipt, result.outcome, result.columns) == (
+        "cafe",
+        "received",
+        {"knowledge": ["features", "logits"]},
+    )
 
 
 def test_retries_and_repeated_receipts_add_nothing(tmp_path: Path) -> None:
@@ -46,8 +50,8 @@ def test_retries_and_repeated_receipts_add_nothing(tmp_path: Path) -> None:
             ledger.begin_answer(answer())
         ledger.end_answer("r", (1, 1, 1), code="late")
         ledger.end_answer("r", (1, 1, 1), receipt="cafe")
-    (found,) = ledger_of(tmp_path).entries
-    assert (found.outcome, found.code) == ("refused", "late")
+    (result,) = ledger_of(tmp_path).entries
+    assert (result.outcome, result.code) == ("refused", "late")
     assert len((tmp_path / LEDGER).read_bytes().splitlines()) == 2
 
 
@@ -78,15 +82,15 @@ def test_old_entries_become_totals_of_their_months_and_nothing_is_lost(tmp_path:
     full = Ledger(entries)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(failpoints, "hit", lambda name: None)
-        (tmp_path / LEDGER).write_bytes(b"".join(sealed(one) for one in entries))
+        (tmp_path / LEDGER).write_bytes(b"".join(sealed(entry) for entry in entries))
         lines.record(answer(MAX_ENTRIES, NOVEMBER + 5 * month, size=7))
-    found = ledger_of(tmp_path)
-    assert len(found.entries) == KEPT_ENTRIES
-    assert found.entries[-1].round == MAX_ENTRIES
-    assert [one.month for one in found.months] == ["2026-11", "2026-12", "2027-01"]
-    assert found.totals.bytes == full.totals.bytes + 7
-    assert found.totals.messages == {"answer": MAX_ENTRIES}
-    assert found.totals.columns == ["features", "logits"]
+    result = ledger_of(tmp_path)
+    assert len(result.entries) == KEPT_ENTRIES
+    assert result.entries[-1].round == MAX_ENTRIES
+    assert [month.month for month in result.months] == ["2026-11", "2026-12", "2027-01"]
+    assert result.totals.bytes == full.totals.bytes + 7
+    assert result.totals.messages == {"answer": MAX_ENTRIES}
+    assert result.totals.columns == ["features", "logits"]
 
 
 def sealed(entry: Sent) -> bytes:
@@ -102,17 +106,17 @@ def sealed(entry: Sent) -> bytes:
 def test_compaction_keeps_totals_and_bounds(times: list[int], entries: int, months: int) -> None:
     """Whatever the clock of the device did: a clock that jumps cannot make the file grow."""
     full = Ledger([answer(number, at, size=number) for number, at in enumerate(times)])
-    found = compact(full, entries, months)
-    assert found.totals == full.totals
-    assert len(found.entries) <= entries
-    assert len(found.months) <= months
+    result = compact(full, entries, months)
+    assert result.totals == full.totals
+    assert len(result.entries) <= entries
+    assert len(result.months) <= months
 
 
 def test_months_beyond_the_limit_count_for_the_oldest_one_kept() -> None:
     month = 31 * 86400
     full = Ledger([answer(number, NOVEMBER + number * month, size=10**number) for number in range(3)])
-    found = compact(full, entries=0, months=2)
-    assert [(one.month, one.bytes) for one in found.months] == [("2026-12", 11), ("2027-01", 100)]
+    result = compact(full, entries=0, months=2)
+    assert [(month.month, month.bytes) for month in result.months] == [("2026-12", 11), ("2027-01", 100)]
 
 
 def test_a_round_with_two_receipts_is_one_round(tmp_path: Path) -> None:
@@ -121,8 +125,8 @@ def test_a_round_with_two_receipts_is_one_round(tmp_path: Path) -> None:
         ledger.begin_answer(entry)
     for name in ((1, 1, 1), (1, 2, 1), (2, 1, 1)):
         ledger.end_answer("r", name, receipt="cafe")
-    found = inspect(tmp_path)
-    assert (found.rounds, found.ledger.totals.receipts) == (2, 3)
+    result = inspect(tmp_path)
+    assert (result.rounds, result.ledger.totals.receipts) == (2, 3)
 
 
 # --- damage
@@ -152,15 +156,15 @@ def test_a_changed_bit_or_a_cut_is_reported_and_the_other_lines_are_kept(
     (directory / LEDGER).write_bytes(damaged)
     files = Files(directory)
     SentLedger(files).begin_answer(answer(4))
-    found, before = ledger_of(directory), read_ledger(three)
-    assert found.damaged == 0
-    assert found.entries[-1] == answer(4)
-    whole = found.entries[:-1] == before.entries
+    result, before = ledger_of(directory), read_ledger(three)
+    assert result.damaged == 0
+    assert result.entries[-1] == answer(4)
+    whole = result.entries[:-1] == before.entries
     cut_between_lines = damaged == three[: len(damaged)] and damaged.endswith(b"\n")
     assert whole or files.put_aside or cut_between_lines or not damaged
-    for one in files.put_aside:
-        assert one.kept_as.read_bytes() == damaged
-    assert all(one in (*before.entries, answer(2)) for one in found.entries[:-1])
+    for item in files.put_aside:
+        assert item.kept_as.read_bytes() == damaged
+    assert all(entry in (*before.entries, answer(2)) for entry in result.entries[:-1])
 
 
 def test_damaged_lines_are_counted_for_a_reader(three: bytes) -> None:

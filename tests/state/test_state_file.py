@@ -57,10 +57,10 @@ def test_equal_states_have_equal_bytes_and_every_changed_bit_is_noticed() -> Non
         changed = bytearray(packed)
         changed[at // 8] ^= 1 << at % 8
         try:
-            found = unpack_state(bytes(changed))
+            result = unpack_state(bytes(changed))
         except StateError:
             continue
-        assert_same(found, state)
+        assert_same(result, state)
 
 
 def test_a_tensor_in_several_places_is_packed_once() -> None:
@@ -95,9 +95,9 @@ def test_tensors_come_back_to_the_bit(tensor: torch.Tensor) -> None:
 
 def test_views_and_tied_tensors_are_packed_as_what_they_show() -> None:
     base = torch.arange(6.0).reshape(2, 3)
-    found = unpack_state(pack_state({"view": base.T, "again": base, "tied": base}))
-    torch.testing.assert_close(found["view"], base.T)
-    torch.testing.assert_close(found["tied"], base)
+    result = unpack_state(pack_state({"view": base.T, "again": base, "tied": base}))
+    torch.testing.assert_close(result["view"], base.T)
+    torch.testing.assert_close(result["tied"], base)
 
 
 def test_a_packed_state_does_not_change_with_the_model() -> None:
@@ -105,9 +105,9 @@ def test_a_packed_state_does_not_change_with_the_model() -> None:
     packed = pack_state({"w": weight})
     with torch.no_grad():
         weight.zero_()
-    found = unpack_state(packed)["w"]
-    assert_same(found, torch.ones(2))
-    assert not found.requires_grad
+    result = unpack_state(packed)["w"]
+    assert_same(result, torch.ones(2))
+    assert not result.requires_grad
 
 
 def _trained(steps: int) -> tuple[torch.nn.Module, torch.optim.SGD]:

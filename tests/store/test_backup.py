@@ -85,13 +85,13 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def everything_is_readable(directory: Path) -> int:
     """How many payloads and checkpoints a store needs; all of them are there and whole."""
     store = Store.open(directory)
-    found = needed(store)
-    for sha256 in found.payloads:
+    result = needed(store)
+    for sha256 in result.payloads:
         store.blobs.open(sha256, verify=True)
-    for sha256 in found.checkpoints:
+    for sha256 in result.checkpoints:
         store.blobs.get_state(sha256)
     store.close()
-    return len(found.payloads | found.checkpoints)
+    return len(result.payloads | result.checkpoints)
 
 
 def test_a_restored_run_goes_on_and_no_receipt_of_before_is_lost(server: Server, tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ def test_a_blob_comes_back_equal(store: Store) -> None:
     payload = encode({"knowledge": make_payload_kind()})
     store.blobs.put(payload)
     store.blobs.put(payload)  # safe to repeat
-    found = store.blobs.open(payload.sha256)
-    assert (found.parts, found.sha256, data_of(found)) == (payload.parts, payload.sha256, data_of(payload))
-    (knowledge,) = decode(found).values()
+    result = store.blobs.open(payload.sha256)
+    assert (result.parts, result.sha256, data_of(result)) == (payload.parts, payload.sha256, data_of(payload))
+    (knowledge,) = decode(result).values()
     assert isinstance(knowledge, SampleKnowledge)
     np.testing.assert_array_equal(knowledge.sample_ids, [0, 10, 20, 30])
 
@@ -99,11 +99,11 @@ def test_discarded_staging_is_gone(store: Store) -> None:
 def test_what_is_held_is_listed_and_dropped(store: Store) -> None:
     payload, state = make_payload(), store.blobs.put_state(b"state")
     store.blobs.put(payload)
-    assert {one.sha256 for one in store.blobs.held()} == {payload.sha256, state}
+    assert {item.sha256 for item in store.blobs.held()} == {payload.sha256, state}
     assert store.blobs.has(payload.sha256)
     store.blobs.drop(payload.sha256)
     store.blobs.drop(payload.sha256)  # safe to repeat
-    assert [one.sha256 for one in store.blobs.held()] == [state]
+    assert [item.sha256 for item in store.blobs.held()] == [state]
     assert not store.blobs.has(payload.sha256)
 
 

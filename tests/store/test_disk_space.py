@@ -178,7 +178,7 @@ def test_what_nobody_needs_goes_before_anything_is_refused(tmp_path: Path) -> No
     for rows in (22_000, 21_000):  # two orphans of a megabyte
         sender.store.blobs.put(make_payload(rows))
     sender.begin("d2", LARGE).abandon()
-    assert [one.payloads for one in swept] == [2]
+    assert [item.payloads for item in swept] == [2]
     assert sender.events() == []
     sender.store.close()
 
@@ -195,8 +195,8 @@ def test_refusing_is_told_once_and_again_after_it_was_over(sender: Sender) -> No
 
 
 def test_the_floor_is_of_the_file_system(sender: Sender, tmp_path: Path) -> None:
-    found = os.statvfs(tmp_path)
-    free = found.f_bavail * found.f_frsize
+    result = os.statvfs(tmp_path)
+    free = result.f_bavail * result.f_frsize
     space = DiskSpace(tmp_path, sender.store.blobs, Bounds(keep_free_bytes=2 * free), lambda: None)
     with pytest.raises(
         NoSpaceError, match=r"would leave [\d.]+ GB free on the disk; \[server\] keep_free_bytes is [\d.]+ GB$"
@@ -257,9 +257,9 @@ def test_a_front_says_no_space_and_takes_the_answer_once_there_is_some(tmp_path:
     with live_front(tmp_path / "store", disk_budget_bytes=20_000_000) as front:
         client = Client(front.port)
         client.check_in()
-        with refused() as found:
+        with refused() as result:
             client.upload(upload_name(number), PAYLOAD)
-        assert (found[0].status.name, found[0].reason) == ("RESOURCE_EXHAUSTED", "no-space")
+        assert (result[0].status.name, result[0].reason) == ("RESOURCE_EXHAUSTED", "no-space")
         assert client.status(upload_name(number)).ask_open, "the answer may come later"
         ballast.unlink()
         receipt = _until_taken(client, number)
@@ -302,10 +302,10 @@ def test_a_small_disk_is_never_filled_by_uploads_and_none_is_lost(small_disk: Pa
     def send(port: int, name: str) -> None:
         client = Client(port, name)
         client.check_in()
-        with contextlib.suppress(AssertionError), refused() as found:
+        with contextlib.suppress(AssertionError), refused() as result:
             outcomes[name] = client.upload(upload_name(number), payloads[name]).id
         if name not in outcomes:
-            outcomes[name] = found[0].reason
+            outcomes[name] = result[0].reason
         client.channel.close()
 
     with live_front(small_disk / "store", keep_free_bytes=1_000_000) as front:
@@ -314,8 +314,8 @@ def test_a_small_disk_is_never_filled_by_uploads_and_none_is_lost(small_disk: Pa
             thread.start()
         for thread in threads:
             thread.join()
-    found = os.statvfs(small_disk)
-    assert found.f_bavail * found.f_frsize >= 900_000, "but for what the database wrote, the floor held"
+    result = os.statvfs(small_disk)
+    assert result.f_bavail * result.f_frsize >= 900_000, "but for what the database wrote, the floor held"
     refusals = [outcome for outcome in outcomes.values() if outcome == "no-space"]
     receipts = {outcome for outcome in outcomes.values() if outcome != "no-space"}
     assert len(refusals) >= 5

@@ -75,11 +75,11 @@ def test_a_job_that_fails_within_a_call_takes_back_only_itself(store: Store, com
 
 
 def test_what_follows_a_commit_finds_it(store: Store, commits: CommitThread) -> None:
-    found: list[list[str]] = []
+    result: list[list[str]] = []
     woken = threading.Event()
 
     def wake() -> None:
-        found.append(texts(store))
+        result.append(texts(store))
         woken.set()
 
     def call() -> None:
@@ -88,7 +88,7 @@ def test_what_follows_a_commit_finds_it(store: Store, commits: CommitThread) -> 
 
     commits.call(call).result(PATIENCE_SECONDS)()
     assert woken.wait(PATIENCE_SECONDS)
-    assert found == [["work"]]
+    assert result == [["work"]]
 
 
 def test_outside_a_call_it_follows_at_once(commits: CommitThread) -> None:

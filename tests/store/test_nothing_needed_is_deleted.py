@@ -29,7 +29,7 @@ from fleetdistill_server.store.store import Store
 RUNS, DEVICES = ("r1", "r2"), ("d1", "d2")
 # Few, so that asks, answers, rounds and runs share payloads.
 PAYLOADS = [make_payload(rows) for rows in (1, 2, 3)]
-digests = st.sampled_from([one.sha256 for one in PAYLOADS])
+digests = st.sampled_from([item.sha256 for item in PAYLOADS])
 runs, devices, payloads = st.sampled_from(RUNS), st.sampled_from(DEVICES), st.sampled_from(PAYLOADS)
 
 
@@ -57,7 +57,7 @@ class Retention(RuleBasedStateMachine):
     def ask_a_step(self, run: str, payload: Any) -> None:
         opened = self.store.runs.open_round(run)
         number = opened.number if opened else self.store.runs.start_round(run, DEVICES)
-        steps = [one for one in range(1, 9) if not self.store.asks.of_step(run, number, one)]
+        steps = [item for item in range(1, 9) if not self.store.asks.of_step(run, number, item)]
         row: dict[str, Any] = {"run": run, "round": number, "step_number": steps[0] if steps else 8, "step": "train"}
         row |= {"expects": EXPECTS, "payload": payload.sha256, "payload_bytes": payload.data_bytes, "seed": 1}
         self.store.blobs.put(payload)
@@ -147,10 +147,10 @@ class Retention(RuleBasedStateMachine):
         done = roll_back(self.store, run, to.round)
         row = self.store.runs.existing(run)
         assert (row.checkpoint, row.completed_rounds) == (to.sha256, done.completed_rounds)
-        counted = [one for one in self.store.runs.rounds(run) if one.status == "closed"]
+        counted = [item for item in self.store.runs.rounds(run) if item.status == "closed"]
         assert len(counted) == done.completed_rounds
         spoken = self.store.runs.payloads_between(run, 0, 1 << 40)
-        self.lost |= {one for one in spoken if not self.store.blobs.has(one)}
+        self.lost |= {item for item in spoken if not self.store.blobs.has(item)}
 
     @rule(run=runs)
     def the_disk_damages_an_answer(self, run: str) -> None:
@@ -182,12 +182,12 @@ class Retention(RuleBasedStateMachine):
             assert number is not None
             self.store.runs.close_round(run, number, self.store.blobs.put_state(b"one state"), [], {})
         held = self.store.blobs.held()
-        aged = [replace(one, age_seconds=math.inf if one.sha256 in old else 0.0) for one in held]
-        ages = {one.sha256: one.age_seconds for one in aged}
+        aged = [replace(item, age_seconds=math.inf if item.sha256 in old else 0.0) for item in held]
+        ages = {item.sha256: item.age_seconds for item in aged}
         patched = mock.patch.multiple(self.store.blobs, held=lambda: aged, age_seconds=ages.__getitem__)
         with patched:
             prune(self.store, run, keep_rounds=keep, served=True)
-        gone = {one.sha256 for one in held} - {one.sha256 for one in self.store.blobs.held()}
+        gone = {item.sha256 for item in held} - {item.sha256 for item in self.store.blobs.held()}
         assert gone <= old
 
     @precondition(lambda self: hasattr(self, "store"))
@@ -200,10 +200,12 @@ class Retention(RuleBasedStateMachine):
             wanted = {row.sha256 for row in self._acknowledged(run)}
             opened = self.store.runs.open_round(run)
             if opened is not None:
-                asks = [one for step in range(1, 9) for one in self.store.asks.of_step(run, opened.number, step)]
-                wanted |= {one.payload for one in asks if one.payload}
-            newest = [one.number for one in self.store.runs.rounds(run) if one.status == "closed"][-1:]
-            newest = [one for one in newest if one >= self.store.runs.first_kept_round(run)]  # a prune released others
+                asks = [item for step in range(1, 9) for item in self.store.asks.of_step(run, opened.number, step)]
+                wanted |= {ask.payload for ask in asks if ask.payload}
+            newest = [item.number for item in self.store.runs.rounds(run) if item.status == "closed"][-1:]
+            newest = [
+                item for item in newest if item >= self.store.runs.first_kept_round(run)
+            ]  # a prune released others
             wanted |= {row.sha256 for row in self.store.asks.uploads(run) if row.round in newest and _counts(row)}
             for sha256 in wanted - self.lost:
                 self.store.blobs.open(sha256, verify=True)
@@ -217,9 +219,9 @@ class Retention(RuleBasedStateMachine):
             return
         sweep(self.store, 0.0)
         kept = needed(self.store)
-        assert all(one.sha256 in kept for one in self.store.blobs.held())
+        assert all(item.sha256 in kept for item in self.store.blobs.held())
         open_asks = self.store.asks.open_ids()
-        assert all(int(one.key.split("-")[1]) in open_asks for one in self.store.blobs.staging())
+        assert all(int(item.key.split("-")[1]) in open_asks for item in self.store.blobs.staging())
         self.store.close()
 
 

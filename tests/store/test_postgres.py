@@ -103,7 +103,7 @@ def test_calls_fail_soon_while_the_server_is_away_and_the_log_says_when_it_is_ba
             own_server.start_again()
         wait_until(lambda: _names(store) == [RUN], "the store to be connected again")
         store.close()
-    lines = [one.getMessage() for one in caplog.records if one.name == "fleetdistill.server.store"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "fleetdistill.server.store"]
     assert [line.partition(";")[0].partition(" after")[0] for line in lines] == [
         "the database is not available",
         "the database is available again",

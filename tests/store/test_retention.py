@@ -45,11 +45,11 @@ def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path) -> No
     assert row is not None
     contract = contract_pb2.Contract.FromString(row.contract)
     assert store.blobs.open(contract.initial_weights).data_bytes > 0
-    assert [one.round for one in store.runs.checkpoints(RUN)] == [2, 3, 4]
-    states = {one.sha256 for one in store.runs.checkpoints(RUN)}
-    asked = {one.payload for one in store.asks.of_step(RUN, 4, 1)}
-    newest = {one.sha256 for one in uploads if one.round == 4}
-    assert {one.sha256 for one in store.blobs.held()} == {contract.initial_weights, *asked, *newest, *states}
+    assert [checkpoint.round for checkpoint in store.runs.checkpoints(RUN)] == [2, 3, 4]
+    states = {checkpoint.sha256 for checkpoint in store.runs.checkpoints(RUN)}
+    asked = {item.payload for item in store.asks.of_step(RUN, 4, 1)}
+    newest = {upload.sha256 for upload in uploads if upload.round == 4}
+    assert {item.sha256 for item in store.blobs.held()} == {contract.initial_weights, *asked, *newest, *states}
     assert len(states) == 3
     store.close()
 
@@ -140,7 +140,7 @@ def test_what_a_contract_names_stays_for_as_long_as_its_run(store: Store) -> Non
     digests = {name: payload.sha256 for name, payload in payloads.items()}
     store.runs.publish_contract(RUN, make_contract(**digests).SerializeToString())
     assert sweep(store, 0.0).payloads == 1, "the one that it does not name"
-    assert {one.sha256 for one in store.blobs.held()} == set(digests.values())
+    assert {item.sha256 for item in store.blobs.held()} == set(digests.values())
     store.runs.set_status(RUN, RunStatus.FINISHED, "0 rounds completed")
     assert prune(store, RUN, whole=True).freed.payloads == len(named)
 
@@ -157,7 +157,7 @@ def on_disk(tmp_path: Path) -> Iterator[Store]:
 
 
 def staged_keys(store: Store) -> list[str]:
-    return sorted(one.key for one in store.blobs.staging())
+    return sorted(item.key for item in store.blobs.staging())
 
 
 def test_an_orphan_goes_when_it_is_old_and_stays_while_it_is_young(on_disk: Store) -> None:
@@ -187,7 +187,7 @@ def test_what_is_put_again_while_a_sweep_goes_on_is_young(
     payload = make_payload()
     on_disk.blobs.put(payload)
     monkeypatch.setattr(FileBlobs, "age_seconds", lambda self, sha256: 2 * retention.GRACE_SECONDS)
-    listed = [dataclasses.replace(one, age_seconds=2 * retention.GRACE_SECONDS) for one in on_disk.blobs.held()]
+    listed = [dataclasses.replace(item, age_seconds=2 * retention.GRACE_SECONDS) for item in on_disk.blobs.held()]
     engine = Store.open(tmp_path / "store")
 
     def held() -> list[Held]:

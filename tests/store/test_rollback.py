@@ -74,18 +74,18 @@ def test_devices_of_every_method_go_on_from_the_state_that_a_run_was_set_back_to
 ) -> None:
     prepared, store = prepare(RUNS[method], tmp_path / "work"), Store.in_memory()
     play(prepared, store)
-    kept = {one.round: one for one in store.runs.checkpoints(RUN)}
+    kept = {checkpoint.round: checkpoint for checkpoint in store.runs.checkpoints(RUN)}
     assert list(kept) == [0, 1, 2]
     assert roll_back(store, RUN, to) == RolledBack(completed_rounds=to, undone=2 - to)
     row = row_of(store)
     assert (row.status, row.completed_rounds, row.checkpoint) == ("stopped", to, kept[to].sha256)
     assert statuses(store) == ["closed"] * to + ["undone"] * (2 - to)
-    assert {one.status for one in store.asks.uploads(RUN) if one.round > to} <= {"reported"}
+    assert {upload.status for upload in store.asks.uploads(RUN) if upload.round > to} <= {"reported"}
     play(prepared, store)
     assert (row_of(store).status, row_of(store).completed_rounds) == ("finished", 2)
     assert statuses(store) == ["closed"] * to + ["undone"] * (2 - to) + ["closed"] * (2 - to)
-    assert {one.status for one in store.asks.uploads(RUN) if one.round > 2} <= {"used"}
-    assert [one.kind for one in store.history.events(RUN, "rolled-back")] == ["rolled-back"]
+    assert {upload.status for upload in store.asks.uploads(RUN) if upload.round > 2} <= {"used"}
+    assert [event.kind for event in store.history.events(RUN, "rolled-back")] == ["rolled-back"]
     assert_no_upload_lost(store)
     store.close()
 
@@ -97,8 +97,8 @@ def test_the_newest_checkpoints_are_kept_and_all_others_deleted(tmp_path: Path) 
     server = config.server.model_copy(update={"keep_checkpoints": 2})
     play((config.model_copy(update={"run": run, "server": server}), *prepared[1:]), store)
     kept = store.runs.checkpoints(RUN)
-    assert [(one.round, one.completed_rounds) for one in kept] == [(3, 3), (4, 4)]
-    assert {one.sha256 for one in kept} == set(store.blobs._states)  # type: ignore[attr-defined]
+    assert [(item.round, item.completed_rounds) for item in kept] == [(3, 3), (4, 4)]
+    assert {item.sha256 for item in kept} == set(store.blobs._states)  # type: ignore[attr-defined]
     assert kept[-1].sha256 == row_of(store).checkpoint
     with pytest.raises(
         ConfigurationError,
@@ -156,7 +156,7 @@ def test_the_command_says_what_it_did(played: tuple[Prepared, Path]) -> None:
     )
     store = Store.open(directory)
     shown = CliRunner().invoke(app, ["runs", "show", RUN, "--store", str(directory), "--json"])
-    assert [one["status"] for one in json.loads(shown.stdout)["rounds"]] == [
+    assert [item["status"] for item in json.loads(shown.stdout)["rounds"]] == [
         "closed",
         "undone: the run was rolled back to the state after round 1",
     ]
@@ -189,7 +189,7 @@ def test_later_checkpoints_are_gone_and_an_undone_round_is_refused(played: tuple
     store = Store.open(played[1])
     undone = store.runs.checkpoints(RUN)[2].sha256
     assert roll_back(store, RUN, 1) == RolledBack(completed_rounds=1, undone=1)
-    assert [one.round for one in store.runs.checkpoints(RUN)] == [0, 1]
+    assert [checkpoint.round for checkpoint in store.runs.checkpoints(RUN)] == [0, 1]
     assert not store.blobs.has(undone)
     with pytest.raises(
         ConfigurationError, match=r"has no checkpoint of round 2; available rounds: 0 \(0 completed\), 1 "

@@ -180,7 +180,7 @@ def test_a_device_that_is_gone_leaves_its_open_asks_and_keeps_its_answers(store:
     accept(store, done)
     ask_devices(store, "a", "b", step_number=2)
     store.devices.mark_absent(RUN, "a", "lease ended")
-    asks = [(one.device, one.status, one.reason) for one in store.asks.of_step(RUN, 1, 2)]
+    asks = [(item.device, item.status, item.reason) for item in store.asks.of_step(RUN, 1, 2)]
     assert asks == [("a", "out", "lease ended"), ("b", "open", "")]
     assert store.asks.of_step(RUN, 1, 1)[0].status == "answered"
     assert store.devices.present(RUN) == []
@@ -212,7 +212,7 @@ def test_who_has_gone_is_asked_nothing(store: Store) -> None:
     store.devices.mark_absent(RUN, "a", "device left")
     revoke_device(store, "b", "stolen")
     ask_devices(store, "a", "b", "c", "unknown")
-    asks = {one.device: (one.status, one.reason) for one in store.asks.of_step(RUN, 1, 1)}
+    asks = {item.device: (item.status, item.reason) for item in store.asks.of_step(RUN, 1, 1)}
     assert asks.pop("a") == ("out", "device not present")
     assert asks.pop("b") == ("out", "device revoked")
     assert asks == dict.fromkeys(("c", "unknown"), ("open", ""))
@@ -341,7 +341,7 @@ def test_asks_written_again_stay_as_they_are(store: Store) -> None:
     accept(store, first)
     store.asks.add([Ask(**ask_row("a", payload=b"x" * 32)), Ask(**ask_row("b", payload=None, payload_bytes=0))])
     asks = store.asks.of_step(RUN, 1, 1)
-    assert [(one.device, one.status, one.payload) for one in asks] == [
+    assert [(ask.device, ask.status, ask.payload) for ask in asks] == [
         ("a", "answered", b"p" * 32),
         ("b", "open", b""),
     ]
@@ -629,8 +629,8 @@ def test_only_unused_tokens_are_revoked(store: Store) -> None:
     )
     store.credentials.use_token(hashes[0], certificate)
     assert [store.credentials.revoke_tokens(prefix) for prefix in ("1", "1", "2", "")] == [1, 0, 1, 0]
-    found = {token.hash: (token.is_revoked, token.device) for token in store.credentials.tokens()}
-    assert found == dict(zip(hashes, [(False, "a"), (True, None), (True, None)], strict=True))
+    result = {token.hash: (token.is_revoked, token.device) for token in store.credentials.tokens()}
+    assert result == dict(zip(hashes, [(False, "a"), (True, None), (True, None)], strict=True))
 
 
 def test_errors_of_the_database_are_store_errors(store: Store) -> None:

@@ -199,8 +199,8 @@ def test_one_answer_wins_whichever_process_takes_it(store: Store, directory: Pat
         thread.join()
     assert len({row.receipt for row in rows}) == 1
     assert len(store.asks.uploads(RUN)) == 1
-    for one in others:
-        one.close()
+    for other in others:
+        other.close()
 
 
 def _open_and_register(directory: Path, barrier: Any, device: str, answers: Any) -> None:
@@ -314,8 +314,8 @@ def test_a_blob_may_hold_every_type_of_the_wire(store: Store, directory: Path) -
     store.blobs.put(payload)
     with safe_open(blob_path(directory, payload.sha256), "np") as file:
         for name, array in arrays.items():
-            found = file.get_tensor(f"raw/buffers/{name}")
-            assert (found.dtype, found.tolist()) == (array.dtype, array.tolist())
+            result = file.get_tensor(f"raw/buffers/{name}")
+            assert (result.dtype, result.tolist()) == (array.dtype, array.tolist())
 
 
 def test_an_uploaded_blob_is_the_same_file_as_one_put_whole(tmp_path: Path) -> None:

@@ -178,11 +178,11 @@ def answers_of(store: Store, run: str) -> tuple[Any, ...]:
     uploads, progress = store.asks.uploads(run), store.runs.progress(run)
     assert progress is not None
     summed = {one.number: tuple(answers) for one, answers in store.summaries.rounds(run, 0, EVERY)}
-    followed = {one.round.number: tuple(one.answers) for one in progress.rounds}
-    found = Counter((row.round, row.status) for row in uploads)
-    in_all = {number: sum(n for key, n in found.items() if key[0] == number) for number in summed}
+    followed = {item.round.number: tuple(item.answers) for item in progress.rounds}
+    result = Counter((row.round, row.status) for row in uploads)
+    in_all = {number: sum(n for key, n in result.items() if key[0] == number) for number in summed}
     counted = {
-        number: (found[number, UploadStatus.USED], found[number, UploadStatus.REPORTED], in_all[number])
+        number: (result[number, UploadStatus.USED], result[number, UploadStatus.REPORTED], in_all[number])
         for number in summed
     }
     reported = sorted(row.receipt for row in store.summaries.reported_uploads(run))
@@ -230,14 +230,17 @@ def figures_of(store: Store, run: str) -> tuple[Any, ...]:
     newest = {(row.name, row.device): row.round for row in store.history.newest_figures(run, "accuracy", "test")}
     last = {(row.name, row.device): row.round for row in rows if row.name != REPLACED}  # oldest first
     figures = [row for row in rows if row.name == REPLACED]
-    replaced = [_replaced((one.round, one.sum) for one in figures), _replaced((one.device, one.sum) for one in figures)]
+    replaced = [
+        _replaced((figure.round, figure.sum) for figure in figures),
+        _replaced((figure.device, figure.sum) for figure in figures),
+    ]
     counted = [store.summaries.replacements(run, 0, EVERY), store.summaries.replacements_of_devices(run)]
     return (means, newest, counted), (computed, last, replaced)
 
 
 def _replaced(sums: Iterable[tuple[Any, float]]) -> dict[Any, Replacements]:
-    found = Counter((key, total > 0) for key, total in sums)
-    return {key: Replacements(found[key, True], found[key, False]) for key, _ in found}
+    result = Counter((key, total > 0) for key, total in sums)
+    return {key: Replacements(result[key, True], result[key, False]) for key, _ in result}
 
 
 def assert_sums_are_true(store: Store, run: str) -> None:

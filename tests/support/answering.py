@@ -93,7 +93,9 @@ class AnsweringDevice:
         assert contract is not None
         random = np.random.default_rng(seed)
         classes = len(contract.classes)
-        features = {one.name: self._feature_column(random, (self._rows, *one.shape)) for one in contract.features}
+        features = {
+            feature.name: self._feature_column(random, (self._rows, *feature.shape)) for feature in contract.features
+        }
         knowledge = SampleKnowledge(
             sample_ids=np.arange(self._rows),
             features=features,

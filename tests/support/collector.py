@@ -61,12 +61,12 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def spans(self, **fields: Any) -> list[Received]:
         """The spans with these attributes, or this name or service, oldest first."""
         with self._lock:
-            found = list(self._spans)
+            result = list(self._spans)
         known = ("name", "service", "trace", "id", "parent")
         wanted = [(getattr, key, value) for key, value in fields.items() if key in known]
-        of = [one for one in found if all(get(one, key) == value for get, key, value in wanted)]
+        of = [item for item in result if all(get(item, key) == value for get, key, value in wanted)]
         rest = {key: value for key, value in fields.items() if key not in known}
-        of = [one for one in of if rest.items() <= one.attributes.items()]
+        of = [item for item in of if rest.items() <= item.attributes.items()]
         return sorted(of, key=lambda one: one.start)
 
 
@@ -105,8 +105,8 @@ def silent() -> Iterator[tuple[list[socket.socket], dict[str, str]]]:
         finally:
             listening.shutdown(socket.SHUT_RDWR)
             thread.join()
-            for one in accepted:
-                one.close()
+            for item in accepted:
+                item.close()
 
 
 def environment(port: int) -> dict[str, str]:
@@ -133,6 +133,6 @@ def _received(service: str, span: trace_pb2.Span) -> Received:
 
 def _values(attributes: Any) -> dict[str, Any]:
     return {
-        one.key.removeprefix("fleetdistill."): getattr(one.value, str(one.value.WhichOneof("value")))
-        for one in attributes
+        attribute.key.removeprefix("fleetdistill."): getattr(attribute.value, str(attribute.value.WhichOneof("value")))
+        for attribute in attributes
     }

@@ -57,9 +57,9 @@ def dashboard(work: Path, *options: str, token: str | None = TOKEN) -> Iterator[
             )
         try:
             wait_until(lambda: "the dashboard is at" in log.read_text() or process.poll() is not None, "the dashboard")
-            found = re.search(r"(https?://[^/\s]+)/\S*;", log.read_text())
-            assert found, log.read_text()
-            yield found[1]
+            result = re.search(r"(https?://[^/\s]+)/\S*;", log.read_text())
+            assert result, log.read_text()
+            yield result[1]
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(PATIENCE_SECONDS)

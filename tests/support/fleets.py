@@ -116,7 +116,7 @@ def outcome(store: Store) -> tuple[bytes, list[tuple[int, str, float, int]]]:
     assert row.status == "finished"
     figures = store.history.figures(RUN, "accuracy", "test")
     return _state_without_secrets(store, row.checkpoint), [
-        (one.round, one.device, one.sum, one.count) for one in figures
+        (figure.round, figure.device, figure.sum, figure.count) for figure in figures
     ]
 
 
@@ -133,7 +133,7 @@ def _renamed(state: Any, names: Mapping[str, str]) -> Any:
         return names.get(state, state)
     if isinstance(state, Mapping):
         return {key: _renamed(value, names) for key, value in state.items()}
-    return [_renamed(one, names) for one in state] if isinstance(state, list | tuple) else state
+    return [_renamed(item, names) for item in state] if isinstance(state, list | tuple) else state
 
 
 def record(store: Store) -> dict[str, Any]:

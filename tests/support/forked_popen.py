@@ -129,7 +129,9 @@ class ForkedPopen:
                 self.stdin.write(input.encode())
         if not self._readers:  # a call after a timeout goes on with what was read
             streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
-            self._readers = [threading.Thread(target=_read, args=(one, self._read), daemon=True) for one in streams]
+            self._readers = [
+                threading.Thread(target=_read, args=(stream, self._read), daemon=True) for stream in streams
+            ]
             for reader in self._readers:
                 reader.start()
         self.wait(timeout)

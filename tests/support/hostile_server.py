@@ -95,8 +95,8 @@ class LyingLink:
     def next_ask(self, identity: Any, wait_seconds: float) -> Any:
         if not self.asks:
             return service_pb2.NextAskResponse(finished="no more")
-        found = self.asks.pop(0)
-        return service_pb2.NextAskResponse(ask=found) if isinstance(found, service_pb2.Ask) else found
+        result = self.asks.pop(0)
+        return service_pb2.NextAskResponse(ask=result) if isinstance(result, service_pb2.Ask) else result
 
     def heartbeat(self, identity: Any) -> None:
         self.beats += 1

@@ -257,12 +257,12 @@ class Refusal:
 @contextlib.contextmanager
 def refused() -> Iterator[list[Refusal]]:
     """Expects the block to end with an error of gRPC; the list then holds what it said."""
-    found: list[Refusal] = []
+    result: list[Refusal] = []
     try:
-        yield found
+        yield result
     except grpc.RpcError as error:
-        found.append(refusal_of(error))
-    assert found, "the server did not refuse"
+        result.append(refusal_of(error))
+    assert result, "the server did not refuse"
 
 
 def refusal_of(error: Any) -> Refusal:

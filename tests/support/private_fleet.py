@@ -60,9 +60,9 @@ class PrivateFleet:
 
 def received(store: Store) -> list[ClassSums]:
     """The sums in every answer that the server has."""
-    uploads = [one for one in store.asks.uploads(RUN) if one.step == "summarise"]
-    found = [decode(store.blobs.open(one.sha256))["statistics"] for one in uploads]
-    return [one for one in found if isinstance(one, ClassSums)]
+    uploads = [upload for upload in store.asks.uploads(RUN) if upload.step == "summarise"]
+    result = [decode(store.blobs.open(upload.sha256))["statistics"] for upload in uploads]
+    return [item for item in result if isinstance(item, ClassSums)]
 
 
 class RecordingLink(MemoryLink):

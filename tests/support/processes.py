@@ -24,21 +24,21 @@ PATIENCE_SECONDS = 300.0
 def wait_until(condition: Callable[[], T], what: str, seconds: float = PATIENCE_SECONDS) -> T:
     """Returns the first true value of a condition; fails with what was waited for."""
     until = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (result := condition()):
         if time.monotonic() > until:
             raise AssertionError(f"waited {seconds:g} s in vain for: {what}")
         time.sleep(0.02)
-    return found
+    return result
 
 
 def children(pid: int, module: str = "") -> list[int]:
     """Living children of a process, by default all, else those that run this Python module."""
-    found = [int(child) for parent, child, name in _forked() if parent == str(pid) and module in ("", name)]
-    found = [child for child in found if is_alive(child)]
+    result = [int(child) for parent, child, name in _forked() if parent == str(pid) and module in ("", name)]
+    result = [child for child in result if is_alive(child)]
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and _parent_of(entry) == pid and module in ("", *_command_of(entry)):
-            found.append(int(entry.name))
-    return sorted(found)
+            result.append(int(entry.name))
+    return sorted(result)
 
 
 def is_alive(pid: int) -> bool:

@@ -145,15 +145,21 @@ def trained(
         separable=not whole,
     )
     momentum = {str(number): one["momentum_buffer"] for number, one in optimizer.state_dict()["state"].items()}
-    found = {"held": held, "steps": next(steps) - 1}
-    return {**found, "model": model.state_dict(), "momentum": momentum, "loss": report.mean_loss, "draw": torch.rand(3)}
+    result = {"held": held, "steps": next(steps) - 1}
+    return {
+        **result,
+        "model": model.state_dict(),
+        "momentum": momentum,
+        "loss": report.mean_loss,
+        "draw": torch.rand(3),
+    }
 
 
 def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Number of weights and momenta in this process."""
     weights = {*model.parameters(), *optimizer.param_groups[0]["params"]}
     momenta = [value for state in optimizer.state.values() for value in state.values()]
-    return sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in (*weights, *momenta))
+    return sum((item.to_local() if isinstance(item, DTensor) else item).numel() for item in (*weights, *momenta))
 
 
 def run_rank(points: str, rank: int, size: int, rendezvous: str, target: Callable[..., None], *args: Any) -> None:
@@ -173,8 +179,8 @@ def save_trained(group: Group, out: Path, cases: Sequence[tuple[str, int, Mappin
     Each case also has further arguments of `Hardware`.
     """
     for number, (name, failing, settings) in enumerate(cases):
-        found = trained(name, group.ranks, fails=group.ranks.rank == failing, **settings)
-        (out / f"{number} {group.ranks.rank}").write_bytes(pack_state(found))
+        result = trained(name, group.ranks, fails=group.ranks.rank == failing, **settings)
+        (out / f"{number} {group.ranks.rank}").write_bytes(pack_state(result))
 
 
 def save_resumed(group: Group, out: Path, name: str, settings: Mapping[str, Any]) -> None:
@@ -186,8 +192,8 @@ def save_resumed(group: Group, out: Path, name: str, settings: Mapping[str, Any]
     if storage is not None and storage.point is not None:
         key, state = storage.point
         (out / "point").write_bytes(pack_state({"key": key, "state": state}))
-    found = trained(name, group.ranks, storage=storage, **settings)
-    (out / f"{group.ranks.rank}").write_bytes(pack_state(found))
+    result = trained(name, group.ranks, storage=storage, **settings)
+    (out / f"{group.ranks.rank}").write_bytes(pack_state(result))
 
 
 def save_error(group: Group, out: Path) -> None:

@@ -21,12 +21,12 @@ class Scraped:
     def __init__(self, port: int) -> None:
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
             self.text: str = reply.read().decode()
-        self._samples = [one for family in text_string_to_metric_families(self.text) for one in family.samples]
+        self._samples = [sample for family in text_string_to_metric_families(self.text) for sample in family.samples]
 
     @property
     def names(self) -> set[str]:
         """Names of all samples."""
-        return {one.name for one in self._samples}
+        return {sample.name for sample in self._samples}
 
     def value(self, name: str, **labels: str) -> float:
         """Sum of the samples with this name, without its prefix, and these labels; 0 without any."""
@@ -34,10 +34,12 @@ class Scraped:
 
     def by(self, name: str, **labels: str) -> dict[tuple[str, ...], float]:
         """Values of the samples with a name and labels, by the values of all labels in the order of their names."""
-        found = [
-            one for one in self._samples if one.name == f"fleetdistill_{name}" and labels.items() <= one.labels.items()
+        result = [
+            sample
+            for sample in self._samples
+            if sample.name == f"fleetdistill_{name}" and labels.items() <= sample.labels.items()
         ]
-        return {tuple(value for _, value in sorted(one.labels.items())): one.value for one in found}
+        return {tuple(value for _, value in sorted(item.labels.items())): item.value for item in result}
 
 
 def scraped_until(port: int, condition: Callable[[Scraped], object], what: str) -> Scraped:

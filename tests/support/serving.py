@@ -91,9 +91,9 @@ def serve(config: Path) -> Iterator[Served]:
         try:
             process.wait(PATIENCE_SECONDS)
         finally:
-            for one in [process.pid, *started, *(pid for pid in served.seen if _is_ours(pid))]:
+            for item in [process.pid, *started, *(pid for pid in served.seen if _is_ours(pid))]:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(one, signal.SIGKILL)
+                    os.kill(item, signal.SIGKILL)
         process.wait()
         reader.join()
         process.stdout.close()  # type: ignore[union-attr]

@@ -34,7 +34,7 @@ class SmallWorker(Compute):
         return make_profile(proxy_digest=self.contract.proxy_digest, samples=self.rows)
 
     def wanted_payloads(self) -> Sequence[bytes]:
-        return [one for one in (self.contract.initial_weights, self.contract.proxy_digest) if one]
+        return [item for item in (self.contract.initial_weights, self.contract.proxy_digest) if item]
 
     def has_payload(self, sha256: bytes) -> bool:
         return sha256 in self.taken

@@ -227,7 +227,7 @@ class SmallRun:
     def _is_over(self) -> bool:
         """All but the front, which is never done by itself, have ended well."""
         others = [process for name, process in self.processes.items() if name != "front"]
-        return all(one.process is not None and not one.is_alive and not one.was_killed for one in others)
+        return all(other.process is not None and not other.is_alive and not other.was_killed for other in others)
 
     def kills(self, name: str) -> int:
         """How often a process was killed by a failpoint."""

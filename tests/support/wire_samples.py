@@ -101,9 +101,9 @@ def raw_payload(arrays: Mapping[str, Array]) -> Payload:
         tensor.element_type = ELEMENT_TYPES[array.dtype]
         tensor.shape.extend(array.shape)
         tensor.encoding = tensor_pb2.ENCODING_RAW
-    found = slots(parts)
-    source = ArraySource(found, list(arrays.values()))
-    return Payload(parts, found, source, digest(parts, iter([source.read(0, found[-1].stop if found else 0)])))
+    result = slots(parts)
+    source = ArraySource(result, list(arrays.values()))
+    return Payload(parts, result, source, digest(parts, iter([source.read(0, result[-1].stop if result else 0)])))
 
 
 def data_of(payload: Payload) -> bytes:

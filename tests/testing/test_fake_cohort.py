@@ -77,7 +77,7 @@ def test_a_method_computes_here_what_it_computes_in_a_run(name: str, tmp_path: P
     row = store.runs.get(RUN)
     assert row is not None
     expected = unpack_state(store.blobs.get_state(row.checkpoint))
-    profiles = {one.id: contract_pb2.DeviceProfile.FromString(one.profile) for one in store.devices.all(RUN)}
+    profiles = {item.id: contract_pb2.DeviceProfile.FromString(item.profile) for item in store.devices.all(RUN)}
     versions = {device: profile.data_version.hex() for device, profile in profiles.items()}
     store.close()
 
@@ -93,7 +93,7 @@ def test_answers_come_in_the_order_of_the_devices_ids_and_each_gets_its_own_mess
     cohort = FakeCohort(FIVE)
     payload = lambda device: {"plan": Plan(values={"for": device})}  # noqa: E731
     assert answers_of(cohort, "train", payload) == list("abcde")
-    assert [one.device for one in cohort.asked] == list("abcde")
+    assert [item.device for item in cohort.asked] == list("abcde")
     assert cohort.sent("b") == [{"plan": Plan(values={"for": "b"})}]
     assert cohort.answers("b", "train") == [{"plan": Plan(values={"of": "b"})}]
     assert cohort.sent("b", "learn") == []
@@ -113,7 +113,7 @@ def test_a_device_that_declines_is_out_with_its_reason() -> None:
 
     cohort = FakeCohort({**FIVE, "c": decline})
     assert answers_of(cohort) == list("abde")
-    (of_c,) = [one for one in cohort.asked if one.device == "c"]
+    (of_c,) = [item for item in cohort.asked if item.device == "c"]
     assert (of_c.answer, of_c.declined) == (None, "too little memory")
 
 
@@ -136,7 +136,7 @@ def test_a_message_that_cannot_be_sent_puts_its_device_out_with_an_event() -> No
     payload = lambda device: {"knowledge": ProxyKnowledge(valid=True, proxy_digest=b"", logits=logits[device])}  # noqa: E731
     cohort = FakeCohort(FIVE, knowledge_type="float16")
     assert answers_of(cohort, "train", payload) == list("abce")
-    assert [(one.kind, one.device) for one in cohort.events] == [("not-asked", "d")]
+    assert [(event.kind, event.device) for event in cohort.events] == [("not-asked", "d")]
 
 
 def test_what_arrives_has_gone_through_the_wire() -> None:
@@ -150,7 +150,7 @@ def test_what_arrives_has_gone_through_the_wire() -> None:
     cohort = FakeCohort({"a": note}, knowledge_type="float16")
 
     async def read() -> tuple[int, Any]:
-        (answer,) = [one async for one in cohort.ask("train", {"knowledge": third})]
+        (answer,) = [item async for item in cohort.ask("train", {"knowledge": third})]
         return answer.samples, answer.part("knowledge", ProxyKnowledge).logits
 
     samples, values = asyncio.run(read())

@@ -171,8 +171,8 @@ def test_after_a_rejected_answer_the_run_goes_on(make: Any, kind: str, code: str
         assert (server.status, link.left) == ("finished", [])
         closed = [row.status for row in server.store.runs.rounds("test")]
         assert sorted(closed) == ["closed", "closed", "short"]
-    found = [(event.kind, event.values["code"]) for event in events if event.kind in ("dropped", "refused")]
-    assert found == [(kind, code)]
+    result = [(event.kind, event.values["code"]) for event in events if event.kind in ("dropped", "refused")]
+    assert result == [(kind, code)]
 
 
 def test_a_revoked_device_ends_with_the_code(tmp_path: Path) -> None:

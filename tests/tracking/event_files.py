@@ -10,11 +10,11 @@ def events_in(directory: Path) -> Any:
     """Everything in the event files of a directory; also steps that TensorBoard would leave out as doubled."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0}, purge_orphaned_data=False)
-    found.Reload()
-    return found
+    result = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0}, purge_orphaned_data=False)
+    result.Reload()
+    return result
 
 
 def steps_in(directory: Path, name: str) -> list[int]:
     """Steps of a figure, in order."""
-    return [one.step for one in events_in(directory).Scalars(name)]
+    return [Scalar.step for Scalar in events_in(directory).Scalars(name)]

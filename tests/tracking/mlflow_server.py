@@ -70,16 +70,16 @@ class MlflowServer:
     def runs(self, experiment: str = "fleetdistill") -> list[Any]:
         """The runs of an experiment, the oldest first."""
         client = self.client()
-        found = client.get_experiment_by_name(experiment)
-        return client.search_runs([found.experiment_id], order_by=["attributes.start_time"]) if found else []
+        result = client.get_experiment_by_name(experiment)
+        return client.search_runs([result.experiment_id], order_by=["attributes.start_time"]) if result else []
 
     def steps(self, run: Any, name: str) -> list[int]:
         """Steps of each value of a figure, in order, doubled ones too."""
-        return sorted(one.step for one in self.client().get_metric_history(run.info.run_id, name))
+        return sorted(item.step for item in self.client().get_metric_history(run.info.run_id, name))
 
     def files(self, run: Any, folder: str = "") -> list[str]:
         """Paths of a run's artefacts in a folder."""
-        return [one.path for one in self.client().list_artifacts(run.info.run_id, folder)]
+        return [artifact.path for artifact in self.client().list_artifacts(run.info.run_id, folder)]
 
     def client(self) -> Any:
         """A client of the server."""

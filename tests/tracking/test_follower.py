@@ -77,8 +77,8 @@ def to_events(tmp_path: Path, **changes: Any) -> Follower:
 
 
 def directory_of(tmp_path: Path) -> Path:
-    (found,) = (tmp_path / "events").iterdir()
-    return found
+    (result,) = (tmp_path / "events").iterdir()
+    return result
 
 
 # --- figures of the store
@@ -101,13 +101,13 @@ def test_a_short_round_has_figures_and_an_open_or_undone_one_has_none(store: Sto
     add_rounds(store, 2)
     store.runs.close_short_round(RUN, store.runs.start_round(RUN, ["a"]), "too few answers")
     store.runs.start_round(RUN, ["a"])
-    assert [(one.step, one.values["round/completed"]) for one in points_since(store, RUN, 0)] == [
+    assert [(item.step, item.values["round/completed"]) for item in points_since(store, RUN, 0)] == [
         (1, 1),
         (2, 1),
         (3, 0),
     ]
     store.runs.roll_back(RUN, 1)
-    assert 2 not in [one.step for one in points_since(store, RUN, 0)]
+    assert 2 not in [item.step for item in points_since(store, RUN, 0)]
 
 
 def test_a_round_has_its_answers_its_bytes_and_its_seconds(store: Store) -> None:
@@ -147,12 +147,12 @@ def test_rounds_that_end_while_figures_are_read_wait_for_the_next_look(
     read = Summaries.mean_figures
 
     def read_while_rounds_end(*span: Any) -> Any:
-        found = list(read(*span))
+        result = list(read(*span))
         add_rounds(store, 2)
-        return found
+        return result
 
     monkeypatch.setattr(Summaries, "mean_figures", read_while_rounds_end)
-    assert ["accuracy/test" in one.values for one in points_since(store, RUN, 0)] == [True]
+    assert ["accuracy/test" in item.values for item in points_since(store, RUN, 0)] == [True]
 
 
 def test_devices_cannot_fill_a_tracker_with_names_or_break_it_with_numbers(store: Store) -> None:
@@ -198,7 +198,7 @@ def test_event_files_have_each_round_once_after_restarts_and_a_torn_record(store
         add_rounds(store, 1)
         assert again.look()
     assert steps_in(directory, "accuracy/test") == [1, 2, 3, 4, 5]
-    values = [one.value for one in events_in(directory).Scalars("server/global_accuracy")]
+    values = [Scalar.value for Scalar in events_in(directory).Scalars("server/global_accuracy")]
     assert values == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
     assert directory_of(tmp_path) == directory
 
@@ -206,10 +206,10 @@ def test_event_files_have_each_round_once_after_restarts_and_a_torn_record(store
 def test_event_files_show_the_settings_once(store: Store, tmp_path: Path) -> None:
     for _ in range(2):
         assert to_events(tmp_path).look()
-    found = events_in(directory_of(tmp_path))
-    (text,) = found.Tensors("settings/text_summary")
+    result = events_in(directory_of(tmp_path))
+    (text,) = result.Tensors("settings/text_summary")
     assert b"| run.method | `feddkc` |" in text.tensor_proto.string_val[0]
-    assert len(found.Tensors("_hparams_/session_start_info")) == 1
+    assert len(result.Tensors("_hparams_/session_start_info")) == 1
 
 
 def test_a_run_of_the_same_name_has_a_directory_of_its_own(store: Store, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_run_of_the_same_name_has_a_directory_of_its_own(store: Store, tmp_pat
     store.runs.begin(RUN, CONFIG)
     add_rounds(store, 2)
     assert watching.look()
-    assert sorted(steps_in(one, "accuracy/test") for one in (tmp_path / "events").iterdir()) == [[1], [1, 2]]
+    assert sorted(steps_in(item, "accuracy/test") for item in (tmp_path / "events").iterdir()) == [[1], [1, 2]]
 
 
 def test_all_runs_of_a_store_are_followed_unless_one_is_named(store: Store, tmp_path: Path) -> None:
@@ -294,8 +294,8 @@ def test_a_round_that_mlflow_has_in_part_is_completed(
     server.client().log_metric(run.info.run_id, name, 0.04, step=2)  # the first of round 2, then a kill
     add_rounds(store, 2)
     assert to_mlflow(tmp_path, server).look()
-    for one in ("accuracy/test", "round/seconds", "bytes/up"):
-        assert server.steps(run, one) == [1, 2, 3]
+    for item in ("accuracy/test", "round/seconds", "bytes/up"):
+        assert server.steps(run, item) == [1, 2, 3]
 
 
 @pytest.mark.long
@@ -337,7 +337,7 @@ def test_what_mlflow_missed_while_it_was_away_is_written_later(
     assert watching.look()
     (run,) = server.runs(tmp_path.name)
     assert server.steps(run, "accuracy/test") == [1, 2, 3, 4]
-    warnings = [one.message for one in caplog.records if one.levelno >= logging.WARNING]
+    warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1
     assert "the run goes on and they are written later" in warnings[0]
     assert "figures are written to the tracker again" in caplog.text
@@ -345,14 +345,14 @@ def test_what_mlflow_missed_while_it_was_away_is_written_later(
 
 def test_fedavg_is_a_control_of_other_methods_only(tmp_path: Path) -> None:
     curves = [{"name": "FedAvg devices", "accuracy": [0.3, 0.4], "bytes": [100.0, 200.0]}]
-    found = {}
+    result = {}
     for method in ("fedavg", "feddkc"):
         report: dict[str, Any] = {"method": method, "finished": False, "curves": curves, "alone_accuracy_by_round": {}}
         (tmp_path / "report.json").write_text(json.dumps(report))
         results = results_in(tmp_path, [1, 2])
         assert results is not None
-        found[method] = [one.step for one in results.points], list(results.controls)
-    assert found == {"fedavg": ([1, 2], []), "feddkc": ([], ["FedAvg devices"])}
+        result[method] = [point.step for point in results.points], list(results.controls)
+    assert result == {"fedavg": ([1, 2], []), "feddkc": ([], ["FedAvg devices"])}
 
 
 def test_figures_of_a_report_have_the_numbers_of_their_rounds(tmp_path: Path) -> None:
@@ -366,13 +366,13 @@ def test_figures_of_a_report_have_the_numbers_of_their_rounds(tmp_path: Path) ->
     (tmp_path / "report.json").write_text(json.dumps(report))
     results = results_in(tmp_path, [2, 5])
     assert results is not None
-    assert [(one.step, one.values) for one in results.points] == [
+    assert [(point.step, point.values) for point in results.points] == [
         (2, {ACCURACY: 0.5, BYTES: 10.0}),
         (5, {ACCURACY: 0.75, BYTES: 20.0}),
     ]
-    assert [one.step for one in results.controls["FedAvg global"]] == [1, 2, 3]
-    found = [(one.step, one.values[ACCURACY]) for one in results.controls[ALONE]]
-    assert found == [(1, pytest.approx(0.3)), (2, 0.8)]
+    assert [item.step for item in results.controls["FedAvg global"]] == [1, 2, 3]
+    result = [(item.step, item.values[ACCURACY]) for item in results.controls[ALONE]]
+    assert result == [(1, pytest.approx(0.3)), (2, 0.8)]
 
 
 HOSTILE_REPLIES = {
@@ -416,7 +416,9 @@ def test_a_hostile_mlflow_is_a_warning(
         for _ in range(2):
             assert not following.look()
         served.shutdown()
-    warnings = [one.message for one in caplog.records if one.levelno >= logging.WARNING and "figures" in one.message]
+    warnings = [
+        record.message for record in caplog.records if record.levelno >= logging.WARNING and "figures" in record.message
+    ]
     assert len(warnings) == 1
     assert "cannot write figures to the tracker, the run goes on and they are written later" in warnings[0]
 

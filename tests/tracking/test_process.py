@@ -67,8 +67,10 @@ def directories(events: Path) -> list[Path]:
 
 def written(events: Path) -> int:
     """Number of rounds in the event files."""
-    found = [one for one in directories(events) if "round/seconds" in events_in(one).Tags()["scalars"]]
-    return sum(len(steps_in(one, "round/seconds")) for one in found)
+    result = [
+        directory for directory in directories(events) if "round/seconds" in events_in(directory).Tags()["scalars"]
+    ]
+    return sum(len(steps_in(item, "round/seconds")) for item in result)
 
 
 @pytest.mark.long
@@ -84,7 +86,7 @@ def test_kills_leave_each_round_once_and_a_tracking_server_that_is_away_stops_no
             assert server.wait(PATIENCE_SECONDS) == 0
     (directory,) = directories(events)
     store = Store.open(tmp_path / "store")
-    ended = [one.step for one in points_since(store, RUN, 0)]
+    ended = [item.step for item in points_since(store, RUN, 0)]
     store.close()
     assert len(ended) >= ROUNDS
     for name in ("round/seconds", "bytes/up", "server/teacher_accuracy"):
@@ -109,14 +111,14 @@ def test_a_simulation_has_its_figures_controls_settings_and_models_in_event_file
     report = simulate(wanted, tracking=tracking)
     own, alone = sorted(directories(tmp_path / "events" / "methods"), key=lambda one: "local" in one.name)
     assert steps_in(own, "loss/train") == [1, 2]
-    assert [one.value for one in events_in(own).Scalars("simulation/accuracy")] == pytest.approx(
+    assert [Scalar.value for Scalar in events_in(own).Scalars("simulation/accuracy")] == pytest.approx(
         report.curves[0].accuracy
     )
     assert steps_in(alone, "simulation/accuracy") == [1, 2]
     (settings,) = events_in(own).Tensors("settings/text_summary")
     assert b"| simulation.seed | `0` |" in settings.tensor_proto.string_val[0]
     models = {path.relative_to(own).as_posix() for path in own.rglob("*.onnx")}
-    assert models == {"onnx/server.onnx", *(one.onnx_file for one in report.devices)}
+    assert models == {"onnx/server.onnx", *(device.onnx_file for device in report.devices)}
 
 
 def test_all_runs_of_a_server_are_tracked_also_those_created_later(tmp_path: Path) -> None:
@@ -134,10 +136,10 @@ def test_all_runs_of_a_server_are_tracked_also_those_created_later(tmp_path: Pat
         for change in (["create", str(run), "--start"], ["clone", "first", "second", "--start"]):
             subprocess.run([*COMMAND, "runs", *change, "--store", str(store)], check=True)
             with AnsweringFleet(port, "first" if change[0] == "create" else "second", 2) as fleet:
-                wait_until(lambda: all(one.finished for one in fleet.devices), "the devices to hear of the end")
+                wait_until(lambda: all(device.finished for device in fleet.devices), "the devices to hear of the end")
         wait_until(lambda: written(events) >= 2, "the rounds of both runs in the event files")
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(PATIENCE_SECONDS)
-    assert [one.name.partition("-")[0] for one in directories(events)] == ["first", "second"]
-    assert all(steps_in(one, "round/seconds") for one in directories(events))
+    assert [directory.name.partition("-")[0] for directory in directories(events)] == ["first", "second"]
+    assert all(steps_in(directory, "round/seconds") for directory in directories(events))

@@ -42,6 +42,6 @@ def trained(hardware: Hardware) -> dict[str, Tensor]:
 def test_a_gpu_trains_as_a_cpu(precision: str, tolerance: float, resident_bytes: int) -> None:
     settings = EngineSection.model_validate({"precision": precision, "resident_bytes": resident_bytes})
     expected = trained(Hardware(device=torch.device("cpu")))
-    found = trained(Hardware.of(torch.device("cuda"), settings))
+    result = trained(Hardware.of(torch.device("cuda"), settings))
     for name, value in expected.items():
-        assert_close(found[name], value, atol=tolerance, rtol=tolerance)
+        assert_close(result[name], value, atol=tolerance, rtol=tolerance)

@@ -77,8 +77,8 @@ def test_the_file_answers_like_the_model(tmp_path: Path, name: str, dynamic_size
     for height, width in sizes:
         for samples in (1, 6):
             x = images(samples, height, width)
-            (found,) = session.run(["logits"], {"input": x.numpy()})
-            np.testing.assert_allclose(found, expected(model, x), atol=1e-5)
+            (result,) = session.run(["logits"], {"input": x.numpy()})
+            np.testing.assert_allclose(result, expected(model, x), atol=1e-5)
 
 
 def test_a_model_of_one_size_cannot_be_exported_for_any_size(tmp_path: Path) -> None:

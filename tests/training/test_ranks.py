@@ -52,14 +52,14 @@ def assert_trained_as(expected: Mapping[str, Any], found: Mapping[str, Any]) -> 
 def test_two_processes_train_as_one(number: int, results: Path) -> None:
     name, _, settings = CASES[number]
     expected, sharded = trained(name), settings.get("sharding") == "full"
-    found = [unpack_state((results / f"{number} {rank}").read_bytes()) for rank in range(2)]
-    for one in found:
-        assert_trained_as(expected, one)
-    for weight, value in found[0]["model"].items():
-        assert torch.equal(value, found[1]["model"][weight]), weight
-    assert torch.equal(found[0]["draw"], found[1]["draw"])  # what is drawn after the training
+    result = [unpack_state((results / f"{number} {rank}").read_bytes()) for rank in range(2)]
+    for item in result:
+        assert_trained_as(expected, item)
+    for weight, value in result[0]["model"].items():
+        assert torch.equal(value, result[1]["model"][weight]), weight
+    assert torch.equal(result[0]["draw"], result[1]["draw"])  # what is drawn after the training
     if name in {"convolutions", "batch-norm"}:
-        held = [one["held"] for one in found]
+        held = [item["held"] for item in result]
         assert sum(held) == expected["held"] * (1 if sharded else 2)
         assert max(held) - min(held) < expected["held"] / 4
 
@@ -70,11 +70,11 @@ def test_a_resume_point_of_two_processes_has_the_whole_state(settings: Mapping[s
     join_all(start_ranks(2, save_resumed, tmp_path, "batch-norm", settings))
     expected = trained("batch-norm")
     point = unpack_state((tmp_path / "point").read_bytes())
-    found = [unpack_state((tmp_path / f"{rank}").read_bytes()) for rank in range(2)]
-    found.append(trained("batch-norm", storage=OnePoint((point["key"], point["state"]))))
-    for one in found:
-        assert one["steps"] == expected["steps"] - 7
-        assert_trained_as(expected, one)
+    result = [unpack_state((tmp_path / f"{rank}").read_bytes()) for rank in range(2)]
+    result.append(trained("batch-norm", storage=OnePoint((point["key"], point["state"]))))
+    for item in result:
+        assert item["steps"] == expected["steps"] - 7
+        assert_trained_as(expected, item)
 
 
 def test_a_process_that_ends_ends_the_others_with_a_clear_error(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def trained(after: float = 1.0, error: Exception | None = None) -> tuple[str | N
     step()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     reason = train_or_roll_back(train, model, optimizer, rate=RATE)
-    momentum = [one["momentum_buffer"] for one in optimizer.state_dict()["state"].values()]
-    was = [one["momentum_buffer"] for one in before[1]["state"].values()]
+    momentum = [item["momentum_buffer"] for item in optimizer.state_dict()["state"].values()]
+    was = [item["momentum_buffer"] for item in before[1]["state"].values()]
     pairs = [*zip(model.state_dict().values(), before[0].values(), strict=True), *zip(momentum, was, strict=True)]
     return reason, all(torch.equal(now, then) for now, then in pairs)
 

@@ -123,9 +123,9 @@ def test_float32_results_are_those_of_the_plain_loop_bit_for_bit(make: Callable[
     pool = Pool([inputs[:10], inputs[10:12], inputs[12:]], trainer.hardware)
     series: list[dict[str, Any]] = [{}, {"pool": pool}]
     for how in series:
-        model, found = fitted(make, trainer, **how)
+        model, result = fitted(make, trainer, **how)
         assert_equal(expected, model)
-        assert found == mean_loss
+        assert result == mean_loss
     assert events == []
 
 
@@ -172,9 +172,9 @@ def test_a_loss_that_is_not_finite_stops_before_its_step() -> None:
 def test_too_little_memory_gives_micro_batches_with_the_same_result_and_one_event() -> None:
     expected, mean_loss = fitted(convolutions)
     trainer, events = trainer_of()
-    model, found = fitted(convolutions, trainer, SmallMemory(rows=3).losses)
+    model, result = fitted(convolutions, trainer, SmallMemory(rows=3).losses)
     assert_near(expected, model, atol=1e-6, rtol=1e-5)
-    assert found == pytest.approx(mean_loss, rel=1e-5)
+    assert result == pytest.approx(mean_loss, rel=1e-5)
     assert [kind for kind, _ in events] == ["out-of-memory"]
     assert "micro-batches of at most 4 rows" in events[0][1]
     again, _ = fitted(convolutions, trainer, SmallMemory(rows=2).losses)  # the size is kept, and halved again
@@ -261,9 +261,9 @@ def test_bfloat16_stays_close_and_keeps_weights_and_outputs_in_float32() -> None
         model.register_forward_hook(lambda module, given, output: used.append(output.dtype))
         return two_losses(model)
 
-    model, found = fitted(convolutions, trainer, losses)
+    model, result = fitted(convolutions, trainer, losses)
     assert set(used) == {torch.bfloat16}
-    assert found == pytest.approx(mean_loss, rel=0.02)
+    assert result == pytest.approx(mean_loss, rel=0.02)
     assert_near(expected, model, atol=0.02, rtol=0.05)
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
     assert trainer.extract(model, data()[0]).dtype == torch.float32
@@ -291,9 +291,9 @@ def test_a_forward_pass_that_cannot_be_compiled_runs_uncompiled_and_is_reported_
 
     expected, mean_loss = fitted(normalised)
     trainer, events = trainer_of(compile="on", compile_backend=no_backend)
-    model, found = fitted(normalised, trainer)
+    model, result = fitted(normalised, trainer)
     assert_equal(expected, model)
-    assert found == mean_loss
+    assert result == mean_loss
     assert [kind for kind, _ in events] == ["not-compiled"]
 
 
@@ -355,7 +355,7 @@ def test_what_fits_is_kept_on_the_device() -> None:
 def test_labels_are_kept_as_they_are() -> None:
     labels = torch.arange(10)
     read = list(Pool([labels[:4], labels[4:]], Hardware(device=CPU)).batches([torch.tensor([9, 0])]))
-    assert [one.tolist() for one in read] == [[9, 0]]
+    assert [item.tolist() for item in read] == [[9, 0]]
     assert read[0].dtype == torch.int64
 
 

@@ -72,14 +72,14 @@ def test_a_wrapped_module_behaves_like_the_module_in_both_modes(case: str) -> No
         module.train(training)
         model.train(training)
         outputs = []
-        for one in (module, model):
+        for item in (module, model):
             torch.manual_seed(7)
-            outputs.append(one(images))
+            outputs.append(item(images))
         assert torch.equal(*outputs)
         functional.cross_entropy(outputs[1], torch.tensor([0, 1, 2])).backward()
     buffers = {name.split(".", 2)[2]: one for name, one in model.named_buffers()}
     assert all(torch.equal(one, buffers[name]) for name, one in module.named_buffers()), "batch-norm statistics"
-    assert all(one.grad is not None for one in model.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @every_case
@@ -90,7 +90,9 @@ def test_the_extractor_has_the_module_s_names_and_values(case: str) -> None:
     assert state.keys() <= module.state_dict().keys()
     assert_close(model.features(images), create_feature_extractor(module, [cut])(images)[cut], rtol=0, atol=0)
     assert fingerprint(model.extractor) == fingerprint(wrap(make(), cut).extractor)
-    assert sum(one.numel() for one in model.parameters()) == sum(one.numel() for one in module.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) == sum(
+        parameter.numel() for parameter in module.parameters()
+    )
 
 
 @every_case

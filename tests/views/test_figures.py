@@ -37,9 +37,9 @@ def opened_round(store: Store, run: str, devices: str) -> int:
 
 
 def progress(store: Store, run: str) -> Progress:
-    found = store.runs.progress(run, 0)
-    assert found is not None
-    return found
+    result = store.runs.progress(run, 0)
+    assert result is not None
+    return result
 
 
 def answer(store: Store, number: int, device: str, right: int, rows: int) -> None:
@@ -76,7 +76,7 @@ def test_a_round_shows_the_bytes_on_the_link(store: Store) -> None:
     for rows in (views.run(store, "r").lists["rounds"], overview.rounds(store, "r", 0).lists["rounds"]):
         assert [(row["bytes_up"], row["bytes_down"]) for row in rows] == [(100, 1440), (50, 720)]
     followed = progress(store, "r").rounds
-    assert [(one.bytes_up, one.bytes_down) for one in followed] == [(100, 1440), (50, 720)]
+    assert [(item.bytes_up, item.bytes_down) for item in followed] == [(100, 1440), (50, 720)]
     (glance,) = (row for row in overview.overview(store).lists["runs"] if row["run"] == "r")
     assert (glance["bytes_up"], glance["bytes_down"]) == (150, 2160)
 
@@ -103,16 +103,16 @@ def test_an_accuracy_is_the_mean_over_devices_of_whatever_size(store: Store) -> 
     """Of 0.9 on 10 rows and 0.1 on 100 rows: 0.5 over devices; over rows it would be 0.173."""
     assert views.run(store, "r").lists["rounds"][0]["test_accuracy"] == 0.5
     assert progress(store, "r").rounds[0].test_accuracy == pytest.approx(0.5)
-    (found,) = (one for one in run_figures(store.database, 10) if one.name == "r")
-    assert found.last is not None
-    assert found.last == round_figures(store.database, "r", 1, 1)[0]
-    assert found.last.test_accuracy == pytest.approx(0.5)
-    assert found.last.global_accuracy == 0.8
+    (result,) = (figure for figure in run_figures(store.database, 10) if figure.name == "r")
+    assert result.last is not None
+    assert result.last == round_figures(store.database, "r", 1, 1)[0]
+    assert result.last.test_accuracy == pytest.approx(0.5)
+    assert result.last.global_accuracy == 0.8
 
 
 def test_each_run_counts_its_own_asks(store: Store) -> None:
-    found = {one.name: one.asks for one in run_figures(store.database, 10)}
-    assert found == {
+    result = {figure.name: figure.asks for figure in run_figures(store.database, 10)}
+    assert result == {
         "r": {"open": 1, "answered": 1, "out": 0},
         "other": {"open": 2, "answered": 0, "out": 0},
     }

@@ -29,7 +29,7 @@ def open_round(store: Store) -> tuple[int, int]:
 def report(store: Store, number: int, split: str, by_class: dict[int, tuple[float, int]]) -> None:
     """Stores an accuracy of device a, from right answers and samples by class."""
     counts = [ClassCount(label=label, sum=right, count=rows) for label, (right, rows) in by_class.items()]
-    right, rows = sum(one.sum for one in counts), sum(one.count for one in counts)
+    right, rows = sum(count.sum for count in counts), sum(count.count for count in counts)
     metric = Metric(name="accuracy", split=split, sum=right, count=rows, by_class=counts)
     store.history.add_figures(RUN, number, "a", Metrics(metrics=[metric]))
 

@@ -70,10 +70,10 @@ def test_a_limit_of_the_disk_that_is_reached_is_a_problem(tmp_path: Path, settin
     store = Store.open(tmp_path)
     (tmp_path / serve_lock.SERVED_FILE).write_text(f"[server]\n{settings}\n")
     with serve_lock.take(tmp_path, ""):
-        found = problems(store, tmp_path)
+        result = problems(store, tmp_path)
     store.close()
-    assert len(found) == bool(says)
-    assert all(one.endswith(says) for one in found)
+    assert len(result) == bool(says)
+    assert all(item.endswith(says) for item in result)
 
 
 def test_a_run_that_failed_is_told_until_it_is_started(tmp_path: Path) -> None:
@@ -84,11 +84,11 @@ def test_a_run_that_failed_is_told_until_it_is_started(tmp_path: Path) -> None:
 
     def says() -> list[str]:
         listed = CliRunner().invoke(app, ["runs", "list", "--store", str(tmp_path)]).stderr
-        found = source.server().facts["failed_runs"]
+        result = source.server().facts["failed_runs"]
         severity, text = sentence(source.server().facts, "")
-        assert all(one in text and one in listed and severity == "bad" for one in found)
-        assert (source.warnings(), source.problems()) == (found, [])
-        return found
+        assert all(item in text and item in listed and severity == "bad" for item in result)
+        assert (source.warnings(), source.problems()) == (result, [])
+        return result
 
     run_changes.change(store, "r", RunStatus.RUNNING)
     run_changes.change(store, "r", RunStatus.STOPPED)
@@ -120,7 +120,7 @@ def test_without_a_server_nobody_is_present_and_runs_say_so(tmp_path: Path) -> N
         (row,), present = source.overview().lists["runs"], set[bool]()
         assert row["status"] == source.runs().lists["runs"][0]["status"]
         for view in (source.devices(run), source.participants(run)):
-            present |= {one["present"] for one in view.lists["devices"]}
+            present |= {item["present"] for item in view.lists["devices"]}
         present.add(source.device(run, "a").facts["present"])
         return row["status"], row["present"], present, tiles(source.server(), [row])["Runs"]
 

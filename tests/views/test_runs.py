@@ -161,8 +161,8 @@ def test_names_that_few_devices_have_do_not_fill_the_list_of_answers() -> None:
 
 def left_out(general: float, personal: float, own: float | None = None, *, kept: bool = False) -> Metrics:
     """What a device with ten rows tells; numbers are rows."""
-    found = {LEAVE_ONE_OUT: general, PERSONAL_LEAVE_ONE_OUT: personal, OWN_LEAVE_ONE_OUT: own}
-    metrics = [Metric(name=name, split="train", sum=sum, count=10) for name, sum in found.items() if sum is not None]
+    result = {LEAVE_ONE_OUT: general, PERSONAL_LEAVE_ONE_OUT: personal, OWN_LEAVE_ONE_OUT: own}
+    metrics = [Metric(name=name, split="train", sum=sum, count=10) for name, sum in result.items() if sum is not None]
     return Metrics(metrics=[*metrics, Metric(name=OWN_KEPT, split="train", sum=float(kept), count=1)])
 
 
@@ -212,7 +212,7 @@ def test_a_device_that_tells_half_of_it_expects_nothing() -> None:
     store = filled(1)
     half = [Metric(name=LEAVE_ONE_OUT, split="train", sum=1, count=10)]
     store.history.add_figures("r", 1, "a", Metrics(metrics=half))
-    none = [Metric(name=one, split="train", sum=0, count=0) for one in (LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT)]
+    none = [Metric(name=item, split="train", sum=0, count=0) for item in (LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT)]
     store.history.add_figures("r", 1, "b", Metrics(metrics=none))
     assert "leave_one_out" not in views.run(store, "r").lists
 

@@ -55,8 +55,8 @@ def test_devices_are_listed_that_should_have_renewed(tmp_path: Path) -> None:
         )
     revoke_device(store, "revoked", "stolen")
     view = server(store, tmp_path)
-    found = {row["device"]: row["state"] for row in view.lists["certificates"]}
-    assert found == {"gone": "expired", "late-for-10-days": "expires soon", "late-for-400-days": "expires soon"}
+    result = {row["device"]: row["state"] for row in view.lists["certificates"]}
+    assert result == {"gone": "expired", "late-for-10-days": "expires soon", "late-for-400-days": "expires soon"}
     assert not view.facts["warnings"], "each device renews its own; nobody else has to"
     store.close()
 
@@ -68,8 +68,8 @@ def test_a_revoked_person_s_certificate_is_not_called_valid(tmp_path: Path) -> N
     (tmp_path / "store" / serve_lock.SERVED_FILE).write_text(f"[server]\npki = {str(tmp_path / 'pki')!r}\n")
     revoke_person(store, Role.VIEWER, "alice", "left")
     view = server(store, tmp_path / "store")
-    found = {row["holder"]: row["state"] for row in view.lists["certificates"]}
-    assert (found["viewer-alice"], found["viewer-vera"]) == ("revoked", "valid")
+    result = {row["holder"]: row["state"] for row in view.lists["certificates"]}
+    assert (result["viewer-alice"], result["viewer-vera"]) == ("revoked", "valid")
     assert not view.facts["warnings"]
     store.close()
 

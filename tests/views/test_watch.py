@@ -91,7 +91,7 @@ def found(store: Store) -> list[list[Row]]:
 
 
 def test_every_move_is_told_and_told_once(store: Store) -> None:
-    told = [[(one["kind"], one.get("status", one.get("event"))) for one in new] for new in found(store)]
+    told = [[(item["kind"], item.get("status", item.get("event"))) for item in new] for new in found(store)]
     assert told == [
         [("run", "running")],
         [("round", "open"), ("step", None)],
@@ -103,7 +103,7 @@ def test_every_move_is_told_and_told_once(store: Store) -> None:
 
 def test_a_round_has_answers_figures_bytes_and_guards(store: Store) -> None:
     last = found(store)[-1]
-    (closed,) = [one for one in last if one["kind"] == "round"]
+    (closed,) = [item for item in last if item["kind"] == "round"]
     seconds = closed.pop("seconds")
     assert seconds >= 0
     assert closed == {
@@ -123,8 +123,8 @@ def test_a_round_has_answers_figures_bytes_and_guards(store: Store) -> None:
 
 
 def test_a_step_says_who_is_waited_for(store: Store) -> None:
-    steps = [one for new in found(store) for one in new if one["kind"] == "step"]
-    assert [(one["asked"], one["answered"], one["out"]) for one in steps] == [(3, 0, 0), (3, 1, 0), (3, 2, 1)]
+    steps = [item for new in found(store) for item in new if item["kind"] == "step"]
+    assert [(step["asked"], step["answered"], step["out"]) for step in steps] == [(3, 0, 0), (3, 1, 0), (3, 2, 1)]
 
 
 def test_a_run_that_is_not_there_is_a_sentence(store: Store) -> None:
@@ -272,7 +272,7 @@ def test_an_event_of_the_run_has_no_round(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     store.runs.begin("digits", {"run": {"name": "digits", "method": "fedavg", "rounds": 3}})
     store.history.add_event("digits", "engine-failed", "the engine was killed")
-    (event,) = [one for one in changes(store, "digits", {}) if one["kind"] == "event"]
+    (event,) = [change for change in changes(store, "digits", {}) if change["kind"] == "event"]
     assert sentence(event) == "engine-failed: the engine was killed"
     (shown,) = runs.run(store, "digits").lists["events"]
     assert shown["round"] is None

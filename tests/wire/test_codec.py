@@ -70,10 +70,10 @@ def over_the_wire(payload: Payload) -> Payload:
     """The payload as another machine sees it: parts parsed from their bytes, data from its own buffer."""
     parts = knowledge_pb2.Parts.FromString(payload.parts.SerializeToString())
     copy = data_of(payload)
-    found = slots(parts)
+    result = slots(parts)
     assert copy == b"".join(pieces(payload.source, 0, payload.data_bytes))
-    buffers = [np.frombuffer(copy, np.uint8, s.nbytes, s.start) for s in found]
-    return dataclasses.replace(payload, parts=parts, slots=found, source=type(payload.source)(found, buffers))  # type: ignore[call-arg]
+    buffers = [np.frombuffer(copy, np.uint8, s.nbytes, s.start) for s in result]
+    return dataclasses.replace(payload, parts=parts, slots=result, source=type(payload.source)(result, buffers))  # type: ignore[call-arg]
 
 
 # --- round trips
@@ -81,8 +81,8 @@ def over_the_wire(payload: Payload) -> Payload:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_comes_back_as_it_was(name: str) -> None:
-    found = decode(over_the_wire(encode({"first": ONE_OF_EACH[name]})))
-    assert_same(found, {"first": ONE_OF_EACH[name]})
+    result = decode(over_the_wire(encode({"first": ONE_OF_EACH[name]})))
+    assert_same(result, {"first": ONE_OF_EACH[name]})
 
 
 def test_parts_keep_their_names_and_their_order() -> None:
@@ -100,30 +100,30 @@ ARRAYS = st.dictionaries(
 @given(ARRAYS)
 def test_arrays_of_every_type_and_shape_come_back_to_the_bit(arrays: dict[str, k.Array]) -> None:
     payload = over_the_wire(raw_payload(arrays))
-    found = {slot.path: array_of(slot, payload.source) for slot in payload.slots}
-    assert_same(found, {f"raw/buffers/{name}": array for name, array in arrays.items()})
+    result = {slot.path: array_of(slot, payload.source) for slot in payload.slots}
+    assert_same(result, {f"raw/buffers/{name}": array for name, array in arrays.items()})
     assert data_bytes(payload.parts) == sum(array.nbytes for array in arrays.values())
 
 
 @given(hnp.arrays(np.dtype("<f2"), SHAPES))
 def test_knowledge_in_float16_comes_back_to_the_bit(values: k.Array) -> None:
     sent = k.RefinedKnowledge(valid=True, values=values)
-    (found,) = decode(encode({"x": sent}, np.float16)).values()
-    assert_same(found, sent)
+    (result,) = decode(encode({"x": sent}, np.float16)).values()
+    assert_same(result, sent)
 
 
 def test_decoded_arrays_are_read_only() -> None:
-    (found,) = decode(make_payload()).values()
-    assert isinstance(found, k.SampleKnowledge)
+    (result,) = decode(make_payload()).values()
+    assert isinstance(result, k.SampleKnowledge)
     with pytest.raises(ValueError, match="read-only"):
-        found.sample_ids[0] = 1
+        result.sample_ids[0] = 1
 
 
 @pytest.mark.parametrize("make", [np.asfortranarray, lambda a: a[::-1], lambda a: a.astype(">f4")])
 def test_the_memory_layout_of_an_array_does_not_matter(make: Any) -> None:
     array = np.arange(6, dtype=FLOAT32).reshape(2, 3)
-    (found,) = decode(encode({"m": k.ModelParameters(parameters={"w": make(array)})})).values()
-    assert_same(found, k.ModelParameters(parameters={"w": make(array).astype("<f4", order="C")}))
+    (result,) = decode(encode({"m": k.ModelParameters(parameters={"w": make(array)})})).values()
+    assert_same(result, k.ModelParameters(parameters={"w": make(array).astype("<f4", order="C")}))
 
 
 def test_only_knowledge_travels_in_the_knowledge_type() -> None:
@@ -176,10 +176,10 @@ def test_statistics_of_one_exchange_travel_in_types_of_their_own(knowledge_type:
 def test_scalars_of_a_class_space_are_exact_in_float64(number: float) -> None:
     """float16 would make 0.1 of it 0.09998, and infinity of 1e300."""
     sent = dataclasses.replace(ONE_OF_EACH["class_space"], shrinkage=np.array(number), outside=np.array(number))  # type: ignore[type-var]
-    (found,) = decode(over_the_wire(encode({"x": sent}, np.float16))).values()
-    assert isinstance(found, k.ClassSpace)
-    assert [found.shrinkage.dtype, found.shrinkage.shape] == [np.dtype("<f8"), ()]
-    assert (float(found.shrinkage), float(found.outside)) == (number, number)
+    (result,) = decode(over_the_wire(encode({"x": sent}, np.float16))).values()
+    assert isinstance(result, k.ClassSpace)
+    assert [result.shrinkage.dtype, result.shrinkage.shape] == [np.dtype("<f8"), ()]
+    assert (float(result.shrinkage), float(result.outside)) == (number, number)
 
 
 @pytest.mark.parametrize("exact", [np.array(0.25, np.float32), 0.25])
@@ -193,13 +193,13 @@ def test_every_int8_and_a_scalar_beyond_32_bits_come_back() -> None:
     every = np.arange(-128, 128).astype(np.int8)[None]
     moments = dataclasses.replace(ONE_OF_EACH["shared_statistics"], directions=every)  # type: ignore[type-var]
     space = dataclasses.replace(ONE_OF_EACH["class_space"], df=np.array(2**62 + 1, np.int64))  # type: ignore[type-var]
-    found = decode(over_the_wire(encode({"moments": moments, "space": space})))
-    assert_same(found, {"moments": moments, "space": space})
+    result = decode(over_the_wire(encode({"moments": moments, "space": space})))
+    assert_same(result, {"moments": moments, "space": space})
 
 
 def test_float64_parameters_travel_as_the_nearest_float32() -> None:
-    (found,) = decode(encode({"m": k.ModelParameters(parameters={"w": np.array([0.1])})})).values()
-    assert_same(found, k.ModelParameters(parameters={"w": f32([0.1])}))
+    (result,) = decode(encode({"m": k.ModelParameters(parameters={"w": np.array([0.1])})})).values()
+    assert_same(result, k.ModelParameters(parameters={"w": f32([0.1])}))
 
 
 # --- absent is explicit
@@ -220,8 +220,8 @@ def test_what_is_absent_stays_absent_and_is_told_from_empty(sent: k.Kind) -> Non
 
 def test_false_and_zero_are_not_absent() -> None:
     sent = k.Plan(values={"flag": False, "count": 0, "rate": 0.0, "text": "", "list": []})
-    (found,) = decode(over_the_wire(encode({"x": sent}))).values()
-    assert_same(found, sent)
+    (result,) = decode(over_the_wire(encode({"x": sent}))).values()
+    assert_same(result, sent)
 
 
 @given(
@@ -235,8 +235,8 @@ def test_false_and_zero_are_not_absent() -> None:
     )
 )
 def test_settings_of_a_plan_keep_value_and_type(values: dict[str, k.PlanValue]) -> None:
-    (found,) = decode(over_the_wire(encode({"plan": k.Plan(values=values)}))).values()
-    assert_same(found, k.Plan(values=values))
+    (result,) = decode(over_the_wire(encode({"plan": k.Plan(values=values)}))).values()
+    assert_same(result, k.Plan(values=values))
 
 
 def test_a_plan_entry_without_a_value_is_refused() -> None:
@@ -263,9 +263,9 @@ def test_a_value_that_overflows_float16_names_path_and_row(sign: int) -> None:
 
 def test_the_largest_float16_fits_and_infinity_is_left_to_the_server() -> None:
     values = f32([[65504, np.inf, np.nan]])
-    (found,) = decode(encode({"x": k.RefinedKnowledge(valid=True, values=values)}, np.float16)).values()
-    assert isinstance(found, k.RefinedKnowledge)
-    np.testing.assert_array_equal(found.values, values)
+    (result,) = decode(encode({"x": k.RefinedKnowledge(valid=True, values=values)}, np.float16)).values()
+    assert isinstance(result, k.RefinedKnowledge)
+    np.testing.assert_array_equal(result.values, values)
 
 
 @pytest.mark.parametrize(
@@ -313,10 +313,10 @@ def test_any_cut_into_chunks_gives_the_same_blob(data: st.DataObject) -> None:
 def test_chunks_from_any_byte_on_are_the_rest_of_the_data(sizes: list[int], share: float) -> None:
     payload = raw_payload({str(n): np.full(size, n + 1, np.uint8) for n, size in enumerate(sizes)})
     first = int(share * payload.data_bytes)
-    found = list(chunks(payload.source, payload.slots, first))
-    assert b"".join(chunk.data for chunk in found) == data_of(payload)[first:]
+    result = list(chunks(payload.source, payload.slots, first))
+    assert b"".join(chunk.data for chunk in result) == data_of(payload)[first:]
     place = first
-    for chunk in found:
+    for chunk in result:
         slot = payload.slots[chunk.tensor]
         assert slot.start + chunk.offset == place
         assert 1 <= len(chunk.data) <= min(CHUNK_BYTES, slot.nbytes - chunk.offset)  # so it never spans two tensors

@@ -31,7 +31,7 @@ def test_a_digest_covers_parts_and_data(algorithm: Algorithm) -> None:
 def test_a_payload_is_encoded_with_one_digest(algorithm: Algorithm) -> None:
     payload = encode({}, algorithm=algorithm)
     assert payload.digest.hex() == NOTHING[algorithm] == identity(payload.header()).hex()
-    assert [one for one in Algorithm if getattr(payload.header(), one)] == [algorithm]
+    assert [item for item in Algorithm if getattr(payload.header(), item)] == [algorithm]
 
 
 def test_blake3_is_compared_if_the_header_has_it() -> None:

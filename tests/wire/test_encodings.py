@@ -57,11 +57,11 @@ def of_channels(per_channel: Any, like: Any) -> Any:
 @given(COLUMNS)
 def test_a_number_is_off_by_at_most_half_a_step_of_its_channel(numbers: Any) -> None:
     elements, step, minimum = quantize(numbers)
-    found = dequantize(elements, step, minimum)
-    assert (found.dtype, found.shape, elements.dtype) == (np.float32, numbers.shape, np.uint8)  # type: ignore[comparison-overlap]
+    result = dequantize(elements, step, minimum)
+    assert (result.dtype, result.shape, elements.dtype) == (np.float32, numbers.shape, np.uint8)  # type: ignore[comparison-overlap]
     assert step.shape == minimum.shape == numbers.shape[1:2]
     rounding = np.spacing(np.abs(numbers)) + of_channels(255 * np.spacing(step), numbers) + 2.0**-110
-    assert (np.abs(found.astype(np.float64) - numbers) <= of_channels(step, numbers) / 2 + rounding).all()
+    assert (np.abs(result.astype(np.float64) - numbers) <= of_channels(step, numbers) / 2 + rounding).all()
 
 
 @given(COLUMNS)
@@ -122,8 +122,8 @@ def test_only_feature_columns_travel_in_steps_and_the_rest_in_float16() -> None:
         "teacher": RefinedKnowledge(valid=True, sample_ids=np.arange(2), values=np.ones((2, 3))),
         "proxy": ProxyKnowledge(valid=True, logits=np.ones((2, 3)), embeddings=np.ones((2, 5))),
     }
-    found = {slot.path: (slot.dtype.name, slot.shape) for slot in encode(parts, np.uint8).slots}
-    assert found == {
+    result = {slot.path: (slot.dtype.name, slot.shape) for slot in encode(parts, np.uint8).slots}
+    assert result == {
         "knowledge/sample_ids": ("int64", (2,)),
         "knowledge/features/map": ("uint8", (2, 3, 4, 4)),
         "knowledge/features/map/step": ("float32", (3,)),
@@ -143,12 +143,12 @@ def test_only_feature_columns_travel_in_steps_and_the_rest_in_float16() -> None:
 
 def test_a_method_sees_float32_and_never_a_step() -> None:
     sent = make_knowledge()
-    (found,) = decode(encoded()).values()
-    assert isinstance(found, SampleKnowledge)
-    assert (found.features["cut"].dtype, found.logits.dtype) == (np.float32, np.float16)  # type: ignore[comparison-overlap, union-attr]
-    np.testing.assert_allclose(found.features["cut"], sent.features["cut"], atol=1.5 / 255 / 2 + 1e-6)
+    (result,) = decode(encoded()).values()
+    assert isinstance(result, SampleKnowledge)
+    assert (result.features["cut"].dtype, result.logits.dtype) == (np.float32, np.float16)  # type: ignore[comparison-overlap, union-attr]
+    np.testing.assert_allclose(result.features["cut"], sent.features["cut"], atol=1.5 / 255 / 2 + 1e-6)
     with pytest.raises(ValueError, match="read-only"):
-        found.features["cut"][0] = 1
+        result.features["cut"][0] = 1
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 65520.0, -65520.0])
@@ -168,9 +168,9 @@ def test_the_largest_numbers_fit_and_pass_the_server() -> None:
     features[1] = -LARGEST
     payload = encoded(2, features={"cut": features})
     take_in(payload)
-    (found,) = decode(payload).values()
-    assert isinstance(found, SampleKnowledge)
-    np.testing.assert_allclose(found.features["cut"], features, rtol=1e-6)
+    (result,) = decode(payload).values()
+    assert isinstance(result, SampleKnowledge)
+    np.testing.assert_allclose(result.features["cut"], features, rtol=1e-6)
 
 
 # --- hostile columns
@@ -193,7 +193,7 @@ def refusal(payload: Payload, **how: Any) -> tuple[str, str]:
 
 def with_data(payload: Payload, path: str, data: bytes) -> Payload:
     """The payload with other bytes for one tensor, and the digest of these."""
-    (slot,) = [one for one in payload.slots if one.path == path]
+    (slot,) = [slot for slot in payload.slots if slot.path == path]
     whole = data_of(payload)
     changed = whole[: slot.start] + data + whole[slot.stop :]
     return Payload(payload.parts, payload.slots, BytesSource(changed), digest(payload.parts, iter([changed])))
@@ -450,13 +450,15 @@ def test_real_features_shrink_and_decide_the_same() -> None:
     for name in ("float32", "float16", "uint8"):
         knowledge = SampleKnowledge(sample_ids=np.arange(len(labels)), features={"cut": features})
         payload = encode({"knowledge": knowledge}, name)  # type: ignore[arg-type]
-        (slot,) = [one for one in payload.slots if one.path == "knowledge/features/cut"]
-        (found,) = decode(payload).values()
-        assert isinstance(found, SampleKnowledge)
-        decided = (found.features["cut"].reshape(len(labels), -1) @ head).argmax(1)
+        (slot,) = [slot for slot in payload.slots if slot.path == "knowledge/features/cut"]
+        (result,) = decode(payload).values()
+        assert isinstance(result, SampleKnowledge)
+        decided = (result.features["cut"].reshape(len(labels), -1) @ head).argmax(1)
         agree[name] = float(np.mean(decided == (features.reshape(len(labels), -1) @ head).argmax(1)))
-        sent = [one for one in chunks(payload.source, payload.slots, 0, ZSTD) if payload.slots[one.tensor] == slot]
-        sizes[name] = (slot.nbytes, sum(len(one.data) for one in sent))
+        sent = [
+            chunk for chunk in chunks(payload.source, payload.slots, 0, ZSTD) if payload.slots[chunk.tensor] == slot
+        ]
+        sizes[name] = (slot.nbytes, sum(len(item.data) for item in sent))
     assert sizes["float32"][0] == 2 * sizes["float16"][0] == 4 * sizes["uint8"][0] == 4 * features.size
     assert all(as_sent < as_it_is for as_it_is, as_sent in sizes.values())
     assert sizes["float32"][0] > 5 * sizes["uint8"][1]

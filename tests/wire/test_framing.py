@@ -67,21 +67,21 @@ def test_a_message_is_parsed_as_protobuf_parses_it(message: bytes) -> None:
         with pytest.raises(DecodeError):
             unframe(message, service_pb2.UploadRequest)
         return
-    found = unframe(message, service_pb2.UploadRequest)
-    if isinstance(found, Chunk):
-        fields = found._replace(data=bytes(found.data))._asdict()
+    result = unframe(message, service_pb2.UploadRequest)
+    if isinstance(result, Chunk):
+        fields = result._replace(data=bytes(result.data))._asdict()
         assert expected.WhichOneof("message") == "chunk"
         assert {name: getattr(expected.chunk, name) for name in fields} == fields
     else:
-        assert found == expected
-        assert not found.HasField("chunk")
+        assert result == expected
+        assert not result.HasField("chunk")
 
 
 def test_the_data_of_a_received_chunk_are_not_copied() -> None:
     message = frame(Chunk(3, 5, FULL, google_crc32c.value(FULL)))
-    found = unframe(message, service_pb2.DownloadResponse)
-    assert isinstance(found, Chunk)
-    assert isinstance(found.data, memoryview)
-    assert found.data.obj is message
-    assert found.data == FULL
-    assert checksum(found.data) == found.crc32c
+    result = unframe(message, service_pb2.DownloadResponse)
+    assert isinstance(result, Chunk)
+    assert isinstance(result.data, memoryview)
+    assert result.data.obj is message
+    assert result.data == FULL
+    assert checksum(result.data) == result.crc32c

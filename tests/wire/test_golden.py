@@ -53,7 +53,7 @@ def test_golden_bytes_mean_what_they_meant_and_are_written_again_as_they_were(pa
 def test_a_changed_field_number_or_type_is_found(tmp_path: Path) -> None:
     """What makes these tests worth their name: bytes under another number are not the recorded ones."""
     identity = MESSAGES["Identity"]
-    path = next(one for one in RECORDED if one.stem == "Identity")
+    path = next(item for item in RECORDED if item.stem == "Identity")
     swapped = path.read_bytes().replace(b"\x0a", b"\x12", 1)
     assert swapped != path.read_bytes()
     assert identity.FromString(swapped) != identity.FromString(path.read_bytes())

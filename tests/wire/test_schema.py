@@ -151,7 +151,7 @@ def test_sizes_that_are_only_counted_give_the_bytes_of_tensors_that_are_known() 
 
 def test_a_kind_has_a_message_and_a_message_has_a_kind() -> None:
     """A class and its message are all that a kind needs; each finds the other by name."""
-    (fields,) = (one.fields for one in knowledge_pb2.Part.DESCRIPTOR.oneofs if one.name == "kind")
+    (fields,) = (oneof.fields for oneof in knowledge_pb2.Part.DESCRIPTOR.oneofs if oneof.name == "kind")
     assert {field.name for field in fields} == k.KINDS.keys() == ONE_OF_EACH.keys()
     assert all(get_args(k.Parts)[1] in kind.__mro__ for kind in k.KINDS.values())
 

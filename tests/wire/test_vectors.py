@@ -25,22 +25,22 @@ def test_the_codec_writes_these_vectors(written: Any, key: str) -> None:
 
 
 def test_a_zstandard_chunk_is_read(written: Any) -> None:
-    for one in written["compressed"]:
-        chunk = knowledge_pb2.TensorChunk.FromString(bytes.fromhex(one["chunk"]))
+    for item in written["compressed"]:
+        chunk = knowledge_pb2.TensorChunk.FromString(bytes.fromhex(item["chunk"]))
         assert chunk.compression == knowledge_pb2.COMPRESSION_ZSTD
-        assert chunk_data(chunk).hex() == one["data"]
+        assert chunk_data(chunk).hex() == item["data"]
 
 
 def test_errors_and_tokens_are_read(written: Any) -> None:
-    for one in written["errors"]:
-        found = error_of(bytes.fromhex(one["details"]))
-        assert found == (one["status"], one["text"], one["code"], one["metadata"])
-    for one in written["tokens"]:
-        token = read_token(one["token"])
-        assert (token.secret.hex(), token.ca.hex(), token.port) == (one["secret"], one["ca"], one["port"])
+    for item in written["errors"]:
+        result = error_of(bytes.fromhex(item["details"]))
+        assert result == (item["status"], item["text"], item["code"], item["metadata"])
+    for item in written["tokens"]:
+        token = read_token(item["token"])
+        assert (token.secret.hex(), token.ca.hex(), token.port) == (item["secret"], item["ca"], item["port"])
 
 
 def test_messages_say_what_their_text_says(written: Any) -> None:
-    for one in written["messages"]:
-        message = getattr(service_pb2, one["type"].rpartition(".")[2]).FromString(bytes.fromhex(one["bytes"]))
-        assert text_format.MessageToString(message) == one["text"]
+    for item in written["messages"]:
+        message = getattr(service_pb2, item["type"].rpartition(".")[2]).FromString(bytes.fromhex(item["bytes"]))
+        assert text_format.MessageToString(message) == item["text"]

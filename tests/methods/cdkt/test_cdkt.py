@@ -87,7 +87,7 @@ def test_a_round_takes_a_part_of_the_devices_and_averages_over_these() -> None:
     mean = collective(plain, knowledge).outcomes_pc
     assert mean is not None
     said = torch.stack(
-        [torch.from_numpy(knowledge[device].logits).double() for device in (one.device for one in cohort.asked)]
+        [torch.from_numpy(knowledge[device].logits).double() for device in (item.device for item in cohort.asked)]
     )
     assert_close(mean.double(), (said / 3).softmax(-1).mean(0), rtol=0, atol=1e-6)
 
@@ -128,10 +128,10 @@ def test_a_first_model_that_says_what_cannot_be_sent_is_held_back() -> None:
 
 def collective(server: CDKTServer, knowledge: Mapping[str, ProxyKnowledge], **cohort: Any) -> Knowledge:
     """What the server would learn towards."""
-    found: list[Knowledge] = []
-    server.transfer = lambda knowledge, generator: found.append(knowledge)  # type: ignore[method-assign]
+    result: list[Knowledge] = []
+    server.transfer = lambda knowledge, generator: result.append(knowledge)  # type: ignore[method-assign]
     run_round(server, knowledge, **cohort)
-    return found[0]
+    return result[0]
 
 
 def weights(module: nn.Module) -> Tensor:
@@ -177,7 +177,7 @@ def test_cdk_4_the_teacher_is_the_first_argument() -> None:
 def test_cdk_5_both_reductions_of_norm2() -> None:
     teacher = torch.zeros(20, 4, dtype=torch.float64)
     student = torch.full_like(teacher, 0.3)  # rows of norm 0.6
-    rows, batch = (Distance("norm2", outcome_space="logits", norm2_reduction=one) for one in ("mean_l2", "frobenius"))
+    rows, batch = (Distance("norm2", outcome_space="logits", norm2_reduction=item) for item in ("mean_l2", "frobenius"))
     assert float(rows.between_outcomes(teacher, student)) == pytest.approx(0.6)
     assert float(batch.between_outcomes(teacher, student)) == pytest.approx(2.683282, abs=1e-6)
     ratio = batch.between_embeddings(teacher, student) / rows.between_embeddings(teacher, student)
@@ -214,7 +214,7 @@ def test_cdk_8_the_mean_is_over_the_devices_that_answered() -> None:
 def test_cdk_8_absent_devices_do_not_count_in_a_round() -> None:
     cohort = {device: made_up(seed, columns="logits") for seed, device in enumerate("abc")}
     server = make_server(outcome_space="logits", label_average=False)
-    expected = np.mean([one.logits for one in cohort.values()], axis=0)  # type: ignore[arg-type]
+    expected = np.mean([item.logits for item in cohort.values()], axis=0)  # type: ignore[arg-type]
     registered = [*"abc", *(f"device-{number:02d}" for number in range(12))]  # 15, of which three answered
     assert_close(collective(server, cohort, devices=registered).outcomes_pc, torch.from_numpy(expected))
 
@@ -470,7 +470,7 @@ def test_the_device_descends_equation_8(knowledge: str, metric: str) -> None:
 
     data, proxy = device.local.data, make_proxy()
     logits, embeddings = reference.with_embedding(proxy.inputs)  # type: ignore[operator]
-    theirs, theirs_h = (None if one is None else torch.from_numpy(one) for one in (sent.logits, sent.embeddings))
+    theirs, theirs_h = (None if item is None else torch.from_numpy(item) for item in (sent.logits, sent.embeddings))
     assert theirs is not None
     scale = 3.0 if metric == "kl" else 1.0
     target = (functional.one_hot(proxy.labels, CLASSES) + (theirs / scale).softmax(1)) / 2
@@ -556,8 +556,8 @@ def test_a_device_without_its_proxy_set_says_so() -> None:
 def test_proxy_batches_show_every_row_before_any_again_and_never_end() -> None:
     batches = proxy_batches(7, 3, torch.Generator().manual_seed(0))
     passes = [torch.cat([next(batches) for _ in range(3)]).tolist() for _ in range(4)]
-    assert all(sorted(one) == list(range(7)) for one in passes)
-    assert len({tuple(one) for one in passes}) > 1
+    assert all(sorted(item) == list(range(7)) for item in passes)
+    assert len({tuple(item) for item in passes}) > 1
 
 
 # --- server half
@@ -580,18 +580,18 @@ def test_knowledge_is_absent_in_round_1_and_the_global_models_afterwards() -> No
 
 def test_collective_knowledge_is_averaged_as_probabilities_and_corrected_by_labels() -> None:
     uploads = {device: made_up(seed) for seed, device in enumerate("abc")}
-    found = collective(make_server(knowledge="repfull"), uploads)
-    softened = [torch.from_numpy(one.logits / 3.0).softmax(1) for one in uploads.values()]  # type: ignore[operator]
+    result = collective(make_server(knowledge="repfull"), uploads)
+    softened = [torch.from_numpy(upload.logits / 3.0).softmax(1) for upload in uploads.values()]  # type: ignore[operator]
     truth = functional.one_hot(make_proxy().labels, CLASSES)
-    assert_close(found.outcomes_pc, (torch.stack(softened).mean(0) + truth) / 2)
-    heads = torch.stack([torch.from_numpy(one.embeddings) for one in uploads.values()])
-    assert_close(found.embeddings_pf, heads.mean(0))
+    assert_close(result.outcomes_pc, (torch.stack(softened).mean(0) + truth) / 2)
+    heads = torch.stack([torch.from_numpy(upload.embeddings) for upload in uploads.values()])
+    assert_close(result.embeddings_pf, heads.mean(0))
 
 
 def test_samples_weigh_the_average_where_that_is_asked_for() -> None:
     uploads = {device: made_up(seed, columns="logits") for seed, device in enumerate("ab")}
     settings = {"outcome_space": "logits", "label_average": False}
-    first, second = (torch.from_numpy(one.logits) for one in uploads.values())
+    first, second = (torch.from_numpy(upload.logits) for upload in uploads.values())
     weighted = collective(make_server(aggregation="samples", **settings), uploads, samples={"a": 3, "b": 1})
     assert_close(weighted.outcomes_pc, (3 * first + second) / 4)
     uniform = collective(make_server(**settings), uploads, samples={"a": 3, "b": 1})
@@ -711,7 +711,7 @@ def test_the_bytes_of_a_run_are_the_formulas(tmp_path: Path, knowledge: str, num
     assert predicted["up"] == 2 * 80 * numbers
     store = small_fleet(tmp_path, ("cdkt_digits", "cdkt_digits_small"), knowledge=knowledge)
     rows = store.history.traffic(RUN)
-    traffic = {(one.round, one.direction, one.device): one.tensor_bytes for one in rows}
+    traffic = {(row.round, row.direction, row.device): row.tensor_bytes for row in rows}
     proxy_set = 80 * (4 * 64 + 4)
     for device in ("device-0", "device-1"):
         assert [traffic[number, "up", device] for number in (1, 2)] == [predicted["up"]] * 2
@@ -720,7 +720,7 @@ def test_the_bytes_of_a_run_are_the_formulas(tmp_path: Path, knowledge: str, num
 
 def test_the_control_exchanges_no_byte_but_the_proxy_set(tmp_path: Path) -> None:
     store = small_fleet(tmp_path, ("cdkt_digits",), exchange=False)
-    up = [one.tensor_bytes for one in store.history.traffic(RUN) if one.direction == "up"]
+    up = [item.tensor_bytes for item in store.history.traffic(RUN) if item.direction == "up"]
     assert up == [0, 0, 0, 0]
     assert len(store.asks.uploads(RUN)) == 4
 

@@ -23,7 +23,7 @@ def test_an_answer_to_an_earlier_round_counts_for_less(aggregation: str, weights
         answer.staleness, answer.decay = round(1 - decay), decay
         collected.add(answer)
     first, second = weights
-    sent = [(one.logits, one.embeddings) for one in uploads.values()]
+    sent = [(upload.logits, upload.embeddings) for upload in uploads.values()]
     for mean, own, other in zip(collected.means(), *sent, strict=True):
         expected = (first * own + second * other) / (first + second)
         np.testing.assert_allclose(mean.numpy(), expected, atol=1e-6)

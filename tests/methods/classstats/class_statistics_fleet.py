@@ -94,15 +94,15 @@ class Rounds:
         return replace(answer, parts={**answer.parts, "metrics": self.metrics[device]})
 
     def _keep(self, cohort: FakeCohort) -> None:
-        answered = [(one, one.answer) for one in cohort.asked if one.answer is not None]
+        answered = [(item, item.answer) for item in cohort.asked if item.answer is not None]
         through = lambda parts: decode(encode(parts, np.float16))  # noqa: E731
-        self.asked = [(one.step, one.device, through(one.parts)) for one in cohort.asked]
+        self.asked = [(item.step, item.device, through(item.parts)) for item in cohort.asked]
         self.answered = [(one.step, one.device, through(answer.parts)) for one, answer in answered]
-        self.declined = [(one.step, one.device, one.declined) for one in cohort.asked if one.declined]
+        self.declined = [(item.step, item.device, item.declined) for item in cohort.asked if item.declined]
         self.notes_of |= {(one.step, one.device): answer.notes for one, answer in answered}
-        asks = dict.fromkeys((one.number, one.step, one.quorum) for one in cohort.asked)
+        asks = dict.fromkeys((item.number, item.step, item.quorum) for item in cohort.asked)
         self.quorums += [(step, quorum) for _, step, quorum in asks]
-        self.events += [(one.kind, one.text) for one in cohort.events]
+        self.events += [(event.kind, event.text) for event in cohort.events]
         self.figures |= cohort.figures
 
     # what a server half notes between rounds

@@ -80,6 +80,6 @@ def space_of(played: Rounds) -> ClassSpace:
 
 def statistics_of(half: ClassStatsDevice) -> SharedStatistics:
     sent = half.handle(Ask(round=1, step="summarise", seed=1)).parts["statistics"]
-    found = decode(encode({"statistics": sent}))["statistics"]
-    assert isinstance(found, SharedStatistics)
-    return found
+    result = decode(encode({"statistics": sent}))["statistics"]
+    assert isinstance(result, SharedStatistics)
+    return result

@@ -295,10 +295,10 @@ def test_who_is_left_out_is_told_that_its_rows_are_not_counted() -> None:
     assert all("left_out" not in plan for device, plan in told.items() if device != "a")
     half = rounds.halves["a"]._half
     own = half.own
-    found = class_variants(own.space, own.rows, own.labels, (), CLASSES, own.moments, 15)
+    result = class_variants(own.space, own.rows, own.labels, (), CLASSES, own.moments, 15)
     counted = class_variants(own.space, own.rows, own.labels, (0, 1), CLASSES, own.moments, 15)
-    assert [one.sum for one in half.figures] == [one.sum for one in found.figures]
-    assert_array_equal(own.current_variants.personal.hits, found.personal.hits)
+    assert [figure.sum for figure in half.figures] == [figure.sum for figure in result.figures]
+    assert_array_equal(own.current_variants.personal.hits, result.personal.hits)
     space = own.space
     taken_out = leave_one_out(space, coordinates(space, own.rows), own.labels, (0, 1), CLASSES)
     left_in = leave_one_out(space, coordinates(space, own.rows), own.labels, (), CLASSES)

@@ -63,8 +63,8 @@ def test_the_personal_answer_weighs_classes_as_the_device_has_them() -> None:
     general, personal = (extract(half.variants()[name], inputs).double() for name in (GENERAL, PERSONAL))
     counts = np.array([20, 12, 3, 0]) + 0.5
     prior = torch.from_numpy(np.log(counts / counts.sum()))
-    found = (personal - prior).log_softmax(dim=1)
-    fits = [torch.allclose((general / one).log_softmax(dim=1), found, atol=1e-3) for one in (1, 1.5, 2, 3, 4, 6, 8)]
+    result = (personal - prior).log_softmax(dim=1)
+    fits = [torch.allclose((general / item).log_softmax(dim=1), result, atol=1e-3) for item in (1, 1.5, 2, 3, 4, 6, 8)]
     assert sum(fits) == 1
 
 
@@ -79,23 +79,23 @@ def fleet_of_two_kinds() -> tuple[ClassSpace, Array, Array]:
 
 def test_a_device_of_another_kind_keeps_its_own_statistics() -> None:
     space, rows, labels = fleet_of_two_kinds()
-    found = class_variants(space, rows, labels, (), 2, moments_of(rows, labels))
-    assert found.own_kept
-    assert found.personal.space is not space
-    figures = {one.name: one.sum / one.count for one in found.figures}
+    result = class_variants(space, rows, labels, (), 2, moments_of(rows, labels))
+    assert result.own_kept
+    assert result.personal.space is not space
+    figures = {figure.name: figure.sum / figure.count for figure in result.figures}
     assert figures[OWN_LEAVE_ONE_OUT] > figures[PERSONAL_LEAVE_ONE_OUT]
     assert figures[OWN_KEPT] == 1
     without = class_variants(space, rows, labels, (), 2, None)
     assert without.personal.space is space
-    assert {one.name for one in without.figures} == {LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT}
+    assert {figure.name for figure in without.figures} == {LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT}
 
 
 def test_a_device_of_one_class_has_no_statistics_of_its_own_to_keep() -> None:
     space, rows, _ = fleet_of_two_kinds()
     labels = np.zeros(40, int)
-    found = class_variants(space, rows, labels, (0,), 2, moments_of(rows, labels))
-    assert not found.own_kept
-    assert OWN_LEAVE_ONE_OUT not in {one.name for one in found.figures}
+    result = class_variants(space, rows, labels, (0,), 2, moments_of(rows, labels))
+    assert not result.own_kept
+    assert OWN_LEAVE_ONE_OUT not in {figure.name for figure in result.figures}
 
 
 def test_leave_one_out_predicts_the_accuracy_on_unseen_rows() -> None:
@@ -103,15 +103,15 @@ def test_leave_one_out_predicts_the_accuracy_on_unseen_rows() -> None:
     generator = np.random.default_rng(4)
     centres = generator.standard_normal((4, 20)) * 0.6
     labels, unseen = np.repeat(np.arange(4), 40), np.repeat(np.arange(4), 500)
-    rows, others = (generator.standard_normal((len(one), 20)) + centres[one] for one in (labels, unseen))
+    rows, others = (generator.standard_normal((len(item), 20)) + centres[item] for item in (labels, unseen))
     parts = [moments_of(rows[start::2], labels[start::2]) for start in (0, 1)]
     merged = merge(parts)
     space = make_space(merged, shrinkage_rule(20, merged.df))
-    found = class_variants(space, rows[::2], labels[::2], range(4), 4, None).figures[0]
+    result = class_variants(space, rows[::2], labels[::2], range(4), 4, None).figures[0]
     accuracy = (logits(space, coordinates(space, others), 4).argmax(axis=1) == unseen).mean()
     naive = (logits(space, coordinates(space, rows), 4).argmax(axis=1) == labels).mean()
-    assert found.sum / found.count == pytest.approx(accuracy, abs=0.05)
-    assert found.sum / found.count < naive
+    assert result.sum / result.count == pytest.approx(accuracy, abs=0.05)
+    assert result.sum / result.count < naive
 
 
 def moments_without(moments: Moments, row: Array, label: int) -> tuple[Array, Array]:
@@ -132,15 +132,15 @@ def brute_force(
     added = np.diag(np.diag(moments.covariance)) * share + 1e-6 * np.diag(moments.covariance).mean() * np.eye(
         rows.shape[1]
     )
-    found = np.full((len(rows), classes), -np.inf)
+    result = np.full((len(rows), classes), -np.inf)
     for number, (row, label) in enumerate(zip(rows, labels, strict=True)):
         means, covariance = moments.means, moments.covariance
         if label in counted:
             means, covariance = moments_without(moments, row, int(label))
         away = row - means
         inverse = np.linalg.inv((1 - share) * covariance + added)
-        found[number, list(moments.labels)] = -np.einsum("kd,de,ke->k", away, inverse, away) / 2
-    return found
+        result[number, list(moments.labels)] = -np.einsum("kd,de,ke->k", away, inverse, away) / 2
+    return result
 
 
 def hits_of(logits_nc: Array, labels: Array, prior: Array) -> Array:
@@ -161,19 +161,19 @@ def test_guard_and_leave_one_out_are_those_of_rows_that_are_really_left_out(seed
     generator = np.random.default_rng(seed)
     centres = generator.standard_normal((4, 3)) * 0.8
     labels, others = np.repeat([0, 1, 2, 3], [16, 9, 4, 3]), np.repeat([0, 1, 2, 3], 25)
-    rows, away = (generator.standard_normal((len(one), 3)) + centres[one] for one in (labels, others))
+    rows, away = (generator.standard_normal((len(item), 3)) + centres[item] for item in (labels, others))
     own = moments_of(rows, labels)
     merged = merge([own, moments_of(away, others)])
     counted, prior = (0, 1, 3), (np.array([16, 9, 4, 3]) + 0.5) / 34
-    found = class_variants(make_space(merged, 0.1), rows, labels, counted, 4, own)
-    figures = {one.name: one.sum for one in found.figures}
+    result = class_variants(make_space(merged, 0.1), rows, labels, counted, 4, own)
+    figures = {figure.name: figure.sum for figure in result.figures}
 
     fleets = brute_force(merged, 0.1, rows, labels, counted, 4)
     local = brute_force(own, shrinkage_rule(3, own.df), rows, labels, (0, 1, 2, 3), 4)
     assert figures[LEAVE_ONE_OUT] == (fleets.argmax(axis=1) == labels).sum()
     assert figures[PERSONAL_LEAVE_ONE_OUT] == hits_of(fleets, labels, prior).sum()
     assert figures[OWN_LEAVE_ONE_OUT] == hits_of(local, labels, prior).sum()
-    assert found.own_kept is bool(hits_of(local, labels, prior).sum() > hits_of(fleets, labels, prior).sum())
+    assert result.own_kept is bool(hits_of(local, labels, prior).sum() > hits_of(fleets, labels, prior).sum())
     assert_allclose(
         leave_one_out(make_space(merged, 0.1), coordinates(make_space(merged, 0.1), rows), labels, counted, 4),
         fleets,
@@ -214,7 +214,7 @@ def test_a_personal_model_from_own_statistics_has_no_predictor_of_the_fleets_spa
 def test_predictors_of_the_table_read_coordinates(name: str) -> None:
     made = make_predictor(name, 3, 4)
     assert made(torch.rand(5, 3)).shape == (5, 4)
-    assert sum(isinstance(one, nn.Linear) for one in made.modules()) == len(PREDICTORS[name]) + 1
+    assert sum(isinstance(module, nn.Linear) for module in made.modules()) == len(PREDICTORS[name]) + 1
 
 
 def test_a_predictor_that_does_not_fit_is_refused() -> None:
@@ -259,8 +259,8 @@ def test_the_apps_network_is_kept_unless_it_is_to_be_taught() -> None:
     half = taught.halves["a"]
     assert half.variants()[OWN] is half.local.model
     unseen = images_of([10, 10, 10, 10], 9)
-    found = extract(half.local.model, unseen.inputs).argmax(dim=1)
-    assert (found == unseen.labels).float().mean() > 0.7  # with classes that it has few or no rows of
+    result = extract(half.local.model, unseen.inputs).argmax(dim=1)
+    assert (result == unseen.labels).float().mean() > 0.7  # with classes that it has few or no rows of
 
 
 def test_drawn_images_are_seen_where_rows_of_the_classes_lie() -> None:
@@ -329,10 +329,10 @@ def test_leave_one_out_of_few_directions_is_no_pessimist(rows_each: int) -> None
     labels, unseen = np.repeat(np.arange(classes), rows_each), np.repeat(np.arange(classes), 400)
     parts = [generator.standard_normal((len(labels), size)) + centres[labels] for _ in range(devices_)]
     moments = [moments_of(rows, labels) for rows in parts]
-    merged = merge(from_wire(to_wire(one, 128, 15)) for one in moments)
+    merged = merge(from_wire(to_wire(moment, 128, 15)) for moment in moments)
     space = make_space(merged, shrinkage_rule(size, merged.df))
     others = generator.standard_normal((len(unseen), size)) + centres[unseen]
     accuracy = (logits(space, coordinates(space, others), classes).argmax(axis=1) == unseen).mean()
-    found = class_variants(space, parts[0], labels, range(classes), classes, moments[0], 15)
-    assert found.figures[0].sum / found.figures[0].count > accuracy - 0.1
-    assert not found.own_kept
+    result = class_variants(space, parts[0], labels, range(classes), classes, moments[0], 15)
+    assert result.figures[0].sum / result.figures[0].count > accuracy - 0.1
+    assert not result.own_kept

@@ -67,7 +67,7 @@ def projected(features_nf: np.ndarray) -> np.ndarray:
 def test_the_space_is_that_of_all_rows_together_up_to_encoding() -> None:
     played = fleet("abc", rank=512).play()
     data = [half.local.data for half in played.halves.values()]
-    big = [np.isin(one.labels, np.flatnonzero(np.bincount(one.labels) >= 5)) for one in data]
+    big = [np.isin(item.labels, np.flatnonzero(np.bincount(item.labels) >= 5)) for item in data]
     inputs = torch.cat([one.inputs[torch.from_numpy(kept)] for one, kept in zip(data, big, strict=True)])
     labels = np.concatenate([one.labels.numpy()[kept] for one, kept in zip(data, big, strict=True)])
     rows = projected(extract(Scattering(SHAPE), inputs).flatten(1).numpy())
@@ -77,8 +77,8 @@ def test_the_space_is_that_of_all_rows_together_up_to_encoding() -> None:
     assert space.counts.tolist() == whole.counts.tolist()
     assert int(space.df) == whole.df
     wanted = logits(expected, coordinates(expected, rows), CLASSES)
-    found = logits(space, coordinates(space, rows), CLASSES)
-    assert (found.argmax(axis=1) == wanted.argmax(axis=1)).mean() > 0.97
+    result = logits(space, coordinates(space, rows), CLASSES)
+    assert (result.argmax(axis=1) == wanted.argmax(axis=1)).mean() > 0.97
 
 
 def test_all_devices_and_the_server_give_the_same_general_answer() -> None:
@@ -97,8 +97,8 @@ def test_all_devices_and_the_server_give_the_same_general_answer() -> None:
 def test_a_device_learns_classes_that_it_has_never_seen() -> None:
     played = fleet("ab").play()
     unseen = images_of([0, 0, 0, 12], 9)
-    found = extract(played.halves["a"].variants()[GENERAL], unseen.inputs).argmax(dim=1)
-    assert (found == 3).float().mean() > 0.9
+    result = extract(played.halves["a"].variants()[GENERAL], unseen.inputs).argmax(dim=1)
+    assert (result == 3).float().mean() > 0.9
 
 
 def test_features_are_computed_once_for_each_set_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,12 +313,12 @@ def test_a_device_of_another_scale_is_left_out_of_the_merge() -> None:
     parts = {name: statistics_of(half) for name, half in devices().items()}
     assert parts["c"].means is not None
     loud = {**parts, "c": replace(parts["c"], means=parts["c"].means.astype(np.float32) * 500)}
-    found, counted, left_out_of_it = merge_moments(loud, Rules(robust="gross"), Taken())  # type: ignore[arg-type]
+    result, counted, left_out_of_it = merge_moments(loud, Rules(robust="gross"), Taken())  # type: ignore[arg-type]
     assert ("summary-left-out", "c") in events
     assert counted == {"a": [0, 1], "b": [1, 2, 3]}
     assert list(left_out_of_it) == ["c"]
-    assert found is not None
-    assert np.array_equal(found.covariance, merge(from_wire(parts[name]) for name in "ab").covariance)
+    assert result is not None
+    assert np.array_equal(result.covariance, merge(from_wire(parts[name]) for name in "ab").covariance)
 
 
 def test_statistics_with_classes_in_another_order_give_the_same_merge() -> None:
@@ -330,16 +330,16 @@ def test_statistics_with_classes_in_another_order_give_the_same_merge() -> None:
         assert sent.means is not None
         order = order[: len(sent.labels)] if len(sent.labels) == 3 else list(range(len(sent.labels)))[::-1]
         foreign = replace(
-            sent, labels=[sent.labels[one] for one in order], counts=sent.counts[order], means=sent.means[order]
+            sent, labels=[sent.labels[item] for item in order], counts=sent.counts[order], means=sent.means[order]
         )
         assert foreign.labels != sent.labels
-        found, counted, _ = merge_moments({**parts, name: foreign}, Rules(robust="gross"), Silent())  # type: ignore[arg-type]
+        result, counted, _ = merge_moments({**parts, name: foreign}, Rules(robust="gross"), Silent())  # type: ignore[arg-type]
         expected, counted_before, _ = merge_moments(parts, Rules(robust="gross"), Silent())  # type: ignore[arg-type]
-        assert found is not None
+        assert result is not None
         assert expected is not None
         assert counted == counted_before
         for field in ("labels", "counts", "means", "covariance", "df"):
-            assert np.array_equal(getattr(found, field), getattr(expected, field)), field
+            assert np.array_equal(getattr(result, field), getattr(expected, field)), field
 
 
 class Silent:
@@ -366,11 +366,11 @@ def test_a_capped_device_weighs_less_in_covariance_and_degrees_too() -> None:
         )
 
     parts = {"a": sent(11, 1), "b": sent(11, 1), "c": sent(1001, 9)}
-    found, _, _ = merge_moments(parts, Rules(robust="off", count_cap=3), Silent())  # type: ignore[arg-type]
-    assert found is not None
-    assert found.counts.tolist() == [11 + 11 + 33]
-    assert found.df == 54
-    np.testing.assert_allclose(found.covariance, np.diag([308 / 54, 308 / 54]), rtol=1e-12)
+    result, _, _ = merge_moments(parts, Rules(robust="off", count_cap=3), Silent())  # type: ignore[arg-type]
+    assert result is not None
+    assert result.counts.tolist() == [11 + 11 + 33]
+    assert result.df == 54
+    np.testing.assert_allclose(result.covariance, np.diag([308 / 54, 308 / 54]), rtol=1e-12)
 
 
 def test_a_cap_bounds_what_one_device_counts_for() -> None:

@@ -80,12 +80,12 @@ def apps(
 
 
 def play(store: Store, folder: Path, events: list[Event], method: dict[str, Any], **changes: Any) -> list[Device]:
-    found = apps(DeviceApi(store), folder, events, **changes)
-    asyncio.run(Engine(store, run_of(store, **method), DriveDevices(found, lambda: None)).run())
-    for device in found:
+    result = apps(DeviceApi(store), folder, events, **changes)
+    asyncio.run(Engine(store, run_of(store, **method), DriveDevices(result, lambda: None)).run())
+    for device in result:
         while device.step(0.0) is not Step.FINISHED:
             pass
-    return found
+    return result
 
 
 def onnx_logits(file: Path, inputs: Array) -> Array:
@@ -101,8 +101,8 @@ def test_an_app_has_its_own_network_and_both_answers_as_files_from_image_to_clas
         for name in (OWN, GENERAL, PERSONAL):
             with torch.no_grad():
                 expected = device.models[name](unseen).numpy()
-            found = onnx_logits(tmp_path / device.device_id / f"{name}.onnx", unseen.numpy())
-            assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+            result = onnx_logits(tmp_path / device.device_id / f"{name}.onnx", unseen.numpy())
+            assert_allclose(result, expected, atol=1e-5 * np.abs(expected).max())
         whole = (tmp_path / device.device_id / "model.onnx").read_bytes()
         assert whole == (tmp_path / device.device_id / "general.onnx").read_bytes()
         device.close()
@@ -126,9 +126,9 @@ def test_the_network_that_the_app_gave_is_not_trained(tmp_path: Path, judged: bo
     changes = {"validation_data": (rows.inputs, rows.labels)} if judged else {}
     given = [app_model(), app_model()]
     models = [copy.deepcopy(model) for model in given]
-    found = apps(DeviceApi(store), tmp_path, events, models, export="never", **changes)
-    asyncio.run(Engine(store, config, DriveDevices(found, lambda: None)).run())
-    for device, model in zip(found, given, strict=True):
+    result = apps(DeviceApi(store), tmp_path, events, models, export="never", **changes)
+    asyncio.run(Engine(store, config, DriveDevices(result, lambda: None)).run())
+    for device, model in zip(result, given, strict=True):
         own, before = device.models[OWN].state_dict(), model.state_dict()
         assert {name for name, tensor in own.items() if not torch.equal(tensor, before[name])} == set()
         device.close()
@@ -179,11 +179,11 @@ def test_with_validation_data_an_app_keeps_its_network_where_that_is_better(tmp_
             return self.predict(x)
 
     models = (Zero, app_model)
-    found = apps(DeviceApi(store), tmp_path, events, models, validation_data=shuffled, export="never")
-    asyncio.run(Engine(store, run_of(store), DriveDevices(found, lambda: None)).run())
-    assert isinstance(found[0].model, Zero)
+    result = apps(DeviceApi(store), tmp_path, events, models, validation_data=shuffled, export="never")
+    asyncio.run(Engine(store, run_of(store), DriveDevices(result, lambda: None)).run())
+    assert isinstance(result[0].model, Zero)
     assert "kept" in {event.kind for event in events}
-    for device in found:
+    for device in result:
         device.close()
     store.close()
 
@@ -191,12 +191,12 @@ def test_with_validation_data_an_app_keeps_its_network_where_that_is_better(tmp_
 @pytest.mark.parametrize("allowed", [True, False])
 def test_leave_one_out_reaches_the_server_only_where_the_app_allows_metrics(tmp_path: Path, allowed: bool) -> None:
     store, events = Store.in_memory(), list[Event]()
-    allow = tuple(one for one in COLUMNS if allowed or one != "metrics")
+    allow = tuple(item for item in COLUMNS if allowed or item != "metrics")
     for device in play(store, tmp_path, events, {}, allow=allow, export="never"):
         device.close()
     names = (LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT, OWN_KEPT)
-    found = {name: {row.device for row in store.history.figures("one", name, "train")} for name in names}
-    assert found == dict.fromkeys(names, {"d0", "d1"} if allowed else set())
+    result = {name: {row.device for row in store.history.figures("one", name, "train")} for name in names}
+    assert result == dict.fromkeys(names, {"d0", "d1"} if allowed else set())
     assert views.run(store, "one") is not None
     store.close()
 
@@ -220,7 +220,7 @@ def test_vectors_take_part_behind_the_identity(tmp_path: Path) -> None:
         return split_sequential(nn.Sequential(nn.Identity(), nn.Linear(16, CLASSES)), after=1)
 
     api = DeviceApi(store)
-    found = [
+    result = [
         open_device(
             server=MemoryLink(api),
             model=model,
@@ -230,11 +230,11 @@ def test_vectors_take_part_behind_the_identity(tmp_path: Path) -> None:
         )
         for part in (0, 1)
     ]
-    asyncio.run(Engine(store, run_config(values), DriveDevices(found, lambda: None)).run())
+    asyncio.run(Engine(store, run_config(values), DriveDevices(result, lambda: None)).run())
     merged = merge(moments_of(rows[part::2], labels[part::2], 5) for part in (0, 1))
     space = make_space(merged, shrinkage_rule(16, merged.df))
     wanted = logits(space, coordinates(space, rows), CLASSES).argmax(axis=1)
-    for device in found:
+    for device in result:
         assert (extract(device.model, torch.from_numpy(rows)).argmax(dim=1).numpy() == wanted).mean() > 0.95
         device.close()
     store.close()

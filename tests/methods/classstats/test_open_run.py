@@ -103,11 +103,11 @@ class Fleet:
 
     def asked(self) -> list[list[tuple[str, str]]]:
         """(step, device) of every ask of each round."""
-        found = []
+        result = []
         for row in self.store.runs.rounds(RUN):
             steps = [self.store.asks.of_step(RUN, row.number, number) for number in (1, 2)]
-            found.append([(ask.step, ask.device) for asks in steps for ask in asks])
-        return found
+            result.append([(ask.step, ask.device) for asks in steps for ask in asks])
+        return result
 
     def close(self) -> None:
         for name in list(self.devices):
@@ -205,5 +205,5 @@ def test_a_newcomer_that_comes_alone_is_served(fleet: Fleet) -> None:
     assert fleet.asked()[1:] == [summarise("c") + learn("c")]
     images = torch.from_numpy(data_of([0, 8, 0, 0], 5)[0])
     with torch.no_grad():
-        found = fleet.devices["c"].models[GENERAL](images).argmax(dim=1)
-    assert (found == 1).float().mean() > 0.7  # a class that it has no row of
+        result = fleet.devices["c"].models[GENERAL](images).argmax(dim=1)
+    assert (result == 1).float().mean() > 0.7  # a class that it has no row of

@@ -37,7 +37,7 @@ NEAR = {0: [1.0, 0.0], 1: [0.0, 1.0], 2: [1.0, 1.0]}
 
 
 def gone(left_out: Sequence[LeftOut]) -> list[tuple[str, tuple[int, ...]]]:
-    return [(one.device, one.labels) for one in left_out]
+    return [(item.device, item.labels) for item in left_out]
 
 
 # --- (a) counts
@@ -47,9 +47,9 @@ def test_a_counts_go_down_to_three_times_the_median_device() -> None:
     """ROB-4: of 10, 20, 30 and 10^9 the median is 25."""
     counts = {"a": [10], "b": [12, 8], "c": [30], "d": [10**9 - 4 * 10**8, 4 * 10**8]}
     fleet = {name: sent({label: [1.0, 0.0] for label in range(len(one))}, count=one) for name, one in counts.items()}
-    found = capped(fleet, 3.0)
-    assert [found[name].counts.tolist() for name in counts] == [[10], [12, 8], [30], [45, 30]]
-    assert all(found[name] is fleet[name] for name in "abc")
+    result = capped(fleet, 3.0)
+    assert [result[name].counts.tolist() for name in counts] == [[10], [12, 8], [30], [45, 30]]
+    assert all(result[name] is fleet[name] for name in "abc")
 
 
 def test_a_every_class_keeps_a_row() -> None:
@@ -113,7 +113,7 @@ def test_c_the_share_of_means_at_their_own_centre_decides(
     assert (near and near.share) == share
     assert gone(screen(fleet, "gross")[1]) == ([("d", tuple(means))] if gross else [])
     _, left_out = screen(fleet, "strict")
-    assert any("nearest to the centre of their class" in one.reason for one in left_out) == strict
+    assert any("nearest to the centre of their class" in item.reason for item in left_out) == strict
 
 
 def test_c_the_reason_has_the_figures() -> None:
@@ -254,10 +254,10 @@ def test_the_median_of_the_others_is_that_of_all_without_one(seed: int, devices:
     assert len(middle_values(means)) == min(devices, 2 + devices % 2)
     for number, mean in enumerate(means):
         others = [one.astype(np.float64) for other, one in enumerate(means) if other != number]
-        found = centres.without({0: mean.astype(np.float64)})
-        assert found.keys() == ({0} if others else set())
+        result = centres.without({0: mean.astype(np.float64)})
+        assert result.keys() == ({0} if others else set())
         if others:
-            assert_array_equal(found[0], np.median(others, axis=0))
+            assert_array_equal(result[0], np.median(others, axis=0))
     assert_array_equal(centres.without({})[0], np.median(np.stack(means).astype(np.float64), axis=0))
 
 

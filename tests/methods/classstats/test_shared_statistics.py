@@ -96,11 +96,11 @@ def chequered() -> torch.Tensor:
 
 
 def test_fix_3_scattering_of_an_image() -> None:
-    found = Scattering((1, 8, 8))(chequered())
-    assert found.shape == (1, 81, 4, 4)
-    assert_allclose(found[0, [0, 1, 9, 73], 0, 0], (3.639597, 2.2189903, 0.5394725, 2.0538034), atol=2e-6)
-    assert found.mean().item() == pytest.approx(0.7933317, abs=2e-6)
-    assert found.square().sum().item() == pytest.approx(1443.3817, abs=2e-3)
+    result = Scattering((1, 8, 8))(chequered())
+    assert result.shape == (1, 81, 4, 4)
+    assert_allclose(result[0, [0, 1, 9, 73], 0, 0], (3.639597, 2.2189903, 0.5394725, 2.0538034), atol=2e-6)
+    assert result.mean().item() == pytest.approx(0.7933317, abs=2e-6)
+    assert result.square().sum().item() == pytest.approx(1443.3817, abs=2e-3)
     coarse = Scattering((1, 8, 8), step=4)(chequered())
     assert coarse.shape == (1, 81, 2, 2)
     assert coarse.mean().item() == pytest.approx(0.8051992, abs=2e-6)
@@ -108,9 +108,9 @@ def test_fix_3_scattering_of_an_image() -> None:
 
 
 def test_fix_3_scattering_of_a_constant() -> None:
-    found = Scattering((1, 8, 8), step=4)(torch.full((1, 1, 8, 8), 0.5))
-    assert found[0, 0, 0, 0].item() == pytest.approx(np.log(51), abs=1e-6)
-    assert found[0, 1:].abs().max().item() < 1.1e-4
+    result = Scattering((1, 8, 8), step=4)(torch.full((1, 1, 8, 8), 0.5))
+    assert result[0, 0, 0, 0].item() == pytest.approx(np.log(51), abs=1e-6)
+    assert result[0, 1:].abs().max().item() < 1.1e-4
 
 
 @pytest.mark.parametrize(("side", "scales", "step", "maps"), [(8, 2, 2, 81), (14, 2, 4, 81), (28, 3, 8, 217)])
@@ -140,9 +140,9 @@ def test_colours_are_opponent_colours() -> None:
     """Order 0 of a constant image is its colours, smoothed."""
     red, green, blue = 0.9, 0.6, 0.3
     image = torch.tensor([red, green, blue])[None, :, None, None].expand(1, 3, 8, 8)
-    found = Scattering((3, 8, 8))(image)[0, :3, 0, 0]
+    result = Scattering((3, 8, 8))(image)[0, :3, 0, 0]
     wanted = np.array([(red + green + blue) / 3, (red - green) / 2, (red + green) / 4 - blue / 2])
-    assert_allclose(found, np.sign(wanted) * np.log1p(np.abs(wanted) / 0.01), rtol=1e-5)
+    assert_allclose(result, np.sign(wanted) * np.log1p(np.abs(wanted) / 0.01), rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 9), (1, 8), (64,)])
@@ -161,13 +161,13 @@ def test_the_extractor_agrees_on_one_and_on_many_threads(shape: tuple[int, ...])
     images, net = torch.rand(5, *shape, generator=torch.Generator().manual_seed(0)), Scattering(shape)
     before = torch.get_num_threads()
     try:
-        found = []
+        result = []
         for threads in (1, 4):
             torch.set_num_threads(threads)
-            found.append(net(images))
+            result.append(net(images))
     finally:
         torch.set_num_threads(before)
-    assert_allclose(found[0], found[1], atol=1e-5)
+    assert_allclose(result[0], result[1], atol=1e-5)
 
 
 def test_dimensions_follow_from_the_image() -> None:
@@ -206,8 +206,8 @@ def test_fix_7_closed_form() -> None:
     assert_allclose(biases, [-4.3654986, -17.3910221], atol=5e-8)
     assert_allclose(POINT @ weights.T + biases, [[2.1220092, -10.4799401]], atol=5e-8)
     space = space_of_all()
-    found = logits(space, coordinates(space, POINT), 2)
-    assert found[0, 0] - found[0, 1] == pytest.approx(2.1220092 + 10.4799401, abs=1e-6)
+    result = logits(space, coordinates(space, POINT), 2)
+    assert result[0, 0] - result[0, 1] == pytest.approx(2.1220092 + 10.4799401, abs=1e-6)
 
 
 def whole_space(shrinkage: float = 0.1) -> ClassSpace:
@@ -230,22 +230,22 @@ def whole_space(shrinkage: float = 0.1) -> ClassSpace:
 
 def test_fix_8_exact_leave_one_out() -> None:
     space = whole_space()
-    found = leave_one_out(space, coordinates(space, ROWS), LABELS, {0, 1}, 2)
-    assert_allclose(found[0], (-1.7355725, -29.0376695), atol=5e-8)
-    assert_allclose(found[8], (-29.8312576, -1.3387937), atol=5e-8)
+    result = leave_one_out(space, coordinates(space, ROWS), LABELS, {0, 1}, 2)
+    assert_allclose(result[0], (-1.7355725, -29.0376695), atol=5e-8)
+    assert_allclose(result[8], (-29.8312576, -1.3387937), atol=5e-8)
 
 
 @pytest.mark.parametrize("row", range(9))
 def test_fix_8_is_leaving_the_row_out_by_hand(row: int) -> None:
     space, share = whole_space(), 0.1
-    found = leave_one_out(space, coordinates(space, ROWS), LABELS, {0, 1}, 2)
+    result = leave_one_out(space, coordinates(space, ROWS), LABELS, {0, 1}, 2)
     left = np.arange(9) != row
     means = np.stack([ROWS[left & (label == LABELS)].mean(axis=0) for label in (0, 1)])
     error = ROWS[left] - means[LABELS[left]]
     target = np.diag(np.diag(merge([device_a(), device_b()]).covariance))  # the diagonal of all rows is kept
     away = ROWS[row] - means
     inverse = np.linalg.inv((1 - share) * error.T @ error / 7 + share * target)
-    assert_allclose(found[row], -((away @ inverse) * away).sum(axis=1) / 2, atol=1e-9)
+    assert_allclose(result[row], -((away @ inverse) * away).sum(axis=1) / 2, atol=1e-9)
 
 
 def test_fix_9_int8_rows() -> None:
@@ -278,8 +278,8 @@ def test_fix_11_the_space() -> None:
     assert_allclose(space.origin, [1.9560707], atol=5e-8)
     assert_allclose(space.centres[:, 0], (-3.3295124, 3.3295124), atol=5e-8)
     assert float(space.outside) == pytest.approx(1.5635342, abs=5e-8)
-    found = logits(space, coordinates(space, POINT), 2)
-    assert found[0, 0] - found[0, 1] == pytest.approx(12.6019493, abs=5e-7)
+    result = logits(space, coordinates(space, POINT), 2)
+    assert result[0, 0] - result[0, 1] == pytest.approx(12.6019493, abs=5e-7)
     left_out = leave_one_out(space, coordinates(space, ROWS), LABELS, {0, 1}, 2)
     assert_allclose(left_out[0], (-1.8050560, -29.1473618), atol=5e-7)
     assert_allclose(left_out[8], (-32.9239377, -3.5022660), atol=5e-7)
@@ -297,7 +297,7 @@ def test_fix_12_the_rule_and_the_cap_on_directions() -> None:
 def test_any_partition_of_the_rows_gives_the_same_merge(seed: int, devices: int) -> None:
     rows, labels = many_rows(4, 9, 5, seed)
     owner = np.random.default_rng(seed).integers(devices, size=len(labels))
-    merged = merge([moments_of(rows[owner == one], labels[owner == one]) for one in range(devices)])
+    merged = merge([moments_of(rows[owner == item], labels[owner == item]) for item in range(devices)])
     whole = moments_of(rows, labels)
     assert (merged.labels, merged.df) == (whole.labels, whole.df)
     assert merged.counts.tolist() == whole.counts.tolist()
@@ -307,7 +307,7 @@ def test_any_partition_of_the_rows_gives_the_same_merge(seed: int, devices: int)
 
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_merge_without_a_device_is_that_of_the_others(seed: int) -> None:
-    parts = [from_wire(to_wire(moments_of(*many_rows(3, 6, 4, seed + one)), 2)) for one in range(3)]
+    parts = [from_wire(to_wire(moments_of(*many_rows(3, 6, 4, seed + item)), 2)) for item in range(3)]
     without = merge([parts[0], parts[2]])
     again = merge([parts[0], parts[1], parts[2]][::2])
     assert (without.covariance == again.covariance).all()
@@ -341,10 +341,10 @@ def test_what_arrives_has_the_exact_diagonal_and_no_more_directions_than_it_may(
     moments = moments_of(*many_rows(3, 7, 10, seed))
     sent: Any = decode(encode({"statistics": to_wire(moments, rank)}))["statistics"]
     arrived, directions = from_wire(sent), sent.directions
-    found, wanted = np.diag(arrived.covariance), np.diag(moments.covariance)
+    result, wanted = np.diag(arrived.covariance), np.diag(moments.covariance)
     some_left = sent.variances > 0  # else the directions' own rounding has gone over the variance
-    assert_allclose(found[some_left], wanted[some_left], rtol=1e-3)
-    assert_allclose(found, wanted, rtol=2e-2)
+    assert_allclose(result[some_left], wanted[some_left], rtol=1e-3)
+    assert_allclose(result, wanted, rtol=2e-2)
     assert (0 if directions is None else len(directions)) == min(rank, moments.df // 2, 10)
     assert (np.linalg.eigvalsh(arrived.covariance) > -1e-9).all()
 
@@ -359,16 +359,16 @@ def test_leave_one_out_needs_no_row_of_another_device() -> None:
 
 def test_rows_that_were_not_counted_are_not_taken_out() -> None:
     space = space_of_all()
-    found = leave_one_out(space, coordinates(space, POINT), np.array([0]), set(), 2)
+    result = leave_one_out(space, coordinates(space, POINT), np.array([0]), set(), 2)
     general = logits(space, coordinates(space, POINT), 2)
-    assert_allclose(found[:, 0] - found[:, 1], general[:, 0] - general[:, 1], atol=1e-9)
+    assert_allclose(result[:, 0] - result[:, 1], general[:, 0] - general[:, 1], atol=1e-9)
 
 
 def test_a_class_that_is_not_in_the_space_lies_below_all_others() -> None:
     space = space_of_all()
-    found = logits(space, coordinates(space, ROWS), 4)
-    assert found.shape == (9, 4)
-    assert (found[:, 2:] == found[:, :2].min(axis=1, keepdims=True) - 20).all()
+    result = logits(space, coordinates(space, ROWS), 4)
+    assert result.shape == (9, 4)
+    assert (result[:, 2:] == result[:, :2].min(axis=1, keepdims=True) - 20).all()
 
 
 def test_the_temperature_is_the_likeliest_one() -> None:

@@ -58,11 +58,11 @@ def assert_shared(device: Device) -> None:
     models = device.models
     assert sorted(models) == sorted((OWN, GENERAL, PERSONAL))
     extractors = [
-        [one.data_ptr() for one in models[name].fixed.extractor.state_dict().values()] for name in (GENERAL, PERSONAL)
+        [item.data_ptr() for item in models[name].fixed.extractor.state_dict().values()] for name in (GENERAL, PERSONAL)
     ]
     assert extractors[0] == extractors[1]
     assert extractors[0]
-    kept = {one.data_ptr(): one.nbytes for model in models.values() for one in model.state_dict().values()}
+    kept = {item.data_ptr(): item.nbytes for model in models.values() for item in model.state_dict().values()}
     assert (device.state_dir / "delivered.safetensors").stat().st_size < sum(kept.values()) + 30_000  # and names
     assert not torch.equal(models[GENERAL].above.temperature, models[PERSONAL].above.temperature) or not torch.equal(
         models[GENERAL].above.log_prior, models[PERSONAL].above.log_prior
@@ -72,14 +72,14 @@ def assert_shared(device: Device) -> None:
 def test_both_answers_have_their_figures_in_the_store_and_the_report(tmp_path: Path) -> None:
     report = simulate(replace(WANTED, out=tmp_path))
     assert set(report.further) == {PERSONAL}
-    assert {set(one.further) == {PERSONAL} for one in report.devices} == {True}
+    assert {set(device.further) == {PERSONAL} for device in report.devices} == {True}
     written = json.loads((tmp_path / "report.json").read_text())["devices"][0]["further"][PERSONAL]
     assert written == report.devices[0].further[PERSONAL]
-    for one in report.devices:
-        by_round = report.further_accuracy_by_round[PERSONAL][one.name]
-        assert by_round[-1] == one.further[PERSONAL]["accuracy"]
-        assert all((tmp_path / file).exists() for file in one.onnx_answers.values())
-        assert list(one.onnx_answers) == [GENERAL, PERSONAL]
+    for device in report.devices:
+        by_round = report.further_accuracy_by_round[PERSONAL][device.name]
+        assert by_round[-1] == device.further[PERSONAL]["accuracy"]
+        assert all((tmp_path / file).exists() for file in device.onnx_answers.values())
+        assert list(device.onnx_answers) == [GENERAL, PERSONAL]
     assert all(rate is not None for rate in report.global_accuracy_by_round)
 
 
@@ -89,10 +89,10 @@ def test_the_table_has_both_answers_of_every_device_and_fits_a_small_terminal(tm
     console.print(report_table(report))
     lines = [line.rstrip() for line in console.export_text().splitlines()]
     assert max(map(len, lines)) <= 100
-    for one in (*report.devices, None):
-        of = report.further if one is None else one.further
-        above = next(number for number, line in enumerate(lines) if line.startswith(one.name if one else "mean"))
-        general = (one.accuracy_fleet, one.own_accuracy_fleet) if one else (report.mean_accuracy_fleet,)
+    for item in (*report.devices, None):
+        of = report.further if item is None else item.further
+        above = next(number for number, line in enumerate(lines) if line.startswith(item.name if item else "mean"))
+        general = (item.accuracy_fleet, item.own_accuracy_fleet) if item else (report.mean_accuracy_fleet,)
         assert all(f"{rate:.1%}" in lines[above] for rate in general)
         below = [line.split() for line in lines[above + 1 : above + 3]]
         assert ["personal", "model", *(f"{rate:.1%}" for rate in of[PERSONAL].values())] in below

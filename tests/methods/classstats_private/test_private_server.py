@@ -116,7 +116,7 @@ def test_device_halves_take_part_with_noise_of_their_own(models):
     (cohort,) = play(make_server(**settings), halves)
     sent: Any = cohort.answers("a", "summarise")[0]["statistics"]
     assert sent.counts == pytest.approx(np.full(CLASSES, 50), abs=20 * 1 / (mu_for(20, 1e-5) * math.sqrt(0.1)))
-    assert [one.answer.samples for one in cohort.asked if one.answer is not None] == [1] * 4
+    assert [item.answer.samples for item in cohort.asked if item.answer is not None] == [1] * 4
     assert {"general", "personal"} <= halves["a"].variants().keys()
     assert halves["a"].variants()["personal"](data.inputs[:3]).shape == (3, CLASSES)
 
@@ -124,7 +124,7 @@ def test_device_halves_take_part_with_noise_of_their_own(models):
 def test_a_device_with_a_smaller_epsilon_counts_for_less_and_is_named():
     fleet = members("abcd") | {"e": Member([100] * CLASSES, seed=5, mu=MU / 4)}
     (cohort,) = play(make_server(), fleet)
-    assert [(one.kind, one.device) for one in cohort.events] == [("more-noise", "e")]
+    assert [(event.kind, event.device) for event in cohort.events] == [("more-noise", "e")]
 
 
 def test_a_device_with_far_more_noise_than_the_others_does_not_spoil_the_merge():
@@ -206,7 +206,7 @@ def test_a_lying_device_is_left_out_and_the_merge_is_that_of_the_others(lie, rob
     server, others = make_server(robust=robust), make_server(robust=robust)
     (cohort,) = play(server, members("abcd") | {"z": Member([100] * CLASSES, seed=26, lie=LIES[lie])})
     play(others, members("abcd"))
-    assert ("summary-left-out", "z") in {(one.kind, one.device) for one in cohort.events}
+    assert ("summary-left-out", "z") in {(event.kind, event.device) for event in cohort.events}
     assert server.merge_name == others.merge_name
 
 
@@ -222,7 +222,7 @@ def test_honest_devices_with_noise_are_not_left_out(robust, seed):
 
 def test_a_device_with_very_many_rows_is_capped_with_its_noise():
     (cohort,) = play(make_server(), members("abcd") | {"z": Member([5000] * CLASSES, seed=26)})
-    assert [(one.kind, one.device) for one in cohort.events] == [("rows-capped", "z")]
+    assert [(event.kind, event.device) for event in cohort.events] == [("rows-capped", "z")]
     assert "which count as" in cohort.events[0].text
 
 

@@ -127,9 +127,9 @@ def test_exact_noise_is_added_to_rows_on_the_grid_and_never_has_less_than_its_va
     diagonal, beside, counts, sums = variances[:3], variances[3:6], variances[6:7], variances[7:]
     assert len(sums) == 3
     of_counts, of_sums, of_moment = (1 / (Fraction(mu) ** 2 * share) for share in SHARES)
-    for found, needed in ((counts, of_counts), (sums, of_sums * 2**32), (diagonal, of_moment * 2**64)):
-        assert all(needed <= one < needed + Fraction(1, 1024) for one in found)
-    assert all(of_moment * 2**63 <= one < of_moment * 2**63 + Fraction(1, 1024) for one in beside)
+    for result, needed in ((counts, of_counts), (sums, of_sums * 2**32), (diagonal, of_moment * 2**64)):
+        assert all(needed <= item < needed + Fraction(1, 1024) for item in result)
+    assert all(of_moment * 2**63 <= item < of_moment * 2**63 + Fraction(1, 1024) for item in beside)
 
 
 @given(rows=rows)
@@ -166,7 +166,8 @@ def test_the_noise_has_the_wanted_size(exact):
         return float(np.sqrt(np.mean(np.square(noise))))
 
     noise = [
-        (one.counts - clean.counts, one.sums - clean.sums, one.second_moment - clean.second_moment) for one in releases
+        (release.counts - clean.counts, release.sums - clean.sums, release.second_moment - clean.second_moment)
+        for release in releases
     ]
     assert deviation([n for n, _, _ in noise]) == pytest.approx(scale.counts, rel=0.03)
     assert deviation([s for _, s, _ in noise]) == pytest.approx(scale.sums, rel=0.03)

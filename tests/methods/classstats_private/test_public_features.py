@@ -73,8 +73,8 @@ def test_fewer_dimensions_are_the_first_ones():
 def test_colour_images_count_as_their_luminance():
     colour = images(4, channels=3)
     grey = (colour * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(dim=1, keepdim=True)
-    found, expected = (WhitenedScattering((c, 8, 8), 16)(x) for c, x in ((3, colour), (1, grey)))
-    assert torch.allclose(found, expected, atol=1e-4)
+    result, expected = (WhitenedScattering((c, 8, 8), 16)(x) for c, x in ((3, colour), (1, grey)))
+    assert torch.allclose(result, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 17, 17)])
@@ -83,8 +83,8 @@ def test_a_device_without_pytorch_computes_the_same(shape):
     extractor = private_extractor("scattering", None, shape, 64).eval()
     session = onnxruntime.InferenceSession(onnx_bytes(extractor, shape))
     inputs = images(3, shape[0], shape[1])
-    (found,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
-    assert found == pytest.approx(extractor(inputs).numpy(), abs=1e-3)
+    (result,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
+    assert result == pytest.approx(extractor(inputs).numpy(), abs=1e-3)
 
 
 def test_the_runs_own_extractor_is_scaled_to_one_length():

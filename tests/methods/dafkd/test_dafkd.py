@@ -92,9 +92,9 @@ def test_daf_12_a_run_sends_what_the_formula_says(name: str, tmp_path: Path) -> 
     predicted = round_bytes(DaFKDServer.exchanges(DaFKDConfig(**settings).for_classes(CLASSES), sizes), "float16")
     up, down, w = predicted["up"], predicted["down"], state_bytes(server.model)
     rows = {
-        (one.direction, one.round): one.tensor_bytes
-        for one in store.history.traffic(RUN)
-        if one.device == "device-0" and one.round > 0
+        (item.direction, item.round): item.tensor_bytes
+        for item in store.history.traffic(RUN)
+        if item.device == "device-0" and item.round > 0
     }
     assert (rows["up", 1], rows["up", 2]) == (up, up)
     assert rows["down", 1] in (down, down + w)  # and the first weights, where the method gives them

@@ -141,7 +141,7 @@ def test_a_last_batch_of_one_sample_trains_models_without_batch_norm() -> None:
     local = make_device(rows=33).local
     model = OwnSplit()
     device = DaFKDDevice(config_of(), replace(local, model=model, taps=check_local_model(model)))
-    losses = [float(one.detach()) for one in training_of(device).losses(0, torch.tensor([0]))]
+    losses = [float(loss.detach()) for loss in training_of(device).losses(0, torch.tensor([0]))]
     assert len(losses) == 1
     assert np.isfinite(losses).all()
 

@@ -55,8 +55,8 @@ def test_daf_9_the_generators_optimum_is_not_the_mean_of_the_devices() -> None:
             total += np.log(2) - float(adversarial_loss(best.repeat_interleave(real), best.repeat_interleave(fake)))
         return total
 
-    found = min(range(5_600, 5_740), key=objective)
-    assert found == 5_666
+    result = min(range(5_600, 5_740), key=objective)
+    assert result == 5_666
     assert objective(5_666) == pytest.approx(0.14861310, abs=1e-8)
     assert objective(5_500) == pytest.approx(0.14885051, abs=1e-8)
 

@@ -25,7 +25,7 @@ from fleetdistill.training.portable_noise import portable_noise, splitmix64
 
 
 def test_daf_11_splitmix64() -> None:
-    assert [hex(one) for one in splitmix64(12345, 3).tolist()] == [
+    assert [hex(item) for item in splitmix64(12345, 3).tolist()] == [
         "0x22118258a9d111a0",
         "0x346edce5f713f8ed",
         "0x1e9a57bc80e6721d",

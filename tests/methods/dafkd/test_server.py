@@ -63,13 +63,13 @@ def answer_of(device: str, parts: Parts) -> DeviceAnswer:
 
 def answered(cohort: FakeCohort) -> list[tuple[str, str, Parts]]:
     """Step, device and parts of every answer."""
-    return [(one.step, one.device, one.answer.parts) for one in cohort.asked if one.answer is not None]
+    return [(item.step, item.device, item.answer.parts) for item in cohort.asked if item.answer is not None]
 
 
 def part_of(parts: Parts, name: str, kind: type[PartKind]) -> PartKind:
-    found = parts[name]
-    assert isinstance(found, kind)
-    return found
+    result = parts[name]
+    assert isinstance(result, kind)
+    return result
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -93,7 +93,7 @@ def test_the_start_of_distillation_is_the_mean_of_classifiers_and_generators() -
     classifiers = [part_of(parts, "parameters", ModelParameters) for _, _, parts in answered(cohort)]
     for module, sent in ((server.model, classifiers), (server.generator, generators)):
         for name, array in model_parameters(module).parameters.items():
-            expected = np.mean([one.parameters[name] for one in sent], axis=0)
+            expected = np.mean([item.parameters[name] for item in sent], axis=0)
             np.testing.assert_allclose(array, expected, atol=1e-6)
 
 
@@ -126,7 +126,7 @@ def test_a_device_that_is_left_out_of_the_mean_does_not_teach() -> None:
         return replace(answer, parts={**answer.parts, "generator": generator})
 
     (cohort,) = play(make_server(), {**honest, "liar": lie})
-    assert ("update-left-out", "liar") in [(one.kind, one.device) for one in cohort.events]
+    assert ("update-left-out", "liar") in [(event.kind, event.device) for event in cohort.events]
     assert cohort.figures["likelihood"].keys() == honest.keys()
 
 
@@ -136,13 +136,13 @@ def test_the_ensemble_is_that_of_the_devices_own_models() -> None:
     cohort = run_round(server, devices)
     samples = server.samples(5)
     answers = [answer_of(device, parts) for _, device, parts in answered(cohort)]
-    found = server.judged_ensemble(answers, samples, cohort)
-    assert found is not None
+    result = server.judged_ensemble(answers, samples, cohort)
+    assert result is not None
     with torch.no_grad():
         heard = [half.ready()[0].eval() for half in devices.values()]
-        verdicts = torch.stack([one.realness(samples) for one in heard])
+        verdicts = torch.stack([item.realness(samples) for item in heard])
         logits = torch.stack([half.local.model(samples) for half in devices.values()])
-    assert_close(found[1], ensemble(importance_weights(verdicts), logits, 1.0, "probs"), atol=1e-6, rtol=0)
+    assert_close(result[1], ensemble(importance_weights(verdicts), logits, 1.0, "probs"), atol=1e-6, rtol=0)
 
 
 def teachers_of(**settings: Any) -> tuple[Tensor, Tensor]:
@@ -267,8 +267,8 @@ def test_a_device_with_another_seed_or_without_finite_answers_does_not_teach() -
     good = WeightedPredictions(noise_seed=5, values=np.full((64, 10), 0.05, np.float32))
     stale = WeightedPredictions(noise_seed=6, values=np.full((64, 10), 0.01, np.float32))
     answers = [answer_of("a", {"predictions": good}), answer_of("b", {"predictions": stale})]
-    found = server.weighted_ensemble(answers, samples, 5, cohort)
-    assert found is not None
+    result = server.weighted_ensemble(answers, samples, 5, cohort)
+    assert result is not None
     assert cohort.figures["likelihood"] == {"a": pytest.approx(0.5)}
     assert cohort.events[0].kind == "member-left-out"
     assert "its predictions are for samples of seed 6, the round's seed is 5" in cohort.events[0].text
@@ -278,11 +278,11 @@ def test_a_device_with_another_seed_or_without_finite_answers_does_not_teach() -
 def test_where_all_importance_vanishes_no_figure_is_made_up() -> None:
     server, cohort = make_server(**VARIANTS["lagged"]), FakeCohort({})
     nowhere = WeightedPredictions(noise_seed=5, values=np.zeros((64, 10), np.float32))
-    found = server.weighted_ensemble([answer_of("a", {"predictions": nowhere})], server.samples(5), 5, cohort)
-    assert found is not None
-    assert [len(one) for one in found] == [0, 0]
+    result = server.weighted_ensemble([answer_of("a", {"predictions": nowhere})], server.samples(5), 5, cohort)
+    assert result is not None
+    assert [len(item) for item in result] == [0, 0]
     assert cohort.figures == {"likelihood": {"a": 0.0}, "dropped_samples": 64}
-    assert not server.if_mature(found, cohort)
+    assert not server.if_mature(result, cohort)
     json.dumps(cohort.figures, allow_nan=False)
 
 
@@ -303,14 +303,14 @@ def test_soft_only_lets_a_device_keep_another_classifier_and_teach_with_it() -> 
     server = make_server(**settings)
     devices = {"a": make_device(1, **settings), "b": make_device(2, model="digits_cnn_small", **settings)}
     cohort = run_round(server, devices)
-    sent = {one.device: one.parts for one in cohort.asked}
+    sent = {item.device: item.parts for item in cohort.asked}
     assert "parameters" in sent["a"]
     assert "parameters" not in sent["b"]
     assert cohort.figures["likelihood"].keys() == {"a", "b"}
     assert server.requirements().same_architecture is False
     assert server.initial() is None
     asyncio.run(server.finish(end := FakeCohort(devices)))
-    assert [(one.step, one.device) for one in end.asked] == [("deliver", "a")]
+    assert [(item.step, item.device) for item in end.asked] == [("deliver", "a")]
     assert states_equal(copied(devices["a"].local.model), copied(server.model))
 
 
@@ -324,8 +324,8 @@ def test_a_simulation_of_soft_only_devices_gives_each_its_own_model(tmp_path: Pa
     assert config.model.device == "digits_mlp_small"  # the larger one
     store = run_in_memory(prepared)
     profiles = [contract_pb2.DeviceProfile.FromString(row.profile) for row in store.devices.all(RUN)]
-    assert [one.model_name for one in profiles] == list(models)
-    assert len({one.model_fingerprint for one in profiles}) == 2
+    assert [profile.model_name for profile in profiles] == list(models)
+    assert len({profile.model_fingerprint for profile in profiles}) == 2
     assert {row.status for row in store.asks.uploads(RUN) if row.step == "train"} == {"used"}
     store.close()
 

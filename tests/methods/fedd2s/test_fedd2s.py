@@ -91,8 +91,8 @@ def test_d2s_5_at_layer_1_no_step_is_taken_towards_the_copys_own_answer(distance
     labels_too = disturbed_server(distill_epochs=1, label_epochs=1, distance=distance)
     labels_only = disturbed_server(distill_epochs=0, label_epochs=1, distance=distance)
     copies = [
-        one.clients_to_server(sent, one.soft_labels(one.head(1), sent.at_layer), FakeCohort({}))
-        for one in (labels_too, labels_only)
+        item.clients_to_server(sent, item.soft_labels(item.head(1), sent.at_layer), FakeCohort({}))
+        for item in (labels_too, labels_only)
     ]
     assert copies[0] is not None
     assert copies[1] is not None
@@ -129,7 +129,7 @@ def test_d2s_8_the_mean_is_over_the_participants() -> None:
     server, fleet = make_server(participation_ratio=0.2, distill_epochs=0), make_fleet(10)
     start = copy.deepcopy(server)
     cohort = run_round(server, fleet)
-    taking_part = [one.device for one in cohort.asked if one.step == "extract"]
+    taking_part = [item.device for item in cohort.asked if item.step == "extract"]
     assert len(taking_part) == 2
     copies = []
     for device in taking_part:
@@ -200,7 +200,7 @@ def test_at_layer_1_one_column_travels_and_every_layer_above_comes_down() -> Non
         cohort = run_round(server, fleet, number)
     rows, elements = 20, 4
     upload = uploaded(cohort, "d0")
-    (columns,) = {one.columns for one in cohort.asked if (one.step, one.device) == ("extract", "d0")}
+    (columns,) = {item.columns for item in cohort.asked if (item.step, item.device) == ("extract", "d0")}
     assert (*upload.features,) == ("a",) == columns
     assert encode({"knowledge": upload}).data_bytes == elements * rows * WIDTHS[0] + 4 * rows + 8 * rows
     head = parameter_count(tiny_model().stages[1:])

@@ -46,7 +46,7 @@ def test_d2s_3_the_participation_that_first_uses_layer_3() -> None:
     ratio = server.config.participation_ratio
     taken = [FakeCohort(devices, number=number).sample(ratio) for number in range(1, 101)]
     assert sum(map(len, taken)) / 50 == 20  # expected participations of a device: 7 * 3 + 1 = 22 is out of reach
-    assert len({device for one in taken for device in one}) == 50
+    assert len({device for item in taken for device in item}) == 50
 
 
 @given(drop_every=st.integers(1, 9), layers=st.integers(2, 12), l_min=st.integers(1, 12), first=st.integers(1, 200))

@@ -41,7 +41,7 @@ def test_the_first_round_asks_for_the_last_layer_and_says_so() -> None:
     server = make_server()
     cohort = run_round(server, make_fleet())
     assert cohort.figures["cut_layer"] == {"d0": "d", "d1": "d"}
-    columns = {one.device: one.columns for one in cohort.asked if one.step == "extract"}
+    columns = {item.device: item.columns for item in cohort.asked if item.step == "extract"}
     assert columns == {"d0": ("a", "d"), "d1": ("a", "d")}
     assert cohort.sent("d0", "extract")[0]["plan"].values == {"layer": 4, "participation": 1}  # type: ignore[attr-defined]
     (reply,) = cohort.sent("d0", "learn")
@@ -82,7 +82,7 @@ def test_a_forgotten_device_begins_at_the_last_layer_again() -> None:
 def test_a_device_that_is_never_selected_has_no_count_and_is_not_asked() -> None:
     server = make_server(participation_ratio=0.34)
     cohort = run_round(server, make_fleet(3))
-    (selected,) = {one.device for one in cohort.asked}
+    (selected,) = {item.device for item in cohort.asked}
     assert server.participations == {selected: 1}
     assert set(cohort.figures["cut_layer"]) == {selected}
 

@@ -41,7 +41,7 @@ def test_a_round_takes_a_part_of_the_devices_and_keeps_what_it_knows_about_the_o
     run_round(server, knowledge)
     before = dict(server.knowledge)
     server.config = replace(server.config, participation_ratio=0.34)
-    (taken,) = (one.device for one in run_round(server, knowledge).asked)
+    (taken,) = (item.device for item in run_round(server, knowledge).asked)
     assert [device for device in before if server.knowledge[device] is not before[device]] == [taken]
 
 
@@ -302,8 +302,8 @@ def test_a_device_whose_knowledge_is_held_back_later_has_no_uniform_teacher(rest
         weights, device = device.local.model.state_dict(), make_device(initial_zero_knowledge=True)
         device.local.model.load_state_dict(weights)
         device.load_state_dict(unpack_state(state))
-    for one in (device, labels_alone):
-        one.handle(ask(NOTHING, seed=2))
+    for item in (device, labels_alone):
+        item.handle(ask(NOTHING, seed=2))
     for mine, theirs in zip(device.local.model.parameters(), labels_alone.local.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 

@@ -402,8 +402,8 @@ def test_a_batch_refines_as_its_rows_do_one_by_one(logits: Tensor, fraction: flo
     refinements: list[Refinement] = [lambda z: kkr(z, peak), lambda z: skr(z, entropy), lambda z: kkr_kernel(z, peak)]
     for refine in refinements:
         whole, single = refine(logits), [refine(row[None]) for row in logits]
-        assert_close(whole.probabilities, torch.cat([one.probabilities for one in single]), atol=1e-12, rtol=0)
-        assert tags(whole) == [tags(one)[0] for one in single]
+        assert_close(whole.probabilities, torch.cat([item.probabilities for item in single]), atol=1e-12, rtol=0)
+        assert tags(whole) == [tags(item)[0] for item in single]
 
 
 def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:

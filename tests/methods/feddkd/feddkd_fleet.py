@@ -88,7 +88,7 @@ def fleet_of(members: Mapping[str, Handle], completed: int = 0, silent: Collecti
 def asked(cohort: FakeCohort) -> list[tuple[str, tuple[str, ...]]]:
     """Step and devices of each ask of the round."""
     asks = groupby(cohort.asked, key=lambda one: (one.number, one.step))
-    return [(step, tuple(one.device for one in group)) for (_, step), group in asks]
+    return [(step, tuple(item.device for item in group)) for (_, step), group in asks]
 
 
 def sent(cohort: FakeCohort) -> list[Parts]:
@@ -99,7 +99,7 @@ def sent(cohort: FakeCohort) -> list[Parts]:
 def answers(cohort: FakeCohort) -> list[dict[str, Parts]]:
     """For each ask of the round what each device answered."""
     asks = groupby(cohort.asked, key=lambda one: one.number)
-    return [{one.device: one.answer.parts for one in group if one.answer is not None} for _, group in asks]
+    return [{item.device: item.answer.parts for item in group if item.answer is not None} for _, group in asks]
 
 
 def run_round(server: FedDKDServer, fleet: FakeCohort) -> FakeCohort:

@@ -281,7 +281,7 @@ def test_the_bytes_of_a_run_are_the_formulas(model: str, settings: dict[str, Any
     private = batch_norm_names(built) if settings.get("variant") == "bn" else frozenset[str]()
     sizes = Sizes(model=Weights.of(model_parameters(built, without=private)))
     whole = 4 * sizes.model.parameters + sizes.model.buffer_bytes
-    initial = sum(one.nbytes for one in built.state_dict().values())
+    initial = sum(item.nbytes for item in built.state_dict().values())
     rows = {(row.round, row.device, row.direction): row.tensor_bytes for row in store.history.traffic(RUN)}
     assert len(rows) == 8
     for (number, _, direction), measured in rows.items():
@@ -290,7 +290,7 @@ def test_the_bytes_of_a_run_are_the_formulas(model: str, settings: dict[str, Any
         extra = (initial if number == 1 else 0) + (whole if number == 2 else 0)  # the start, and the end result
         assert measured == predicted[direction] + (extra if direction == "down" else 0)
     figures = [row.figures for row in store.runs.rounds(RUN)]
-    assert [one["distillation_steps"] for one in figures] == [
+    assert [figure["distillation_steps"] for figure in figures] == [
         settings["dkd_steps"] if number >= settings.get("dkd_start_round", 1) else 0 for number in (1, 2)
     ]
     store.close()

@@ -57,7 +57,7 @@ def test_a_round_is_one_training_and_j_steps_for_those_that_answered() -> None:
     run_round(server, fleet)
     everyone = ("d0", "d1", "d2")
     assert asked(fleet) == [("train", everyone), ("distil", everyone), ("distil", everyone)]
-    assert [sorted(one) for one in answers(fleet)] == [["d0", "d1", "d2"], ["d0", "d2"], ["d0", "d1", "d2"]]
+    assert [sorted(answer) for answer in answers(fleet)] == [["d0", "d1", "d2"], ["d0", "d2"], ["d0", "d1", "d2"]]
     assert fleet.figures["distillation_steps"] == 2
     assert fleet.events == []
 
@@ -65,7 +65,7 @@ def test_a_round_is_one_training_and_j_steps_for_those_that_answered() -> None:
 def test_each_step_sends_the_model_of_the_step_before() -> None:
     server = scalar_server(dkd_steps=3, dkd_lr=0.1)
     fleet = run_round(server, fleet_of({"a": scripted(2, 1)}))
-    weights = [float(one["parameters"].parameters["weight"][0, 0]) for one in sent(fleet)[1:]]  # type: ignore[attr-defined]
+    weights = [float(item["parameters"].parameters["weight"][0, 0]) for item in sent(fleet)[1:]]  # type: ignore[attr-defined]
     assert weights == pytest.approx([2.0, 1.9, 1.8])
     assert weight_of(server) == pytest.approx(1.7)
 

@@ -104,7 +104,7 @@ def test_bn_keeps_batch_norm_on_the_device_through_a_round() -> None:
         return handle
 
     fleet = run_round(server, fleet_of({name: watched(name) for name in devices}))
-    for parts in [*sent(fleet), *(one for by_device in answers(fleet) for one in by_device.values())]:
+    for parts in [*sent(fleet), *(item for by_device in answers(fleet) for item in by_device.values())]:
         slots = {slot.path.split("/")[-1] for slot in encode(parts).slots}
         assert slots
         assert not slots & norms

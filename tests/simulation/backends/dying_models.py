@@ -25,8 +25,8 @@ def deaths(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> Path:
     """Makes the next trainings of other processes die, and returns the folder with a file for each one still due."""
     due = folder / "due"
     due.mkdir()
-    for one in range(number):
-        (due / str(one)).touch()
+    for item in range(number):
+        (due / str(item)).touch()
     monkeypatch.setenv(DEATHS, str(due))
     monkeypatch.setenv(PARENT, str(os.getpid()))
     return due

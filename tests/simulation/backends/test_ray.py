@@ -49,11 +49,15 @@ def address(due: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def listening() -> set[str]:
     """Addresses on which the processes of this one listen."""
-    found = set()
+    result = set()
     for process in psutil.Process().children(recursive=True):
         connections = process.net_connections("inet") if process.is_running() else []
-        found |= {one.laddr.ip.removeprefix("::ffff:") for one in connections if one.status == psutil.CONN_LISTEN}
-    return found
+        result |= {
+            connection.laddr.ip.removeprefix("::ffff:")
+            for connection in connections
+            if connection.status == psutil.CONN_LISTEN
+        }
+    return result
 
 
 @pytest.mark.long

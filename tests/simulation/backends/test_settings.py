@@ -61,7 +61,7 @@ def test_the_command_line_chooses_what_computes(monkeypatch: pytest.MonkeyPatch)
     for given in (["--workers", "8"], ["--set", "simulation.backend=ray", "--set", "simulation.ray_address=auto"]):
         done = CliRunner().invoke(app, ["simulate", *given])
         assert done.exit_code == 0, done.output
-    assert [(one.workers, one.backend, one.ray_address) for one in wanted] == [(8, "local", ""), (0, "ray", "auto")]
+    assert [(item.workers, item.backend, item.ray_address) for item in wanted] == [(8, "local", ""), (0, "ray", "auto")]
 
 
 @pytest.mark.parametrize(
@@ -78,5 +78,5 @@ def test_the_command_line_chooses_what_computes(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_errors_are_the_same_in_another_process(error: errors.FleetDistillError) -> None:
-    found = pickle.loads(pickle.dumps(error))
-    assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
+    result = pickle.loads(pickle.dumps(error))
+    assert (type(result), str(result), vars(result)) == (type(error), str(error), vars(error))

@@ -84,7 +84,9 @@ def test_a_worker_that_dies_within_a_task_costs_one_retry(
     expected = run_in_memory(alone)
     assert_same(alone, helped, expected, run_with_workers(helped, 2))
     assert not list(due.iterdir())
-    assert [one.getMessage().partition("died with")[2] for one in caplog.records if "died with" in one.getMessage()]
+    assert [
+        record.getMessage().partition("died with")[2] for record in caplog.records if "died with" in record.getMessage()
+    ]
 
 
 def test_a_worker_that_is_killed_in_each_round_is_replaced(tmp_path: Path) -> None:
@@ -94,11 +96,11 @@ def test_a_worker_that_is_killed_in_each_round_is_replaced(tmp_path: Path) -> No
     killed: dict[int, int] = {}
 
     def kill(store: Store) -> None:
-        number, found = store.runs.open_number(RUN), children(os.getpid(), WORKER)
-        if number is not None and number not in killed and found:
-            os.kill(found[0], 9)
-            killed[number] = found[0]
-            wait_until(lambda: found[0] not in children(os.getpid(), WORKER), "the worker to die")
+        number, result = store.runs.open_number(RUN), children(os.getpid(), WORKER)
+        if number is not None and number not in killed and result:
+            os.kill(result[0], 9)
+            killed[number] = result[0]
+            wait_until(lambda: result[0] not in children(os.getpid(), WORKER), "the worker to die")
 
     assert_same(alone, helped, run_in_memory(alone), run_with_workers(helped, 1, kill))
     assert len(set(killed.values())) == 3

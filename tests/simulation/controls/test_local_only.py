@@ -42,7 +42,7 @@ def train_local_only(work: Path, took_part: list[bool], method: str, **settings:
     """Accuracies of one device after each round."""
     config, specs, _ = prepare(replace(SMALL, method=method, settings={**RUNS[method].settings, **settings}), work)
     counts = alone.train_local_only(specs[0], config, build_method(config).initial(), took_part)
-    return [one.accuracy for one in counts]
+    return [count.accuracy for count in counts]
 
 
 def test_the_rate_of_a_round_is_the_methods(tmp_path: Path, trainings: list[Training]) -> None:
@@ -123,7 +123,7 @@ def test_controls_of_one_exchange_train_for_as_long_as_those_of_other_methods(tm
     assert (report.rounds, report.control_rounds) == (1, 3)
     assert [len(curve) for curve in report.accuracy_by_round.values()] == [1, 1]
     assert [len(curve) for curve in report.alone_accuracy_by_round.values()] == [3, 3]
-    fedavg = next(one for one in report.curves if one.name == "FedAvg global")
+    fedavg = next(curve for curve in report.curves if curve.name == "FedAvg global")
     assert len(fedavg.bytes) == 3
     json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
 

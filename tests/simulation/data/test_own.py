@@ -120,9 +120,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_arrays_that_are_no_data_set_are_refused_with_what_was_expected(name: str) -> None:
     arrays, sentence = WRONG[name]
-    with pytest.raises(DataError) as found:
+    with pytest.raises(DataError) as result:
         own_dataset(arrays)
-    assert sentence in str(found.value)
+    assert sentence in str(result.value)
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ def test_a_run_that_dies_within_a_round_repeats_that_round(tmp_path: Path, answe
     whole, broken = (prepare(replace(FLEET, rounds=3), tmp_path / kind) for kind in ("whole", "broken"))
 
     def die(store: Store) -> None:
-        found = [row.round for row in store.asks.uploads(RUN)]
-        if found.count(2) == answers:
+        result = [row.round for row in store.asks.uploads(RUN)]
+        if result.count(2) == answers:
             raise Killed
 
     with pytest.raises(Killed):
@@ -85,4 +85,4 @@ def test_another_process_can_read_the_store_of_a_running_simulation(tmp_path: Pa
             seen.append(None if row is None else row.completed_rounds)
 
     run_in_memory(prepared, look).close()
-    assert sorted({one for one in seen if one is not None}) == [0, 1, 2]
+    assert sorted({item for item in seen if item is not None}) == [0, 1, 2]

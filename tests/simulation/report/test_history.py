@@ -60,7 +60,7 @@ def test_a_score_without_a_receipt_is_that_of_a_model_which_the_device_does_not_
     answered_round(store, [("train", True)])
     history = read_history(store, RUN, [device_a(tmp_path)])
     assert history.took_part == {"a": [False, True]}
-    assert [one.tolist() for one in history.devices["a"]] == [FIRST.tolist(), THIRD.tolist()]
+    assert [item.tolist() for item in history.devices["a"]] == [FIRST.tolist(), THIRD.tolist()]
 
 
 def test_an_answer_that_the_round_does_not_use_has_trained_the_device_all_the_same(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_a_further_answer_counts_from_the_first_round_that_has_it_and_a_receipt(
         answered_round(store, [("learn", receipt)])
     for number in (2, 3, 4):
         append_scores(spec.scores_file, "a", number, np.full((2, 2), number).tolist(), "personal")
-    found = read_history(store, RUN, [spec]).further["personal"]["a"]
-    assert [one if one is None else one.tolist() for one in found] == [None, None, [[3, 3]] * 2, [[3, 3]] * 2]
+    result = read_history(store, RUN, [spec]).further["personal"]["a"]
+    assert [item if item is None else item.tolist() for item in result] == [None, None, [[3, 3]] * 2, [[3, 3]] * 2]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedd2s"])

@@ -54,9 +54,9 @@ def test_metrics_c_gen_and_c_per() -> None:
 
 def test_metrics_all_four_of_one_round() -> None:
     server = np.stack([hits(5, 10), hits(15, 30), hits(60, 60)])
-    found = fleet_scores(EVERYWHERE, server)
-    assert (found.global_, found.c_spec, found.empty_parts) == (0.8, c_spec(OWN), 0)
-    assert found.c_per == pytest.approx(0.633333, abs=1e-6)
+    result = fleet_scores(EVERYWHERE, server)
+    assert (result.global_, result.c_spec, result.empty_parts) == (0.8, c_spec(OWN), 0)
+    assert result.c_per == pytest.approx(0.633333, abs=1e-6)
     by_part = fleet_scores(EVERYWHERE, server, f1_weighted)
     # F1 of a part of one class with h of n right is 2h / (n + h): 10 / 15, 30 / 45 and 1
     assert by_part.global_ == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
@@ -114,9 +114,9 @@ def test_cper_is_taken_per_round_and_then_the_median() -> None:
 def test_a_device_without_test_rows_is_left_out_of_means_and_counted() -> None:
     with_empty = EVERYWHERE.copy()
     with_empty[:, 2] = 0
-    found = fleet_scores(with_empty)
-    assert found.c_spec == pytest.approx((0.9 + 0.8) / 2)
-    assert found.empty_parts == 1
+    result = fleet_scores(with_empty)
+    assert result.c_spec == pytest.approx((0.9 + 0.8) / 2)
+    assert result.empty_parts == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=40))

@@ -37,7 +37,7 @@ def _axes() -> Any:
 
 
 def curve(name: str, kilobytes: list[float], accuracy: list[float | None], devices: tuple[float, ...] = ()) -> Curve:
-    return Curve(name, [1000 * one for one in kilobytes], accuracy, list(devices))
+    return Curve(name, [1000 * kilobyte for kilobyte in kilobytes], accuracy, list(devices))
 
 
 def _save(path: Path, devices: int = 3, **changes: Any) -> Path:
@@ -203,7 +203,7 @@ class TestComparison:
 
 
 def _curves(devices: int, rounds: int = 4) -> DeviceCurves:
-    rates = {f"d{number:02}": [0.5 + number / 100 + one / 50 for one in range(rounds)] for number in range(devices)}
+    rates = {f"d{number:02}": [0.5 + number / 100 + item / 50 for item in range(rounds)] for number in range(devices)}
     return DeviceCurves(
         rates,
         {

@@ -61,8 +61,8 @@ def test_figures_without_the_matrices_of_all_pairs_are_those_with_them(counts_kc
     figures = fleet_figures(list(counts_kcc), samples_jc, counts_kcc[0])
     for name, score in SCORES.items():
         expected = fleet_scores(pairs, server, score)
-        found = [figures[name][one] for one in ("global", "c_gen", "c_spec", "c_spec_samples", "c_per")]
-        known = [np.nan if one is None else one for one in found]
+        result = [figures[name][item] for item in ("global", "c_gen", "c_spec", "c_spec_samples", "c_per")]
+        known = [np.nan if item is None else item for item in result]
         wanted = [expected.global_, expected.c_gen, expected.c_spec, expected.c_spec_samples, expected.c_per]
         assert known == pytest.approx(wanted, nan_ok=True)
 
@@ -167,13 +167,13 @@ def test_a_report_has_all_controls(tmp_path: Path) -> None:
     assert report.scores["fedavg"] == fedavg.scores["fleet"]
     assert report.scores["fleet"]["accuracy"]["c_spec"] == pytest.approx(report.mean_own_accuracy_trained)
     assert report.scores["alone"]["accuracy"]["c_spec"] == pytest.approx(report.mean_own_accuracy_alone)
-    own = [(one.own_accuracy_alone, one.own_accuracy_fleet) for one in report.devices]
+    own = [(device.own_accuracy_alone, device.own_accuracy_fleet) for device in report.devices]
     means = (report.mean_own_accuracy_alone, report.mean_own_accuracy_fleet)
     assert means == pytest.approx(tuple(np.mean(own, axis=0)))  # type: ignore[arg-type]
     for direction in ("up", "down"):
-        total = sum(getattr(one, f"bytes_{direction}") for one in report.devices) / len(report.devices)
-        assert sum(one[direction] for one in report.bytes_by_round) == pytest.approx(total)
-    assert [sorted(one) for one in report.bytes_by_round] == [["down", "up"]] * 2
+        total = sum(getattr(device, f"bytes_{direction}") for device in report.devices) / len(report.devices)
+        assert sum(item[direction] for item in report.bytes_by_round) == pytest.approx(total)
+    assert [sorted(item) for item in report.bytes_by_round] == [["down", "up"]] * 2
     assert "digits_mlp_small on every device (sgd 0.02, 2 local epochs)" in fedavg_lines(report)[0]
     assert fedavg_lines(fedavg) == []
     assert f"{fedavg.global_accuracy_by_round[-1] or 0:.1%}" in global_lines(fedavg)[0]
@@ -216,11 +216,11 @@ def test_devices_that_no_round_takes_are_scored_and_train_alone_as_often(tmp_pat
         out=tmp_path,
     )
     report = simulate(wanted)
-    idle = [one for one in report.devices if len(set(report.alone_accuracy_by_round[one.name])) == 1]
+    idle = [device for device in report.devices if len(set(report.alone_accuracy_by_round[device.name])) == 1]
     assert len(idle) >= 2
-    for one in idle:
-        assert len(set(report.accuracy_by_round[one.name])) == 1
-        assert one.accuracy_alone == one.accuracy_trained == report.accuracy_by_round[one.name][0]
+    for item in idle:
+        assert len(set(report.accuracy_by_round[item.name])) == 1
+        assert item.accuracy_alone == item.accuracy_trained == report.accuracy_by_round[item.name][0]
     json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
 
 

@@ -20,11 +20,11 @@ def test_files_keep_arrays_and_align_them(tmp_path_factory, shape: list[int], dt
     file = save_arrays(tmp_path_factory.mktemp("arrays") / "data.npz", inputs, labels := np.arange(shape[0]))
     read = load_arrays(file)
     with np.load(file) as archive:  # any other program can read the file
-        for found, wanted, plain in zip(read, (inputs, labels), (archive["inputs"], archive["labels"]), strict=True):
-            assert found.dtype == wanted.dtype
-            assert np.array_equal(found, wanted)
+        for result, wanted, plain in zip(read, (inputs, labels), (archive["inputs"], archive["labels"]), strict=True):
+            assert result.dtype == wanted.dtype
+            assert np.array_equal(result, wanted)
             assert np.array_equal(plain, wanted)
-            assert found.ctypes.data % 64 == 0
+            assert result.ctypes.data % 64 == 0
 
 
 def test_training_reads_the_mapped_memory(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_most_devices_are_available_at_night() -> None:
     traces = FleetTraces(FleetBehaviour(availability="diurnal:0.3"), DEVICES, 1)
 
     def present(at: float) -> int:
-        return sum(any(span.start <= at < span.end for span in until(traces.spans(one), at + 1)) for one in DEVICES)
+        return sum(any(span.start <= at < span.end for span in until(traces.spans(item), at + 1)) for item in DEVICES)
 
     day = 10 * DAY_SECONDS
     assert present(day + 3 * 3600) > 0.7 * len(DEVICES)

@@ -148,7 +148,7 @@ def test_options_describe_a_fleet_and_replace_the_settings_of_a_file(
     file.write_text('[fleet]\navailability = "diurnal:0.2"\nchurn = 3.0\naway_seconds = 60\n')
     fleet = ("availability=diurnal:0.4", "compute=lognormal:0.8", "join_late=0.1")
     rounds = ("devices_per_round=4", "over_selection=1.25", "deadline_seconds=90", "min_devices=3")
-    settings = [*(f"fleet.{one}" for one in fleet), *(f"simulation.{one}" for one in rounds)]
+    settings = [*(f"fleet.{item}" for item in fleet), *(f"simulation.{item}" for item in rounds)]
     one = wanted_by(monkeypatch, str(file), *(word for setting in settings for word in ("--set", setting)))
     assert one.behaviour == FleetBehaviour(
         availability="diurnal:0.4", compute="lognormal:0.8", churn=3.0, away_seconds=60, join_late=0.1

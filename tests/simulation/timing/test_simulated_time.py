@@ -71,7 +71,7 @@ def test_a_device_that_is_late_misses_the_round_and_is_still_busy_in_the_next(tm
     assert late[:2] == [(1, "device-2"), (2, "device-2")]
     work = (tmp_path / "work" / "store-work.csv").read_text().splitlines()
     begun = [row.split(",") for row in work if row.startswith("device-2")]
-    assert [(one[1], float(one[3]), float(one[4])) for one in begun[:2]] == [("1", 0.0, 150.0), ("2", 150.0, 300.0)]
+    assert [(item[1], float(item[3]), float(item[4])) for item in begun[:2]] == [("1", 0.0, 150.0), ("2", 150.0, 300.0)]
     store.close()
 
 
@@ -133,10 +133,10 @@ def test_rounds_that_fall_short_are_followed_by_pauses(tmp_path: Path) -> None:
     """All three are lost at 4 s and return at 70 s, after their leases; round 2 starts at 70 s."""
     trace = ((0.0, 4.0, 1.0), (70.0, 1e6, 1.0))
     store = run(replace(FLEET, rounds=1, behaviour=behaviour(trace)), tmp_path / "work")
-    found = rounds(store)
-    assert [status for status, _, _ in found] == ["short", "closed"]
-    assert found[0][2] == pytest.approx(64.0, abs=1e-3)
-    assert found[1][1:] == (70.0, 90.0)
+    result = rounds(store)
+    assert [status for status, _, _ in result] == ["short", "closed"]
+    assert result[0][2] == pytest.approx(64.0, abs=1e-3)
+    assert result[1][1:] == (70.0, 90.0)
     store.close()
 
 

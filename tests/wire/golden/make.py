@@ -29,25 +29,25 @@ _DEEPEST = 6  # messages within messages; none of ours contains itself
 def messages() -> dict[str, type[Message]]:
     """Every message type of the package by its name, nested ones with the outer name before a dot."""
     modules = [module.name for module in pkgutil.iter_modules(package.__path__) if module.name.endswith("_pb2")]
-    found: dict[str, type[Message]] = {}
+    result: dict[str, type[Message]] = {}
     for name in modules:
         file = importlib.import_module(f"{package.__name__}.{name}").DESCRIPTOR
         for descriptor in file.message_types_by_name.values():
-            found |= _with_nested(descriptor)
-    return dict(sorted(found.items()))
+            result |= _with_nested(descriptor)
+    return dict(sorted(result.items()))
 
 
 def _with_nested(descriptor: Descriptor, outer: str = "") -> dict[str, type[Message]]:
     name = f"{outer}{descriptor.name}"
-    found = {name: message_factory.GetMessageClass(descriptor)}
-    for one in descriptor.nested_types:
-        found |= _with_nested(one, f"{name}.")
-    return found
+    result = {name: message_factory.GetMessageClass(descriptor)}
+    for type_name in descriptor.nested_types:
+        result |= _with_nested(type_name, f"{name}.")
+    return result
 
 
 def samples(cls: type[Message]) -> Iterator[tuple[str, Message]]:
     """The message with every field set; once for each choice of its oneof, with the choice's name."""
-    choices = [one.name for oneof in _oneofs(cls.DESCRIPTOR) for one in oneof.fields]  # type: ignore[arg-type]
+    choices = [field.name for oneof in _oneofs(cls.DESCRIPTOR) for field in oneof.fields]  # type: ignore[arg-type]
     for choice in choices or [""]:
         yield choice, _filled(cls, choice)
 
@@ -58,7 +58,7 @@ def _oneofs(descriptor: Descriptor) -> list[Any]:
 
 def _filled(cls: type[Message], choice: str = "", depth: int = 0) -> Message:
     message = cls()
-    in_oneof = {one.name for oneof in _oneofs(cls.DESCRIPTOR) for one in oneof.fields}  # type: ignore[arg-type]
+    in_oneof = {field.name for oneof in _oneofs(cls.DESCRIPTOR) for field in oneof.fields}  # type: ignore[arg-type]
     first = next(iter(sorted(in_oneof)), "")
     for field in cls.DESCRIPTOR.fields:
         if field.name not in in_oneof or field.name == (choice or first):

@@ -55,7 +55,7 @@ def vectors() -> dict[str, list[dict[str, Any]]]:
             _error(Code.TOO_MANY, "too many uploads", after_seconds="12.5"),
             _error(Code.BAD_IDENTITY, "device 'd1' is not checked in with this secret", check_in="again"),
         ],
-        "messages": [_message(one) for one in _messages()],
+        "messages": [_message(message) for message in _messages()],
     }
 
 
@@ -90,8 +90,8 @@ def _payload(name: str, parts: dict[str, Kind], knowledge_type: str, chunk_bytes
         "parts": payload.parts.SerializeToString(deterministic=True).hex(),
         "text": text_format.MessageToString(payload.parts),
         "tensors": [
-            {"path": one.path, "type": one.dtype.name, "shape": one.shape, "values": _values(payload, one)}
-            for one in payload.slots
+            {"path": slot.path, "type": slot.dtype.name, "shape": slot.shape, "values": _values(payload, slot)}
+            for slot in payload.slots
         ],
         "data": payload.source.read(0, payload.data_bytes).hex(),
         "sha256": payload.sha256.hex(),
@@ -111,8 +111,8 @@ def _chunks(payload: Payload, size: int) -> Iterator[dict[str, int]]:
     for number, slot in enumerate(payload.slots):
         for start in range(slot.start, slot.stop, size):
             (data,) = pieces(payload.source, start, min(start + size, slot.stop))
-            found = {"tensor": number, "offset": start - slot.start, "length": len(data)}
-            yield found | {"crc32c": google_crc32c.value(data)}
+            result = {"tensor": number, "offset": start - slot.start, "length": len(data)}
+            yield result | {"crc32c": google_crc32c.value(data)}
 
 
 def _quantised(numbers: list[list[float]]) -> dict[str, Any]:
