@@ -74,9 +74,7 @@ class Device:
     def check_in(self):
         request = service.CheckInRequest(identity=self.identity)
         self.contract = contract = self.call(lambda: self.stub.CheckIn(request, timeout=30)).contract
-        self.config = {
-            entry.name: getattr(entry, entry.WhichOneof("value") or "text") for entry in contract.config.entries
-        }
+        self.config = {item.name: getattr(item, item.WhichOneof("value") or "text") for item in contract.config.entries}
         profile, request.profile.samples, request.profile.classes = request.profile, len(self.y), 10
         profile.model_fingerprint = contract.model_fingerprint  # `load` checks that the model is the run's
         profile.extractor_fingerprint = contract.extractor_fingerprint

@@ -19,7 +19,7 @@ REASONS = {
     "looks at the link of a device, or puts another event sink under it": ("_parts", "_lock", "_api"),
     "a device that is asked and never answers": ("_handler",),
     "halts an engine between two of its steps": ("_close", "_store"),
-    "a sweep, or an error, in the middle of a commit": ("_commit", "_guarded"),
+    "a sweep, or an error, in the middle of a commit": ("_commit", "_guard"),
     "nothing may be left in memory, which has no public view": (
         *("_streams", "_staging", "_states", "_thread", "_jobs", "_calls"),
     ),

@@ -22,7 +22,7 @@ from fleetdistill_server.store.store import Store, open_for_reading, open_for_tr
 
 psycopg = pytest.importorskip("psycopg")
 postgres_database = pytest.importorskip("fleetdistill_server.store.postgres_database")
-numbered = postgres_database.numbered
+number_parameters = postgres_database.number_parameters
 pytestmark = pytest.mark.postgres
 RUN = "digits"
 
@@ -51,8 +51,8 @@ def texts(store: Store) -> list[str]:
 
 
 def test_placeholders_are_numbered_in_order_and_keep_their_own_numbers() -> None:
-    assert numbered("a = ? AND b = ?") == "a = $1 AND b = $2"
-    assert numbered("a = ?2 AND b = ?1 AND c = ?2") == "a = $2 AND b = $1 AND c = $2"
+    assert number_parameters("a = ? AND b = ?") == "a = $1 AND b = $2"
+    assert number_parameters("a = ?2 AND b = ?1 AND c = ?2") == "a = $2 AND b = $1 AND c = $2"
 
 
 def test_a_store_outlives_a_crash_of_the_server(own_server: Postgres, tmp_path: Path) -> None:
