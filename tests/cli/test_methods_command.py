@@ -78,7 +78,7 @@ def predicted(
     [
         *((method, {}, "float16") for method in sorted(METHODS)),
         *(pytest.param("feddkd", {"dkd_steps": steps}, "float16", marks=pytest.mark.long) for steps in (1, 5)),
-        ("classstats", {}, "float32"),
+        pytest.param("classstats", {}, "float32", marks=pytest.mark.long),
         ("classstats", {"rank": 0}, "float16"),
         *(pytest.param(method, {}, "float32", marks=pytest.mark.long) for method in ("cdkt", "fedd2s", "feddkd")),
         *(pytest.param(method, {}, "uint8", marks=pytest.mark.long) for method in ("cdkt", "fedd2s")),

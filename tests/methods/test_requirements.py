@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from support.driving import DriveDevices
 from support.fleets import RUNS, Prepared, every_run, prepare
+from support.long import long_except
 from support.open_device import open_device
 from torch import nn
 
 from fleetdistill import COLUMNS, Device
 from fleetdistill.errors import RefusedError
+from fleetdistill.methods import METHODS
 from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.codes import Code
@@ -168,7 +170,7 @@ def an_app(spec: DeviceSpec, api: DeviceApi, **changes: Any) -> Device:
     return open_device(**{**settings, "export": "never", **changes})
 
 
-@every_run
+@pytest.mark.parametrize("name", long_except(RUNS, *(RUNS.keys() & METHODS.keys())))
 def test_exactly_the_declared_columns_leave_a_device(name: str, tmp_path: Path) -> None:
     """An app that allows these and no others takes part to the end, and each of them is sent in one of the rounds."""
     config, specs, _ = prepare(RUNS[name], tmp_path / "work")
