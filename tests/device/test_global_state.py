@@ -16,8 +16,8 @@ from support.processes import PATIENCE_SECONDS
 from torch import nn
 
 from fleetdistill import COLUMNS, Event
+from fleetdistill.compute.torch_compute import in_own_thread
 from fleetdistill.training.model import split_sequential
-from fleetdistill.training.own_thread import in_own_thread
 from fleetdistill.training.randomness import own_randomness
 
 RUN_THREADS = 3

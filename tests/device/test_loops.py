@@ -21,7 +21,7 @@ from torch import nn
 
 from fleetdistill import Device, Event, Step
 from fleetdistill.device.contact import MAX_PAUSE_SECONDS
-from fleetdistill.device.turn import POLL_SECONDS
+from fleetdistill.device.loop import POLL_SECONDS
 from fleetdistill.errors import ConfigurationError, DeviceBusyError, DeviceClosedError, LinkError, ModelError
 from fleetdistill.testing import EventLog, FaultyLink, ManualClock, lost
 from fleetdistill.wire.v1 import service_pb2

@@ -76,7 +76,7 @@ def test_devices_over_grpc(training: list[Played]) -> None:
 
 def test_a_pause_that_overflows_is_found(training: list[Played]) -> None:
     with pytest.MonkeyPatch.context() as patch, device_target(training) as target:
-        patch.setattr("fleetdistill.device.turn.pause_seconds", lambda pause, remote: int(pause.after_seconds))
+        patch.setattr("fleetdistill.device.loop.pause_seconds", lambda pause, remote: int(pause.after_seconds))
         assert any(fuzz_in_process(target, 1, seed)[1] for seed in range(1, _MAX_SESSIONS)), "not noticed"
 
 

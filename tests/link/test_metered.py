@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.hostile_server import LyingLink, terms
 
-from fleetdistill.link.metered import MeteredLink
+from fleetdistill.device.permission import MeteredLink
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 IDENTITY = service_pb2.Identity(run="digits", device="d1")

@@ -1,13 +1,20 @@
-"""The compute backend with PyTorch: model, data, the method's device half, delivery and export."""
+"""The compute backend with PyTorch: model, data, the method's device half, delivery and export.
+
+It computes in a thread of its own (`in_own_thread`), whose settings of torch are separate from the app's.
+"""
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextvars import copy_context
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,15 +33,19 @@ from fleetdistill.errors import (
     KnowledgeError,
     ModelError,
     WireError,
+    WorkInterrupted,
 )
+from fleetdistill.interruption import check_with
 from fleetdistill.knowledge import CUT, DELIVER, EMBEDDING, RECEIVED, RESULT, Kind, Metric, ModelParameters
 from fleetdistill.methods import config_of_contract, device_class
 from fleetdistill.methods.base import Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats.space_model import SpaceModel
 from fleetdistill.models.torch_model import TorchModel
+from fleetdistill.progress import redirect
 from fleetdistill.replacement import REPLACED, REPLACED_BY_RESULT, SPLIT, Replacement
 from fleetdistill.state.sample_ids import SampleIds
 from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.alone import is_alone
 from fleetdistill.training.figures import Counts, allowed, place_of
 from fleetdistill.training.local_training import TrainingReport, evaluate
 from fleetdistill.training.model import (
@@ -48,7 +59,6 @@ from fleetdistill.training.model import (
 )
 from fleetdistill.training.onnx_export import export_onnx
 from fleetdistill.training.onnx_file import OnnxReport
-from fleetdistill.training.own_thread import in_own_thread
 from fleetdistill.training.parameters import state_tensors, take_weights
 from fleetdistill.training.proxy_set import proxy_data, proxy_of
 from fleetdistill.training.randomness import own_randomness
@@ -56,6 +66,76 @@ from fleetdistill.training.tensor_data import LazyData, TensorData, tensor_data_
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 __all__ = ["TorchCompute"]
+
+T = TypeVar("T")
+
+_setting_threads = threading.Lock()
+
+
+def in_own_thread(function: Callable[[], T], threads: int) -> T:
+    """Returns the result of a function that runs in a new thread with a number of compute threads of its own.
+
+    The thread also has torch's default modes: gradients enabled, no inference mode, autocast or default device. Other
+    threads keep their settings.
+
+    Args:
+        function: Function of the SDK or the app. It runs in a copy of the current context; the calling thread receives
+            its reports of progress.
+        threads: Number of threads that an operation of torch may use, at least 1.
+
+    Raises:
+        BaseException: The exception of `function`. If the calling thread is interrupted, the function ends at its next
+            `check_may_continue`, and the interruption is raised.
+    """
+    if is_alone():
+        with torch.enable_grad():
+            return function()
+    result: Future[T] = Future()
+    abandoned = threading.Event()
+    reports: SimpleQueue[tuple[str, float] | None] = SimpleQueue()  # None at the end
+    receiver = redirect(lambda phase, fraction: reports.put((phase, fraction)))
+
+    def check() -> None:
+        if abandoned.is_set():
+            raise WorkInterrupted("the calling thread was interrupted", "interrupted")
+
+    def work() -> None:
+        try:
+            set_threads(threads)
+            with check_with(check):
+                result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+        finally:
+            reports.put(None)
+
+    thread = threading.Thread(target=copy_context().run, args=(work,), name="fleetdistill compute", daemon=True)
+    thread.start()
+    try:
+        while (report := reports.get()) is not None:
+            receiver(*report)
+        return result.result()
+    except BaseException:
+        abandoned.set()
+        thread.join()
+        raise
+    finally:
+        redirect(receiver)
+
+
+def set_threads(threads: int) -> None:
+    """Sets the number of compute threads of the calling thread, which must be new.
+
+    torch has a setting for each thread, and a common one for threads that have not used torch yet. `set_num_threads`
+    changes both; another thread changes the common one back.
+    """
+    with _setting_threads:
+        common = torch.get_num_threads()  # of a new thread; it also prevents that torch applies the common one later
+        if threads != common:
+            torch.set_num_threads(threads)
+            restoring = threading.Thread(target=torch.set_num_threads, args=(common,))
+            restoring.start()
+            restoring.join()
 
 
 class FrozenModel:

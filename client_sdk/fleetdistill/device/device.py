@@ -42,18 +42,16 @@ from fleetdistill.device.eligibility import Eligibility
 from fleetdistill.device.events import DeviceLock, Event, Events, Step
 from fleetdistill.device.identity import load_identity, save_server
 from fleetdistill.device.interrupts import StopRequest, delays_ctrl_c
-from fleetdistill.device.loop import Loop
+from fleetdistill.device.loop import POLL_SECONDS, Loop, Turns
 from fleetdistill.device.options import Runtime, Server
 from fleetdistill.device.parts import DeviceParts
-from fleetdistill.device.permission import Permission
+from fleetdistill.device.permission import MeteredLink, Permission
 from fleetdistill.device.private import PrivateAnswers
 from fleetdistill.device.sender import Sender
-from fleetdistill.device.turn import POLL_SECONDS, Turns
 from fleetdistill.errors import ConfigurationError, DeviceClosedError
 from fleetdistill.link.abilities import Abilities
 from fleetdistill.link.base import HandsOver, Link
 from fleetdistill.link.downloads import DOWNLOADS, Downloads, MemoryDownloads
-from fleetdistill.link.metered import MeteredLink
 from fleetdistill.models.torch_model import TorchModel
 from fleetdistill.spans import NO_SPANS, ProviderSpans, Spans
 from fleetdistill.state.directory import Storage, erase_directory

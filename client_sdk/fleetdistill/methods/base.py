@@ -23,7 +23,6 @@ from fleetdistill.names import unknown_name
 if TYPE_CHECKING:
     import torch
 
-    from fleetdistill.methods.classstats.space_model import MakePredictor
     from fleetdistill.training.local_training import BatchLosses, LazyData, TensorData, TrainingReport
     from fleetdistill.training.model import FeatureModel
 
@@ -114,7 +113,7 @@ class Local:
     torch_device: torch.device
     proxy: TensorData | None = None
     proxy_digest: bytes = b""
-    predictor: str | MakePredictor = USUAL_PREDICTOR
+    predictor: str | Callable[[int, int], torch.nn.Module] = USUAL_PREDICTOR
 
 
 Handler = Callable[[Any, Ask], Answer]

@@ -33,7 +33,6 @@ from fleetdistill_server.engine.group import Group
 from fleetdistill_server.engine.round_training import RoundTraining
 from fleetdistill_server.engine.starting_model import load_starting_model
 from fleetdistill_server.logs import about
-from fleetdistill_server.methods.evaluation import load_evaluation
 from fleetdistill_server.phases import phase
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.wakeups import POLL_SECONDS, Waker
@@ -44,6 +43,7 @@ from fleetdistill_server.store.rollback import way_back
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted
+from fleetdistill_server.training.evaluation import load_evaluation
 
 __all__ = ["Engine"]
 

@@ -17,7 +17,7 @@ from fleetdistill.state.state_file import pack_state
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.starting_model import check_in_store
-from fleetdistill_server.methods.evaluation import load_evaluation
+from fleetdistill_server.training.evaluation import load_evaluation
 
 __all__ = ["build_run"]
 

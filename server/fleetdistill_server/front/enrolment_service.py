@@ -12,9 +12,9 @@ from fleetdistill.link.credentials import AUTHORITIES
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
 from fleetdistill_server.front.errors import abort, ended, in_pool
 from fleetdistill_server.front.guard import holder_in
-from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.limiter import Limiter
 from fleetdistill_server.security.tokens import EnrolmentApi
+from fleetdistill_server.store.group_commit import Commit
 from fleetdistill_server.store.store import Store
 
 

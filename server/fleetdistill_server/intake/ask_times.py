@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 
-from fleetdistill_server.intake.commit import Commit
+from fleetdistill_server.store.group_commit import Commit
 
 SENT, DOWNLOAD, DOWNLOADED, UPLOAD = "sent_at", "download_at", "downloaded_at", "upload_at"
 _MOST = 100_000

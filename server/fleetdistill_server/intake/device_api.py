@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.compression import RAW, choose
@@ -20,7 +21,6 @@ from fleetdistill_server.event_kinds import LARGE_DEVICE
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.ask_times import SENT, AskTimes
 from fleetdistill_server.intake.choosing import fitting_run
-from fleetdistill_server.intake.commit import Commit, DirectCommit
 from fleetdistill_server.intake.downloads import Downloads
 from fleetdistill_server.intake.limiter import Limiter
 from fleetdistill_server.intake.refusal_log import RefusalLog
@@ -28,6 +28,7 @@ from fleetdistill_server.intake.sessions import Sessions, hash_name, id_taken, u
 from fleetdistill_server.intake.uploads import MAX_NUMBER, Uploads
 from fleetdistill_server.logs import about
 from fleetdistill_server.store.fleet_sizes import FleetSizes
+from fleetdistill_server.store.group_commit import Commit
 from fleetdistill_server.store.history import about_ask
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.states import OVER, AskStatus, RunStatus
@@ -40,6 +41,18 @@ STOPPED_SECONDS = 30.0
 """Shortest wait, in seconds, before a stopped run's devices call again, or a quarter of the lease if that is less."""
 _MAX_SENTENCE = 1000
 _MAX_REASON = 512  # characters of a device's reason to decline
+T = TypeVar("T")
+
+
+class DirectCommit:
+    """Runs each job immediately in its own transaction."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __call__(self, job: Callable[[Store], T], /) -> T:
+        with self._store.transaction():
+            return job(self._store)
 
 
 class DeviceApi:

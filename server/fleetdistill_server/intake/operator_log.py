@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from fleetdistill.errors import FleetDistillError, NoSpaceError, RefusedError, StoreError, StoreUnavailableError
-from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.limiter import Allowance
+from fleetdistill_server.store.group_commit import Commit
 from fleetdistill_server.store.operator_calls import Call, Outcome
 from fleetdistill_server.store.store import Store
 

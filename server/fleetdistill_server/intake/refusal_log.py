@@ -7,8 +7,8 @@ from collections import Counter
 from functools import partial
 
 from fleetdistill.errors import RefusedError
-from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.limiter import Allowance, DeviceKey
+from fleetdistill_server.store.group_commit import Commit
 from fleetdistill_server.store.store import Store
 
 

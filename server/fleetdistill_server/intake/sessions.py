@@ -14,9 +14,9 @@ from fleetdistill.errors import RefusedError
 from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
-from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.limiter import DeviceKey, Limiter
 from fleetdistill_server.intake.refusal_log import RefusalLog
+from fleetdistill_server.store.group_commit import Commit
 from fleetdistill_server.store.records import Device
 from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store

@@ -23,7 +23,6 @@ from fleetdistill.wire.compression import RAW
 from fleetdistill.wire.digests import identity
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.intake.ask_times import UPLOAD, AskTimes
-from fleetdistill_server.intake.commit import Commit
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.intake.limiter import Limiter
 from fleetdistill_server.intake.refusal_log import RefusalLog
@@ -31,6 +30,7 @@ from fleetdistill_server.intake.sessions import Sessions
 from fleetdistill_server.logs import about
 from fleetdistill_server.store.blobs import Staging, stated
 from fleetdistill_server.store.disk_space import DiskSpace
+from fleetdistill_server.store.group_commit import Commit
 from fleetdistill_server.store.records import Ask, Upload
 from fleetdistill_server.store.retention import drop_unneeded
 from fleetdistill_server.store.states import DEADLINE_PASSED, AskStatus

@@ -28,8 +28,8 @@ from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes, PayloadFor
 from fleetdistill_server.methods.context import MethodContext
-from fleetdistill_server.methods.evaluation import TEACHER_ACCURACY
 from fleetdistill_server.methods.traffic import Exchange, Message, Sizes
+from fleetdistill_server.training.evaluation import TEACHER_ACCURACY
 
 
 class CollectedKnowledge:

@@ -13,8 +13,8 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.models import build_model
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.methods.evaluation import first_of_each_class, load_evaluation
 from fleetdistill_server.models import SERVER_MODELS, build_server_model
+from fleetdistill_server.training.evaluation import first_of_each_class, load_evaluation
 from fleetdistill_server.training.hardware import Hardware
 from fleetdistill_server.training.trainer import Trainer
 

@@ -6,7 +6,7 @@ import getpass
 from collections.abc import Mapping
 from typing import Any
 
-from fleetdistill_server.intake.commit import DirectCommit
+from fleetdistill_server.intake.device_api import DirectCommit
 from fleetdistill_server.intake.operator_log import OperatorLog
 from fleetdistill_server.store.operator_calls import LOCAL, Call
 from fleetdistill_server.store.store import Store

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from fleetdistill.errors import StoreError
 from fleetdistill.state import failpoints
@@ -24,6 +24,13 @@ logger = logging.getLogger("fleetdistill.server.commits")
 # The pause between groups lets the engine's commits acquire the write lock.
 _PAUSE_SECONDS = 0.001
 _MAX_GROUP = 500
+
+
+class Commit(Protocol):
+    """Runs a job in a durable transaction and returns its result."""
+
+    def __call__(self, job: Callable[[Store], T], /) -> T:
+        """Runs the job and returns its result once its writes are on disk; propagates the job's exceptions."""
 
 
 class CommitThread:

@@ -8,7 +8,8 @@ space, q directions, C classes of the run. "Line" refers to the section "The mat
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -187,3 +188,22 @@ def _with_signs(columns_dq: Array) -> Array:
     """Returns the columns with signs that make each column's entry of largest magnitude positive."""
     largest = np.abs(columns_dq).argmax(axis=0)
     return np.where(columns_dq[largest, np.arange(columns_dq.shape[1])] < 0, -columns_dq, columns_dq)
+
+
+def copy_space(space: ClassSpace) -> ClassSpace:
+    """Returns a copy in memory; the arrays of a received space are mapped from a file that is deleted later."""
+    arrays = {name: np.array(value) for name, value in vars(space).items() if name != "labels"}
+    return ClassSpace(labels=list(space.labels), **arrays)
+
+
+def pack_space(space: ClassSpace) -> dict[str, Any]:
+    """Returns a space in the form that `fleetdistill.state.state_file` stores."""
+    import torch
+
+    arrays = {name: torch.from_numpy(np.array(value)) for name, value in vars(space).items() if name != "labels"}
+    return {"labels": list(space.labels), **arrays}
+
+
+def unpack_space(state: Mapping[str, Any]) -> ClassSpace:
+    """Returns the space in a value of `pack_space`."""
+    return ClassSpace(**{name: value if name == "labels" else value.numpy() for name, value in state.items()})

@@ -19,12 +19,10 @@ import torch
 
 from fleetdistill.knowledge import GENERAL, OWN, PERSONAL
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
-from fleetdistill.methods.classstats.class_space import coordinates
+from fleetdistill.methods.classstats.class_space import coordinates, pack_space, unpack_space
 from fleetdistill.methods.classstats.config import SCATTERING, SpaceConfig
 from fleetdistill.methods.classstats.exchange import DeviceStatistics, SentStatistics, check_images
-from fleetdistill.methods.classstats.fixed_extractor import fixed_features, usual_extractor
-from fleetdistill.methods.classstats.kept_features import FixedFeatures
-from fleetdistill.methods.classstats.kept_space import pack, unpack
+from fleetdistill.methods.classstats.fixed_features import FixedFeatures, fixed_features, usual_extractor
 from fleetdistill.methods.classstats.space_model import SpaceModel, make_predictor
 from fleetdistill.methods.classstats.space_training import teach_network, train_predictor
 from fleetdistill.training.tensor_data import parts_of
@@ -117,7 +115,7 @@ class ClassStatsDevice(DeviceMethod):
     def state_dict(self) -> dict[str, Any]:
         """Returns the fleet's space and its plan, from which the variants are recomputed, and the trained networks."""
         return {
-            "space": None if self.own.space is None else pack(self.own.space),
+            "space": None if self.own.space is None else pack_space(self.own.space),
             "plan": None if self.own.plan is None else dict(self.own.plan.to_wire().values),
             "predictor": None if self._predictor is None else self._predictor.state_dict(),
             "taught": self._taught,
@@ -125,7 +123,7 @@ class ClassStatsDevice(DeviceMethod):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that `state_dict` returned."""
-        self.own.restore(None if state["space"] is None else unpack(state["space"]), state["plan"])
+        self.own.restore(None if state["space"] is None else unpack_space(state["space"]), state["plan"])
         self.own.remake_variants()
         self._taught, self._predictor = state["taught"], None
         if state["predictor"] is not None:

@@ -12,9 +12,9 @@ import numpy as np
 from fleetdistill.errors import CannotAnswer, DataError, WireError
 from fleetdistill.knowledge import Array, ClassSpace, Plan, PlanValue
 from fleetdistill.methods.base import Answer, Ask
+from fleetdistill.methods.classstats.class_space import copy_space
 from fleetdistill.methods.classstats.class_variants import ClassVariants, class_variants
 from fleetdistill.methods.classstats.config import SMALLEST_SIDE, ClassStatsConfig, SpaceConfig
-from fleetdistill.methods.classstats.kept_space import copy
 from fleetdistill.methods.classstats.shared_statistics import Moments, moments_of, to_wire
 
 
@@ -162,7 +162,7 @@ class DeviceStatistics:
         if "space" in ask.parts:
             space = ask.part("space", ClassSpace)
             check_space(space, self.rows.shape[1], self._classes)  # guard
-            self.space = copy(space)
+            self.space = copy_space(space)
         else:
             self._check_has_space(ask, plan.merge)  # guard
         self.plan = plan

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Array, ClassSpace
 from fleetdistill.methods.classstats.class_space import BELOW_ALL
-from fleetdistill.methods.classstats.kept_features import FixedFeatures, projection_tensor
+from fleetdistill.methods.classstats.fixed_features import FixedFeatures, projection_tensor
 from fleetdistill.models import PREDICTORS, check_predictor
 from fleetdistill.models.shapes import check_classes
 

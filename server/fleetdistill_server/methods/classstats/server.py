@@ -26,13 +26,11 @@ from fleetdistill.knowledge import (
     Parts,
     SharedStatistics,
 )
-from fleetdistill.methods.classstats.class_space import make_space, shrinkage_rule
+from fleetdistill.methods.classstats.class_space import make_space, pack_space, shrinkage_rule, unpack_space
 from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT
 from fleetdistill.methods.classstats.config import SCATTERING
 from fleetdistill.methods.classstats.exchange import SpacePlan, check_images
-from fleetdistill.methods.classstats.fixed_extractor import fixed_features, usual_extractor
-from fleetdistill.methods.classstats.kept_features import projected
-from fleetdistill.methods.classstats.kept_space import pack, unpack
+from fleetdistill.methods.classstats.fixed_features import fixed_features, projected, usual_extractor
 from fleetdistill.methods.classstats.shared_statistics import Moments, max_directions
 from fleetdistill.methods.classstats.space_model import SpaceModel
 from fleetdistill.seeds import derive_seed
@@ -315,7 +313,7 @@ class ClassStatsServer(ServerMethod):
     def state_dict(self) -> dict[str, Any]:
         return {
             "parts": {device: [_pack_part(part), version] for device, (part, version) in self._parts.items()},
-            "space": None if self._space is None else pack(self._space),
+            "space": None if self._space is None else pack_space(self._space),
             "merge": self.merge_name,
             "counted": {device: list(labels) for device, labels in self._counted.items()},
             "left_out": {device: list(texts) for device, texts in self._left_out.items()},
@@ -327,7 +325,7 @@ class ClassStatsServer(ServerMethod):
         self._parts = {
             device: (_unpack_part(self.kind, part), version) for device, (part, version) in state["parts"].items()
         }
-        self._space = None if state["space"] is None else unpack(state["space"])
+        self._space = None if state["space"] is None else unpack_space(state["space"])
         self.merge_name = state["merge"]
         self._counted = {device: list(labels) for device, labels in state["counted"].items()}
         self._left_out = {device: list(texts) for device, texts in state["left_out"].items()}

@@ -43,10 +43,10 @@ from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
 from fleetdistill_server.methods.context import MethodContext
-from fleetdistill_server.methods.evaluation import TEACHER_ACCURACY
 from fleetdistill_server.methods.fedd2s.copies import Copies, Copy
 from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shallowest_layer
 from fleetdistill_server.methods.traffic import NOTHING, Exchange, Message, Sizes
+from fleetdistill_server.training.evaluation import TEACHER_ACCURACY
 
 _GRADIENT_ROWS = 1024
 _FIRST, _AT_LAYER = "first", "at_layer"  # names of columns whose shapes are unknown

@@ -29,13 +29,13 @@ from fleetdistill_server.methods.averaging import OFF, cap
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
 from fleetdistill_server.methods.context import MethodContext
-from fleetdistill_server.methods.evaluation import TEACHER_ACCURACY
 from fleetdistill_server.methods.feddkc.kernels import kkr_kernel
 from fleetdistill_server.methods.feddkc.kkr import kkr
 from fleetdistill_server.methods.feddkc.refined import Refined, no_refinement
 from fleetdistill_server.methods.feddkc.skr import skr
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 from fleetdistill_server.phases import phase
+from fleetdistill_server.training.evaluation import TEACHER_ACCURACY
 from fleetdistill_server.training.rows import Pool, mapped_tensor
 
 _BLOCK_ROWS = 1024  # rows whose lengths are computed at once, in float64

@@ -1,4 +1,4 @@
-"""Cache of the features of a fixed extractor, computed once for each set of rows.
+"""The fixed extractor of a run with one exchange, equal on the server and on every device, and a cache of its features.
 
 The features depend only on extractor and rows, so all devices of a process share the cache: simulated devices have the
 same test rows.
@@ -11,14 +11,18 @@ import functools
 import hashlib
 import threading
 from collections import OrderedDict
+from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fleetdistill.knowledge import Array
+from fleetdistill.methods.classstats.config import SCATTERING, SpaceConfig
 from fleetdistill.methods.classstats.projection import projection
+from fleetdistill.models import build_model
 from fleetdistill.training.local_training import extract
+from fleetdistill.training.model import output_shape
 from fleetdistill.training.tensor_data import LazyInputs, parts_of
 
 MAX_BYTES = 512 << 20
@@ -90,3 +94,31 @@ def projected(fixed: FixedFeatures) -> nn.Module:
 def projection_tensor(features: int, dimensions: int) -> Tensor:
     """Returns G, `[F, D]`, as a shared tensor that callers must not change."""
     return torch.from_numpy(projection(features, dimensions))
+
+
+def fixed_features(
+    config: SpaceConfig, extractor: nn.Module, input_shape: tuple[int, ...], torch_device: torch.device | str = "cpu"
+) -> FixedFeatures:
+    """Returns the extractor with the projection that a run's settings name.
+
+    Args:
+        config: Settings of either method.
+        extractor: The method's extractor.
+        input_shape: Shape of one input.
+        torch_device: Device to compute on.
+
+    Raises:
+        ConfigurationError: The inputs do not fit the extractor.
+    """
+    extractor = extractor.cpu().eval()  # too little computation for a GPU
+    features = prod(output_shape(extractor, input_shape))
+    return FixedFeatures(extractor, features, config.dimensions_for(input_shape, features), torch_device)
+
+
+def usual_extractor(given: nn.Module | None, input_shape: tuple[int, ...]) -> nn.Module:
+    """Returns the extractor of classstats: `given`, the run's own, or without one the scattering.
+
+    Raises:
+        ConfigurationError: The inputs are not images for the scattering.
+    """
+    return given if given is not None else build_model(SCATTERING, input_shape=input_shape)
