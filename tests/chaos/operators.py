@@ -27,7 +27,7 @@ from support.serving import FRONT, serve, write_config
 
 from fleetdistill.errors import FleetDistillError, LinkError
 from fleetdistill_server.operations.client import connect
-from fleetdistill_server.operations.interface import Source
+from fleetdistill_server.operations.source import Source
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.creation import NewRun
 from fleetdistill_server.store.records import OperatorCall

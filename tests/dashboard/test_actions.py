@@ -21,7 +21,7 @@ from fleetdistill import Device
 from fleetdistill.errors import FleetDistillError, RefusedError
 from fleetdistill.link.enrolment import read_token
 from fleetdistill.wire.codes import Code
-from fleetdistill_server.operations.source import open_source
+from fleetdistill_server.operations.client import open_source
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError, RefusedError
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.operations.interface import Source
-from fleetdistill_server.operations.source import open_source
+from fleetdistill_server.operations.client import open_source
+from fleetdistill_server.operations.source import Source
 from fleetdistill_server.views.reading import VIEWS
 from fleetdistill_server.views.runs import View
 

@@ -22,7 +22,7 @@ from fleetdistill_server.cli.options import (
     StoreOption,
     report_errors,
 )
-from fleetdistill_server.operations.source import open_source
+from fleetdistill_server.operations.client import open_source
 from fleetdistill_server.security.roles import in_words
 from fleetdistill_server.store.operator_calls import BEGUN, LOCAL, caller_in_words
 from fleetdistill_server.views.runs import TableRow, View

@@ -21,8 +21,8 @@ from fleetdistill_server.cli.options import (
 )
 from fleetdistill_server.cli.pki import warn_of_other_run, warn_without_server
 from fleetdistill_server.config.section import read_toml
-from fleetdistill_server.operations.interface import Source
-from fleetdistill_server.operations.source import create_here, open_source
+from fleetdistill_server.operations.client import open_source
+from fleetdistill_server.operations.source import Source, create_here
 from fleetdistill_server.service.creation import NewRun
 from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.states import RunStatus

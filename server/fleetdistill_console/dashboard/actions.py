@@ -10,7 +10,7 @@ from nicegui import ui
 from fleetdistill_console.dashboard.board import Board
 from fleetdistill_console.dashboard.confirmation import Confirmation, dialog
 from fleetdistill_console.dashboard.readers import ABOUT
-from fleetdistill_server.operations.interface import Source
+from fleetdistill_server.operations.source import Source
 from fleetdistill_server.store.states import ACTIVE, IDLE, QUEUED, WAITING, RunStatus
 from fleetdistill_server.views.results import deleted
 

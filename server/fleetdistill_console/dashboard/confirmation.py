@@ -11,7 +11,7 @@ from nicegui import ui
 
 from fleetdistill.errors import FleetDistillError
 from fleetdistill_console.dashboard.board import Board
-from fleetdistill_server.operations.interface import Source
+from fleetdistill_server.operations.source import Source
 
 T = TypeVar("T")
 

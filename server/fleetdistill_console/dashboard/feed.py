@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 from fleetdistill.errors import FleetDistillError, in_words
 from fleetdistill.printable import printable
 from fleetdistill_console.dashboard.readers import Subject
-from fleetdistill_server.operations.interface import UNREADABLE, Source
+from fleetdistill_server.operations.source import UNREADABLE, Source
 
 T = TypeVar("T")
 EVERY_SECONDS = 1.0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from fleetdistill_server.operations.interface import Source
+from fleetdistill_server.operations.source import Source
 from fleetdistill_server.views.runs import TableRow, View
 
 T = TypeVar("T")

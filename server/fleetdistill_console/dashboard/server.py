@@ -14,8 +14,8 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill_console.dashboard.board import Board
 from fleetdistill_console.dashboard.feed import Feed
 from fleetdistill_console.dashboard.simulated import SimulatedRun
-from fleetdistill_server.operations.interface import Source
-from fleetdistill_server.operations.source import open_source
+from fleetdistill_server.operations.client import open_source
+from fleetdistill_server.operations.source import Source
 
 DEFAULT_PORT = 8090
 

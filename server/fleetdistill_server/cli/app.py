@@ -27,7 +27,7 @@ from fleetdistill_server.cli.options import (
 from fleetdistill_server.cli.pki import pki_app
 from fleetdistill_server.cli.serve import serve
 from fleetdistill_server.cli.store import backup, restore
-from fleetdistill_server.operations.source import open_source
+from fleetdistill_server.operations.client import open_source
 
 _ENTRY_POINTS = "fleetdistill.commands"
 """Group of the entry points with the commands of the annexes: a function, or a `typer.Typer` with subcommands."""

@@ -12,7 +12,7 @@ import typer
 from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
 from fleetdistill.printable import printable
 from fleetdistill_server.extras import PACKAGES, missing_of_command
-from fleetdistill_server.operations.interface import UNREADABLE
+from fleetdistill_server.operations.source import UNREADABLE
 
 __all__ = [
     "DEFAULT_STORE",

@@ -14,7 +14,7 @@ from fleetdistill_server.cli.options import (
     StoreOption,
     report_errors,
 )
-from fleetdistill_server.operations.source import open_source
+from fleetdistill_server.operations.client import open_source
 from fleetdistill_server.texts import counted
 from fleetdistill_server.views.results import backed_up
 

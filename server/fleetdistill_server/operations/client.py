@@ -20,8 +20,8 @@ from fleetdistill.link.grpc_link import CALL_SECONDS, errors_of
 from fleetdistill.printable import printable
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
-from fleetdistill_server.operations.interface import Exported, Source
 from fleetdistill_server.operations.receiving import json_row, receive_backup, receive_model
+from fleetdistill_server.operations.source import Exported, LocalStore, Source
 from fleetdistill_server.security.certificates import holder_of
 from fleetdistill_server.security.tokens import MAX_TOKENS
 from fleetdistill_server.service.creation import CREATION_SECONDS, NewRun
@@ -33,7 +33,7 @@ from fleetdistill_server.texts import when
 from fleetdistill_server.views.reading import FOR_OPERATORS, Query
 from fleetdistill_server.views.runs import TableRow, View
 
-__all__ = ["connect"]
+__all__ = ["connect", "open_source"]
 
 READ_SECONDS = 120.0
 """Longest duration of a read in seconds; a view of a large fleet takes several."""
@@ -203,6 +203,16 @@ def _join(pages: Iterable[operations_pb2.ReadResponse]) -> View:
 
 def _is_token(text: str) -> bool:
     return re.fullmatch("[!-~]{1,10000}", text) is not None
+
+
+@contextlib.contextmanager
+def open_source(store: Path, server: str | None, identity: Path | None) -> Iterator[Source]:
+    """Yields a source of runs: a server if one is given, else the store in a directory."""
+    if server is None:
+        yield LocalStore(store)
+        return
+    with connect(server, identity) as remote:
+        yield remote
 
 
 @contextlib.contextmanager
