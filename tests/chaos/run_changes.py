@@ -31,7 +31,7 @@ from support.serving import ENGINE, FRONT, Served, serve, write_config
 
 from fleetdistill_server.store.store import Store
 
-LED = "led"
+CHANGED = "changed"
 _MAX_SECONDS = 1.0
 _KILLS_OF_A_RUN = 20
 _ROUNDS = 4
@@ -59,7 +59,7 @@ def summary(store: Store) -> Any:
 
 def checkpoint_of(store: Store) -> bytes:
     """Digest of the run's last checkpoint."""
-    row = store.runs.get(LED)
+    row = store.runs.get(CHANGED)
     assert row is not None
     return bytes(row.checkpoint)
 
@@ -83,7 +83,7 @@ class Killer:
     def __enter__(self) -> Self:
         self._serve()
         assert self._server is not None
-        self.fleet = self._stack.enter_context(AnsweringFleet(self._server.port(), LED, 2))
+        self.fleet = self._stack.enter_context(AnsweringFleet(self._server.port(), CHANGED, 2))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -94,7 +94,7 @@ class Killer:
         """Leads the run and kills so many processes."""
         paused = False
         while sum(self.kills.values()) < count:
-            words = ["start" if paused else "pause", LED]
+            words = ["start" if paused else "pause", CHANGED]
             if not self._has_ended():
                 self._kill_one(words)
                 paused = not paused
@@ -110,11 +110,11 @@ class Killer:
     def rounds(self) -> list[str]:
         """The statuses of the run's rounds; all receipts of the devices are of used answers."""
         with closing(Store.open(self._folder / "store")) as store:
-            used = [row.receipt for row in store.asks.uploads(LED) if row.status == "used"]
+            used = [row.receipt for row in store.asks.uploads(CHANGED) if row.status == "used"]
             heard = [receipt for device in self.fleet.devices for receipt in device.receipts]
             assert set(heard) <= set(used), "an acknowledged answer is lost"
-            assert len(used) == len(set(used)) == 2 * len(store.runs.rounds(LED))
-            return [row.status for row in store.runs.rounds(LED)]
+            assert len(used) == len(set(used)) == 2 * len(store.runs.rounds(CHANGED))
+            return [row.status for row in store.runs.rounds(CHANGED)]
 
     def _serve(self) -> None:
         self._serving = ExitStack()
@@ -156,19 +156,19 @@ class Killer:
 
     def _has_ended(self) -> bool:
         with closing(Store.open(self._folder / "store")) as store:
-            return store.runs.existing(LED).status == "finished"
+            return store.runs.existing(CHANGED).status == "finished"
 
 
 def _play(folder: Path, seed: int, kills: int) -> tuple[bytes, Counter[str]]:
     """Plays a run with so many kills; returns its checkpoint and the kills."""
     with Killer(folder, random.Random(seed)) as killer:
-        write_config(folder, run_name=LED, run_rounds=_ROUNDS)
+        write_config(folder, run_name=CHANGED, run_rounds=_ROUNDS)
         created = [*COMMAND, "runs", "create", str(folder / "run.toml"), "--start", "--store", str(folder / "store")]
         subprocess.run(created, check=True, stdout=subprocess.DEVNULL)
         killer.kill(kills)
-        killer.repeat(["start", LED])
+        killer.repeat(["start", CHANGED])
         with closing(Store.open(folder / "store")) as store:
-            wait_until(lambda: store.runs.existing(LED).status == "finished", "the run to finish")
+            wait_until(lambda: store.runs.existing(CHANGED).status == "finished", "the run to finish")
             checkpoint = checkpoint_of(store)
     assert killer.rounds() == ["closed"] * _ROUNDS
     return checkpoint, killer.kills

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chaos.run_changes import LED, summary
+from chaos.run_changes import CHANGED, summary
 from support.processes import COMMAND
 from support.serving import write_config
 
@@ -20,12 +20,12 @@ from fleetdistill_server.store.store import Store
 
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "create": ([], ["create", "run.toml", "--start"]),
-    "start": (["create"], ["start", LED]),
-    "pause": (["create", "start"], ["pause", LED]),
-    "start again": (["create", "start", "pause"], ["start", LED]),
-    "stop": (["create", "start"], ["stop", LED]),
-    "clone": (["create"], ["clone", LED, "copy", "--set", "run.seed=7"]),
-    "delete": (["create", "start"], ["delete", LED, "--yes"]),
+    "start": (["create"], ["start", CHANGED]),
+    "pause": (["create", "start"], ["pause", CHANGED]),
+    "start again": (["create", "start", "pause"], ["start", CHANGED]),
+    "stop": (["create", "start"], ["stop", CHANGED]),
+    "clone": (["create"], ["clone", CHANGED, "copy", "--set", "run.seed=7"]),
+    "delete": (["create", "start"], ["delete", CHANGED, "--yes"]),
 }
 
 
@@ -40,14 +40,14 @@ def run_command(folder: Path, words: list[str], points: str = "") -> subprocess.
 def prepare(folder: Path, actions: list[str]) -> None:
     """A store in which these actions were done, with another run that nobody touches."""
     folder.mkdir()
-    config = load_run_config(write_config(folder, run_name=LED, run_rounds=3))
+    config = load_run_config(write_config(folder, run_name=CHANGED, run_rounds=3))
     store = Store.open(folder / "store")
     run_changes.create(store, load_run_config(write_config(folder, run_name="other")))
-    write_config(folder, run_name=LED, run_rounds=3)
+    write_config(folder, run_name=CHANGED, run_rounds=3)
     steps: dict[str, Callable[[], object]] = {
         "create": lambda: run_changes.create(store, config),
-        "start": lambda: run_changes.change(store, LED, RunStatus.RUNNING),
-        "pause": lambda: run_changes.change(store, LED, RunStatus.PAUSED),
+        "start": lambda: run_changes.change(store, CHANGED, RunStatus.RUNNING),
+        "pause": lambda: run_changes.change(store, CHANGED, RunStatus.PAUSED),
     }
     for action in actions:
         steps[action]()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from chaos.operators import OperatorKiller
-from chaos.run_changes import LED
+from chaos.run_changes import CHANGED
 from chaos.run_commands import COMMANDS, prepare, run_command, state_of
 from support.live_front import RUN, prepare_store
 from support.processes import COMMAND, wait_until
@@ -90,15 +90,15 @@ def test_a_local_change_is_never_without_its_entry(
 @pytest.mark.long
 @pytest.mark.parametrize("point", [*ONE_TRANSACTION, "runs.change.before-commit", "runs.change.after-commit"])
 def test_the_first_run_of_a_store_is_never_without_its_entry(point: str, tmp_path: Path) -> None:
-    write_config(tmp_path, run_name=LED)
+    write_config(tmp_path, run_name=CHANGED)
     words = ["create", "run.toml"]
     assert run_command(tmp_path, words, f"{point}=kill").returncode != 0
     created = point.rpartition(".")[2].startswith("after")
     with contextlib.closing(Store.open(tmp_path / "store")) as store:
-        assert store.runs.names() == [LED] * created
+        assert store.runs.names() == [CHANGED] * created
         assert entries(tmp_path / "store") == [("CreateRun", "done")] * created
         assert run_command(tmp_path, words).returncode == 0
-        assert store.runs.names() == [LED]
+        assert store.runs.names() == [CHANGED]
         assert entries(tmp_path / "store") == [("CreateRun", "done")] * (created + 1)
 
 
@@ -174,7 +174,7 @@ def test_a_remote_change_and_its_entry_are_in_one_group(
 @pytest.mark.long
 def test_kills_at_random_moments_lose_no_entry(tmp_path: Path) -> None:
     """The short form of the operators' part of `make run-kills`, without creations and deletions."""
-    prepare(tmp_path / "led", ["create"])
-    with OperatorKiller(tmp_path / "led", random.Random(1), [LED, "other"]) as killer:
+    prepare(tmp_path / "changed", ["create"])
+    with OperatorKiller(tmp_path / "changed", random.Random(1), [CHANGED, "other"]) as killer:
         killer.kill(3)
     assert sum(killer.kills.values()) == 3

@@ -62,7 +62,7 @@ from fleetdistill_server.store.store import Store
 
 OTHER_RUN = "other"
 TO_CANCEL = "unwanted"
-TO_LEAD = run_config({"run": {"name": "led"}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}})
+TO_CREATE = run_config({"run": {"name": "created"}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}})
 DEVICE = "rightful"
 SECRET = b"s" * 32
 NEIGHBOUR = "neighbour"
@@ -103,8 +103,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     store.runs.publish_contract(OTHER_RUN, make_contract(run=OTHER_RUN).SerializeToString())
     store.runs.begin(TO_CANCEL, {"made": "by hand"})
     for name in ("to-start", "to-pause", "to-resume"):
-        led = TO_LEAD.run.model_copy(update={"name": name})
-        run_changes.create(store, TO_LEAD.model_copy(update={"run": led}), start_it=name != "to-start")
+        section = TO_CREATE.run.model_copy(update={"name": name})
+        run_changes.create(store, TO_CREATE.model_copy(update={"run": section}), start_it=name != "to-start")
     run_changes.change(store, "to-resume", RunStatus.PAUSED)
     profile = make_profile().SerializeToString()
     for run in (RUN, OTHER_RUN):
@@ -207,7 +207,7 @@ REQUESTS: dict[str, Callable[[World, service_pb2.Identity], Any]] = {
     f"{_operations}/Read": lambda world, one: operations_pb2.ReadRequest(view="run", run=RUN, most=1),
     f"{_operations}/WatchRun": lambda world, one: operations_pb2.WatchRunRequest(run=RUN),
     f"{_operations}/RevokeDevice": lambda world, one: operations_pb2.RevokeDeviceRequest(device="nobody-yet"),
-    f"{_operations}/CreateRun": lambda world, one: operations_pb2.CreateRunRequest(run_toml=as_toml(TO_LEAD)),
+    f"{_operations}/CreateRun": lambda world, one: operations_pb2.CreateRunRequest(run_toml=as_toml(TO_CREATE)),
     f"{_operations}/ChangeRun": lambda world, one: operations_pb2.ChangeRunRequest(run=TO_CANCEL, status="cancelled"),
     f"{_operations}/RollBackRun": lambda world, one: operations_pb2.RollBackRunRequest(run="nobody-made-it"),
     f"{_operations}/DeleteRun": lambda world, one: operations_pb2.DeleteRunRequest(run="nobody-made-it"),

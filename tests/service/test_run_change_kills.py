@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chaos.run_changes import LED, Killer, checkpoint_of, server_toml
+from chaos.run_changes import CHANGED, Killer, checkpoint_of, server_toml
 from chaos.run_commands import COMMANDS, prepare, run_command, state_of
 from support.answering import AnsweringFleet
 from support.long import long_except
@@ -57,7 +57,7 @@ def test_a_killed_command_is_repeated_and_ends_the_same(command: str, point: str
 @pytest.mark.cold_start
 def test_nothing_is_created_once_the_command_was_killed(tmp_path: Path) -> None:
     """The process that creates the run is still importing torch; a command after this one would not expect the run."""
-    write_config(tmp_path, run_name=LED)
+    write_config(tmp_path, run_name=CHANGED)
     command = subprocess.Popen([*COMMAND, "runs", "create", "run.toml", "--store", "store"], cwd=tmp_path)
     (creating,) = wait_until(lambda: children(command.pid, "fleetdistill_server.engine.creation"), "the process")
     command.kill()
@@ -74,19 +74,19 @@ def test_nothing_is_created_once_the_command_was_killed(tmp_path: Path) -> None:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The checkpoint of a run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    with serve(server_toml(folder)) as server, AnsweringFleet(server.port(), LED, 2):
+    with serve(server_toml(folder)) as server, AnsweringFleet(server.port(), CHANGED, 2):
         create(folder)
         return finish(folder)
 
 
 def create(folder: Path) -> None:
-    write_config(folder, run_name=LED, run_rounds=4)
+    write_config(folder, run_name=CHANGED, run_rounds=4)
     assert run_command(folder, ["create", "run.toml", "--start"]).returncode == 0
 
 
 def finish(folder: Path) -> bytes:
     with contextlib.closing(Store.open(folder / "store")) as store:
-        wait_until(lambda: store.runs.existing(LED).status == "finished", "the run to finish")
+        wait_until(lambda: store.runs.existing(CHANGED).status == "finished", "the run to finish")
         return checkpoint_of(store)
 
 
@@ -119,7 +119,7 @@ def test_a_killed_supervisor_is_replaced_and_the_run_goes_on(
         failpoint("")
         create(tmp_path)
         assert wait_until(lambda: server.process.poll(), "the supervisor to be killed") == -9
-    with serve(config) as server, AnsweringFleet(server.port(), LED, 2):
+    with serve(config) as server, AnsweringFleet(server.port(), CHANGED, 2):
         assert finish(tmp_path) == undisturbed
 
 
@@ -133,7 +133,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path, undisturbed: byt
     with Killer(tmp_path, random.Random(1)) as killer:
         create(tmp_path)
         killer.kill(8)
-        killer.repeat(["start", LED])
+        killer.repeat(["start", CHANGED])
         assert finish(tmp_path) == undisturbed
     assert killer.rounds() == ["closed"] * 4
     assert sum(killer.kills.values()) == 8

@@ -18,7 +18,7 @@ from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.store import retention
-from fleetdistill_server.store.blobs import Held
+from fleetdistill_server.store.blobs import StoredBlob
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.location import Location
 from fleetdistill_server.store.records import Ask
@@ -190,7 +190,7 @@ def test_what_is_put_again_while_a_sweep_goes_on_is_young(
     listed = [dataclasses.replace(item, age_seconds=2 * retention.GRACE_SECONDS) for item in on_disk.blobs.held()]
     engine = Store.open(tmp_path / "store")
 
-    def held() -> list[Held]:
+    def held() -> list[StoredBlob]:
         engine.blobs.put(payload)
         monkeypatch.undo()
         return listed

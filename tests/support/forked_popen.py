@@ -185,8 +185,7 @@ def _run(
     me, of_others = os.getpid(), os.getppid
     os.getppid = lambda: of_others() if os.getpid() != me else parent if starter.is_alive() else 1
     subprocess.Popen = popen  # type: ignore[misc, assignment]
-    if points := environment.get(failpoints.VARIABLE):
-        failpoints.switch_on(points)
+    failpoints.switch_on(environment.get(failpoints.VARIABLE, ""))  # not those with which the fork server was started
     _run_python([_renumbered(word, files) for word in words])
 
 

@@ -163,7 +163,7 @@ def switch_on(text: str) -> None:
     """
     global hit
     entries = _parse(text)
-    hit = _Points(entries).hit if entries else _off
+    hit = _Failpoints(entries).hit if entries else _off
 
 
 @contextlib.contextmanager
@@ -176,7 +176,7 @@ def switched_on(text: str) -> Iterator[None]:
         switch_on("")
 
 
-class _Points:
+class _Failpoints:
     def __init__(self, entries: dict[str, _Entry]) -> None:
         self._entries = entries
         self._hits: Counter[str] = Counter()

@@ -17,7 +17,7 @@ from pathlib import Path
 from fleetdistill_console.tracking.results import Results, results_in
 from fleetdistill_console.tracking.run_figures import points_since, settings_of
 from fleetdistill_console.tracking.server_model import MODEL_NAME, exported_model
-from fleetdistill_console.tracking.tracker import Description, Points, TrackedRun, Tracker, write_missing
+from fleetdistill_console.tracking.tracker import Description, RoundPoint, TrackedRun, Tracker, write_missing
 from fleetdistill_server.logs import Seldom
 from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.records import Run
@@ -162,7 +162,7 @@ class Follower:
             self._copy_control(self._description(run), name, points, result)
         _keep_new(tracked, "files", result)
 
-    def _copy_control(self, of: Description, name: str, points: list[Points], found: Results) -> None:
+    def _copy_control(self, of: Description, name: str, points: list[RoundPoint], found: Results) -> None:
         described = Description(
             _digest(f"{of.id} {name}".encode()),
             f"{of.title}: {name}",

@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fleetdistill_console.tracking.tracker import Description, Points
+from fleetdistill_console.tracking.tracker import Description, RoundPoint
 from fleetdistill_server.store.states import RunStatus
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ class MlflowRun:
             if self._settings.get(name, value) != value:
                 self.set_note(f"changed.{name}", value)
 
-    def write(self, points: Sequence[Points]) -> None:
+    def write(self, points: Sequence[RoundPoint]) -> None:
         """Writes figures, those of one round in one request."""
         from mlflow.entities import Metric
 

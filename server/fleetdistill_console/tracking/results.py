@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetdistill_console.tracking.run_figures import mean_of
-from fleetdistill_console.tracking.tracker import Points
+from fleetdistill_console.tracking.tracker import RoundPoint
 
 ACCURACY, BYTES = "simulation/accuracy", "simulation/bytes"
 """Mean accuracy over the devices on the global test set, and bytes from and to a device since the start."""
@@ -28,8 +28,8 @@ class Results:
     """
 
     finished: bool
-    points: Sequence[Points]
-    controls: dict[str, list[Points]] = field(default_factory=dict)
+    points: Sequence[RoundPoint]
+    controls: dict[str, list[RoundPoint]] = field(default_factory=dict)
     files: dict[str, Path] = field(default_factory=dict)
 
 
@@ -64,7 +64,7 @@ def _is_control(curve: dict[str, Any], report: dict[str, Any]) -> bool:
     return report["method"] != "fedavg" and str(curve["name"]).startswith("FedAvg")
 
 
-def _points(curves: Sequence[tuple[dict[str, Any], str]], rounds: Sequence[int] | None, at: float) -> list[Points]:
+def _points(curves: Sequence[tuple[dict[str, Any], str]], rounds: Sequence[int] | None, at: float) -> list[RoundPoint]:
     """Returns the figures of each round; rounds without numbers are counted from 1."""
     count = max((len(one["accuracy"]) for one, _ in curves), default=0)
     result: list[dict[str, float]] = [{} for _ in range(count)]
@@ -74,7 +74,7 @@ def _points(curves: Sequence[tuple[dict[str, Any], str]], rounds: Sequence[int] 
                 if value is not None and (name == ACCURACY or not suffix):
                     result[index][name + suffix.replace(" ", "_")] = value
     numbers = range(1, count + 1) if rounds is None else rounds
-    return [Points(number, at, values) for number, values in zip(numbers, result, strict=False) if values]
+    return [RoundPoint(number, at, values) for number, values in zip(numbers, result, strict=False) if values]
 
 
 def _files(out: Path) -> dict[str, Path]:

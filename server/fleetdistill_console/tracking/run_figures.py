@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fleetdistill_console.tracking.tracker import Points
+from fleetdistill_console.tracking.tracker import RoundPoint
 from fleetdistill_server.store.run_figures import Reported, RoundFigures, round_figures
 from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
@@ -30,7 +30,7 @@ def settings_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return result
 
 
-def points_since(store: Store, run: str, after: int) -> list[Points]:
+def points_since(store: Store, run: str, after: int) -> list[RoundPoint]:
     """Returns the figures of the rounds of a run that ended after a round, by ascending number.
 
     Args:
@@ -39,7 +39,7 @@ def points_since(store: Store, run: str, after: int) -> list[Points]:
         after: Number of a round; 0 for all rounds.
     """
     return [
-        Points(figures.round.number, figures.round.ended_at, _finite(_values(figures)))
+        RoundPoint(figures.round.number, figures.round.ended_at, _finite(_values(figures)))
         for figures in round_figures(store.database, run, after + 1)
         if figures.round.status in (RoundStatus.CLOSED, RoundStatus.SHORT) and figures.round.ended_at is not None
     ]

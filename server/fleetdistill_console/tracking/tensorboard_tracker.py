@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from fleetdistill_console.tracking.tracker import Description, Points
+from fleetdistill_console.tracking.tracker import Description, RoundPoint
 
 _NOTES = "fleetdistill.json"
 _ID_DIGITS = 6
@@ -76,7 +76,7 @@ class TensorBoardRun:
         self._events.flush()
         self._has_settings = True
 
-    def write(self, points: Sequence[Points]) -> None:
+    def write(self, points: Sequence[RoundPoint]) -> None:
         """Appends figures, one record for each round."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary

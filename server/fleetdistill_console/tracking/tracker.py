@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Points:
+class RoundPoint:
     """Figures of one step of a run.
 
     Attributes:
@@ -49,7 +49,7 @@ class TrackedRun(Protocol):
     def known(self) -> Mapping[str, AbstractSet[int]]:
         """Returns the steps that the tracker has of each figure."""
 
-    def write(self, points: Sequence[Points]) -> None:
+    def write(self, points: Sequence[RoundPoint]) -> None:
         """Writes figures that are not known yet."""
 
     def note(self, name: str) -> str | None:
@@ -75,15 +75,15 @@ class Tracker(Protocol):
         """Returns a run, created if the tracker does not have it."""
 
 
-def write_missing(run: TrackedRun, points: Sequence[Points]) -> None:
+def write_missing(run: TrackedRun, points: Sequence[RoundPoint]) -> None:
     """Writes the figures that the tracker does not have."""
     missing = list(_missing(run.known(), points))
     if missing:
         run.write(missing)
 
 
-def _missing(known: Mapping[str, AbstractSet[int]], points: Sequence[Points]) -> Iterator[Points]:
+def _missing(known: Mapping[str, AbstractSet[int]], points: Sequence[RoundPoint]) -> Iterator[RoundPoint]:
     for point in points:
         values = {name: value for name, value in point.values.items() if point.step not in known.get(name, ())}
         if values:
-            yield Points(point.step, point.at, values)
+            yield RoundPoint(point.step, point.at, values)

@@ -23,7 +23,7 @@ from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.engine.arrivals import MAX_ROWS, Arrivals
 from fleetdistill_server.engine.buffering import Buffer, BufferTerms
-from fleetdistill_server.engine.group import Answer, EndOfStep, Group
+from fleetdistill_server.engine.group import EndOfStep, Group, PassedAnswer
 from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.logs import about
 from fleetdistill_server.methods.cohort import (
@@ -183,7 +183,7 @@ class StoreCohort:
         """Notes that the method uses an answer, and passes it to the other processes."""
         self.used.append(ask.id)
         if self.group is not None:  # all processes prepare the same answers in the same order
-            self.group.send(Answer(answer.device, answer.samples, answer.digest, answer.staleness, answer.decay))
+            self.group.send(PassedAnswer(answer.device, answer.samples, answer.digest, answer.staleness, answer.decay))
             answer.prepared = None if prepare is None else prepare(answer)
         return answer
 

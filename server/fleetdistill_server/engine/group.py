@@ -58,7 +58,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PassedAnswer:
     """An answer that the engine passes to the method."""
 
     device: str
@@ -161,7 +161,7 @@ class FollowingCohort:
         prepare: Prepare | None = None,
     ) -> AsyncIterator[DeviceAnswer]:
         """Yields the answers that the engine yields."""
-        while isinstance(message := self._group.receive(), Answer):
+        while isinstance(message := self._group.receive(), PassedAnswer):
             answer = DeviceAnswer(message.device, message.samples, self._store.blobs.open(message.digest))
             answer.staleness, answer.decay = message.staleness, message.decay
             answer.prepared = None if prepare is None else prepare(answer)

@@ -40,7 +40,7 @@ NO_DIGESTS: Digests = {}
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredBlob:
     """A stored payload or checkpoint.
 
     Attributes:
@@ -139,7 +139,7 @@ class Blobs(Protocol):
     def drop_quarantined(self, digests: Collection[bytes]) -> None:
         """Deletes quarantined files with these digests; digests without a file are ignored."""
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[StoredBlob]:
         """Returns all stored payloads and checkpoints, in no particular order."""
 
     def age_seconds(self, sha256: bytes) -> float:

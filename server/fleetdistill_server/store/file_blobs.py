@@ -40,9 +40,9 @@ from fleetdistill.wire.v1 import knowledge_pb2
 from fleetdistill_server.store.blobs import (
     NO_DIGESTS,
     Digests,
-    Held,
     Space,
     Staged,
+    StoredBlob,
     check_digests,
     disk_errors,
     safetensors_header,
@@ -186,12 +186,12 @@ class FileBlobs:
                 if file.name.partition("-")[0] in names:
                     file.unlink(missing_ok=True)
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[StoredBlob]:
         with disk_errors("listing the payloads"):
             folders = [item for item in self._directory.iterdir() if len(item.name) == 2 and item.is_dir()]
             files = [item for folder in folders for item in os.scandir(folder) if HELD_NAME.fullmatch(item.name)]
             return [
-                Held(bytes.fromhex(file.name.removesuffix(SUFFIX)), result.st_size, _age(result))
+                StoredBlob(bytes.fromhex(file.name.removesuffix(SUFFIX)), result.st_size, _age(result))
                 for file in files
                 if (result := _stat(file)) is not None
             ]

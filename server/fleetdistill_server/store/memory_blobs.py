@@ -11,7 +11,7 @@ from fleetdistill.errors import DamagedError
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import ArraySource, Payload
 from fleetdistill.wire.v1 import knowledge_pb2
-from fleetdistill_server.store.blobs import NO_DIGESTS, Digests, Held, Space, Staged, check_digests
+from fleetdistill_server.store.blobs import NO_DIGESTS, Digests, Space, Staged, StoredBlob, check_digests
 
 
 class MemoryBlobs:
@@ -56,9 +56,9 @@ class MemoryBlobs:
     def drop_quarantined(self, digests: Collection[bytes]) -> None:
         return
 
-    def held(self) -> list[Held]:
-        payloads = [Held(sha256, one.data_bytes, math.inf) for sha256, one in self._payloads.items()]
-        return [*payloads, *(Held(sha256, len(data), math.inf) for sha256, data in self._states.items())]
+    def held(self) -> list[StoredBlob]:
+        payloads = [StoredBlob(sha256, one.data_bytes, math.inf) for sha256, one in self._payloads.items()]
+        return [*payloads, *(StoredBlob(sha256, len(data), math.inf) for sha256, data in self._states.items())]
 
     def age_seconds(self, sha256: bytes) -> float:
         return math.inf

@@ -34,7 +34,7 @@ from fleetdistill.errors import ConfigurationError, StoreError, StoreUnavailable
 from fleetdistill.printable import printable
 from fleetdistill.state.durable import rename_durably
 from fleetdistill.wire.codec import Payload
-from fleetdistill_server.store.blobs import Held, disk_errors
+from fleetdistill_server.store.blobs import StoredBlob, disk_errors
 from fleetdistill_server.store.file_blobs import HELD_NAME, SUFFIX, FileBlobs
 
 logging.getLogger("botocore").setLevel(logging.WARNING)  # at INFO it reports where each client found its keys
@@ -88,7 +88,7 @@ class ObjectBlobs(FileBlobs):
             return _age(self._objects.info(key))
         return math.inf
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[StoredBlob]:
         return list(self._list_names().values())
 
     def drop(self, sha256: bytes) -> None:
@@ -154,7 +154,7 @@ class ObjectBlobs(FileBlobs):
         with object_errors(f"deleting {key}"), contextlib.suppress(FileNotFoundError):
             self._objects.rm_file(key)
 
-    def _list_names(self) -> dict[str, Held]:
+    def _list_names(self) -> dict[str, StoredBlob]:
         """Returns the objects of payloads and checkpoints by their digests in hex."""
         held = {}
         with object_errors("listing the payloads"), contextlib.suppress(FileNotFoundError):
@@ -162,7 +162,7 @@ class ObjectBlobs(FileBlobs):
                 name = key.rpartition("/")[2]
                 if HELD_NAME.fullmatch(name):
                     digest = name.removesuffix(SUFFIX)
-                    held[digest] = Held(bytes.fromhex(digest), info["size"], _age(info))
+                    held[digest] = StoredBlob(bytes.fromhex(digest), info["size"], _age(info))
         return held
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from fleetdistill.errors import ConfigurationError, RunError, StoreError
 from fleetdistill.state import failpoints
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.store.blobs import Held
+from fleetdistill_server.store.blobs import StoredBlob
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.states import AT_REST
 from fleetdistill_server.store.store import Store
@@ -217,7 +217,7 @@ def prune(
     return Pruned(rounds, events, figures, _sum(held, going), _sum(held, spent - old))
 
 
-def _sum(held: dict[bytes, Held], digests: set[bytes]) -> Freed:
+def _sum(held: dict[bytes, StoredBlob], digests: set[bytes]) -> Freed:
     return Freed(payloads=len(digests), bytes=sum(held[digest].bytes for digest in digests))
 
 

@@ -15,7 +15,7 @@ from fleetdistill.progress import report_progress
 from fleetdistill.training.local_training import TrainingReport, finite_loss
 from fleetdistill_server.training.compiling import Compiling
 from fleetdistill_server.training.hardware import Hardware
-from fleetdistill_server.training.memory import Before, Memory
+from fleetdistill_server.training.memory import Memory, ModelSnapshot
 from fleetdistill_server.training.ranks import Ranks
 from fleetdistill_server.training.resume import ResumePoints
 from fleetdistill_server.training.rows import Pool, on_device
@@ -83,7 +83,7 @@ class Loop:
         self._ranks = ranks
         self._points = points
         self._weights = weights
-        self._before = Before(plan.model, hardware.device)
+        self._before = ModelSnapshot(plan.model, hardware.device)
         self._meter = _Meter(hardware, plan.optimizer)
         self._epoch = self._batch = 0  # of the next mini-batch
 

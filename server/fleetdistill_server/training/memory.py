@@ -22,7 +22,7 @@ Notify = Callable[[str, str], object]
 """Receives the kind and the text of an event."""
 
 
-class Before:
+class ModelSnapshot:
     """The buffers of a model, such as batch-norm statistics, and the random state, before a step of a mini-batch.
 
     A forward pass that runs out of memory may already have changed them.

@@ -41,7 +41,7 @@ from fleetdistill.methods.classstats.shared_statistics import from_wire, merge, 
 from fleetdistill.models.scattering import Scattering
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import extract
-from fleetdistill_server.methods.classstats.merge import Rules, merge_moments
+from fleetdistill_server.methods.classstats.merge import MergeRules, merge_moments
 
 
 def equal(one: ClassSpace, other: ClassSpace) -> bool:
@@ -313,7 +313,7 @@ def test_a_device_of_another_scale_is_left_out_of_the_merge() -> None:
     parts = {name: statistics_of(half) for name, half in devices().items()}
     assert parts["c"].means is not None
     loud = {**parts, "c": replace(parts["c"], means=parts["c"].means.astype(np.float32) * 500)}
-    result, counted, left_out_of_it = merge_moments(loud, Rules(robust="gross"), Taken())  # type: ignore[arg-type]
+    result, counted, left_out_of_it = merge_moments(loud, MergeRules(robust="gross"), Taken())  # type: ignore[arg-type]
     assert ("summary-left-out", "c") in events
     assert counted == {"a": [0, 1], "b": [1, 2, 3]}
     assert list(left_out_of_it) == ["c"]
@@ -333,8 +333,8 @@ def test_statistics_with_classes_in_another_order_give_the_same_merge() -> None:
             sent, labels=[sent.labels[item] for item in order], counts=sent.counts[order], means=sent.means[order]
         )
         assert foreign.labels != sent.labels
-        result, counted, _ = merge_moments({**parts, name: foreign}, Rules(robust="gross"), Silent())  # type: ignore[arg-type]
-        expected, counted_before, _ = merge_moments(parts, Rules(robust="gross"), Silent())  # type: ignore[arg-type]
+        result, counted, _ = merge_moments({**parts, name: foreign}, MergeRules(robust="gross"), Silent())  # type: ignore[arg-type]
+        expected, counted_before, _ = merge_moments(parts, MergeRules(robust="gross"), Silent())  # type: ignore[arg-type]
         assert result is not None
         assert expected is not None
         assert counted == counted_before
@@ -366,7 +366,7 @@ def test_a_capped_device_weighs_less_in_covariance_and_degrees_too() -> None:
         )
 
     parts = {"a": sent(11, 1), "b": sent(11, 1), "c": sent(1001, 9)}
-    result, _, _ = merge_moments(parts, Rules(robust="off", count_cap=3), Silent())  # type: ignore[arg-type]
+    result, _, _ = merge_moments(parts, MergeRules(robust="off", count_cap=3), Silent())  # type: ignore[arg-type]
     assert result is not None
     assert result.counts.tolist() == [11 + 11 + 33]
     assert result.df == 54

@@ -15,7 +15,7 @@ from fleetdistill_server.methods.cohort import Notes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class MergeRules:
     """Tests and limits that a merge applies to the devices' statistics.
 
     Attributes:
@@ -48,7 +48,7 @@ def note_left_out(left_out: LeftOutReasons, notes: Notes, devices: Collection[st
             notes.event("summary-left-out", text, device)
 
 
-def merge_moments(parts: Mapping[str, SharedStatistics], rules: Rules, notes: Notes) -> Merged:
+def merge_moments(parts: Mapping[str, SharedStatistics], rules: MergeRules, notes: Notes) -> Merged:
     """Merges statistics with one shared covariance, exactly: N, M and S of docs/reference/methods/classstats.md.
 
     Args:
@@ -70,7 +70,7 @@ def merge_moments(parts: Mapping[str, SharedStatistics], rules: Rules, notes: No
 # --- screening
 
 
-def _screen(fleet: Fleet, rules: Rules, notes: Notes) -> tuple[Fleet, LeftOutReasons]:
+def _screen(fleet: Fleet, rules: MergeRules, notes: Notes) -> tuple[Fleet, LeftOutReasons]:
     off = rules.robust == "off"
     cap = rules.count_cap or (0.0 if off else MAX_ROWS)
     bounded = capped(fleet, cap) if cap else fleet

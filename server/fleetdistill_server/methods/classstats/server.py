@@ -43,7 +43,7 @@ from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.classstats.merge import (
     LeftOutReasons,
     Merged,
-    Rules,
+    MergeRules,
     merge_moments,
     note_left_out,
     note_no_class,
@@ -274,7 +274,7 @@ class ClassStatsServer(ServerMethod):
     def merge_parts(self, notes: Notes) -> None:
         """Recomputes the merge and its class space from all statistics, in device-id order."""
         self._trusted = trusted_centres(self.context.trusted_data(), self.fixed.of) or self._trusted
-        rules = Rules(robust=self.config.robust, count_cap=self.config.count_cap, trusted=self._trusted)
+        rules = MergeRules(robust=self.config.robust, count_cap=self.config.count_cap, trusted=self._trusted)
         parts = {device: part for device, (part, _) in self._parts.items()}
         moments, self._counted, self._left_out = self.merged(parts, rules, notes)
         self._space, self.merge_name = None, 0
@@ -291,7 +291,7 @@ class ClassStatsServer(ServerMethod):
         notes.report("merged_classes", len(sent.labels))
         notes.report("shrinkage", float(sent.shrinkage))
 
-    def merged(self, parts: Mapping[str, Any], rules: Rules, notes: Notes) -> Merged:
+    def merged(self, parts: Mapping[str, Any], rules: MergeRules, notes: Notes) -> Merged:
         """Returns the merge of the devices' statistics; see `merge_moments`."""
         return merge_moments(parts, rules, notes)
 

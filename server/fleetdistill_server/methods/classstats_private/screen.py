@@ -14,7 +14,7 @@ import numpy as np
 from fleetdistill.knowledge import Array
 from fleetdistill.methods.classstats_private.merge import merge_private
 from fleetdistill.methods.classstats_private.sums import NoiseScale, RowSums
-from fleetdistill_server.methods.classstats.merge import LeftOutReasons, Rules, note_left_out
+from fleetdistill_server.methods.classstats.merge import LeftOutReasons, MergeRules, note_left_out
 from fleetdistill_server.methods.classstats.robust import MAX_ROWS, DeviceStatistics, screen
 from fleetdistill_server.methods.cohort import Notes
 
@@ -25,7 +25,7 @@ _NOISE_SHARE = 0.25
 
 
 def screen_releases(
-    releases: Releases, weights: Mapping[str, float], rules: Rules, notes: Notes
+    releases: Releases, weights: Mapping[str, float], rules: MergeRules, notes: Notes
 ) -> tuple[Releases, LeftOutReasons]:
     """Returns the releases to merge, scaled to the cap of rows and by their precision, and why others are left out.
 

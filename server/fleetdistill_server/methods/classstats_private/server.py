@@ -32,7 +32,7 @@ from fleetdistill.methods.classstats_private.public_features import private_extr
 from fleetdistill.methods.classstats_private.sums import NoiseScale, from_wire
 from fleetdistill.wire.kind import PartSchema
 from fleetdistill_server.figures import Figure
-from fleetdistill_server.methods.classstats.merge import Merged, Rules
+from fleetdistill_server.methods.classstats.merge import Merged, MergeRules
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
 from fleetdistill_server.methods.classstats_private.screen import Releases, screen_releases
 from fleetdistill_server.methods.cohort import Notes
@@ -84,7 +84,7 @@ class ClassStatsPrivateServer(ClassStatsServer):
 
     # --- the merge
 
-    def merged(self, parts: Mapping[str, Any], rules: Rules, notes: Notes) -> Merged:
+    def merged(self, parts: Mapping[str, Any], rules: MergeRules, notes: Notes) -> Merged:
         """Merges the noisy sums of the devices that pass the tests."""
         unit = math.sqrt(self.fixed.dimensions)
         rules = replace(rules, trusted={label: centre / unit for label, centre in rules.trusted.items()})
